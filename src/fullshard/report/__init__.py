@@ -1,1 +1,1 @@
-"""The page that a run leaves behind: what is recorded while it goes, what that says, and how it is shown."""
+"""The report of a run: records written during training, their analysis, and the page that shows it."""

@@ -1,4 +1,4 @@
-"""Why a run is slow, or out of memory: all that the rules find in it, and one sentence of it."""
+"""Causes of slow steps or lack of memory: the findings of all rules, and a verdict of one sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["find_causes", "tier_lines", "verdict"]
 
 
 def find_causes(run: Run) -> tuple[Finding, ...]:
-    """The causes of lost time and memory in `run`, those that cost most first; none if it is healthy."""
+    """Return the causes of lost time and memory in `run`, the most costly first; none if it is healthy."""
     figures = Figures(run)
     found = ((rule, rule.finding(figures)) for rule in RULES)
     findings = (replace(item, gain_s=_gain(run, rule)) for rule, item in found if item is not None)
@@ -21,13 +21,13 @@ def find_causes(run: Run) -> tuple[Finding, ...]:
 
 
 def _gain(run: Run, rule: Rule) -> float | None:
-    """What the best of the simulated changes gains that help against the rule's cause."""
+    """Return the best gain of the simulated changes that help against the rule's cause."""
     helping = [item.gain_s for item in run.what_ifs if item.change.startswith(rule.helps)] if rule.helps else []
     return max((item for item in helping if item > 0), default=None)
 
 
 def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
-    """What to know of `run` first: the cause that costs most, its number and the change; or how healthy it is."""
+    """Return the most important fact about `run`: the most costly cause with its number and a change, or its health."""
     figures = Figures(run)
     if run.out_of_memory is not None:
         return _out_of_memory(run, findings)
@@ -51,7 +51,7 @@ def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
 
 
 def tier_lines(run: Run) -> list[str]:
-    """Where what the first rank has rests, and what it moves in a step: a line a tier; none if nothing is away."""
+    """Return a line per tier on what the first rank stores there and moves per step; none without offloading."""
     return [
         f"on the {tier.name}: {_said(tier.at_rest)}"
         + (
@@ -80,7 +80,7 @@ _PARTS_SAID = {
 
 
 def _room(figures: Figures) -> str:
-    """What a rank has left, where a larger batch would use it."""
+    """Return a sentence on the free memory of a rank, if a larger batch could use it."""
     used = figures.used_memory()
     if used is None or not used[1] or used[0] > used[1] / 2:
         return ""

@@ -1,8 +1,8 @@
-"""The numbers of a run in other homes: what users name writes them, by its own library.
+"""Logging of a run's numbers to other services, by their own libraries.
 
     report(model, "runs/x", log_to="tensorboard")
 
-Each is an optional extra of this package, and is imported when it is asked for. Only the first rank writes.
+Each is an optional extra of this package and is imported on use. Only the first rank writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["HOMES", "Home", "check_home", "open_home"]
 
 
 class Home(ABC):
-    """Where numbers of steps go."""
+    """A destination for numbers of steps."""
 
     @abstractmethod
     def tell(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -28,7 +28,7 @@ class Home(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
 
 
 class TensorBoard(Home):
@@ -47,7 +47,7 @@ class TensorBoard(Home):
 
 
 class WandB(Home):
-    """A run of Weights & Biases: of the project that its own environment variables name, or of `fullshard`."""
+    """A run of Weights & Biases, in the project that its environment variables name, or in `fullshard`."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self._run = import_module("wandb").init(
@@ -58,14 +58,14 @@ class WandB(Home):
         )
 
     def tell(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log({**numbers, "step": step})  # numbers of a step may come later than those of the next
+        self._run.log({**numbers, "step": step})  # numbers of a step may arrive later than those of the next
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MLflow(Home):
-    """A run of MLflow, on the server that its own environment variables name."""
+    """A run of MLflow, on the server that its environment variables name."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self._mlflow = import_module("mlflow")
@@ -84,11 +84,11 @@ HOMES: Mapping[str, _Opens] = {"tensorboard": TensorBoard, "wandb": WandB, "mlfl
 
 
 def check_home(name: str) -> None:
-    """Refuse a home that is not known, or whose library is not there.
+    """Raise if a destination is unknown, or its library is missing.
 
     Raises:
-        ConfigError: it is not known.
-        MissingLibraryError: its library is missing.
+        ConfigError: It is unknown.
+        MissingLibraryError: Its library is missing.
     """
     if name not in HOMES:
         raise ConfigError(f"log_to={name!r}: not known. Take one of {', '.join(HOMES)}.")
@@ -99,5 +99,5 @@ def check_home(name: str) -> None:
 
 
 def open_home(name: str, folder: Path, settings: Mapping[str, str]) -> Home:
-    """The home of that name for the run in `folder`."""
+    """Return the destination called `name` for the run in `folder`."""
     return HOMES[name](folder, settings)

@@ -1,4 +1,4 @@
-"""What is known of a run before its first step: where it runs, of which versions, and who owns which rows."""
+"""Facts about a run before its first step: hosts and devices, versions, and the owners of rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLAGS = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "NCCL_", "GLOO_", "TORCH_
 
 
 def rank_facts(device: torch.device) -> dict[str, Any]:
-    """Where this rank runs."""
+    """Return the host and device of this rank."""
     is_cpu = device.type == "cpu"
     return {
         "rank": dist.get_rank() if dist.is_initialized() else 0,
@@ -39,7 +39,7 @@ def rank_facts(device: torch.device) -> dict[str, Any]:
 
 
 def facts_of(model: nn.Module) -> dict[str, str]:
-    """What a page shows at its end: versions, topology, the parameters, the commit and the flags."""
+    """Return the facts at the end of a page: versions, topology, parameters, commit and flags."""
     units = units_in(model)
     axes = units[0].axes
     shape = " x ".join(map(str, axes.mesh.shape))
@@ -66,14 +66,14 @@ def _commit() -> str:
 
 
 def strategy_of(model: nn.Module) -> str:
-    """The name of the strategy of the root; its placements, if they have no name."""
+    """Return the name of the root's strategy, or its placements if they have no name."""
     placements = units_in(model)[0].options.placements
     named = {item.placements: item.value for item in ShardingStrategy}
     return named.get(placements) or f"parameters {placements.parameters.value}, optimizer {placements.optimizer.value}"
 
 
 def link_bytes_per_s(device: torch.device) -> float | None:
-    """What the link between two ranks of this host gave when `fullshard calibrate` measured it; None if it has not."""
+    """Return the bandwidth between two ranks of this host as measured by `fullshard calibrate`; None if unknown."""
     with suppress(ConfigError):
         here = hardware(HERE)
         if here.kind == ("cpu" if device.type == "cpu" else "gpu"):
@@ -82,7 +82,7 @@ def link_bytes_per_s(device: torch.device) -> float | None:
 
 
 def units_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The units, with what of them does not change."""
+    """Return the constant properties of the units."""
     return [
         {
             "fqn": unit.name,
@@ -101,7 +101,7 @@ def _dtype(unit: Unit, which: str) -> str:
 
 
 def shards_of(model: nn.Module) -> list[Mapping[str, Any]]:
-    """The parameters, and how they are cut."""
+    """Return the parameters and how they are sharded."""
     names = {id(param): clean_fqn(name) for name, param in model.named_parameters(remove_duplicate=False)}
     return [
         {

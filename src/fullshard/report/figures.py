@@ -1,8 +1,8 @@
-"""What the numbers of a run come to over its steps, so that a rule need not think of noise.
+"""Statistics of a run over its steps, so that rules need not handle noise.
 
-The first step is left out, if it was recorded: it makes what later ones use again. Of the others, a median says what is
-usual, and the lower quartile what holds in three steps of four. A rule compares the quartile with its threshold, so
-that a burst of whatever else the machine does is no cause, and tells the median.
+The first step is excluded if it was recorded, because it allocates what later steps reuse. For the others, the median
+is the usual value, and the lower quartile is the value that holds in three of four steps. A rule compares the quartile
+with its threshold, so that a burst of other activity on the machine is not a cause, and reports the median.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["ENOUGH_STEPS", "Figures", "Late", "Waits", "amount", "listed", "mill
 Seconds = NDArray[np.float64]
 
 ENOUGH_STEPS = 4
-"""Steps beyond the first without which nothing is said of time: a quartile needs as many."""
+"""The minimum number of steps after the first for statements about time, because of the quartile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Late:
-    """Ranks that take longer than the others in nine steps of ten.
+    """Ranks that take longer than the others in nine of ten steps.
 
     Args:
-        ranks: the places of the ranks.
-        latest: that of the one that is most behind.
-        lost: the part of a step by which that one is.
-        took_s: what that one takes in the median step.
-        others_s: what the median of the others takes.
+        ranks: The indices of the ranks.
+        latest: The index of the slowest one.
+        lost: Its delay as a fraction of a step.
+        took_s: Its time in the median step.
+        others_s: The median time of the others.
     """
 
     ranks: tuple[int, ...]
@@ -44,12 +44,12 @@ class Late:
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """What a step waits for the wire, and not for ranks that come late. All are parts of a step.
+    """Waits for communication, excluding waits for slow ranks, as fractions of a step.
 
     Args:
-        steady: in three steps of four.
-        usual: in the median step.
-        by_unit: of the gathers, and of the reductions, of each unit.
+        steady: The fraction in three of four steps.
+        usual: The fraction in the median step.
+        by_unit: The fractions of the all-gathers and of the reductions of each unit.
     """
 
     steady: float
@@ -58,56 +58,56 @@ class Waits:
 
     @property
     def gathers(self) -> float:
-        """Of all gathers."""
+        """The fraction for all all-gathers."""
         return sum(gather for gather, _ in self.by_unit)
 
     @property
     def reductions(self) -> float:
-        """Of all reductions."""
+        """The fraction for all reductions."""
         return sum(reduce for _, reduce in self.by_unit)
 
 
 class Figures:
-    """The figures of a run. Arrays of steps, or of ranks and steps, are without the first step."""
+    """The statistics of a run. Arrays over steps, or over ranks and steps, exclude the first step."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        known = ~np.isnan(run.parts_s).any((0, 2))  # by all ranks: one of them may be a step ahead, or gone
+        known = ~np.isnan(run.parts_s).any((0, 2))  # by all ranks: a rank can be one step ahead, or gone
         later = known & (run.steps > 1)
         self._later = later if later.any() else known
         self.step_s: Seconds = run.step_s[:, self._later].mean(0)
-        """A step, as the mean of the ranks; shape (steps,)."""
+        """Step times as the mean over ranks; shape (steps,)."""
 
     @property
     def tells_time(self) -> bool:
-        """True if there are steps enough to say something of time."""
+        """True if there are enough steps for statements about time."""
         return self.step_s.size >= ENOUGH_STEPS
 
     def of(self, part: str) -> Seconds:
-        """Seconds of one of `PARTS`; shape (ranks, steps)."""
+        """Return the seconds of one of `PARTS`; shape (ranks, steps)."""
         return self.run.parts_s[:, self._later, PARTS.index(part)]
 
     def later(self, values: NDArray[np.float64] | None) -> Seconds | None:
-        """What was recorded by rank and step, without the first step; None if it was not."""
+        """Return values recorded by rank and step, without the first step; None if they were not recorded."""
         later = None if values is None else values[:, self._later]
         return None if later is None or np.isnan(later).any() else later
 
     @cached_property
     def computes(self) -> Seconds:
-        """Forward, backward and optimizer; shape (ranks, steps)."""
+        """Seconds of forward, backward and optimizer; shape (ranks, steps)."""
         return self.of("forward") + self.of("backward") + self.of("optimizer")
 
     def of_most_ranks(self, seconds: Seconds) -> Seconds:
-        """What three ranks of four have at least, of two both; shape (steps,)."""
+        """Return the minimum over three of four ranks, or over both of two; shape (steps,)."""
         most: Seconds = np.quantile(seconds, 0.25, axis=0, method="lower")
         return most
 
     def steady(self, seconds: Seconds) -> float:
-        """The part of a step that `seconds`, of shape (steps,), are in three steps of four."""
+        """Return the fraction of a step that `seconds`, of shape (steps,), take in three of four steps."""
         return _quartile(seconds / self.step_s)
 
     def usual(self, seconds: Seconds) -> float:
-        """The part of a step that `seconds`, of shape (steps,), are in the median step."""
+        """Return the fraction of a step that `seconds`, of shape (steps,), take in the median step."""
         return float(np.median(seconds / self.step_s))
 
     @property
@@ -116,11 +116,11 @@ class Figures:
         return float(np.median(self.step_s))
 
     def late(self, seconds: Seconds, least: float) -> Late | None:
-        """The ranks that are behind the median of the others by the part `least` of a step; None if there are none.
+        """Return the ranks behind the median of the others by at least `least` of a step; None if there are none.
 
-        `seconds` are of shape (ranks, steps), or of hosts in place of ranks.
+        `seconds` has shape (ranks, steps), or has hosts instead of ranks.
 
-        They are so in nine steps of ten: of many ranks, chance alone has one behind in three of four.
+        The ranks must be behind in nine of ten steps: among many ranks, one is behind in three of four by chance alone.
         """
         if len(seconds) < 2 or not self.tells_time:
             return None
@@ -141,15 +141,15 @@ class Figures:
 
     @cached_property
     def starved(self) -> Seconds | None:
-        """Seconds that the program was ready and had no core; shape (ranks, steps); None where nobody knows."""
+        """Seconds in which the program was ready but had no core; shape (ranks, steps); None if unknown."""
         return self.later(self.run.starved_s)
 
     @cached_property
     def waits(self) -> Waits:
-        """What is exposed of collectives for the wire's sake.
+        """The exposed time of collectives due to communication.
 
-        The rank that comes last waits for nobody: what it waits all the same is for the wire. So of the ranks the least
-        counts, less what another rank was kept from its core meanwhile.
+        The last rank waits for no other rank, so all of its waits are for communication. So the minimum over the ranks
+        counts, minus the time in which another rank had no core meanwhile.
         """
         exposed = (self.of("gather") + self.of("reduce")).min(0)
         if self.starved is not None:
@@ -165,83 +165,83 @@ class Figures:
 
     @cached_property
     def wire_share(self) -> float:
-        """The part of its time on the way that a collective was not waiting for a late rank."""
+        """The fraction of the time of collectives in which they did not wait for a slow rank."""
         waited = (self.of("gather") + self.of("reduce")).mean(0)
         return min(1.0, self.waits.usual / max(self.usual(waited), 1e-9))
 
     @cached_property
     def collectives(self) -> float:
-        """Gathers and reductions of units in a step."""
+        """The all-gathers and reductions of units per step."""
         return sum(unit.gathers + unit.reductions for unit in self.run.units)
 
     @cached_property
     def moved_bytes(self) -> float:
-        """That a rank sends or receives for units in a step."""
+        """The bytes that a rank sends or receives for units per step."""
         return sum(unit.gathered_bytes + unit.reduced_bytes for unit in self.run.units)
 
     @cached_property
     def moving_s(self) -> float:
-        """Seconds a step in which units' collectives are on the way, and no rank is late."""
+        """Seconds per step in which collectives of units are in progress and no rank is late."""
         return self.wire_share * sum(unit.gather_s + unit.reduce_s for unit in self.run.units)
 
     @property
     def waited_s(self) -> float:
-        """Seconds of the median step that wait for the wire."""
+        """Seconds of the median step in waits for communication."""
         return self.waits.usual * self.usual_step_s
 
     @property
     def reached_gb_s(self) -> float:
-        """What the wire gave in the run."""
+        """The bandwidth that communication reached in the run, in GB/s."""
         return self.moved_bytes / max(self.moving_s, 1e-9) / 1e9
 
     def hosts(self) -> dict[str, tuple[int, ...]]:
-        """The places of the ranks of each host."""
+        """Return the indices of the ranks of each host."""
         found: dict[str, tuple[int, ...]] = {}
         for place, rank in enumerate(self.run.ranks):
             found[rank.host] = (*found.get(rank.host, ()), place)
         return found
 
     def rank(self, place: int) -> RankFacts:
-        """The rank at a place of the arrays."""
+        """Return the rank at an index of the arrays."""
         return self.run.ranks[place]
 
     def ranks_said(self, places: tuple[int, ...]) -> str:
-        """Such as "rank 3" or "ranks 1 and 3", with their host where there are several hosts."""
+        """Format ranks, as in "rank 3" or "ranks 1 and 3", with their host if there are several hosts."""
         ranks = [str(self.rank(place).rank) for place in places]
         hosts = {self.rank(place).host for place in places}
         where = f" on {hosts.pop()}" if len(hosts) == 1 and len(self.hosts()) > 1 else ""
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}{where}"
 
     def used_memory(self) -> tuple[int, int | None] | None:
-        """Bytes that a rank needs at its peak, with what is held beyond tensors, and what it may have."""
+        """Return the peak bytes of a rank, including memory beyond tensors, and its limit."""
         memory = self.run.memory
         if memory is None or not memory.by_state:
             return None
         return self.tensors_at_peak() + memory.held, memory.limit
 
     def tensors_at_peak(self) -> int:
-        """Bytes of tensors at the peak; 0 if nothing is known of it."""
+        """Return the bytes of tensors at the peak; 0 if unknown."""
         memory = self.run.memory
         return 0 if memory is None else int(sum(values[memory.peak] for values in memory.by_state.values()))
 
 
 def named(unit: UnitTimes) -> str:
-    """A unit's FQN as a sentence has it."""
+    """Format a unit's FQN for a sentence."""
     return f"`{unit.fqn}`" if unit.fqn else "the root"
 
 
 def percent(part: float) -> str:
-    """Such as "38 %"."""
+    """Format a fraction, as in "38 %"."""
     return f"{100 * part:.0f} %"
 
 
 def milliseconds(seconds: float) -> str:
-    """Such as "41 ms" or "2.3 s"."""
+    """Format a time, as in "41 ms" or "2.3 s"."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def amount(nbytes: float) -> str:
-    """Such as "24 MB": three digits, of powers of ten."""
+    """Format a size with three digits and a decimal unit, as in "24 MB"."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if nbytes < 999.5 or unit == "GB":
             break
@@ -250,7 +250,7 @@ def amount(nbytes: float) -> str:
 
 
 def listed(words: list[str]) -> str:
-    """Such as "0, 1 and 2"; of many, the first."""
+    """Format a list, as in "0, 1 and 2". Long lists are truncated."""
     if len(words) > _SHOWN:
         return f"{', '.join(words[:_SHOWN])} and {len(words) - _SHOWN} more"
     return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
@@ -264,9 +264,9 @@ def _quartile(values: NDArray[np.float64]) -> float:
 
 
 def _others(seconds: Seconds) -> Seconds:
-    """For each rank the median of the others; shape (ranks, steps)."""
+    """Return for each rank the median of the others; shape (ranks, steps)."""
     count = len(seconds)
     by_size = np.sort(seconds, axis=0)
     place = np.argsort(np.argsort(seconds, axis=0, kind="stable"), axis=0, kind="stable")
-    middle = [at + (place <= at) for at in ((count - 2) // 2, (count - 1) // 2)]  # a rank's own place is passed over
+    middle = [at + (place <= at) for at in ((count - 2) // 2, (count - 1) // 2)]  # skip the rank itself
     return (np.take_along_axis(by_size, middle[0], 0) + np.take_along_axis(by_size, middle[1], 0)) / 2

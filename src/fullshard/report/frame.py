@@ -1,4 +1,4 @@
-"""The frame of pages that need nothing else: style, theme and charts within them, and how numbers are written."""
+"""Self-contained pages: style, theme and charts, and the format of numbers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["framed", "stamped"]
 
 
 def framed(template: str, known: Mapping[str, Any], drawn: Mapping[str, Any]) -> str:
-    """The page that `template`, which extends `frame.html`, makes of what is known.
+    """Return the page that `template`, which extends `frame.html`, creates from `known`.
 
     Args:
-        template: the name of a file among the assets.
-        known: what it writes out, with what `stamped` gives.
-        drawn: what the charts that it has boxes for are drawn from, by the names of `page.js`, as JSON can hold it.
+        template: The name of a file in the assets.
+        known: The values that it prints, including those of `stamped`.
+        drawn: The data of its charts, by the names in `page.js`, as JSON values.
     """
     told = Environment(
         autoescape=True,
@@ -44,7 +44,7 @@ def framed(template: str, known: Mapping[str, Any], drawn: Mapping[str, Any]) ->
 
 
 def stamped() -> dict[str, str]:
-    """When the page is written, and by which version."""
+    """Return the current time and the version of this package."""
     return {
         "written": datetime.now().astimezone().isoformat(timespec="seconds"),
         "fullshard": versions()["fullshard"],
@@ -56,7 +56,7 @@ def _asset(name: str) -> str:
 
 
 def _coded(text: str) -> Markup:
-    """The text, with what is between backticks as code."""
+    """Return the text with everything between backticks as code."""
     pieces = escape(text).split("`")
     return Markup("").join(
         Markup("<code>{}</code>").format(piece) if at % 2 else piece for at, piece in enumerate(pieces)
@@ -67,11 +67,11 @@ def _compact(value: Any, **_: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-_NONE = "\u2013"  # what was not measured, in a table
+_NONE = "\u2013"  # a value in a table that was not measured
 
 
 def _time(seconds: float | None) -> str:
-    """Seconds for people: three digits and a unit, such as 41.2 ms."""
+    """Format seconds with three digits and a unit, as in 41.2 ms."""
     if seconds is None:
         return _NONE
     size = abs(seconds)
@@ -85,7 +85,7 @@ def _time(seconds: float | None) -> str:
 
 
 def _size(nbytes: float | None) -> str:
-    """Bytes for people: three digits and a decimal unit, such as 21.3 MB."""
+    """Format bytes with three digits and a decimal unit, as in 21.3 MB."""
     if nbytes is None:
         return _NONE
     if abs(nbytes) < 1000:

@@ -1,7 +1,7 @@
-"""Memory over one real step, by state: what the engine says of its own, and of the rest which operation made it.
+"""Memory over one real step, by state: from the engine for its own memory, and by operation for the rest.
 
-The step is watched by a dispatch mode that lets every operation run as it is, and looks at what came out. That takes
-some microseconds an operation, so it is done in one step of one rank, whose times do not count.
+A dispatch mode observes the step. It runs every operation unchanged and inspects the results. This takes a few
+microseconds per operation, so it is done in one step of one rank, whose times do not count.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["Held", "MemoryWatch", "WatchedStep", "can_be_watched", "held_between
 
 _MOST_MOMENTS = 600
 _SHOWN = 10
-_SLOTS = 1 << 40  # storages of units are numbered from here on
+_SLOTS = 1 << 40  # storages of units are numbered from here
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Something in memory: its bytes, a value of `State`, and whose it is."""
+    """Something in memory: its bytes, a value of `State`, and its owner."""
 
     nbytes: int
     state: str
@@ -44,28 +44,28 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedStep:
-    """Memory over a step. A moment is a turn to a unit and phase, and has the largest sum that there was then."""
+    """Memory over a step. Each moment is a turn to a unit and phase, with its largest sum."""
 
-    at_s: list[float]  # of the step as it was watched
+    at_s: list[float]  # of the observed step
     labels: list[str]
     by_state: dict[str, list[int]]
-    peak: int  # the place of the largest sum
+    peak: int  # the index of the largest sum
     largest: list[Held]
     predicted: list[int] | None
 
 
 def can_be_watched(model: nn.Module) -> bool:
-    """True if nothing in `model` is compiled: a dispatch mode would have that run eagerly, or compiled again."""
+    """Return True if nothing in `model` is compiled. A dispatch mode runs compiled code eagerly or recompiles it."""
     return not any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
 
 
 class MemoryWatch(TorchDispatchMode):
-    """Watches from `start()` to `stop()`.
+    """A dispatch mode that observes memory from `start()` to `stop()`.
 
     Args:
-        model: the root.
-        optimizers: those that step it.
-        recorder: that the engine talks to: it knows whose work is under way.
+        model: The root.
+        optimizers: The optimizers of the model.
+        recorder: The recorder of the engine, which knows the current origin.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], recorder: Recorder) -> None:
@@ -77,15 +77,15 @@ class MemoryWatch(TorchDispatchMode):
         self._slots: dict[tuple[str, int], int] = {}
         self._base = list(held_between_steps(model, optimizers))
         self._is_on = False
-        self.questions: dict[str, tuple[int, float]] = {}  # how often and how long the program waited for a number
+        self.questions: dict[str, tuple[int, float]] = {}  # by site: number of host waits and total seconds
 
     def start(self) -> None:
-        """Watch from now on. Not within a context that ends before `stop()` is called."""
+        """Start observing. Do not call it within a context that ends before `stop()` is called."""
         self._is_on = True
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> bool:
-        """Watch no more. False if another mode, entered later, is still there: call it again then."""
+        """Stop observing. Return False if a mode entered later is still active: call it again afterwards."""
         self._is_on = False
         if innermost_dispatch_mode() is not self:
             return False
@@ -94,7 +94,7 @@ class MemoryWatch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and note the memory that it has made."""
+        """Run the operation and record the memory that it allocates."""
         if any(map(is_wrapper_type, types)):
             return NotImplemented
         start = time.perf_counter()
@@ -109,7 +109,7 @@ class MemoryWatch(TorchDispatchMode):
         tape, storages = self._tape, self._storages
         tape.origin, tape.purpose = self._recorder.origin, self._recorder.purpose
         given = tensors_in((args, kwargs))
-        if tape.origin.phase is Phase.POST_BACKWARD:  # what a reduction reads are whole gradients
+        if tape.origin.phase is Phase.POST_BACKWARD:  # a reduction reads unsharded gradients
             reads = tuple(storages.access(item) for item in given if storages.is_known(item))
             tape.note(Operation("", "compute", tape.origin, reads, ()))
         there = {item.untyped_storage()._cdata for item in given}
@@ -119,7 +119,7 @@ class MemoryWatch(TorchDispatchMode):
                 storages.note_allocated(storage, "compute")
 
     def _note_question(self, seconds: float) -> None:
-        """Note that the program has waited for a number."""
+        """Record that the program has waited for a value."""
         frame = sys._getframe(2)
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back
@@ -128,7 +128,7 @@ class MemoryWatch(TorchDispatchMode):
         self.questions[site] = times + 1, total + seconds
 
     def note_event(self, event: Event) -> None:
-        """Note memory that a unit has allocated or freed, which no operation tells."""
+        """Record memory that a unit has allocated or freed, which no operation shows."""
         unit = self._units.get(event.origin.unit)
         if not self._is_on or event.name not in ("allocate", "free") or unit is None or unit.slot.shared:
             return
@@ -140,7 +140,7 @@ class MemoryWatch(TorchDispatchMode):
             self._tape.note(Free(number, event.nbytes, "compute", event.origin))
 
     def watched(self, predicted: Sequence[tuple[str, int]] | None = None) -> WatchedStep | None:
-        """What was seen; None if nothing was. `predicted` are labels and sums of the turns of a predicted step."""
+        """Return the observed step, or None. `predicted` has labels and sums of the turns of a predicted step."""
         turns, times = memory_turns(self._tape), self._tape.times
         if not turns:
             return None
@@ -175,7 +175,7 @@ class MemoryWatch(TorchDispatchMode):
         )
 
 
-_OF_STEP = {State.PARAMETERS: State.TEMPORARIES}  # made within a step and kept: the next batch
+_OF_STEP = {State.PARAMETERS: State.TEMPORARIES}  # created within a step and kept: the next batch
 _NO_MEMORY = ("_unsafe_view", "set_", "detach", "alias", "lift_fresh")
 
 
@@ -190,7 +190,7 @@ class _TimedTape(Tape):
 
 
 def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Held]:
-    """What is in memory between steps."""
+    """Yield what is in memory between steps."""
     slots = {}
     names = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
     for unit in units_in(model):
@@ -224,14 +224,15 @@ def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
 
 
 def _parts(count: int, most: int) -> list[range]:
-    """`count` numbers in at most so many ranges of about one size."""
+    """Split `count` numbers into at most `most` ranges of similar size."""
     step = -(-count // most)
     return [range(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _aligned(predicted: Sequence[tuple[str, int]], labels: Sequence[str]) -> list[int]:
-    """The predicted sum of each turn: the first of that label has that of the first, and so on. One that was not
-    predicted has that of the turn before.
+    """Return the predicted sum of each turn: the n-th turn with a label has that of the n-th predicted one.
+
+    A turn that was not predicted has that of the previous turn.
     """
     by_label: dict[str, list[int]] = {}
     for label, nbytes in reversed(predicted):

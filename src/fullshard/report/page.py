@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that needs nothing else, with the same as JSON and as a trace beside it."""
+"""The page of a run: one self-contained HTML file, with the same content as JSON and as a trace next to it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _LISTED_UNITS, _LISTED_RANKS = 15, 12
 def write(run: Run, findings: Sequence[Finding], folder: Path, *, against: Run | None = None) -> Path:
     """Write the page of `run` into `folder`, and return its path.
 
-    Beside it lie `report.json`, with all that the page shows, and `trace.json.gz`, with every recorded span, for
-    ui.perfetto.dev or chrome://tracing. Each file replaces an older one at once, so one who reads never meets half.
+    It also writes `report.json`, with everything on the page, and `trace.json.gz`, with all recorded spans, for
+    ui.perfetto.dev or chrome://tracing. Each file replaces an older one atomically, so readers never see a partial
+    file.
 
     Args:
-        run: what is known of the run.
-        findings: its causes, the worst first; the first becomes the verdict.
-        folder: made if it is missing.
-        against: another run, to be shown beside this one.
+        run: The run.
+        findings: Its causes, the worst first; the first becomes the verdict.
+        folder: The folder, which is created if it does not exist.
+        against: Another run to compare with.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = shown(run, findings, against)
@@ -58,7 +59,7 @@ def _page(known: Mapping[str, Any]) -> str:
 
 
 def _drawn(known: Mapping[str, Any]) -> dict[str, Any]:
-    """What the charts need: all but what is written out in tables already, and lists of values for lists of names."""
+    """Return the data of the charts without values that are in tables already, and with lists instead of dicts."""
     drawn = {name: known[name] for name in _CHARTED}
     if known["units"] is not None:
         drawn["units"] = {"rows": known["units"]["rows"][:_CHARTED_UNITS]}

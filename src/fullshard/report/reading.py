@@ -1,4 +1,4 @@
-"""From the files of all ranks to the run that they tell of: with whatever is there, while it goes on, too."""
+"""Reads a run from the files of all ranks. Files may be missing, and the run may still be in progress."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from fullshard.report.steps import WATCHED_STEP, UnitCounts
 
 __all__ = ["is_recorded", "read_run"]
 
-_NAMES = {"tokens_per_s": "tokens/s", "mfu": "MFU"}  # of what loops tell; of others, underscores are blanks
+_NAMES = {"tokens_per_s": "tokens/s", "mfu": "MFU"}  # names that loops log; for others, underscores become spaces
 _WAITS = {"gradient norm": "clipping"}
 
 
 def is_recorded(folder: Path) -> bool:
-    """True if anything is recorded of a run in `folder`."""
+    """Return True if a run is recorded in `folder`."""
     return bool(rank_files(folder))
 
 
 @dataclass
 class _Rank:
-    """What one rank has written."""
+    """The record of one rank."""
 
     start: dict[str, Any] = field(default_factory=dict)
     untimed: set[int] = field(default_factory=set)  # the first steps after each start
@@ -57,7 +57,7 @@ class _Rank:
     what_ifs: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     told: dict[int, dict[str, float | None]] = field(default_factory=dict)
-    spans: dict[int, bytes] = field(default_factory=dict)  # as the line is
+    spans: dict[int, bytes] = field(default_factory=dict)  # unparsed lines
 
     @classmethod
     def of(cls, path: Path) -> _Rank:
@@ -78,10 +78,10 @@ class _Rank:
 
 
 def read_run(folder: Path) -> Run:
-    """The run that is recorded in `folder`.
+    """Return the run that is recorded in `folder`.
 
     Raises:
-        ConfigError: nothing is.
+        ConfigError: No run is recorded there.
     """
     every = [rank for rank in map(_Rank.of, rank_files(folder)) if rank.start]
     if not every:
@@ -89,7 +89,7 @@ def read_run(folder: Path) -> Run:
             f"{folder}: no run is recorded there. fullshard train records its runs; in a loop of your own, call "
             "fullshard.report(model, folder) before the first step."
         )
-    newest = max(every, key=lambda rank: rank.start["first_step"]).start  # the first rank's, if that is there
+    newest = max(every, key=lambda rank: rank.start["first_step"]).start  # the first rank's, if there is one
     ranks = sorted((item for item in every if item.start["rank"]["rank"] < newest["world"]), key=_number)
     first = ranks[0]
     steps = _steps(ranks)
@@ -132,7 +132,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _elsewhere(ranks: Sequence[_Rank]) -> dict[str, str]:
-    """What is away from the device that computes; and what disks hold, and move in a step, of all ranks together."""
+    """Return what is offloaded, and the bytes that disks hold and move per step, summed over all ranks."""
     found = {"offload": "; ".join(ranks[0].model.get("offload", ()))}
     disks: dict[str, list[list[float]]] = {}
     for rank in ranks:
@@ -153,7 +153,7 @@ _TIERS = {"device": "device", "cpu": "CPU", "disk": "disk"}
 
 
 def _tiers(rank: _Rank) -> tuple[Tier, ...]:
-    """Where what this rank has rests, and what it moves in a step; none if nothing is away."""
+    """Return the bytes of this rank in each tier and those moved per step; none without offloading."""
     moved: dict[str, list[dict[str, float]]] = {}
     for place, state, *each in sorted(
         rank.units.get("travelled", ()), key=lambda item: [*STATES, item[1]].index(item[1])
@@ -180,15 +180,16 @@ def _number(rank: _Rank) -> int:
 
 
 def _steps(ranks: Sequence[_Rank]) -> list[int]:
-    """The numbers of the steps that any rank has a line of; without those that are not timed, if there are others."""
+    """Return the numbers of the steps that any rank has recorded, without untimed ones if there are others."""
     numbers = sorted({number for rank in ranks for number in rank.steps})
     untimed = {number for rank in ranks for number in rank.untimed}
     return [number for number in numbers if number not in untimed] or numbers
 
 
 def _table(ranks: Sequence[_Rank], steps: Sequence[int]) -> NDArray[np.float64]:
-    """The numbers of each rank's line of each step: the parts, then busy and starved seconds, bytes held, and work; NaN
-    where there is no such line. Shape (ranks, steps, numbers).
+    """Return the numbers of each rank and step: the parts, then busy and starved seconds, bytes held, and work.
+
+    Missing steps are NaN. The shape is (ranks, steps, numbers).
     """
     missing = [float("nan")] * (len(PARTS) + 4)
     rows = [[_numbers(rank.steps[step]) if step in rank.steps else missing for step in steps] for rank in ranks]
@@ -201,14 +202,14 @@ def _numbers(line: Mapping[str, Any]) -> list[float]:
 
 
 def _most(table: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The largest of each column that is known."""
+    """Return the maximum of the known values of each column."""
     known = np.where(np.isnan(table), -np.inf, table)
     most = known.max(axis=0) if table.size else np.zeros(table.shape[1])
     return np.where(np.isinf(most), np.nan, most)
 
 
 def _shown_step(ranks: Sequence[_Rank], steps: Sequence[int], step_s: NDArray[np.float64]) -> int:
-    """Of the steps whose spans all ranks have (or else some), the one that took the most usual time."""
+    """Return the step closest to the usual duration among those whose spans all ranks (or else some) have."""
     if not steps:
         return 0
     held = [set(rank.spans) for rank in ranks]
@@ -232,7 +233,7 @@ def _spans(line: bytes) -> list[Span]:
 
 
 def _units(ranks: Sequence[_Rank]) -> tuple[UnitTimes, ...]:
-    """The mean over ranks and steps."""
+    """Return the means over ranks and steps."""
     known = ranks[0].model.get("units", ())
     sums: defaultdict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(UnitCounts.names())))
     counted = 0
@@ -249,7 +250,7 @@ def _units(ranks: Sequence[_Rank]) -> tuple[UnitTimes, ...]:
 
 
 def _reached(rank: _Rank) -> float:
-    """The most GB/s that any gather of this rank has reached; 0 if there was none."""
+    """Return the best bandwidth of all all-gathers of this rank in GB/s; 0 if there were none."""
     return float(rank.units.get("best_bytes_per_s", 0.0)) / 1e9
 
 
@@ -275,7 +276,7 @@ def _memory(rank: _Rank, step_s: NDArray[np.float64]) -> Memory | None:
         return None
     at = np.array(line["at_s"])
     usual = np.nanmedian(step_s) if step_s.size else np.nan
-    if at[-1] > 0 and np.isfinite(usual):  # to watch a step takes time
+    if at[-1] > 0 and np.isfinite(usual):  # observing a step takes time
         at *= usual / at[-1]
     sums = np.array(list(line["by_state"].values()))
     held = max((step["h"] for step in rank.steps.values()), default=0)
@@ -313,7 +314,7 @@ def _shard(line: Mapping[str, Any]) -> Shard:
 
 
 def _training(ranks: Sequence[_Rank], steps: Sequence[int]) -> dict[str, NDArray[np.float64]]:
-    """What loops have told of steps: the mean over the ranks that have told it."""
+    """Return what loops have logged by step: the mean over the ranks that have logged it."""
     names = dict.fromkeys(name for rank in ranks for told in rank.told.values() for name in told)
     found = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""A run, recorded while it goes, in any training loop."""
+"""Recording of a run in any training loop."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ __all__ = ["RunReport", "report"]
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_LINES = 4096  # of steps, before a line is of twice as many
+_LINES = 4096  # of steps, before a line covers twice as many
 _UNITS_FIRST_S = 5.0
 _MOST_SPANS = 20_000
-_PATIENCE_S = 5.0  # for the last lines of other ranks
+_PATIENCE_S = 5.0  # waiting for the last lines of other ranks
 
 
 def report(
@@ -60,7 +60,7 @@ def report(
     first_step: int = 1,
     log_to: str | None = None,
 ) -> RunReport:
-    """Record the training of `model` from here on, and leave a page behind that says where time and memory went.
+    """Record the training of `model`, and write a page that shows where time and memory went.
 
         with fullshard.report(model, "runs/x") as report:
             for batch in report.batches(loader):
@@ -70,24 +70,24 @@ def report(
                 optimizer.zero_grad()
                 report.log(loss=loss)
 
-    Every rank calls it once the model is sharded; a rank's part of the record goes to a small file of its own in `path`
-    / report, which all hosts should see. Nothing is sent between ranks, and nothing waits. When the context is left, or
-    `close()` is called, or the process ends, the first rank writes the page.
+    Every rank calls it once the model is sharded. Each rank writes its part of the record to a small separate file in
+    `path` / report, which all hosts should be able to access. There is no communication and no waiting. When the
+    context ends, `close()` is called or the process ends, the first rank writes the page.
 
-    A step is over with the last optimizer's step before the next forward. Time between it and that forward counts as
-    input, less what the loop says is something else: see `RunReport.doing`.
+    A step ends with the last optimizer step before the next forward. Time between it and that forward counts as input,
+    except for what the loop declares as something else: see `RunReport.doing`.
 
     Args:
-        model: the root, sharded.
-        path: the folder of the run, made if it is not there.
-        optimizer: those that step the model are found by themselves; name one that is not among torch's.
-        settings: names and values that tell this run from another one.
-        first_step: the number of the first step; with one above 1 the record goes on where it was.
-        log_to: "tensorboard", "wandb" or "mlflow": there the numbers of each step go, too, by that library.
+        model: The sharded root.
+        path: The folder of the run, which is created if it does not exist.
+        optimizer: The optimizer, if it is not a torch optimizer. Those are found automatically.
+        settings: Names and values that distinguish this run from other runs.
+        first_step: The number of the first step. If it is above 1, an existing record is continued.
+        log_to: "tensorboard", "wandb" or "mlflow": also log the numbers of each step with that library.
 
     Raises:
-        ConfigError: the model has no units; `first_step` is below 1; or `log_to` is none of those.
-        MissingLibraryError: the library of `log_to` is not installed.
+        ConfigError: The model has no units, `first_step` is below 1, or `log_to` is unknown.
+        MissingLibraryError: The library of `log_to` is not installed.
     """
     if not units_in(model):
         raise ConfigError(f"{type(model).__name__} has no units, so nothing can be reported. Call fully_shard first.")
@@ -99,7 +99,7 @@ def report(
 
 
 class RunReport:
-    """A record under way on this rank: see `report`."""
+    """The active record of this rank: see `report`."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class RunReport:
     ) -> None:
         self.path = path
         self.page: Path | None = None
-        """Where the page is, once it is written: on the first rank."""
+        """The path of the page once it is written; only on the first rank."""
         self._model, self._device = model, units_in(model)[0].device
         self._optimizers = list(optimizers)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -122,14 +122,14 @@ class RunReport:
         self._watch: MemoryWatch | None = None
         self._units: dict[str, UnitCounts] = {}
         self._host_waits: dict[str, tuple[int, float]] = {}
-        self._disks: dict[Path, Moved] = {}  # what they had moved before steps were counted
+        self._disks: dict[Path, Moved] = {}  # bytes moved before steps were counted
         self._travelled: Journeys = {}  # likewise
         self._at_rest: dict[str, dict[str, int]] = {}
         self._counted = 0  # steps, in both
         self._best_bytes_per_s = 0.0
         self._units_every_s = _UNITS_FIRST_S
         self._units_due = time.monotonic() + _UNITS_FIRST_S
-        self._group: list[StepTaken] = []  # steps that make one line
+        self._group: list[StepTaken] = []  # steps that form one line
         self._lines, self._group_size = 0, 1
         self._output_nbytes = 0
         self._told: dict[int, dict[str, float | Tensor]] = {}  # by step: not read yet
@@ -174,13 +174,13 @@ class RunReport:
         atexit.register(self.close)
         self._stack.callback(atexit.unregister, self.close)
 
-    # -- what a loop says ---------------------------------------------------------------------------------------------
+    # -- from the loop -------------------------------------------------------------------------------------------------
 
     def log(self, step: int | None = None, **numbers: float | Tensor) -> None:
-        """Let the page show numbers of a step, each by its name: loss, gradient_norm, learning_rate, tokens_per_s, ...
+        """Log numbers of a step by name, to show on the page: loss, gradient_norm, learning_rate, tokens_per_s, ...
 
-        A tensor is not read before the step after is over, so that nobody waits for it. `step` is the one that was
-        taken last, or is under way, if None.
+        Tensors are read after the following step, so that nothing waits for them. If `step` is None, it is the current
+        step, or the last one if none is in progress.
         """
         told = {name: value.detach() if isinstance(value, Tensor) else float(value) for name, value in numbers.items()}
         number = self._steps.number if step is None else step
@@ -190,17 +190,19 @@ class RunReport:
             self._tell(number, told)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """A context in which the program does `what`: one of the parts of a step, such as "input" or "checkpoint"; or
-        anything else, which counts as "other" and is named among what makes the program wait.
+        """Context manager in which the program does `what`.
+
+        `what` is a part of a step, such as "input" or "checkpoint". Anything else counts as "other", and is listed
+        among the causes of host waits.
         """
         return self._steps.doing(what)
 
     def pausing(self) -> AbstractContextManager[None]:
-        """A context that belongs to no step, such as a validation."""
+        """Context manager for work that does not belong to a step, such as validation."""
         return self._steps.doing(PAUSE)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """What `loader` gives; the time that it takes is input, and no other time is."""
+        """Yield the batches of `loader`. The time it takes counts as input, and no other time does."""
         iterator = iter(loader)
         while True:
             with self.doing("input"):
@@ -211,15 +213,15 @@ class RunReport:
             yield batch
 
     def expect_memory(self, turns: Sequence[tuple[str, int]]) -> None:
-        """Let the page show a predicted curve beside the measured one: labels and sums of a tape's `memory_turns`."""
+        """Show a predicted curve next to the measured one: labels and sums of a trace's `memory_turns`."""
         self._predicted = turns
 
     def tell_what_ifs(self, what_ifs: Sequence[WhatIf]) -> None:
-        """Let the page show what other settings are simulated to gain."""
+        """Show the simulated gains of other settings on the page."""
         self._file.add("what_ifs", v=[asdict(item) for item in what_ifs])
 
     def close(self, *, draws: bool = True) -> Path | None:
-        """Record no more, and on the first rank write the page, unless it is not to be drawn: its path; else None."""
+        """Stop recording. On the first rank, write the page if `draws`, and return its path; otherwise return None."""
         if not self._is_open:
             return self.page
         self._is_open = False
@@ -252,7 +254,7 @@ class RunReport:
             self._tell_memory(error)
         self.close()
 
-    # -- what the engine says -----------------------------------------------------------------------------------------
+    # -- from the engine -----------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -297,7 +299,7 @@ class RunReport:
             self._travelled = travel.total
         if nth > WATCHED_STEP:
             self._counted += 1
-            if self._counted == 1:  # by now what a budget leaves open has been decided
+            if self._counted == 1:  # decisions for a budget have been made by now
                 self._at_rest = self._rests()
             self._best_bytes_per_s = max(self._best_bytes_per_s, step.best_bytes_per_s)
             for name, counts in step.units.items():
@@ -318,13 +320,13 @@ class RunReport:
             self._file.flush()
 
     def _tell_memory(self, error: BaseException | None = None) -> None:
-        """Write the page of a run that is out of memory, or will be soon; the error, if there is one, names it."""
+        """Write the page of a run that is out of memory, or will be soon. It names the error, if there is one."""
         state = self._guard.state(self._rank, self._steps.origin, error)
         self._file.add("out_of_memory", **asdict(state))
         self._file.flush()
         try:
             self.page = write_report(self.path)
-        except Exception:  # there may be no memory for it: the record tells
+        except Exception:  # there may be too little memory for it; the record remains
             _log.warning("rank %d: no page was written for %s", self._rank, self.path, exc_info=True)
         what = "is out of memory" if error is not None else "is about to run out of memory"
         said = (
@@ -391,11 +393,11 @@ class RunReport:
                 [place, state, item.came, item.went] for (place, state), item in travel.since(self._travelled).items()
             ],
         )
-        self._units_every_s *= 2  # only the last line counts: a long run has some dozen
+        self._units_every_s *= 2  # only the last line counts: a long run has a few dozen
         self._units_due = time.monotonic() + self._units_every_s
 
     def _rests(self) -> dict[str, dict[str, int]]:
-        """What this rank has in each tier, by state; empty if nothing is to be away."""
+        """Return the bytes of this rank in each tier, by state; empty without offloading."""
         if not any(offload_lines(units_in(self._model))):
             return {}
         tiers = measure_tiers(self._model, self._optimizers)
@@ -426,7 +428,7 @@ class RunReport:
             self._file.add("memory", questions=watch.questions, **asdict(watched))
 
     def _await_others(self) -> None:
-        """Let the other ranks' last lines come, if they come soon."""
+        """Wait a limited time for the last lines of other ranks."""
         deadline = time.monotonic() + _PATIENCE_S
         missing = [path_of(self.path, rank) for rank in range(1, self._world)]
         while missing and time.monotonic() < deadline:
