@@ -1,20 +1,20 @@
-"""The file that each rank writes while a run goes: lines of JSON, a last one that was cut off does not count.
+"""The file that each rank writes during a run: lines of JSON. A truncated last line does not count.
 
 | kind | holds |
 |---|---|
-| `start` | the rank, its host and device, the facts of the run; another one follows where a run goes on |
-| `model` | the units, and how parameters are cut: once their names are known, by the first rank |
+| `start` | the rank, its host and device, the facts of the run; another one follows if a run is resumed |
+| `model` | the units, and how parameters are sharded: once their names are known, by the first rank |
 | `step` | a step: its parts, busy and starved seconds, bytes held, work |
-| `told` | what the loop says of a step: loss and the like |
-| `units` | what each unit's collectives have come to since the third step: the last such line counts |
-| `spans` | what the lanes did in one step: at steps whose number is a power of two |
-| `memory` | the step that was watched, by the first rank |
-| `what_ifs` | what other settings are simulated to gain |
-| `out_of_memory` | who held what when memory was out, or nearly |
+| `told` | what the loop logs of a step: loss and the like |
+| `units` | totals of each unit's collectives since the third step: the last such line counts |
+| `spans` | what the streams did in one step: at steps whose number is a power of two |
+| `memory` | the step whose memory was observed, by the first rank |
+| `what_ifs` | the simulated gains of other settings |
+| `out_of_memory` | the holders of memory when it was exhausted, or nearly |
 | `end` | the recording was closed |
 
-Lines of steps are the only ones that come for ever. So that a file stays small, after some thousand of them a line is
-of the mean of two steps, then of four, and so on.
+Only lines of steps are added indefinitely. To keep a file small, after a few thousand of them a line contains the mean
+of two steps, then of four, and so on.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ _log = logging.getLogger(__name__)
 
 FOLDER = "report"
 _FLUSH_S = 2.0
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO without a reader raises an OSError then
-_LISTED = 10  # numbers of damaged lines in a warning
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK  # so that a FIFO without a reader raises an OSError
+_LISTED = 10  # maximum numbers of damaged lines in a warning
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """The file of `rank` of the run in `folder`."""
+    """Return the path of the file of `rank` of the run in `folder`."""
     return folder / FOLDER / f"rank{rank:05}.jsonl"
 
 
 def rank_files(folder: Path) -> list[Path]:
-    """The files of all ranks that there are, in rank order."""
+    """Return the existing files of all ranks, in rank order."""
     return sorted((folder / FOLDER).glob("rank*.jsonl"))
 
 
 class RankFile:
-    """Adds lines to a rank's file. Where that cannot be done any more, it says so once, and the run goes on.
+    """Appends lines to a rank's file. If that fails, it logs one warning, and the run continues.
 
     Args:
-        path: of the file; its folder is made.
-        goes_on: whether to add to a file that is there, rather than begin it anew.
+        path: The path of the file; its folder is created.
+        goes_on: Whether to append to an existing file instead of replacing it.
     """
 
     def __init__(self, path: Path, *, goes_on: bool = False) -> None:
@@ -73,7 +73,7 @@ class RankFile:
             self._give_up(error)
 
     def add(self, kind: str, **values: Any) -> None:
-        """Add a line. It is on its way to the disk within some seconds, or when the next one is added."""
+        """Append a line. It is flushed within a few seconds, or with the next line."""
         if self._file is None:
             return
         try:
@@ -84,7 +84,7 @@ class RankFile:
             self._give_up(error)
 
     def flush(self) -> None:
-        """Let readers see what was added."""
+        """Make the lines visible to readers."""
         self._flushed = time.monotonic()
         try:
             if self._file is not None:
@@ -93,7 +93,7 @@ class RankFile:
             self._give_up(error)
 
     def close(self) -> None:
-        """Add no more."""
+        """Stop writing."""
         file, self._file = self._file, None
         try:
             if file is not None:
@@ -104,7 +104,7 @@ class RankFile:
     def _give_up(self, error: OSError) -> None:
         _log.warning("%s: nothing more is recorded of this run (%s).", self._path, error.strerror)
         file, self._file = self._file, None
-        with suppress(OSError):  # it was said
+        with suppress(OSError):  # it was logged
             if file is not None:
                 file.close()
 
@@ -114,11 +114,13 @@ def _plain(value: Any) -> Any:
 
 
 def lines_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a rank's file. Of `units` only the last; of `spans`, which are long, `n` and the line itself, for
-    `parsed`. A last line that was cut off is left out. Damaged lines are left out and logged.
+    """Yield the lines of a rank's file, except for a truncated last line.
+
+    Of `units` only the last line is included. Lines of `spans`, which are long, have only `n` and the line itself, for
+    `parsed`. Damaged lines are skipped and logged.
     """
     units, units_number, damaged = b"", 0, list[int]()
-    for number, line in enumerate(_content(path).split(b"\n")[:-1], 1):  # the run may still write the last line
+    for number, line in enumerate(_content(path).split(b"\n")[:-1], 1):  # the run may still be writing the last line
         if line.startswith(b'{"kind":"units"'):
             units, units_number = line, number
         elif (spans := _SPANS.match(line)) is not None:
@@ -149,10 +151,10 @@ _SPANS = re.compile(rb'\{"kind":"spans","n":(\d+),')
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """Return what a line says; None if it is damaged."""
+    """Return the content of a line; None if it is damaged."""
     try:
         found = json.loads(line)
-    except (ValueError, RecursionError):  # the disk was full, or a host went down
+    except (ValueError, RecursionError):  # the disk was full, or a host failed
         return None
     if not isinstance(found, dict):
         return None
@@ -172,7 +174,7 @@ _FIELDS: dict[str, dict[str, type]] = {
 
 
 def is_closed(path: Path) -> bool:
-    """True if the rank of that file has closed its recording."""
+    """Return True if the rank of that file has closed its recording."""
     if not path.is_file():
         return False
     with open_regular(path) as file:

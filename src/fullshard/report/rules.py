@@ -1,8 +1,8 @@
-"""The rules by which a cause is told: one function each, which looks at a run's figures and finds it or does not.
+"""The rules that detect causes. Each is a function that inspects the statistics of a run and returns a finding or None.
 
-To add one, write a function of `Figures` and of the threshold that stands above it, and put it where it belongs in the
-table of docs/report.md, with a run in `tests/faulty_runs.py` that has the fault. A threshold is high enough that no
-healthy run meets it, and what is said has the number that was compared.
+To add one, write a function of `Figures` and its threshold, and insert it according to the table of docs/report.md.
+Add a run with the fault to `tests/faulty_runs.py`. A threshold is so high that no healthy run reaches it, and the
+message contains the number that was compared.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["RULES", "Rule"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How one cause is told.
+    """The rule for one cause.
 
     Args:
-        cause: its name.
-        least: the threshold, a part of a step or of memory: at `least` it is a cause.
-        why: why so much.
-        of_time: whether it is told from the times of steps, of which there must be enough.
-        helps: words of simulated changes that would help, the best first: what a `WhatIf.change` begins with.
-        find: the finding, or None.
+        cause: The name of the cause.
+        least: The threshold, as a fraction of a step or of memory. A value of `least` or more is a cause.
+        why: The reason for the threshold.
+        of_time: Whether it depends on step times, which need enough steps.
+        helps: Prefixes of the `WhatIf.change` of simulated changes that would help, the best first.
+        find: Returns the finding, or None.
     """
 
     cause: str
@@ -40,13 +40,13 @@ class Rule:
     find: Callable[[Figures, Rule], Finding | None]
 
     def finding(self, figures: Figures) -> Finding | None:
-        """What the rule finds in a run."""
+        """Return the finding of the rule in a run, or None."""
         if self.of_time and not figures.tells_time:
             return None
         return self.find(figures, self)
 
     def found(self, said: str, change: str, *, lost: float = 0.0, of_memory: float = 0.0) -> Finding:
-        """A finding of this cause."""
+        """Return a finding of this cause."""
         lost, of_memory = min(1.0, float(lost)), min(1.0, float(of_memory))
         return Finding(cause=self.cause, said=said, change=change, lost=lost, of_memory=of_memory)
 
@@ -62,7 +62,7 @@ Found = Callable[[Figures, Rule], Finding | None]
 def rule(
     cause: str, *, least: float, why: str, of_time: bool = True, helps: tuple[str, ...] = ()
 ) -> Callable[[Found], Rule]:
-    """Make the function below it the rule for `cause`."""
+    """Decorate the function of the rule for `cause`."""
 
     def added(find: Found) -> Rule:
         RULES.append(Rule(cause=cause, least=least, why=why, of_time=of_time, helps=helps, find=find))
@@ -71,7 +71,7 @@ def rule(
     return added
 
 
-# -- the input, and ranks that are not like the others ----------------------------------------------------------------
+# -- input, and ranks that differ from the others ---------------------------------------------------------------------
 
 
 @rule("slow input", least=0.10, why="a loader with workers hands over a batch in under 1 % of a step")
@@ -110,13 +110,13 @@ def unequal_work(figures: Figures, rule: Rule) -> Finding | None:
 
 
 def _has_more_to_do(figures: Figures, place: int) -> bool:
-    """Whether a rank is given more than the others are, so that it may well take longer."""
+    """Return whether a rank has more work than the others, so that it is expected to take longer."""
     work = figures.later(figures.run.work)
     return work is not None and bool(work[place].mean() > 1.02 * np.median(np.delete(work.mean(1), place)))
 
 
 def _slow_host(figures: Figures, least: float) -> tuple[str, Late] | None:
-    """The host of which each rank takes longer than the fastest of another."""
+    """Return the host whose ranks all take longer than the fastest rank of another host."""
     hosts = figures.hosts()
     late = figures.late(np.stack([figures.computes[list(places)].min(0) for places in hosts.values()]), least)
     if late is None or all(_has_more_to_do(figures, host) for host in list(hosts.values())[late.latest]):
@@ -181,14 +181,14 @@ def oversubscribed_cores(figures: Figures, rule: Rule) -> Finding | None:
     )
 
 
-# -- the wire ---------------------------------------------------------------------------------------------------------
+# -- communication ----------------------------------------------------------------------------------------------------
 
 EXPOSED = 0.10
-"""The part of a step from which on waits for the wire are worth a change: where they are hidden, 1 to 5 % are left."""
+"""The minimum fraction of a step in exposed communication that justifies a change. With overlap, 1 to 5 % remain."""
 
-_SPREAD = 4.0  # times the median unit: the root with an embedding is 2 to 3 times a block in most models
-_FEW_MOVING = 1 / 3  # of its time that a small message moves at most; the rest is what any message costs
-_NO_SMALL_NBYTES = 1_000_000  # takes 20 us at 50 GB/s, as long as a collective takes to start
+_SPREAD = 4.0  # times the median unit: in most models, a root with an embedding is 2 to 3 times a block
+_FEW_MOVING = 1 / 3  # maximum share of transfer in the time of a small message; the rest is fixed cost
+_NO_SMALL_NBYTES = 1_000_000  # takes 20 us at 50 GB/s, as long as the start of a collective
 
 
 def _waits_for_wire(figures: Figures) -> bool:
@@ -201,7 +201,7 @@ def _is_one_unit(figures: Figures) -> bool:
 
 
 def _has_small_messages(figures: Figures) -> bool:
-    """Whether what collectives cost is mostly to be started."""
+    """Return whether collectives consist mostly of fixed cost."""
     run, count = figures.run, figures.collectives
     if not count or figures.moved_bytes / count >= _NO_SMALL_NBYTES or len(run.units) < 4:
         return False
@@ -214,7 +214,7 @@ def _has_small_messages(figures: Figures) -> bool:
 def _never_prefetches(figures: Figures) -> bool:
     gathering = [unit for unit in figures.run.units if unit.gathers]
     ahead, gathers = sum(item.gathers_ahead for item in gathering), sum(item.gathers for item in gathering)
-    return len(gathering) > 1 and ahead < 0.05 * gathers  # not so if that is not known, NaN
+    return len(gathering) > 1 and ahead < 0.05 * gathers  # False for unknown values (NaN)
 
 
 @rule("one unit for all", least=EXPOSED, why="while nothing else is gathered or reduced, nothing hides it")
@@ -253,7 +253,7 @@ def unit_too_large(figures: Figures, rule: Rule) -> Finding | None:
 
 
 def _exposed_part(units: list[UnitTimes]) -> float:
-    """What is exposed of the time of the units' collectives."""
+    """Return the exposed fraction of the time of the units' collectives."""
     exposed = sum(unit.gather_exposed_s + unit.reduce_exposed_s for unit in units)
     return exposed / max(sum(unit.gather_s + unit.reduce_s for unit in units), 1e-12)
 
@@ -381,7 +381,7 @@ def slow_link(figures: Figures, rule: Rule) -> Finding | None:
 @rule("checkpoint stalls", least=0.05, why="a checkpoint that is written beside the steps stalls them below 1 %")
 def checkpoint_stalls(figures: Figures, rule: Rule) -> Finding | None:
     seconds = figures.of("checkpoint").mean(0)
-    lost = float(seconds.sum() / figures.step_s.sum())  # they come in few steps, which a median would not see
+    lost = float(seconds.sum() / figures.step_s.sum())  # they occur in a few steps, which a median would ignore
     if lost < rule.least:
         return None
     stalled = seconds[seconds > seconds.max() / 10]
@@ -398,7 +398,7 @@ def checkpoint_stalls(figures: Figures, rule: Rule) -> Finding | None:
     why="steps that are queued ahead take the host below 1 %; on a CPU, clipping takes 2 to 5 %",
 )
 def host_waits(figures: Figures, rule: Rule) -> Finding | None:
-    other = figures.of("other").min(0)  # where ranks wait for one, that is no cause of theirs
+    other = figures.of("other").min(0)  # ranks that wait for one are not the cause
     if figures.starved is not None:
         other = np.maximum(other - figures.starved.max(0), 0)
     waits = sorted(figures.run.host_waits, key=lambda host_wait: -host_wait.waited_s)
@@ -415,7 +415,7 @@ def host_waits(figures: Figures, rule: Rule) -> Finding | None:
 
 
 def _idle(figures: Figures) -> float:
-    """The part of a step in which an accelerator has nothing to do: a wait of the host's costs no more than that."""
+    """Return the fraction of a step in which an accelerator is idle, an upper bound on the cost of host waits."""
     busy = figures.later(figures.run.busy_s)
     if busy is None or all(rank.device == "cpu" for rank in figures.run.ranks):
         return 1.0
@@ -424,7 +424,7 @@ def _idle(figures: Figures) -> float:
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
-_BINDS = 0.90  # of what a rank may have: an allocator that has less left gives memory back and takes it again
+_BINDS = 0.90  # of the limit: an allocator with less memory left frees and reallocates it
 
 
 @rule(
@@ -440,7 +440,7 @@ def no_activation_checkpointing(figures: Figures, rule: Rule) -> Finding | None:
         return None
     if run.out_of_memory is not None:
         held, total = run.out_of_memory.by_state.get("activations", 0), sum(run.out_of_memory.by_state.values())
-        binding = 1.0 if held >= run.out_of_memory.limit_bytes / 10 else 0.0  # else it is something else that is large
+        binding = 1.0 if held >= run.out_of_memory.limit_bytes / 10 else 0.0  # otherwise something else is large
     elif used is not None and used[1] and run.memory is not None:
         binding, total = used[0] / used[1], figures.tensors_at_peak()
         held = int(run.memory.by_state["activations"][run.memory.peak]) if "activations" in run.memory.by_state else 0
@@ -478,7 +478,7 @@ def large_logits(figures: Figures, rule: Rule) -> Finding | None:
     return rule.found(said, change, of_memory=sum(alike) / total)
 
 
-_NOTABLE_LOGITS_NBYTES = 64_000_000  # nobody runs out of memory for less
+_NOTABLE_LOGITS_NBYTES = 64_000_000  # smaller logits do not cause an out-of-memory error
 
 
 @rule(
@@ -515,13 +515,13 @@ _SURE = 4.0  # standard deviations: by chance once in 30 000 series
 
 
 def _slope(series: Series) -> float:
-    """Bytes a step: the median of the slopes of all pairs of steps, 64 steps at most (Theil, 1950; Sen, 1968)."""
+    """Return bytes per step: the median slope of all pairs of at most 64 steps (Theil, 1950; Sen, 1968)."""
     at, early, late = _pairs(series)
     return float(np.median((series[at[late]] - series[at[early]]) / (at[late] - at[early])))
 
 
 def _trend(series: Series) -> float:
-    """By how many standard deviations more pairs of steps rise than fall than would by chance (Mann, 1945)."""
+    """Return the excess of rising over falling pairs of steps in standard deviations (Mann, 1945)."""
     at, early, late = _pairs(series)
     count = len(at)
     deviation = np.sqrt(count * (count - 1) * (2 * count + 5) / 18)
@@ -529,11 +529,11 @@ def _trend(series: Series) -> float:
 
 
 def _pairs(series: Series) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Steps, 64 at most, and all pairs of them, as places among those."""
+    """Return at most 64 steps, and all pairs of them as indices."""
     at = np.unique(np.linspace(0, len(series) - 1, 64).round().astype(np.int64))
     return (at, *np.triu_indices(len(at), 1))
 
 
 def _times(late: Late) -> str:
-    """Such as "80 ms, and 2 ms on others"."""
+    """Format times, as in "80 ms, and 2 ms on others"."""
     return f"{milliseconds(late.took_s)}, and {milliseconds(late.others_s)} on others"

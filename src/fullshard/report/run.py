@@ -1,7 +1,7 @@
-"""What is known of a run once all its ranks' records are read: the one value that causes and pages are made from.
+"""The data of a run, once the records of all ranks are read: the input of causes and pages.
 
-Arrays have an axis of ranks, of steps, or both, in that order. Seconds, bytes and numbers are plain; what was not
-measured is empty, None or NaN, never 0. A page draws this, `causes.py` explains it, and neither knows anything else.
+Arrays have an axis of ranks, of steps, or both, in that order. Values are in seconds, bytes and plain numbers. Values
+that were not measured are empty, None or NaN, never 0. `page.py` and `causes.py` use nothing else.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ __all__ = [
 ]
 
 PARTS = ("input", "forward", "backward", "gather", "reduce", "optimizer", "checkpoint", "other")
-"""The parts that a step is split into, which add up to it. `gather` and `reduce` are what is exposed of them."""
+"""The parts of a step, which add up to it. `gather` and `reduce` are exposed time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """Where a rank ran."""
+    """The host and device of a rank."""
 
     rank: int
     host: str
     device: str  # such as "cpu" or "NVIDIA H100 80GB HBM3"
-    cores: int  # that the process may run on
-    threads: int = 0  # that an operation of torch's takes; 0 if not known
+    cores: int  # available to the process
+    threads: int = 0  # intra-op threads of torch; 0 if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """What a unit's collectives took in a step: the mean over recorded steps and ranks."""
+    """The time of a unit's collectives per step: the mean over recorded steps and ranks."""
 
     fqn: str  # empty for the root
     nbytes: int  # of its unsharded parameters
-    trains: bool  # whether any of its parameters does
-    gathers: float  # all-gathers in a step
-    gathered_bytes: float  # that a rank receives by them
+    trains: bool  # whether any of its parameters is trained
+    gathers: float  # all-gathers per step
+    gathered_bytes: float  # received by a rank per step
     gather_s: float
     gather_exposed_s: float  # in which compute, or the program, waited for them
     reductions: float
-    reduced_bytes: float  # that a rank sends for them
+    reduced_bytes: float  # sent by a rank per step
     reduce_s: float
     reduce_exposed_s: float
-    gathers_ahead: float = float("nan")  # of the gathers in a step, those that were started before they were needed
-    param_dtype: str = ""  # that it computes in, such as "bfloat16"
-    reduce_dtype: str = ""  # that its gradients are summed in
-    recomputed: bool = False  # whether backward runs its forward again
+    gathers_ahead: float = float("nan")  # all-gathers per step that started before they were needed
+    param_dtype: str = ""  # compute dtype, such as "bfloat16"
+    reduce_dtype: str = ""  # dtype in which gradients are summed
+    recomputed: bool = False  # whether backward recomputes its forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +69,13 @@ class HostWait:
     """Something that makes the program wait for the device, or for other ranks, in every step: clipping, logging."""
 
     what: str  # such as "clipping", "logging" or "item() in train.py:41"
-    waits: float  # in a step: the mean over recorded steps and ranks
-    waited_s: float  # by them all, in a step
+    waits: float  # per step: the mean over recorded steps and ranks
+    waited_s: float  # in all of them, per step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that a lane did in the step that is shown. Seconds from the start of that step."""
+    """Work of a stream in the displayed step. Times are seconds from the start of that step."""
 
     lane: str  # one of `fullshard.device.lanes.LANES`
     name: str  # "forward", "backward", "all_gather", "wait", "optimizer", "input", ...
@@ -86,26 +86,26 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorHeld:
-    """A tensor that was alive at the peak."""
+    """A tensor that was live at the peak."""
 
     nbytes: int
     state: str  # a value of `fullshard.plan.memory.State`
-    what: str  # whose it is: an FQN, a unit and phase
+    what: str  # its owner: an FQN, or a unit and phase
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of tensors of one rank over one step, by state, the last of the arrays being after the step."""
+    """Bytes of tensors of one rank over one step, by state. The last elements of the arrays are after the step."""
 
     rank: int
-    at_s: NDArray[np.float64]  # when, from the start of the step; shape (moments,)
+    at_s: NDArray[np.float64]  # from the start of the step; shape (moments,)
     labels: tuple[str, ...]  # unit and phase of each moment
     by_state: Mapping[str, NDArray[np.int64]]  # by value of `State`; each of shape (moments,)
-    peak: int  # the place of the largest sum
+    peak: int  # the index of the largest sum
     largest: tuple[TensorHeld, ...]  # at the peak, at most ten, the largest first
-    predicted: NDArray[np.int64] | None  # the tape's sum at as many moments; None if nothing was predicted
-    held: int  # what the allocator, or the process, held beyond tensors at most
-    limit: int | None  # of this rank: the device's, the cgroup's or the process's
+    predicted: NDArray[np.int64] | None  # the sum in the trace at each moment; None if nothing was predicted
+    held: int  # peak memory of the allocator, or the process, beyond tensors
+    limit: int | None  # of this rank: of the device, the cgroup or the process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,27 +116,27 @@ class Shard:
     unit: str
     shape: tuple[int, ...]
     dtype: str
-    dim: int  # that is cut
-    rows: tuple[tuple[int, int], ...]  # by rank of the shard axis: from row, up to row
+    dim: int  # the sharded dim
+    rows: tuple[tuple[int, int], ...]  # by rank of the shard axis: first row, and end of the rows
     packed: bool
     padding_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A cause of lost time or memory: the number that proves it, and the change that helps."""
+    """A cause of lost time or memory: the number that proves it, and a change that helps."""
 
     cause: str  # a short name, such as "slow input"; the same words as in the docs page
-    said: str  # one or two sentences with the number and where: units, ranks
+    said: str  # one or two sentences with the number and the location: units, ranks
     change: str  # what to do: the flag, the line, the host
-    lost: float  # the part of a step that it costs, from 0 to 1
-    of_memory: float = 0.0  # the part of a rank's memory, or of its peak, that it takes, from 0 to 1
-    gain_s: float | None = None  # seconds a step that the change is simulated to gain
+    lost: float  # the fraction of a step that it costs, from 0 to 1
+    of_memory: float = 0.0  # the fraction of a rank's memory, or of its peak, from 0 to 1
+    gain_s: float | None = None  # seconds per step that the change gains in a simulation
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """A change that was simulated."""
+    """A simulated change."""
 
     change: str
     step_s: float
@@ -146,20 +146,20 @@ class WhatIf:
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """A place where something rests, and what travels between it and the device in a step; of one rank, by state.
+    """The bytes in a tier, and those moved between it and the device per step; of one rank, by state.
 
-    States are those of `device/travel.py`, and "other", of what travels.
+    States are those of `device/travel.py`, and "other" for other data.
     """
 
     name: str  # "device", "CPU" or "disk"
-    at_rest: Mapping[str, int]  # bytes; without what is not known
-    comes: Mapping[str, float]  # bytes that come from there in a step: the mean over steps
-    goes: Mapping[str, float]  # bytes that go there
+    at_rest: Mapping[str, int]  # bytes; without unknown values
+    comes: Mapping[str, float]  # bytes copied from the tier per step: the mean over steps
+    goes: Mapping[str, float]  # bytes copied to the tier
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory:
-    """The allocation that failed, or would soon have."""
+    """The allocation that failed, or would have failed soon."""
 
     rank: int
     asked_bytes: int | None
@@ -173,22 +173,22 @@ class OutOfMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, or what there is of one that still goes."""
+    """A run, possibly in progress."""
 
     name: str
-    facts: Mapping[str, str]  # versions, flags, seeds, topology, git commit: in the order in which they are shown
+    facts: Mapping[str, str]  # versions, flags, seeds, topology, git commit: in display order
     ranks: tuple[RankFacts, ...]
     steps: NDArray[np.int64]  # the numbers of the recorded steps; shape (steps,)
-    step_s: NDArray[np.float64]  # by the clock; shape (ranks, steps)
+    step_s: NDArray[np.float64]  # wall time; shape (ranks, steps)
     parts_s: NDArray[np.float64]  # shape (ranks, steps, len(PARTS)); add up to `step_s`
-    waited_for_s: NDArray[np.float64]  # how much later than the first rank each came to its collectives; (ranks, steps)
-    busy_s: NDArray[np.float64]  # by the process's clock of the CPU, or the GPU's own time; (ranks, steps)
+    waited_for_s: NDArray[np.float64]  # delay at collectives relative to the first rank; (ranks, steps)
+    busy_s: NDArray[np.float64]  # CPU time of the process, or busy time of the GPU; (ranks, steps)
     units: tuple[UnitTimes, ...]
-    link_gb_s: float | None  # what the link gave between two ranks when it was measured
+    link_gb_s: float | None  # measured bandwidth between two ranks
     shown_step: int  # the number of the step of `spans`
     spans: Mapping[int, tuple[Span, ...]]  # by rank
     memory: Memory | None
-    held_bytes: NDArray[np.int64]  # by the process or the allocator at the end of each step; (ranks, steps)
+    held_bytes: NDArray[np.int64]  # memory of the process or the allocator at the end of each step; (ranks, steps)
     shards: tuple[Shard, ...]
     training: Mapping[
         str, NDArray[np.float64]
@@ -198,9 +198,9 @@ class Run:
     settings: Mapping[str, str] = field(default_factory=dict)  # that two runs may differ in
     what_ifs: tuple[WhatIf, ...] = ()
     out_of_memory: OutOfMemory | None = None
-    work: NDArray[np.float64] | None = None  # numbers that the root's forwards were given; (ranks, steps)
-    starved_s: NDArray[np.float64] | None = None  # ready to run, the program had no core to run on; (ranks, steps)
-    output_nbytes: int = 0  # of what the root's forward returns: logits, mostly
+    work: NDArray[np.float64] | None = None  # number of elements passed to the root's forwards; (ranks, steps)
+    starved_s: NDArray[np.float64] | None = None  # time in which the program was ready but had no core; (ranks, steps)
+    output_nbytes: int = 0  # bytes returned by the root's forward: mostly logits
     host_waits: tuple[HostWait, ...] = ()
-    tiers: tuple[Tier, ...] = ()  # the device first; none if nothing is away
-    links_gb_s: tuple[float, ...] = ()  # as `link_gb_s`, by rank: what came to it from the rank before it
+    tiers: tuple[Tier, ...] = ()  # the device first; empty without offloading
+    links_gb_s: tuple[float, ...] = ()  # like `link_gb_s`, by rank: from the previous rank

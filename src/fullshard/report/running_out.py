@@ -1,8 +1,8 @@
-"""Out of memory, told before the process ends: what has failed or would soon, who holds what, and what would fit.
+"""Reports on lack of memory before the process ends: what failed or soon will, who holds memory, and what would fit.
 
-An accelerator's allocator raises, and so does a CPU's under a limit of the process (`ulimit -v`, `RLIMIT_AS`,
-`RLIMIT_DATA`): that is told when the error leaves the loop, whose frames it still holds. A container's limit ends the
-process without a word, so of that it is told when it is near.
+An accelerator's allocator raises an error. So does the CPU's under a limit of the process (`ulimit -v`, `RLIMIT_AS`,
+`RLIMIT_DATA`). This is reported when the error leaves the loop, because it still holds the frames. The limit of a
+container ends the process without an error, so that limit is reported when it is near.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from fullshard.tape.recorder import Origin, Phase
 __all__ = ["MemoryGuard", "asked_bytes", "holders_said", "is_out_of_memory"]
 
 NEAR = 0.95
-"""The part of a container's limit from which on it is told: a page takes a few dozen MB to write."""
+"""The fraction of a container's limit at which it is reported: writing a page takes a few dozen MB."""
 
 _LOOK_EVERY_S = 0.05
-_BALLAST_NBYTES = 48 << 20  # of addresses, given back when a page has to be written
-_MARGIN = 0.02  # of the limit, to be left by what would fit
+_BALLAST_NBYTES = 48 << 20  # of address space, released when a page must be written
+_MARGIN = 0.02  # of the limit, to remain free in what would fit
 _SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of memory in bytes, what counts against it now, and whether to meet it raises an error."""
+    """A memory limit in bytes, the current usage that counts against it, and whether reaching it raises an error."""
 
     nbytes: int
     used: Callable[[], int]
@@ -51,12 +51,12 @@ class Limit:
 
 
 class MemoryGuard:
-    """Knows how much memory a rank may have, and what it holds. To be made once the model is sharded.
+    """Tracks the memory limits and usage of a rank. Create it after the model is sharded.
 
     Args:
-        model: the root.
-        optimizers: those that step it; may grow.
-        device: that computes.
+        model: The root.
+        optimizers: The optimizers of the model; more may be added.
+        device: The device that computes.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
@@ -69,7 +69,7 @@ class MemoryGuard:
         self.has_told = False
 
     def is_near(self) -> bool:
-        """True if a limit that raises no error is near, and that was not told. Cheap enough to ask with every event."""
+        """Return True if a limit without an error is near and was not reported. Cheap enough for every event."""
         now = time.monotonic()
         if self.has_told or now - self._looked_at < _LOOK_EVERY_S:
             return False
@@ -77,7 +77,7 @@ class MemoryGuard:
         return any(not limit.raises and limit.used() >= NEAR * limit.nbytes for limit in self._limits)
 
     def state(self, rank: int, origin: Origin, error: BaseException | None = None) -> OutOfMemory:
-        """What is held now, by this rank, on behalf of `origin`. Memory that was kept for this moment is given back."""
+        """Return the memory that this rank holds now, while working for `origin`. This releases the reserved memory."""
         self.has_told, self._ballast = True, None
         asked = None if error is None else asked_bytes(error)
         limit, own = min(zip(self._limits, self._own, strict=True), key=lambda item: item[0].nbytes - item[0].used())
@@ -103,14 +103,14 @@ class MemoryGuard:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an allocator has raised `error`."""
+    """Return True if an allocator has raised `error`."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def asked_bytes(error: BaseException) -> int | None:
-    """How much was asked for, as the allocator's message says; None if it does not."""
+    """Return the number of bytes in the allocator's error message, or None."""
     found = re.search(r"(?:tried to allocate|Tried to allocate) ([\d.]+) (bytes|[KMG]iB)", str(error))
     if found is None:
         return None
@@ -118,12 +118,12 @@ def asked_bytes(error: BaseException) -> int | None:
 
 
 def holders_said(state: OutOfMemory) -> str:
-    """The three largest holders, in words."""
+    """Format the three largest holders."""
     return "; ".join(f"{item.nbytes / 1e6:,.0f} MB {item.what}" for item in state.largest[:3])
 
 
 def _where(model: nn.Module, origin: Origin, error: BaseException | None) -> str:
-    """The module whose forward has raised `error`: by then the program has turned to others; else the unit at work."""
+    """Return the module whose forward has raised `error`, because the origin has changed by then; else the unit."""
     names = {id(module): name for name, module in model.named_modules()}
     trace, inner = None if error is None else error.__traceback__, ""
     while trace is not None:
@@ -144,7 +144,7 @@ def _gradients(model: nn.Module) -> Iterator[Held]:
 
 
 def _would_fit(model: nn.Module, activations: int, lacking: float) -> Iterator[str]:
-    """Changes that would free as much as is lacking, by formula, the cheapest first; none if nothing seems to lack."""
+    """Yield changes that are predicted to free the missing memory, the cheapest first; none if nothing is missing."""
     if lacking <= 0:
         return
     with suppress(FullshardError):
@@ -154,7 +154,7 @@ def _would_fit(model: nn.Module, activations: int, lacking: float) -> Iterator[s
     if activations * 0.5 >= lacking:
         yield "half the rows in a microbatch, and twice the microbatches"
     blocks = max(2, len(units_in(model)) - 1)
-    if activations * (1 - 2 / blocks) >= lacking and blocks > 2:  # one block's, and the inputs of all
+    if activations * (1 - 2 / blocks) >= lacking and blocks > 2:  # the activations of one block, and the inputs of all
         yield "activation checkpointing of each block"
     if activations * 0.75 >= lacking > activations * 0.5:
         yield "a quarter of the rows in a microbatch, and four times the microbatches"
@@ -164,7 +164,7 @@ def _would_fit(model: nn.Module, activations: int, lacking: float) -> Iterator[s
 
 
 def _limits(device: torch.device) -> Iterator[Limit]:
-    """The limits that this process has; on a CPU, the memory of the machine among them."""
+    """Yield the limits of this process. On a CPU, the memory of the machine is one of them."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         yield Limit(int(module.mem_get_info(device)[1]), lambda: int(module.memory_reserved(device)), raises=True)
@@ -177,7 +177,7 @@ def _limits(device: torch.device) -> Iterator[Limit]:
 
 
 def _of_process() -> Iterator[Limit]:
-    """Limits of the addresses of this process."""
+    """Yield the limits on the address space of this process."""
     for which, counted in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         soft, _ = resource.getrlimit(which)
         if soft != resource.RLIM_INFINITY:
@@ -185,7 +185,7 @@ def _of_process() -> Iterator[Limit]:
 
 
 def _status(name: str) -> int:
-    """Bytes of this process, of one kind; 0 where there is no such file."""
+    """Return one value of this process's status in bytes; 0 if there is no such file."""
     with suppress(OSError):
         found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         return int(found[1]) * 1024 if found else 0
@@ -193,7 +193,7 @@ def _status(name: str) -> int:
 
 
 def _container(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/self/cgroup")) -> Limit | None:
-    """The limit of this process's control group, of version 2 or 1; None if it has none."""
+    """Return the limit of this process's control group, of version 2 or 1; None if it has none."""
     with suppress(OSError, ValueError):
         for line in of.read_text().splitlines():
             number, kinds, path = line.split(":", 2)

@@ -1,7 +1,7 @@
-"""What a page shows of a run: plain values, thinned out until the page is small, with a word where that was done.
+"""The content of a run's page: plain values, reduced until the page is small, with a note where that was done.
 
-Times are in seconds and sizes in bytes, as in `Run`. What is thinned keeps what a reader looks for: the peak of a
-memory curve, the ranks that are late, the units that are waited for, the means over steps.
+Times are in seconds and sizes in bytes, as in `Run`. Reduction keeps what readers look for: the peak of a memory curve,
+late ranks, units that are waited for, means over steps.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ __all__ = ["in_order", "memory_curve", "plain", "shown", "timeline"]
 _POINTS = 400  # of a curve over steps, or over one step
 _ROWS = 64  # of the map of ranks and steps
 _COLUMNS = 160
-_SPANS = 12_000  # of all lanes that are shown
+_SPANS = 12_000  # of all displayed streams
 _UNITS = 600
 _RANKS = 256
-_CUTS = 12_000  # of the map of shards; a parameter that is cut evenly counts once
+_CUTS = 12_000  # in the map of shards; an evenly sharded parameter counts once
 
 Numbers = NDArray[Any]
 
 
 def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> dict[str, Any]:
-    """Everything on the page of `run`, as JSON can hold it: no NaN, None where nothing was measured.
+    """Return the content of the page of `run` as JSON values: None for NaN and for values that were not measured.
 
     Args:
-        run: at least one step of at least one rank, or an `out_of_memory`.
-        findings: its causes, the worst first.
-        against: another run, to be shown beside it.
+        run: A run with at least one step of at least one rank, or an `out_of_memory`.
+        findings: Its causes, the worst first.
+        against: Another run to compare with.
     """
     told = {
         "name": run.name,
@@ -84,7 +84,7 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
 
 
 def plain(value: Any) -> Any:
-    """The value with arrays as lists, and None for what is not a number."""
+    """Return the value with arrays as lists, and None instead of NaN and infinity."""
     if isinstance(value, np.ndarray):
         return plain(value.tolist())
     if isinstance(value, np.generic):
@@ -99,19 +99,19 @@ def plain(value: Any) -> Any:
 
 
 def _buckets(count: int, most: int) -> list[slice]:
-    """At most `most` slices, as even as can be, that cover `count` places."""
+    """Return at most `most` slices of similar size that cover `count` indices."""
     size = max(1, -(-count // most))
     return [slice(at, min(at + size, count)) for at in range(0, count, size)]
 
 
 def _thin(values: Numbers, most: int) -> Numbers:
-    """The means over buckets of the last axis, with what is not measured left out."""
+    """Return the means over buckets of the last axis, ignoring values that were not measured."""
     parts = [_mean(values[..., bucket], axis=-1) for bucket in _buckets(values.shape[-1], most)]
     return np.stack(parts, -1) if parts else values[..., :0].astype(float)
 
 
 def _mean(values: Numbers, axis: int | tuple[int, ...] | None = None) -> Any:
-    """The mean of what was measured, NaN where nothing was."""
+    """Return the mean of measured values, or NaN if there are none."""
     there = np.isfinite(values)
     count = there.sum(axis=axis)
     total = np.where(there, values, 0.0).sum(axis=axis)
@@ -124,7 +124,7 @@ def _quantile(values: Numbers, *at: float) -> list[float]:
 
 
 def _settled(run: Run) -> slice:
-    """The steps that means are of: all but the very first, which warms up, where there are enough."""
+    """Return the steps to average over: all except the first, which is a warmup step, if there are enough."""
     return slice(1 if _has_warmed_up(run) else 0, None)
 
 
@@ -147,7 +147,7 @@ def _steps(run: Run) -> dict[str, Any]:
 
 
 def _step(run: Run) -> dict[str, Any] | None:
-    """The mean step and its parts: over ranks and steps, and how far ranks are apart."""
+    """Return the mean step and its parts over ranks and steps, and the spread between ranks."""
     if not run.parts_s.size:
         return None
     of_ranks = _mean(run.parts_s[:, _settled(run)], axis=1)
@@ -190,11 +190,11 @@ def _timeline(run: Run) -> dict[str, Any] | None:
 
 
 def timeline(ranks: Sequence[tuple[int, str, Sequence[Span]]]) -> dict[str, Any]:
-    """Spans by rank, in columns: names and units by their place in lists, starts and lengths in microseconds.
+    """Return spans by rank, in columns: names and units as indices into lists, starts and lengths in microseconds.
 
     Args:
-        ranks: the number, a word on why it is shown, and what its lanes do, of each that has any, those that say most
-            first.
+        ranks: For each rank with spans: its number, the reason to show it, and its spans. The most informative ranks
+            come first.
     """
     names: dict[str, int] = {}
     units: dict[str, int] = {}
@@ -233,12 +233,12 @@ def _columns(
 
 
 def in_order(found: Iterable[str], known: Sequence[str]) -> list[str]:
-    """What was found, in the order of what is known; what is not known comes last."""
+    """Sort the values of `found` in the order of `known`; unknown values come last."""
     return sorted(found, key=lambda item: (known.index(item) if item in known else len(known), item))
 
 
 def _worth_seeing(run: Run) -> Iterator[tuple[int, str]]:
-    """The ranks with spans, those that say most first, with a word on why."""
+    """Yield the ranks with spans, the most informative first, each with a reason."""
     late = _lateness(run)
     ranks = [rank for rank, spans in run.spans.items() if spans]
     by_lateness = sorted(ranks, key=lambda rank: -late[rank] if rank < len(late) and math.isfinite(late[rank]) else 0.0)
@@ -251,7 +251,7 @@ def _worth_seeing(run: Run) -> Iterator[tuple[int, str]]:
 
 
 def _lateness(run: Run) -> Numbers:
-    """Seconds a step by which each rank comes later than the first."""
+    """Return the delay of each rank relative to the first, in seconds per step."""
     if not run.waited_for_s.size:
         return np.full(len(run.ranks), np.nan)
     late: Numbers = _mean(run.waited_for_s[:, _settled(run)], axis=1)
@@ -298,7 +298,7 @@ def _rate(nbytes: float, seconds: float) -> float | None:
 
 
 def memory_curve(memory: Memory | None) -> dict[str, Any] | None:
-    """The curve at moments that keep its peaks: of each bucket the moment in which most is held."""
+    """Return the curve at moments that preserve its peaks: for each bucket, the moment with most memory."""
     if memory is None or not len(memory.at_s):
         return None
     total = np.sum(list(memory.by_state.values()), axis=0)
@@ -326,7 +326,7 @@ def _tensors(held: Iterable[TensorHeld]) -> list[dict[str, Any]]:
 
 
 def _held(run: Run) -> dict[str, Any] | None:
-    """What the process, or the allocator, held after each step: the middle of the ranks, and the most."""
+    """Return the memory of the process, or the allocator, after each step: the median and the maximum over ranks."""
     if run.held_bytes.size == 0 or run.held_bytes.shape[1] < 3 or not run.held_bytes.any():
         return None
     ends = [bucket.stop - 1 for bucket in _buckets(run.held_bytes.shape[1], _POINTS)]
@@ -335,7 +335,7 @@ def _held(run: Run) -> dict[str, Any] | None:
 
 
 def _tiers(tiers: Sequence[Tier]) -> dict[str, Any] | None:
-    """Rows of bytes by state: what rests in each tier, and what comes from it and goes there in a step."""
+    """Return rows of bytes by state: those in each tier, and those copied from and to it per step."""
     if not tiers:
         return None
     rows = [_row(f"on the {tier.name}", tier.at_rest) for tier in tiers]
@@ -387,14 +387,14 @@ def _ranks(run: Run) -> dict[str, Any] | None:
 
 
 def _slowest(run: Run, late: Numbers) -> dict[str, Any] | None:
-    """The rank that is waited for most, and the part of a step that takes it longest beside the others' median."""
+    """Return the rank that others wait for most, and the part of its step with the largest excess over the median."""
     if len(run.ranks) < 2 or not np.isfinite(late).any():
         return None
     place = int(np.nanargmax(late))
     own = [index for index, part in enumerate(PARTS) if part not in ("gather", "reduce")]
     of_ranks = _mean(run.parts_s[:, _settled(run)], axis=1)[:, own]
     more = of_ranks[place] - np.median(np.delete(of_ranks, place, axis=0), axis=0)
-    if not np.isfinite(more).any():  # of a run that ended within its first step
+    if not np.isfinite(more).any():  # for a run that ended within its first step
         return None
     part = int(np.nanargmax(more))
     last = np.argmax(np.nan_to_num(run.waited_for_s[:, _settled(run)]), axis=0) == place
@@ -410,7 +410,7 @@ def _slowest(run: Run, late: Numbers) -> dict[str, Any] | None:
 
 
 def _map(run: Run) -> dict[str, Any] | None:
-    """How late each rank came in each step: of ranks that share a row the latest, of steps in a column the mean."""
+    """Return the delay of each rank in each step: the maximum of ranks in a row, the mean of steps in a column."""
     if len(run.ranks) < 2 or len(run.steps) < 2 or not np.isfinite(run.waited_for_s).any():
         return None
     rows = _buckets(len(run.ranks), _ROWS)
@@ -430,7 +430,7 @@ def _between(first: int, last: int) -> str:
 
 
 def _skew(run: Run) -> dict[str, Any] | None:
-    """How far the first and the last rank are apart, over steps."""
+    """Return the delay between the first and the last rank over steps."""
     if len(run.ranks) < 2 or len(run.steps) < 3 or not np.isfinite(run.waited_for_s).any():
         return None
     apart = np.ptp(np.nan_to_num(run.waited_for_s), axis=0)
@@ -442,7 +442,7 @@ def _skew(run: Run) -> dict[str, Any] | None:
 
 
 def _shards(shards: Sequence[Shard]) -> dict[str, Any] | None:
-    """Who owns which rows: the parameters of most bytes, with ends of rows by rank, or one number if all are alike."""
+    """Return the rows of each rank for the largest parameters: row ends by rank, or one number if shards are even."""
     if not shards:
         return None
     units: dict[str, int] = {}
@@ -484,7 +484,7 @@ def _parameter(shard: Shard, unit: int, cut: int | list[int]) -> dict[str, Any]:
 
 
 def _cut(shard: Shard) -> int | list[int]:
-    """The rows of each rank if that is one number, as `Shard(dim)` cuts; the ends of all ranks' rows if not."""
+    """Return the rows per rank if a single number describes them, as for `Shard(dim)`; otherwise all row ends."""
     rows = shard.shape[shard.dim] if shard.shape else 1
     each = -(-rows // max(1, len(shard.rows)))
     if all(
@@ -516,7 +516,7 @@ def _out_of_memory(found: OutOfMemory | None) -> dict[str, Any] | None:
 
 
 def _beside(run: Run, other: Run) -> dict[str, Any]:
-    """What is different between two runs: settings and facts, time by part, memory by state."""
+    """Return the differences between two runs: settings and facts, time by part, memory by state."""
     return {
         "name": other.name,
         "settings": list(_differences({**run.facts, **run.settings}, {**other.facts, **other.settings})),

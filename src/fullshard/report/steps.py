@@ -1,16 +1,16 @@
-"""The recorder that is on in every run: it splits each step into its parts, and keeps no more than one step's events.
+"""The recorder that is active in every run: it splits each step into its parts, and keeps the events of one step only.
 
 [Note: whose time is it]
-The engine says whose work the program turns to: a unit and a phase. From one turn to the next the time belongs to that
-phase: forward, backward, the optimizer. Between the end of a backward, or of an optimizer's step, and what comes next
-it is nobody's; before a forward that is the input's, unless the loop says better, and before an optimizer it is other.
-Out of all that are cut the times in which the program started a collective or waited for one, which are exposed, and
-those in which it saved a checkpoint. What is left and what is cut add up to the step by the clock.
+The engine reports when the program turns to another unit and phase. The time until the next turn belongs to that phase:
+forward, backward or optimizer. The time after a backward or an optimizer step belongs to no phase. If a forward
+follows, it is input unless the loop declares something else; if an optimizer step follows, it is other. The times in
+which the program started a collective or waited for one are removed from the parts and counted as exposed, and those in
+which it saved a checkpoint as checkpoint. All parts add up to the wall time of the step.
 
-Where lanes work at other times than the program, all times are of the compute lane, and what is exposed is what that
-lane waits. They are read when the lane has come so far, which nobody waits for.
+If streams run asynchronously to the program, all times are those of the compute stream, and exposed time is the time
+that it waits. Times are read once the stream has completed the work; nothing waits for that.
 
-A step is over at the end of the last optimizer's step before a forward that is trained. Only that forward tells.
+A step ends with the last optimizer step before a training forward. Only that forward shows that it has ended.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from fullshard.tape.recorder import Event, Origin, Phase, Recorder
 __all__ = ["PAUSE", "WATCHED_STEP", "Piece", "StepRecorder", "StepTaken", "UnitCounts", "is_kept_whole"]
 
 WATCHED_STEP = 2
-"""The step in which memory is watched: the first one whose order is known. Those up to it do not count as timed."""
+"""The step in which memory is observed: the first one with a known order. Steps up to it are not timed."""
 PAUSE = "pause"
-"""Time that belongs to no step."""
+"""Time that does not belong to a step."""
 
-_MOST_UNREAD = 8  # steps whose times lanes have not come to yet: older ones are given up
+_MOST_UNREAD = 8  # steps whose stream times are not available yet: older ones are dropped
 
 
 @dataclass(slots=True)
 class UnitCounts:
-    """What a unit's collectives came to, summed over steps."""
+    """Totals of a unit's collectives over steps."""
 
     gathers: int = 0
     gathered_bytes: int = 0
@@ -58,11 +58,11 @@ class UnitCounts:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The names of the counts, in their order."""
+        """Return the names of the counts, in order."""
         return [field.name for field in fields(cls)]
 
     def as_list(self) -> list[float]:
-        """The counts in their order."""
+        """Return the counts, in order."""
         return [round(getattr(self, field.name), 6) for field in fields(self)]
 
     def add(self, other: UnitCounts) -> None:
@@ -72,12 +72,12 @@ class UnitCounts:
 
 
 def is_kept_whole(number: int) -> bool:
-    """True of the steps that can be shown lane by lane: those whose number is a power of two."""
+    """Return True for steps that can be displayed by stream: those whose number is a power of two."""
     return number.bit_count() == 1
 
 
 class Piece(NamedTuple):
-    """Something that a lane did, in seconds from the start of the step."""
+    """Work of a stream, in seconds from the start of the step."""
 
     lane: str
     name: str
@@ -88,33 +88,33 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTaken:
-    """A step, split. Seconds; bytes of this rank."""
+    """The parts of a step, in seconds, and the bytes of this rank."""
 
     number: int
     step_s: float
     parts_s: dict[str, float]  # by part
-    host_waits: dict[str, tuple[int, float]]  # what made the program wait: how often, and how long
+    host_waits: dict[str, tuple[int, float]]  # by cause of host waits: their number and total time
     usage: Usage
     work: float
-    best_bytes_per_s: float  # that any of its gathers has reached
+    best_bytes_per_s: float  # the best bandwidth of its all-gathers
     units: dict[str, UnitCounts]
-    pieces: list[Piece]  # of all lanes; none, unless the step is kept whole
+    pieces: list[Piece]  # of all streams; empty unless the step is kept whole
 
 
 class _Turn(NamedTuple):
-    """The program turns to something, at a time of its own and of the compute lane."""
+    """A turn of the program, with its time in the program and on the compute stream."""
 
     at: float
     stamp: Stamp | None
     phase: Phase
     unit: str
-    told: str  # by the loop: a part, or the name of what it does; empty if only the engine speaks
+    told: str  # by the loop: a part, or the name of an activity; empty if the turn comes from the engine only
     trains: bool
 
 
 @dataclass
 class _Unread:
-    """A step whose times may not be known yet."""
+    """A step whose stream times may not be available yet."""
 
     number: int
     turns: list[_Turn]  # the last one is its end
@@ -125,15 +125,15 @@ class _Unread:
 
 
 class StepRecorder(Recorder):
-    """Splits what it is told of into steps.
+    """Splits events and turns into steps.
 
     Args:
-        accelerator: the device that computes.
-        usage: what this rank has used by now.
-        done: called with each step, in order.
-        begins: called with the number of a step when its first forward begins.
-        seen: called with each event as it begins.
-        first: the number of the first step.
+        accelerator: The device that computes.
+        usage: Returns the current usage of this rank.
+        done: Called with each step, in order.
+        begins: Called with the number of a step when its first forward begins.
+        seen: Called with each event as it begins.
+        first: The number of the first step.
     """
 
     def __init__(
@@ -147,28 +147,28 @@ class StepRecorder(Recorder):
     ) -> None:
         super().__init__()
         self._accelerator = accelerator
-        self.number = first  # of the step under way
-        self.work = 0.0  # numbers that this step's forwards were given
+        self.number = first  # of the current step
+        self.work = 0.0  # number of elements passed to this step's forwards
         self._compute = accelerator.lanes.compute
         self._usage, self._done, self._begins, self._seen = usage, done, begins, seen
         self._told: list[str] = []
         self._turns = [self._turn(self.origin)]
         self._told_input = False
         self._stepped = False
-        self._end: int | None = None  # the place of the turn at which this step ends, if no more comes
+        self._end: int | None = None  # the index of the turn at which this step ends, unless more work follows
         self._used = self._used_at_end = usage()
         self._unread: deque[_Unread] = deque()
         self._has_begun = False
 
     @property
     def reads_lanes(self) -> bool:  # type: ignore[override]  # which changes here
-        """True where lanes work at other times than the program, and are not recorded into a graph."""
+        """True if streams run asynchronously to the program and are not being captured into a graph."""
         return self._accelerator.has_lanes and not self._accelerator.is_capturing
 
-    # -- what the engine and the loop tell ----------------------------------------------------------------------------
+    # -- from the engine and the loop ----------------------------------------------------------------------------------
 
     def add(self, event: Event) -> Event:
-        """Keep `event` until its step is over."""
+        """Keep `event` until its step is complete."""
         if PAUSE not in self._told:
             self.events.append(event)
             self._seen(event)
@@ -191,7 +191,7 @@ class StepRecorder(Recorder):
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """A context in which the program does `what`: a part, the name of something else, or PAUSE."""
+        """Context manager in which the program does `what`: a part, the name of another activity, or PAUSE."""
         self._told_input = self._told_input or what == "input"
         before, is_paused = self.origin, PAUSE in self._told
         self._told.append(what)
@@ -206,7 +206,7 @@ class StepRecorder(Recorder):
                 self._turns.append(self._turn(before))
 
     def finish(self) -> None:
-        """Take the last step as over, if it has been taken, and wait until the lanes have come so far."""
+        """End the last step if its optimizer step was taken, and wait for the streams."""
         if self._end is not None:
             self._end_step()
         if self._unread and (last := self._unread[-1].turns[-1].stamp) is not None:
@@ -215,7 +215,7 @@ class StepRecorder(Recorder):
 
     @property
     def stepped(self) -> bool:
-        """True if the step under way has had its optimizer's step."""
+        """Return True if the optimizer step of the current step was taken."""
         return self._end is not None
 
     def _turn(self, origin: Origin) -> _Turn:
@@ -259,7 +259,7 @@ class StepRecorder(Recorder):
 
 
 class _Stretch(NamedTuple):
-    """Some time of the program, or of the compute lane, and the part that it belongs to."""
+    """A time interval of the program, or of the compute stream, and its part."""
 
     start: float
     end: float
@@ -268,7 +268,7 @@ class _Stretch(NamedTuple):
     unit: str
 
 
-_LARGE = 1 << 16  # bytes of a gather by which a link is judged
+_LARGE = 1 << 16  # minimum bytes of an all-gather that is used to measure a link
 _GATHERS = ("all_gather", "broadcast")
 _SUMS = ("reduce_scatter", "all_reduce", "all_to_all")
 
@@ -290,9 +290,9 @@ def _read(step: _Unread, reads_lanes: bool) -> StepTaken:
         if part is None or event.end is None or (reads_lanes and event.ended is None):
             continue
         start, end = seconds(event.start, event.began), seconds(event.end, event.ended)
-        if event.launched is None:  # the program, or the compute lane, has done nothing else
+        if event.launched is None:  # the program, or the compute stream, waited immediately
             exposed = [(start, end)]
-        elif reads_lanes:  # its exposed time is in events of its own
+        elif reads_lanes:  # separate events record its exposed time
             exposed = []
         else:
             exposed = [(start, event.launched - zero), ((event.awaited or event.end) - zero, end)]
@@ -337,7 +337,7 @@ _NAMES = frozenset((*PARTS, "wait", "forward again", "forward without gradients"
 
 
 def _part_of(event: Event) -> str | None:
-    """The part that the exposed time of an event belongs to; None if the program computes meanwhile."""
+    """Return the part that the exposed time of an event belongs to; None if the program computes meanwhile."""
     if event.name == "wait":
         return "reduce" if event.origin.phase is Phase.POST_BACKWARD else "gather"
     if event.name == "checkpoint":
@@ -353,7 +353,7 @@ def _add_wait(waits: dict[str, tuple[int, float]], name: str, seconds: float) ->
 def _count(
     counts: UnitCounts, event: Event, seconds: float, exposed_s: float, zero: float, turned: Sequence[float]
 ) -> None:
-    """Add what an event, of a unit's collective, was and took."""
+    """Add an event of a unit's collective to the counts."""
     is_wait, is_gather = event.name == "wait", _part_of(event) == "gather"
     exposed_s = seconds if is_wait else exposed_s
     if is_gather:
@@ -366,7 +366,7 @@ def _count(
         counts.gathers += 1
         counts.gathered_bytes += event.sent_bytes
         counts.gather_s += seconds
-        # Where it was needed at once, the program has turned to nothing else before it waited.
+        # If it was needed immediately, there is no turn between launch and wait.
         launched, awaited = (event.launched or 0.0) - zero, (event.awaited or 0.0) - zero
         counts.gathers_ahead += bisect(turned, awaited) > bisect(turned, launched)
     else:
@@ -378,7 +378,7 @@ def _count(
 def _stretches(
     turns: Sequence[_Turn], at: Sequence[float], tells_input: bool, units: dict[str, UnitCounts]
 ) -> Iterator[_Stretch]:
-    """What the program did from each turn to the next. Units whose forward runs within backward are counted."""
+    """Yield the time from each turn to the next with its part. Units whose forward runs within backward are counted."""
     in_backward = False
     for turn, following, start, end in zip(turns, turns[1:], at, at[1:], strict=False):
         in_backward = turn.phase not in (Phase.IDLE, Phase.STEP) and (in_backward or turn.phase is not Phase.FORWARD)
@@ -402,8 +402,9 @@ def _stretches(
 
 
 def _carved(stretches: Iterator[_Stretch], cuts: Sequence[_Stretch]) -> Iterator[_Stretch]:
-    """`stretches`, one after another in time, with `cuts` in place of what they are over. Of cuts within each other the
-    outer one counts.
+    """Yield consecutive `stretches`, with `cuts` replacing the time that they cover.
+
+    For nested cuts, the outer one counts.
     """
     coming = deque(_apart(cuts))
     for stretch in stretches:

@@ -1,4 +1,4 @@
-"""Spans as a trace in the format of Chrome, which ui.perfetto.dev opens: a process for each rank, a thread a lane."""
+"""Spans as a trace in the Chrome format for ui.perfetto.dev, with a process per rank and a thread per stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["write_trace"]
 
 
 def write_trace(run: Run, path: Path) -> None:
-    """Write the spans of all ranks to `path`, compressed by gzip. Times are from the start of the step."""
+    """Write the spans of all ranks to `path`, compressed with gzip. Times start at the start of the step."""
     beside = path.with_name(path.name + ".new")
     told = {"displayTimeUnit": "ms", "otherData": {"run": run.name, "step": run.shown_step}}
     with gzip.open(beside, "wt", encoding="utf-8", compresslevel=3) as file:

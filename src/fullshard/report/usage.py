@@ -1,4 +1,4 @@
-"""What this rank has used by now, cheap enough to be asked for in every step."""
+"""The current resource usage of this rank, cheap enough to query in every step."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Usage:
     """Seconds and bytes of one rank."""
 
-    busy_s: float  # on a core, of all threads; or on the device
-    starved_s: float | None  # in which the main thread could have run, and had no core
-    held: int  # bytes, by the process or by the allocator of its device
+    busy_s: float  # CPU time of all threads, or busy time of the device
+    starved_s: float | None  # in which the main thread was ready but had no core
+    held: int  # bytes of the process, or of the allocator of its device
 
     def since(self, before: Usage) -> Usage:
-        """The seconds since `before`, and the bytes now."""
+        """Return the seconds since `before` and the current bytes."""
         known = self.starved_s is not None and before.starved_s is not None
         starved_s = (self.starved_s or 0.0) - (before.starved_s or 0.0) if known else None
         return Usage(self.busy_s - before.busy_s, starved_s, self.held)
 
     def on_device(self, busy_s: float) -> Usage:
-        """The same of a rank whose device was busy for so many seconds."""
+        """Return the same usage with the busy seconds of the device."""
         return replace(self, busy_s=busy_s)
 
 
 class UsageMeter:
-    """Gives, when called, what this rank has used by now. To be made on the thread that trains."""
+    """Returns the current usage of this rank when called. Create it on the training thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,7 +43,7 @@ class UsageMeter:
         self._resident = _opened("/proc/self/statm")
 
     def __call__(self) -> Usage:
-        starved = _second_number(self._starved)  # nanoseconds ready and without a core, see sched-stats
+        starved = _second_number(self._starved)  # nanoseconds ready without a core, see sched-stats
         return Usage(time.process_time(), None if starved is None else starved / 1e9, self._held())
 
     def _held(self) -> int:
@@ -52,7 +52,7 @@ class UsageMeter:
         return (_second_number(self._resident) or 0) * _PAGE
 
     def close(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         for file in (self._starved, self._resident):
             if file is not None:
                 os.close(file)

@@ -1,4 +1,4 @@
-"""The page of a run that still goes, served to this machine only and written anew when there is more to say."""
+"""A page of a run in progress, served on this machine only and rewritten when there is new data."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _KINDS = {
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """Serve the page in `folder`, and what lies beside it, while the context lasts: its address, on a free port.
+    """Context manager that serves the page in `folder` and its files on a free port, and returns the address.
 
-    Only this machine is answered, and nothing but the page, its data and its trace; not even what another page that is
-    open in the same browser asks for in the name of a host of its own.
+    It only answers this machine, and only serves the page, its data and its trace. Requests for another host name,
+    which other pages in the same browser could make, are rejected.
     """
     server = ThreadingHTTPServer((HERE, 0), _handler(folder))
     server.daemon_threads = True
@@ -42,7 +42,7 @@ def serving(folder: Path) -> Iterator[str]:
 
 
 def follow(state: Callable[[], object], write: Callable[[], object], rest: Callable[[], bool]) -> None:
-    """Call `write` whenever `state` has changed, and `rest` between two looks, until that says False."""
+    """Call `write` whenever `state` has changed. Call `rest` between checks, until it returns False."""
     seen = state()
     while rest():
         now = state()
@@ -73,6 +73,6 @@ def _handler(folder: Path) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nobody reads a line for each request."""
+            """Do nothing, because no one reads a line per request."""
 
     return Handler

@@ -1,4 +1,4 @@
-"""From the folder of a run to its page."""
+"""Creation of the page of a run from its folder."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["write_report"]
 
 
 def write_report(folder: Path) -> Path:
-    """Write the page of the run that is recorded in `folder`: its path.
+    """Write the page of the run that is recorded in `folder`, and return its path.
 
     Raises:
-        ConfigError: nothing is recorded there.
+        ConfigError: No run is recorded there.
     """
-    from fullshard.report import causes, page  # late: drawing takes libraries that training does not need
+    from fullshard.report import causes, page  # late: drawing needs libraries that training does not
 
     run = read_run(folder)
     return page.write(run, causes.find_causes(run), folder)
