@@ -12,6 +12,7 @@ from benchmarks.fuzzing.generation import Generator
 from benchmarks.fuzzing.judging import EQUAL, REFUSED, WRONG, Pool, script_of, shrink
 
 from fullshard.comm import pairwise, shared_memory
+from fullshard.liveness import watchdog
 
 SAMPLE = 30
 LATER = ("hidden", "aux")  # backward through units whose outputs no hook sees
@@ -88,6 +89,33 @@ def test_ranks_that_skip_different_modules_do_not_hang():
     program |= {"optimizer": {"name": "SGD", "lr": 0.1}}
     with Pool() as pool:
         assert pool.judge(program).kind == REFUSED
+
+
+def ask_early() -> None:
+    watchdog._EARLY_S, watchdog._LOOK_S = 0.6, 0.2
+
+
+SKIPPED = {"kind": "dropped", "children": [{"kind": "linear"}], "every": 3, "by rank": True}
+NORM = {"kind": "dropped", "children": [{"kind": "batch norm", "unit": {}}], "every": 3, "by rank": True, "unit": {}}
+FROZEN = {"kind": "own", "children": [NORM], "unit": {}, "as one": True, "frozen": True}
+TIED = [{"kind": "linear", "label": "4"}, {"kind": "linear"}, {"kind": "tied", "to": "4", "unit": {}, "as one": True}]
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_ranks_that_skip_different_modules_do_not_hang_in_several_process_groups(shares_memory):
+    """The ranks of one group find the difference, and those of others wait for them; or no group finds it."""
+    common = {"ranks": 4, "no shared memory": not shares_memory, "optimizer": {"name": "SGD", "lr": 0.1}}
+    common["loop"] = [{"do": "step"}, {"do": "step", "micro": 2}]
+    with Pool(before=ask_early) as pool:
+        for children, strategy in (
+            ([{"kind": "linear", "unit": {}}, SKIPPED, {"kind": "linear"}], {"strategy": "hsdp", "replicas": 2}),
+            ([{**SKIPPED, "unit": {}}, {"kind": "linear"}], {"strategy": "hfsdp"}),
+            ([FROZEN, *TIED], {"strategy": "hpz"}),
+        ):
+            program = {**common, **strategy, "model": {"kind": "sequence", "children": children}}
+            verdict = pool.judge(program)
+            assert verdict.kind == REFUSED, verdict.details
+            assert verdict.cause.startswith("RankMismatchError")
 
 
 def scale_gradients() -> None:

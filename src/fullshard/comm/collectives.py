@@ -13,9 +13,11 @@ lost meanwhile is named. All that this package sends over a process group goes t
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,12 +31,12 @@ from fullshard._compat import address, all_gather_rows
 from fullshard.comm.fingerprint import fingerprint, mismatch
 from fullshard.comm.wire import PartSums, Pending, TermName, Wire
 from fullshard.device.current import mark_here, stamp_here
-from fullshard.errors import FullshardError, RankLostError, RankMismatchError
+from fullshard.errors import FullshardError, RankLostError, RankMismatchError, named_ranks
 from fullshard.liveness.watchdog import PeerGoneError, lost
 from fullshard.liveness.whereabouts import GroupProgress, here
 from fullshard.policy.switches import switches
 from fullshard.tape.context import Kept
-from fullshard.tape.recorder import Event, Origin, active_recorder
+from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 
 __all__ = ["Call", "Channel", "Collectives", "divide", "keep_own"]
 
@@ -74,7 +76,15 @@ class Collectives(GroupProgress, ABC):
         self._next_tag = _FIRST_TAG
         self._channels: dict[str, Channel] = {}
         self._uncompared: deque[Callable[[], list[bytes]]] = deque()  # fingerprints, in the order of the collectives
+        self._linked: weakref.WeakSet[Collectives] = weakref.WeakSet()
         here.register(self)
+
+    def link(self, others: Iterable[Collectives]) -> None:
+        """End the waits in `others` too when ranks of this group make different calls.
+
+        They serve the same units over other process groups, whose ranks would wait for the ranks of this one.
+        """
+        self._linked.update(other for other in others if other is not self)
 
     def channel(self, tensors: int, *, variants: int = 1) -> Channel:
         """A new channel for calls with up to so many tensors. Ranks must ask for theirs in the same order.
@@ -245,8 +255,29 @@ class Collectives(GroupProgress, ABC):
         """Compare fingerprints up to `received`, oldest first, so that all ranks find the same difference."""
         while self.broken is None and received in self._uncompared:
             self.broken = mismatch(self._uncompared.popleft()(), self.ranks)
+            if self.broken is not None:
+                self._end_linked(self.broken)
         if self.broken is not None:
             raise self.broken
+
+    def _end_linked(self, error: FullshardError) -> None:
+        """Break the linked groups by `error`. Ranks that wait in them find a fingerprint that says so."""
+        name = f"to raise RankMismatchError, since {named_ranks(self.ranks)} differ"
+        for other in self._linked:
+            if other.broken is None and other.world > 1:
+                other.broken = error
+                with suppress(PeerGoneError):
+                    other.leave(fingerprint(name, Origin("", Phase.IDLE), 0, 0))
+
+    def leave(self, last: bytes) -> None:
+        """Send `last` in place of the next fingerprint, and wait for nothing."""
+        received = self._exchange_fingerprints(last, alone=True)
+        if received is not None:
+            self._keep_unread(received)
+
+    def _keep_unread(self, received: Callable[[], list[bytes]]) -> None:
+        """Keep the memory of messages that this rank does not wait for."""
+        _never_finished.get_or_make(id(received), lambda: received)
 
     def _lost(self, gone: PeerGoneError, call: Call) -> FullshardError:
         if self.broken is None:  # otherwise the rank is gone since it raised that error too
@@ -383,7 +414,7 @@ def _note_launched(event: Event | None) -> None:
 
 
 # Collectives that other ranks did not join. Gloo may write to their tensors while the process group exists.
-_never_finished: Kept[int, Callable[[], None]] = Kept("collectives that never finished")
+_never_finished: Kept[int, Callable[[], object]] = Kept("collectives that never finished")
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

@@ -48,6 +48,7 @@ __all__ = [
     "Memory",
     "Neighbours",
     "Published",
+    "address_of_none",
     "connect",
     "nbytes_end_to_end",
 ]
@@ -481,6 +482,11 @@ def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: 
                 connection.close()
             raise
     return Neighbours(rank, sockets, timeout_s)
+
+
+def address_of_none(obstacle: str) -> bytes:
+    """What a rank gives to the first exchange of `connect` if it does not take part; the others learn of `obstacle`."""
+    return _Address(obstacle=obstacle).published()
 
 
 def _refuse(obstacles: Iterable[str]) -> None:

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from fullshard._compat import group_timeout_s
 from fullshard.comm.collectives import Call, keep_own
-from fullshard.comm.neighbours import Block, CannotShareError, Key, Neighbours, connect, nbytes_end_to_end
+from fullshard.comm.neighbours import (
+    Block,
+    CannotShareError,
+    Key,
+    Neighbours,
+    address_of_none,
+    connect,
+    nbytes_end_to_end,
+)
 from fullshard.comm.pairwise import PairwiseCollectives, part_of, sum_in_rank_order
 from fullshard.comm.wire import PartSums
 from fullshard.layout.shard_spec import owned
@@ -98,6 +106,13 @@ class SharedMemoryCollectives(PairwiseCollectives):
         neighbours = vars(self).get("neighbours")
         if neighbours is not None and self.broken is not None:
             neighbours.end_wait(self.broken)
+
+    def leave(self, last: bytes) -> None:
+        if "neighbours" not in vars(self):  # the others may wait to meet this rank
+            self._keep_unread(self._exchange(address_of_none("ranks make different calls"), self._meeting_tag))
+            vars(self)["neighbours"] = None
+        self._keep_unread(self._exchange(_NO_PLAN, self._plan_tag))  # they may wait to agree on memory in common
+        super().leave(last)
 
     def close(self) -> None:
         """Leave the neighbours, if they ever met."""

@@ -37,13 +37,16 @@ class AxesCollectives:
         replicas, across, within = axes.replicate_group, None, None
         if axes.group_size is not None:
             within, across = (collectives_for(subgroup(ranks), device) for ranks in axes.group_ranks)
-        return cls(
+        along = cls(
             collectives_for(axes.shard_group, device),
             None if replicas is None else collectives_for(replicas, device),
             across,
             within,
             scratch_of(device),
         )
+        for item in along.each:
+            item.link(along.each)
+        return along
 
     @property
     def each(self) -> list[Collectives]:
