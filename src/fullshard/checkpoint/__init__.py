@@ -1,4 +1,4 @@
-"""Save and load runs: sharded, into any world size and strategy, all or nothing.
+"""Save and load sharded runs, with any world size and strategy. A checkpoint is complete or does not exist.
 
 from fullshard.checkpoint import load, save
 

@@ -1,4 +1,4 @@
-"""Saves that go on while training does, and their errors."""
+"""Saves in the background during training, and their errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Background", "PendingSave", "checkpoints"]
 
 
 class PendingSave:
-    """A save that goes on while training does."""
+    """A save in the background."""
 
     def __init__(self, future: Future[Path]) -> None:
         self._future = future
@@ -24,14 +24,14 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """True once it has ended, well or not."""
+        """Return True once it has ended, successfully or not."""
         return self._future.done()
 
     def wait(self) -> Path:
-        """The path of the checkpoint, once it is there.
+        """Wait for the checkpoint and return its path.
 
         Raises:
-            CheckpointError: some rank could not write; the same error on every rank.
+            CheckpointError: A rank could not write. The same error is raised on every rank.
         """
         self._was_waited_for = True
         with here.waiting_here():
@@ -39,7 +39,7 @@ class PendingSave:
 
 
 class Background:
-    """One thread that writes, one save at a time, and the group that its ranks communicate over meanwhile."""
+    """The thread that writes one save at a time, and the process group that its ranks communicate over."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,10 +47,10 @@ class Background:
         self._pending: PendingSave | None = None
 
     def wait(self) -> None:
-        """Wait for the save that goes on, if there is one.
+        """Wait for the save in progress, if there is one.
 
         Raises:
-            CheckpointError: it failed, and nobody has waited for it yet.
+            CheckpointError: It failed, and its error has not been raised by `PendingSave.wait` yet.
         """
         pending, self._pending = self._pending, None
         if pending is not None and not pending._was_waited_for:
@@ -60,12 +60,12 @@ class Background:
                 pending._future.exception()
 
     def start(self, write: Callable[[], Path]) -> PendingSave:
-        """Let `write` run on the thread; only one does at a time."""
+        """Run `write` on the thread. Only one runs at a time."""
         self._pending = PendingSave(self._writer.submit(write))
         return self._pending
 
     def ranks(self) -> Ranks:
-        """All ranks, over a group that training does not use: gloo's, since the copies are in host memory."""
+        """Return all ranks, with a gloo group that training does not use, because the copies are in host memory."""
         if not dist.is_initialized():
             return Ranks()
         return Ranks(_groups.get_or_make(self._name, _new_group))

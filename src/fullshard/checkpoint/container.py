@@ -1,7 +1,7 @@
-"""The container: `torch.distributed.checkpoint`'s own files, with checksums, and read without executing anything.
+"""The container: the file format of `torch.distributed.checkpoint`, with checksums, read without executing code.
 
-torch reads `.metadata` by pickle, and values that are no tensors by an unrestricted `torch.load`: both run whatever
-code somebody has put there. Here the metadata is not unpickled (`metadata_file.py`), and values are read with
+torch reads `.metadata` with pickle, and values other than tensors with an unrestricted `torch.load`. Both execute any
+code in the files. Here the metadata is not unpickled (`metadata_file.py`), and values are read with
 `weights_only=True`.
 """
 
@@ -65,15 +65,15 @@ def write(
     doing: str,
     progress: Progress | None = None,
 ) -> dict[str, StoredFile]:
-    """Write `entries` to `folder`, each rank its own part; the files that this rank wrote, synced.
+    """Write this rank's part of `entries` to `folder`, and return the synced files of this rank.
 
     Args:
-        entries: nested dicts. An entry that several ranks have is written by one of them.
-        ties: keys that are no entries, each with the key of the entry that has its values.
-        doing: begins the message of an error.
+        entries: Nested dicts. An entry that several ranks have is written by one of them.
+        ties: Keys that are not entries, each with the key of the entry that has its values.
+        doing: The beginning of error messages.
 
     Raises:
-        CheckpointError: some rank could not; the same error on every rank.
+        CheckpointError: A rank could not write. The same error is raised on every rank.
     """
     writer = _Writer(folder, ties, progress)
     with _failing_together(doing, ranks):
@@ -88,14 +88,14 @@ def write(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes one file a rank, with its checksum. `ties` cost an entry in the metadata, and no bytes.
+    """Writes one file per rank with its checksum. `ties` take an entry in the metadata, and no bytes.
 
-    torch's own writer keeps all its copies in host memory until the last byte is out; here it is one tensor at a time,
-    and none for tensors that are there already.
+    torch's own writer keeps all copies in host memory until the last byte is written. This one keeps one tensor at a
+    time, and no copy of tensors that are in host memory already.
     """
 
     def __init__(self, folder: Path, ties: Mapping[str, str], progress: Progress | None) -> None:
-        super().__init__(folder, sync_files=False)  # its own sync comes before the last bytes are out
+        super().__init__(folder, sync_files=False)  # its own sync would come before the last bytes are written
         self.fs: _Files = _Files(progress)
         self._ties = ties
 
@@ -114,7 +114,7 @@ class _Writer(dcp.FileSystemWriter):
                     nbytes = stream.tell() - start
                     results.append(WriteResult(item.index, nbytes, storage_info(name, start, nbytes)))
         except Exception as error:
-            # torch.save turns an error of the disk into one that has lost its cause.
+            # torch.save converts a disk error into one that has lost its cause.
             raise CheckpointError(said_by(self.fs.error or error)) from error
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
@@ -137,7 +137,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """`tensor` on the CPU, with no more in its storage: torch.save writes whole storages. A copy only if it must be."""
+    """Return `tensor` on the CPU with a storage of its size, as torch.save writes whole storages. Copy if needed."""
     local = tensor.detach().cpu().contiguous()
     if not local.numel():
         return local.clone()
@@ -156,14 +156,14 @@ class _Files(FileSystem):
 
     def __init__(self, progress: Progress | None) -> None:
         self.written: dict[str, StoredFile] = {}
-        self.total = 0  # bytes of tensors that are to be written
+        self.total = 0  # bytes of all tensors to write
         self.error: OSError | None = None
         self._progress = progress
         self._done = 0
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """A file to be written from its beginning to its end. It is synced when the context ends."""
+        """Open a file for sequential writing. It is synced when the context ends."""
         with Path(path).open(mode) as file:
             stream = _Stream(self, file)
             yield stream
@@ -176,7 +176,7 @@ class _Files(FileSystem):
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
     def advance(self, nbytes: int) -> None:
-        """Note that `nbytes` more bytes are written."""
+        """Record that `nbytes` more bytes are written."""
         self._done += nbytes
         if self._progress is not None:
             self._progress(min(self._done, self.total), self.total)
@@ -204,22 +204,22 @@ class _Stream:
         return count
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the number of bytes written so far."""
         return self.nbytes
 
     def flush(self) -> None:
-        """Nothing: it is flushed once, before it is synced."""
+        """Do nothing: the file is flushed once, before it is synced."""
 
     def close(self) -> None:
-        """Nothing: see `create_stream`."""
+        """Do nothing: see `create_stream`."""
 
 
 @contextmanager
 def _failing_together(doing: str, ranks: Ranks) -> Iterator[None]:
-    """A context in which torch's reports of failures on other ranks are raised as our own error."""
+    """Context manager that converts torch's errors about failures on other ranks into our error."""
     try:
         with warnings.catch_warnings() if not dist.is_initialized() else nullcontext():
-            if not dist.is_initialized():  # one process alone is a valid world
+            if not dist.is_initialized():  # a single process is a valid world
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except dcp.CheckpointException as error:
@@ -233,10 +233,10 @@ def _failing_together(doing: str, ranks: Ranks) -> Iterator[None]:
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """The metadata of a checkpoint: its entries without their values. Nothing in the file is executed.
+    """Return the metadata of a checkpoint: its entries without their values. No code in the file is executed.
 
     Raises:
-        CheckpointError: the file is missing, or is not a container's.
+        CheckpointError: The file is missing, or it is not the metadata of a container.
     """
     path = checkpoint / METADATA
     try:
@@ -254,10 +254,10 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 
 def check_files(checkpoint: Path, metadata: Metadata) -> None:
-    """Check that every file that `metadata` refers to is a regular file with all the bytes that it says.
+    """Check that every file that `metadata` refers to is a regular file with at least the required size.
 
     Raises:
-        CheckpointError: one is missing, is not a regular file, or is too short.
+        CheckpointError: A file is missing, is not a regular file, or is too short.
     """
     needed: dict[str, int] = {}
     for info in metadata.storage_data.values():
@@ -286,13 +286,13 @@ def read_values(
     ours: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Read the values of `targets`, by key: tensors in place, whole or sharded in any way; others are replaced.
+    """Read the values of `targets` by key: tensors in place, whole or sharded in any way; others are replaced.
 
     Args:
-        ours: whether `write` has written it, so that the layout of a tensor in its file is known.
+        ours: Whether `write` has written the checkpoint, so that the layout of tensors in files is known.
 
     Raises:
-        CheckpointError: some rank could not; the same error on every rank.
+        CheckpointError: A rank could not read. The same error is raised on every rank.
     """
     with _failing_together(doing, ranks):
         dcp.load(
@@ -307,8 +307,8 @@ def read_values(
 class _Reader(dcp.FileSystemReader):
     """Reads files whose metadata is known already.
 
-    In our own files, rows that are wanted together are read straight into their target. torch would make a tensor of
-    the whole entry first, and copy from that.
+    In files written by `write`, contiguous rows are read directly into their target. torch would first create a tensor
+    of the whole entry and copy from it.
     """
 
     def __init__(self, checkpoint: Path, metadata: Metadata, *, ours: bool) -> None:
@@ -317,7 +317,7 @@ class _Reader(dcp.FileSystemReader):
         self._metadata = metadata
         self._ours = ours
 
-    def read_metadata(self) -> Metadata:  # torch would look for a single rank's, did it take arguments
+    def read_metadata(self) -> Metadata:  # torch would look for a single rank's metadata if it took arguments
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -330,7 +330,7 @@ class _Reader(dcp.FileSystemReader):
             raise CheckpointError(said_by(error)) from error
 
     def _read_straight(self, items: list[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
-        """Read the items that are one piece in file and memory; returns the others."""
+        """Read the items that are contiguous in file and memory, and return the others."""
         others: list[ReadItem] = []
         by_file: dict[str, list[ReadItem]] = {}
         for item in items:
@@ -342,13 +342,13 @@ class _Reader(dcp.FileSystemReader):
         for name, wanted in by_file.items():
             with open_unbuffered(Path(self.path) / name) as file:
                 for item in wanted:
-                    target = planner.resolve_tensor(item).detach()  # of what rests on a disk, memory for one at a time
+                    target = planner.resolve_tensor(item).detach()  # one tensor on disk at a time takes memory
                     _read_into(target, file, self._start_of(item, file))
                     planner.commit_tensor(item, target)
         return others
 
     def _is_one_piece(self, item: ReadItem, target: Tensor) -> bool:
-        """True if `item` is whole rows of the entry, of the same dtype and order as in memory."""
+        """Return True if `item` is whole rows of the entry, with the dtype and order of the target in memory."""
         stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         sizes = _sizes_of_chunk(stored, item)
@@ -361,7 +361,7 @@ class _Reader(dcp.FileSystemReader):
         )
 
     def _start_of(self, item: ReadItem, file: io.RawIOBase) -> int:
-        """The position in its file, in bytes, of the first row of `item`."""
+        """Return the position of the first row of `item` in its file, in bytes."""
         stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         entry = self.storage_data[item.storage_index]
@@ -374,7 +374,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _RegularFiles(FileSystem):
-    """Opens regular files for reading, and nothing else."""
+    """Opens regular files for reading only."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -384,12 +384,12 @@ class _RegularFiles(FileSystem):
 
 
 def _sizes_of_chunk(stored: TensorStorageMetadata, item: ReadItem) -> torch.Size:
-    """The shape of the entry that `item` is read from."""
+    """Return the shape of the entry that `item` is read from."""
     return next(chunk.sizes for chunk in stored.chunks if chunk.offsets == item.storage_index.offset)
 
 
 class _Entry(io.RawIOBase):
-    """A stretch of a file as a file of its own."""
+    """A byte range of a file that behaves like a separate file."""
 
     def __init__(self, file: io.RawIOBase, start: int, nbytes: int) -> None:
         self._file = file
@@ -415,10 +415,10 @@ class _Entry(io.RawIOBase):
 
 
 def _start_of_tensor(entry: _Entry, nbytes: int) -> int:
-    """The position, in bytes, of a tensor in the output of torch.save: a zip file with a record for these bytes alone.
+    """Return the byte position of a tensor in the output of torch.save, a zip file with one record for the bytes.
 
     Raises:
-        CheckpointError: the byte order is not this machine's, or the record has other than `nbytes` bytes.
+        CheckpointError: The byte order is not this machine's, or the size of the record is not `nbytes`.
     """
     with ZipFile(entry) as records:
         [record] = [item for item in records.infolist() if item.filename.endswith("/data/0")]
@@ -427,13 +427,13 @@ def _start_of_tensor(entry: _Entry, nbytes: int) -> int:
         raise CheckpointError(f"expected numbers in the order of bytes {sys.byteorder}, found {order}")
     if record.file_size != nbytes or record.compress_type != ZIP_STORED:
         raise CheckpointError(f"expected a tensor of {nbytes} bytes, found {record.file_size}")
-    entry.seek(record.header_offset + 26)  # in the record's header: the lengths of its name, and of what follows
+    entry.seek(record.header_offset + 26)  # in the record's header: the lengths of its name and of the extra field
     name, more = struct.unpack("<HH", entry.read(4) or b"")
     return int(record.header_offset + 30 + name + more)
 
 
 def _read_into(target: Tensor, file: io.RawIOBase, start: int) -> None:
-    """Read the bytes of `file` from `start` on into a contiguous tensor on the CPU."""
+    """Read the bytes of `file` from position `start` into a contiguous CPU tensor."""
     buffer = memoryview(target.reshape(-1).view(torch.uint8).numpy().data)
     file.seek(start)
     while buffer.nbytes:
@@ -444,11 +444,11 @@ def _read_into(target: Tensor, file: io.RawIOBase, start: int) -> None:
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Reads values that are no tensors without executing anything, and what rests on a disk by way of memory."""
+    """Reads values other than tensors without executing code. Tensors on disk are read through memory."""
 
     def __init__(self, progress: Progress | None) -> None:
         super().__init__()
-        self.total = 0  # elements that are to be read
+        self.total = 0  # the number of elements to read
         self._progress = progress
         self._done = 0
 

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: this rank's shards, the values that all ranks share, and this rank's own."""
+"""The contents of a checkpoint: the shards of this rank, values that all ranks share, and values of this rank only."""
 
 from __future__ import annotations
 
@@ -38,35 +38,35 @@ __all__ = [
     "tied_names",
 ]
 
-MODEL, OPTIMIZER = "model", "optimizer"  # prefixes of keys, which torch's own scripts read too
-OURS = "fullshard"  # values that all ranks share, and that are no tensors of the model or the optimizer
+MODEL, OPTIMIZER = "model", "optimizer"  # key prefixes, which torch's own scripts also read
+OURS = "fullshard"  # values shared by all ranks that are not tensors of the model or the optimizer
 _RANK = "rank"
 
 
 class HasState(Protocol):
-    """Anything whose state can be taken and put back: a scheduler, a position in the data."""
+    """An object whose state can be saved and restored, such as a scheduler or a position in the data."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take over a state."""
+        """Restore a state."""
 
 
 @dataclass
 class Contents:
-    """The values that one rank saves. Tensors are the model's and the optimizer's own until somebody copies them."""
+    """The values that one rank saves. Tensors are those of the model and the optimizer until they are copied."""
 
     sharded: dict[Path, DTensor] = field(default_factory=dict)
-    plain: dict[Path, Tensor] = field(default_factory=dict)  # the first rank's are written, and others that differ
-    values: dict[Path, Any] = field(default_factory=dict)  # no tensors, as torch writes them
+    plain: dict[Path, Tensor] = field(default_factory=dict)  # written by rank 0, and where others differ
+    values: dict[Path, Any] = field(default_factory=dict)  # values other than tensors, in torch's format
     ties: dict[str, str] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)  # of this rank alone
+    own: dict[str, Any] = field(default_factory=dict)  # of this rank only
     strategy: str = ""
 
     def put(self, path: Path, leaf: Any) -> str:
-        """Add `leaf`; its key in the checkpoint."""
+        """Add `leaf` and return its key in the checkpoint."""
         if path in self.sharded or path in self.plain or path in self.values:
             raise CheckpointError(f"two values are named {'.'.join(path)}. Give the keys of the state other names.")
         if isinstance(leaf, DTensor):
@@ -78,10 +78,10 @@ class Contents:
         return ".".join(path)
 
     def entries(self, ranks: Ranks, doing: str) -> dict[str, Any]:
-        """This rank's entries, as nested dicts. Ranks exchange checksums of their plain tensors.
+        """Return this rank's entries as nested dicts. Ranks exchange checksums of their plain tensors.
 
         Raises:
-            CheckpointError: some rank could not; `doing` begins the message.
+            CheckpointError: A rank failed. `doing` begins the message.
         """
         compared = self.plain if ranks.world > 1 else {}
         sums = ranks.share(doing, lambda: {path: _checksum(tensor) for path, tensor in compared.items()})
@@ -101,16 +101,16 @@ def collect(
     data: HasState | None,
     extra: Any,
 ) -> Contents:
-    """The contents that this rank saves.
+    """Collect the contents that this rank saves.
 
     Raises:
-        CheckpointError: something could not be read back without executing code.
-        ConfigError: the optimizer has a parameter that is not in the model.
-        StateError: a forward or backward is under way.
+        CheckpointError: A value could not be read back without executing code.
+        ConfigError: The optimizer has a parameter that is not in the model.
+        StateError: A forward or backward is in progress.
     """
     contents = Contents(strategy=_strategy_of(model))
     state, tied = model_state(model, in_parts=True), tied_names(model)
-    values: dict[str, Any] = {}  # state that modules add, and that is no tensor
+    values: dict[str, Any] = {}  # state that modules add other than tensors
     for fqn, value in state.items():
         if fqn in tied and tied[fqn] in state:
             contents.ties[f"{MODEL}.{fqn}"] = f"{MODEL}.{tied[fqn]}"
@@ -134,7 +134,7 @@ def collect(
 
 
 def put_optimizer(contents: Contents, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the state of an optimizer, by FQN, into `contents`; its outline, without the tensors."""
+    """Add the optimizer state, by FQN, to `contents`, and return its outline without the tensors."""
     return {
         "state": outline(named["state"], (OPTIMIZER, "state"), contents.put),
         "param_groups": [
@@ -145,23 +145,24 @@ def put_optimizer(contents: Contents, named: Mapping[str, Any]) -> dict[str, Any
 
 
 def as_one_value(value: Any) -> tuple[Any]:
-    """`value` wrapped, so that torch writes it in one piece: of a dict it would write every entry by itself."""
+    """Wrap `value` so that torch writes it as one value. It would write each entry of a dict separately."""
     return (value,)
 
 
 def key_of_rank(rank: int) -> str:
-    """The key of a rank's own values."""
+    """Return the key of the values of one rank."""
     return f"{_RANK}.{rank}"
 
 
 def model_state(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
-    """The state dict of `model` with `DTensor`s of the shards, whatever it is set to give, by the user's own FQNs.
+    """Return the state dict of `model` with shards as `DTensor`s, for any setting of the model, by the user's FQNs.
 
     Args:
-        in_parts: whether weights that are encoded in several tensors are these, by names behind their own.
+        in_parts: Whether weights that are encoded in several tensors are replaced by these tensors, under names that
+            begin with that of the weight.
 
     Raises:
-        CheckpointError: they are not to be, and there are some.
+        CheckpointError: There are such weights and `in_parts` is False.
     """
     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         named = {clean_fqn(fqn): value for fqn, value in model.state_dict().items()}
@@ -179,10 +180,10 @@ def model_state(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
 
 
 def _plain(fqn: str, value: Any) -> Any:
-    """`value`; or a `DTensor` of the plain values that are in it, in the same memory.
+    """Return `value`, or a `DTensor` of the plain values in it that shares its memory.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: It has no plain values.
     """
     if not isinstance(value, DTensor) or not holds_tensors(value._local_tensor):
         return value
@@ -197,7 +198,7 @@ def _plain(fqn: str, value: Any) -> Any:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The other names of parameters and buffers that have several, each with the first."""
+    """Return the additional names of parameters and buffers with several names, each with the first name."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
@@ -210,7 +211,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _strategy_of(model: nn.Module) -> str:
-    """The strategies of the units, by name if they have one; 'none' if there are no units."""
+    """Return the strategies of the units, by name if they have one; 'none' without units."""
     placements = dict.fromkeys(unit.options.placements for unit in units_in(model))
     return ", ".join(map(_name_of, placements)) or "none"
 
@@ -221,7 +222,7 @@ def _name_of(placements: Placements) -> str:
 
 
 def _without_partial_sums(tensor: DTensor) -> DTensor:
-    """`tensor` with partial sums added up over the ranks: the container would write one rank's share."""
+    """Return `tensor` with partial sums reduced over the ranks. The container would write one rank's partial sum."""
     if not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     return tensor.redistribute(

@@ -1,8 +1,9 @@
-"""Weights that are encoded in several tensors, in a checkpoint: these tensors as they are, and nothing decoded.
+"""Weights that are encoded in several tensors: a checkpoint stores these tensors without decoding them.
 
-A tensor subclass such as torchao's NF4 is saved as the tensors in it, each by its own name behind the parameter's. What
-is cut with the rows is a `DTensor` as the parameter is, and the rest is whole. bitsandbytes' 4-bit weights are plain
-bytes on shards; modules add what describes them to their state dicts, and do not take it back themselves.
+A tensor subclass such as torchao's NF4 is saved as its inner tensors, each under a name that begins with the
+parameter's. Inner tensors that are sharded with the rows are `DTensor`s like the parameter, and the rest are whole.
+bitsandbytes' 4-bit weights are plain bytes in shards. Their modules add the description of the weights to state dicts,
+but do not load it themselves.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from fullshard.engine.registry import clean_fqn
 
 __all__ = ["describes_4_bits", "names_beside", "parts_of", "put_back_descriptions"]
 
-_DESCRIPTION = ".quant_state.bitsandbytes__"  # in the name of the tensor that has values which are no tensors
+_DESCRIPTION = ".quant_state.bitsandbytes__"  # in the name of the tensor that contains values other than tensors
 
 
 def parts_of(param: nn.Parameter, value: Tensor) -> dict[str, Tensor] | None:
-    """The tensors in `value`, that of `param` in a state dict, in the same memory; None if it is not encoded so, or a
-    part of a parameter that is cut in another way, too.
+    """Return the inner tensors of `value`, the state dict entry of `param`, in the same memory.
+
+    None if it is not encoded in this way, or if an inner tensor is sharded in a different way.
     """
     local = value._local_tensor if isinstance(value, DTensor) else value
     if not holds_tensors(local) or plain_values(local) is not None:
@@ -36,7 +38,7 @@ def parts_of(param: nn.Parameter, value: Tensor) -> dict[str, Tensor] | None:
     if managed is None or managed.param.view.is_cut or any(map(holds_tensors, parts.values())):
         return None
     mesh, placements, shapes = value.device_mesh, tuple(value.placements), managed.param.inner_shapes
-    one_row = value.shape[0] == 1  # which one rank has, and others not
+    one_row = value.shape[0] == 1  # one rank has it, and other ranks do not
     whole = {name for name, part in parts.items() if tuple(part.shape) == shapes[name]}
     cut = {name for name in parts if name not in whole or (one_row and shapes[name][:1] == (1,))}
     return {
@@ -46,18 +48,18 @@ def parts_of(param: nn.Parameter, value: Tensor) -> dict[str, Tensor] | None:
 
 
 def names_beside(model: nn.Module) -> tuple[str, ...]:
-    """The beginnings of the names, in state dicts, of what modules add to describe their 4-bit weights."""
+    """Return the prefixes of the state dict names under which modules describe their 4-bit weights."""
     named = model.named_parameters(remove_duplicate=False)
     return tuple(f"{clean_fqn(name)}." for name, param in named if hasattr(param, "quant_state"))
 
 
 def describes_4_bits(name: str) -> bool:
-    """True if a tensor of this name has values in it that are no tensors, and so a length of its own."""
+    """Return True if a tensor of this name contains values other than tensors, so that its length varies."""
     return _DESCRIPTION in name
 
 
 def put_back_descriptions(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Let the 4-bit weights of `model` be described as `values`, of a state dict, say."""
+    """Restore the descriptions of the 4-bit weights of `model` from `values`, the entries of a state dict."""
     for name, param in model.named_parameters():
         known = getattr(param, "quant_state", None)
         prefix = f"{clean_fqn(name)}."

@@ -1,6 +1,6 @@
-"""Write a model for other tools to read: a folder of safetensors files, all or nothing.
+"""Export of a model for other tools: a folder of safetensors files that is complete or does not exist.
 
-One tensor after another is gathered, and written by the first rank. No rank holds more than one of them whole.
+Tensors are gathered one at a time and written by the first rank. No rank holds more than one unsharded tensor.
 """
 
 from __future__ import annotations
@@ -49,26 +49,27 @@ def export_safetensors(
     metadata: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the weights of `model` to `folder` as Hugging Face's tools read them; the path of that.
+    """Write the weights of `model` to `folder` in the format of Hugging Face's tools, and return its path.
 
-    Every rank calls it. It writes `model.safetensors`, or several files and `model.safetensors.index.json`; the
-    `config.json` of a model that has one, so that `from_pretrained` opens the folder; and `checksums.json`, by which
-    `load_safetensors` notices damage. Weights are gathered one after another, so no rank holds more than its shards and
-    one of them. Tied weights are written once; the file's metadata has their other names. If anything is killed
-    meanwhile, there is no `folder`.
+    Every rank must call it. It writes `model.safetensors`, or several files and `model.safetensors.index.json`; the
+    `config.json` of a model that has one, so that `from_pretrained` can open the folder; and `checksums.json`, with
+    which `load_safetensors` detects damage. Weights are gathered one at a time, so no rank holds more than its shards
+    and one weight. Tied weights are written once; the metadata of the file lists their other names. If a process is
+    killed during the export, `folder` does not exist.
 
     Args:
-        model: sharded or not.
-        folder: does not exist, or is empty.
-        max_shard_size: bytes of tensors in one file, as a number or such as "500MB". A larger tensor has its own file.
-        dtype: of floating-point tensors in the files; None keeps their own.
-        metadata: words to keep in each file.
-        progress: called with the bytes of tensors that are written, and all that will be.
+        model: The model, sharded or not.
+        folder: The folder. It must not exist, or must be empty.
+        max_shard_size: Maximum bytes of tensors per file, as a number or a string such as "500MB". A larger tensor gets
+            a separate file.
+        dtype: The dtype of floating-point tensors in the files. None keeps their dtypes.
+        metadata: Text to store in each file.
+        progress: Called with the bytes of tensors written so far and in total.
 
     Raises:
-        CheckpointError: the folder is there already, the model has state that is no tensor or has no values, or the
-            first rank cannot write; the same error on every rank.
-        ConfigError: an argument cannot be honoured.
+        CheckpointError: The folder exists already, the model has state that is not a tensor or has no values, or the
+            first rank cannot write. The same error is raised on every rank.
+        ConfigError: An argument is not supported.
     """
     export = _Export(Path(folder), parse_size(max_shard_size, "max_shard_size", "a file"), dtype, dict(metadata or {}))
     ranks = default_ranks()
@@ -85,17 +86,17 @@ def export_safetensors(
 
 
 def write_safetensors(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write `state`, sharded or not, to the one file `path`: one tensor is made whole at a time.
+    """Write `state`, sharded or not, to the single file `path`. Tensors are gathered one at a time.
 
-    Every rank calls it, and the first one writes.
+    Every rank must call it, and the first rank writes.
 
     Args:
-        state: tensors by FQN, the same names in the same order on every rank.
-        path: file to write, or to replace once the new one is complete.
-        metadata: words to keep in the file's header.
+        state: Tensors by FQN, with the same names in the same order on every rank.
+        path: The file to write. An existing file is replaced once the new one is complete.
+        metadata: Text to store in the header of the file.
 
     Raises:
-        CheckpointError: the first rank cannot write; the same error on every rank.
+        CheckpointError: The first rank cannot write. The same error is raised on every rank.
     """
     ranks = default_ranks()
     doing = f"writing {path}"
@@ -120,14 +121,14 @@ def export_stored(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the weights of a checkpoint as `export_safetensors` writes those of a model. For one process.
+    """Write the weights of a checkpoint like `export_safetensors` those of a model. It runs in a single process.
 
-    No model is built, and no more than one tensor is held.
+    No model is built, and only one tensor is held at a time.
 
     Raises:
-        CheckpointError: the folder is there already, the model had state that is no tensor, or something cannot be
-            read or written.
-        ConfigError: an argument cannot be honoured.
+        CheckpointError: The folder exists already, the model had state that is not a tensor, or reading or writing
+            failed.
+        ConfigError: An argument is not supported.
     """
     export = _Export(folder, parse_size(max_shard_size, "max_shard_size", "a file"), dtype, {})
     if stored.values:
@@ -147,7 +148,7 @@ def _no_tensors(where: object, names: Iterable[str]) -> str:
 
 
 def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of `model` by FQN, and the other names of those that have several."""
+    """Return the tensors of `model` by FQN, and the additional names of those with several names."""
     state, tied = model_state(model), tied_names(model)
     ties = {name: kept for name, kept in tied.items() if name in state and kept in state}
     weights = {name: value for name, value in state.items() if name not in ties}
@@ -164,7 +165,7 @@ def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _configs(model: nn.Module, written: Mapping[str, Description]) -> dict[str, Any]:
-    """The files of the transformers library beside the weights of its models, as JSON by name of file."""
+    """Return the files that transformers stores next to the weights of its models, as JSON by file name."""
     inner = unwrapped(model)
     found: dict[str, Any] = {}
     for attribute in ("config", "generation_config"):
@@ -181,7 +182,7 @@ def _configs(model: nn.Module, written: Mapping[str, Description]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Export:
-    """An export: the folder to write, and the options."""
+    """The folder and the options of an export."""
 
     folder: Path
     max_shard_nbytes: int
@@ -197,7 +198,7 @@ class _Export:
 
     @property
     def doing(self) -> str:
-        """The beginning of an error message."""
+        """The beginning of error messages."""
         return f"exporting to {self.folder}"
 
     def write(
@@ -209,14 +210,14 @@ class _Export:
         configs: Callable[[Mapping[str, Description]], Mapping[str, Any]],
         progress: Progress | None = None,
     ) -> None:
-        """Write `tensors`, which `fetch` gives by name, on every rank together; the first one writes.
+        """Write `tensors`, which `fetch` returns by name. All ranks call it together, and the first rank writes.
 
         Args:
-            ties: other names, with those of the tensors that are written.
-            configs: the JSON files beside `tensors`, by name of file.
+            ties: Additional names, with those of the tensors that are written.
+            configs: Returns the JSON files to write next to `tensors`, by file name.
 
         Raises:
-            CheckpointError: the first rank cannot write; the same error on every rank.
+            CheckpointError: The first rank cannot write. The same error is raised on every rank.
         """
         tensors = {name: self._cast(tensor) for name, tensor in tensors.items()}
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -246,7 +247,7 @@ class _Export:
         return replace(tensor, dtype=self.dtype)
 
     def _divided(self, tensors: Mapping[str, Description]) -> dict[str, list[str]]:
-        """The names of the tensors in each file, in the order of the model."""
+        """Return the names of the tensors in each file, in the order of the model."""
         files: list[list[str]] = [[]]
         nbytes = 0
         for name, tensor in tensors.items():
@@ -261,7 +262,7 @@ class _Export:
         return {f"{stem}-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
 
     def _begin(self) -> Path:
-        """A new folder beside the future one; leftovers of killed exports to that are removed."""
+        """Create a temporary folder next to the final one. Remove those of killed exports."""
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise CheckpointError("there is something already. Name a folder that does not exist, or is empty.")
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -295,7 +296,7 @@ class _Export:
 
 
 class _Writer:
-    """One file on the first rank. Errors are raised when the file is closed: until then others wait in a gather."""
+    """One file on the first rank. It raises errors when it is closed: until then, other ranks wait in a gather."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Description], metadata: Mapping[str, str]) -> None:
         self._path = path
@@ -305,7 +306,7 @@ class _Writer:
         self._error: Exception | None = None
 
     def begin(self) -> tuple[str, ...]:
-        """Lay out the file; the names of its tensors in the order in which they are written."""
+        """Lay out the file, and return the names of its tensors in the order of writing."""
         self._file = TensorFile(self._path, self._tensors, self._metadata)
         return self._file.order
 
@@ -319,7 +320,7 @@ class _Writer:
             self._error = error
 
     def close(self) -> StoredFile:
-        """Close the file; its size and checksum."""
+        """Close the file, and return its size and checksum."""
         assert self._file is not None
         stored = self._file.close()
         if self._error is not None:

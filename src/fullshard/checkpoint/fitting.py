@@ -1,4 +1,4 @@
-"""Does a checkpoint fit the model and the optimizer that load it? Checked before anything is overwritten."""
+"""Checks that a checkpoint fits the model and the optimizer, before anything is overwritten."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fullshard.state.optim_state import StateTemplate
 
 __all__ = ["Misfit", "fit_model", "fit_optimizer"]
 
-_LISTED = 20  # FQNs of a kind
+_LISTED = 20  # maximum FQNs listed per kind
 _REMEDY = "Build model and optimizer as when it was saved, and pass only what was saved."
 _EXTRA_STATE = "_extra_state"  # added by modules to their state, in a shape of their choice
 
 
 @dataclass
 class Misfit:
-    """The names of things that do not fit, by kind."""
+    """The names of mismatches, by kind."""
 
-    absent: list[str] = field(default_factory=list)  # whole parts that were asked for
+    absent: list[str] = field(default_factory=list)  # requested parts that are missing entirely
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
@@ -41,10 +41,10 @@ class Misfit:
         )
 
     def check(self, what: str = "the checkpoint", remedy: str = _REMEDY) -> None:
-        """Raise if there is any misfit. The message begins with `what` does not fit, and ends with `remedy`.
+        """Raise if there is a mismatch. The message begins with `what` does not fit, and ends with `remedy`.
 
         Raises:
-            CheckpointError: all that does not fit.
+            CheckpointError: There is a mismatch. The message lists all of them.
         """
         kinds = {
             "it has no": self.absent,
@@ -68,13 +68,13 @@ def _listed(names: Sequence[str]) -> str:
 def fit_model(
     saved: Saved, opened: Opened, state: Mapping[str, Any], tied: Mapping[str, str]
 ) -> tuple[dict[str, str], Misfit]:
-    """The key of each tensor in `state`, tied ones by their first name only; and the misfits.
+    """Return the key of each tensor in `state`, tied ones under their first name only, and the mismatches.
 
     Args:
-        saved: the checkpoint's contents.
-        opened: the checkpoint.
-        state: the model's state dict by FQN.
-        tied: other names of tensors that have several in the model, each with the first.
+        saved: The contents of the checkpoint.
+        opened: The checkpoint.
+        state: The state dict of the model by FQN.
+        tied: Additional names of tensors with several names in the model, each with the first name.
     """
     sizes, misfit = opened.sizes(), Misfit()
     keys: dict[str, str] = {}
@@ -102,7 +102,7 @@ def _others(fqn: str, tied: Mapping[str, str]) -> list[str]:
 
 
 def fit_optimizer(saved: Saved, opened: Opened, template: StateTemplate) -> Misfit:
-    """The misfits of the saved optimizer state with the optimizer that `template` describes."""
+    """Return the mismatches between the saved optimizer state and the optimizer that `template` describes."""
     if saved.groups is None:
         return Misfit(absent=["optimizer"])
     stepped = [fqn for group in saved.groups for fqn in group.fqns]

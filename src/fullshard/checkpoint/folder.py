@@ -1,7 +1,7 @@
-"""Checkpoints in a folder: `step-000000100` is complete or does not exist, whenever anything is killed.
+"""Checkpoints in a folder: `step-000000100` is complete or does not exist, even if processes are killed.
 
-One is written under another name (`step-000000100.partial-...`), and synced; the manifest comes last; then it is
-renamed. Leftovers of a killed run are recognised by their names, and cleared up by the next save.
+A checkpoint is written under another name (`step-000000100.partial-...`) and synced. The manifest is written last. Then
+the folder is renamed. Leftovers of a killed run are recognized by their names and removed by the next save.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LEFT = re.compile(r"(step-\d+)\.(partial|replaced|deleted)-[0-9a-f]+")
 
 @dataclass(frozen=True)
 class Entry:
-    """A complete checkpoint, damaged or not."""
+    """A complete checkpoint, possibly damaged."""
 
     path: Path
 
@@ -56,7 +56,7 @@ class Entry:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """Its manifest; None if that cannot be read."""
+        """Its manifest; None if it cannot be read."""
         try:
             return Manifest.read(self.path)
         except CheckpointError:
@@ -64,35 +64,35 @@ class Entry:
 
     @property
     def has_right_sizes(self) -> bool:
-        """True if the manifest can be read and every file has its size: a quick check, without checksums."""
+        """True if the manifest can be read and all files have the right size: a quick check, without checksums."""
         return self.manifest is not None and not any(damage_in(self.path, self.manifest.files, reads=False))
 
     @property
     def order(self) -> tuple[float, int]:
-        """A key that sorts entries by when they were saved; those without a manifest come last."""
+        """The sort key by save order. Checkpoints without a manifest come last."""
         return (float("inf") if self.manifest is None else self.manifest.number, self.step)
 
 
 def entries(folder: Path) -> list[Entry]:
-    """The complete checkpoints of `folder`, the newest first."""
+    """Return the complete checkpoints in `folder`, the newest first."""
     found: dict[str, Path] = {}
     for path in _inside(folder):
         left = _LEFT.fullmatch(path.name)
         if left is not None and left[2] == "replaced":
-            found.setdefault(left[1], path)  # its successor never came
+            found.setdefault(left[1], path)  # its replacement is missing
         elif _NAME.fullmatch(path.name):
             found[path.name] = path
     return sorted(map(Entry, found.values()), key=lambda entry: entry.order, reverse=True)
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """The half-written and half-deleted checkpoints in `folder`, of a run that goes on or of one that was killed."""
+    """Return the partially written or deleted checkpoints in `folder`, of active or killed runs."""
     complete = {entry.path for entry in entries(folder)}
     return [path for path in _inside(folder) if _LEFT.fullmatch(path.name) and path not in complete]
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new folder in which the checkpoint of `step` can be written."""
+    """Create a folder for writing the checkpoint of `step`, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     clear_up(folder)
     partial = partial_in(folder, step, uuid.uuid4().hex)
@@ -101,26 +101,26 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def partial_in(folder: Path, step: int, id: str) -> Path:
-    """The folder in which the checkpoint of `step` is written before it is renamed."""
+    """Return the folder for writing the checkpoint of `step` until it is renamed."""
     return folder / f"step-{step:09d}.partial-{id}"
 
 
 def newest_number(folder: Path) -> int:
-    """The number of the newest checkpoint in `folder`; 0 if there is none."""
+    """Return the number of the newest checkpoint in `folder`; 0 if there is none."""
     return max((entry.manifest.number for entry in entries(folder) if entry.manifest is not None), default=0)
 
 
 def commit(
     partial: Path, manifest: Manifest, files: Mapping[str, StoredFile] | None = None, *, writes: bool = True
 ) -> Path:
-    """Make `partial` a checkpoint of its folder, complete from now on; its path.
+    """Turn `partial` into a complete checkpoint of its folder, and return its path.
 
     Args:
-        files: those that are there, if not all are meant to be.
-        writes: whether the manifest is to be written, too: by one of several, if each has its own files here.
+        files: The files in `partial`, if not all files of the manifest are expected there.
+        writes: Whether to write the manifest. If each of several processes has separate files here, one of them does.
 
     Raises:
-        CheckpointError: not all files are visible from here.
+        CheckpointError: Some files are not visible on this rank.
     """
     missing = list(damage_in(partial, manifest.files if files is None else files, reads=False))
     if missing:
@@ -142,12 +142,12 @@ def commit(
 
 
 def discard(partial: Path) -> None:
-    """Remove an unfinished folder, as far as that is possible."""
+    """Remove an unfinished folder as far as possible."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def clear_up(folder: Path) -> None:
-    """Remove from `folder` the half-written and half-deleted checkpoints of killed runs."""
+    """Remove the partially written and deleted checkpoints of killed runs from `folder`."""
     for path in _inside(folder):
         left = _LEFT.fullmatch(path.name)
         if left is None:
@@ -161,9 +161,9 @@ def clear_up(folder: Path) -> None:
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    """Delete all checkpoints of `folder` but the newest `count` of those that seem to be intact.
+    """Delete all checkpoints in `folder` except for the newest `count` that seem to be intact.
 
-    Damaged ones do not count, and are left for somebody to look at.
+    Damaged ones do not count and are kept for inspection.
     """
     intact = (entry for entry in entries(folder) if entry.has_right_sizes)
     for entry in list(intact)[count:]:
@@ -171,14 +171,14 @@ def keep_newest(folder: Path, count: int) -> None:
 
 
 def delete(entry: Entry) -> None:
-    """Delete a checkpoint: at any moment it is complete, or does not count as one."""
+    """Delete a checkpoint. At any time it is either complete or not recognized as a checkpoint."""
     doomed = entry.path.with_name(f"step-{entry.step:09d}.deleted-{uuid.uuid4().hex}")
     entry.path.rename(doomed)
     discard(doomed)
 
 
 def write_synced(path: Path, data: bytes) -> StoredFile:
-    """Write a file, and sync its contents to the disk; its size and checksum."""
+    """Write and sync a file, and return its size and checksum."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -191,7 +191,7 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def sync(folder: Path) -> None:
-    """Sync the names in `folder` to the disk."""
+    """Sync the entries of `folder` to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

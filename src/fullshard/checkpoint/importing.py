@@ -1,4 +1,4 @@
-"""Load weights from safetensors files: each rank reads its own rows straight into its shards."""
+"""Loading of weights from safetensors files: each rank reads its rows directly into its shards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REMEDY = "Pass rename= to give tensors of the files other names, or strict=Fals
 
 @dataclass(frozen=True)
 class Unmatched:
-    """Names that files and model do not have in common: FQNs of the model, and renamed names of the files."""
+    """Names that only the files or only the model have: FQNs of the model, and renamed names of the files."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -48,32 +48,33 @@ def load_safetensors(
     merge: Callable[[Collection[str]], Mapping[str, Merged]] | None = None,
     progress: Progress | None = None,
 ) -> Unmatched:
-    """Load the weights of safetensors files into `model`, in place. Every rank of the default process group calls it.
+    """Load weights from safetensors files into `model`, in place. Every rank of the default process group must call it.
 
-    Each rank reads its own rows, one tensor after another: none holds more than its shards and its shard of one tensor.
-    Values are cast to the dtype of the parameter. Parameters on the meta device get memory first, unit by unit. Files
-    that `export_safetensors` has written are verified before anything is read; other files have no checksums.
+    Each rank reads its own rows, one tensor at a time: none holds more than its shards and its shard of one tensor.
+    Values are cast to the dtype of the parameter. Memory for parameters on the meta device is allocated first, unit by
+    unit. Files that `export_safetensors` has written are verified before anything is read; other files have no
+    checksums.
 
     Args:
-        model: sharded or not, on the meta device too.
-        path: a file, an index, or a folder with an index or with one file.
-        strict: whether the files must have just the names of the model's state dict. A tied weight may be there once,
-            by any of its names; if it is there by several, the values must be alike.
-        dtype: the floating-point parameters and buffers of the model are cast to it first; None keeps their own.
-        rename: gives the FQN for a name in the files, or None to leave it out.
-        merge: gives, for all names in the files, the tensors that are made of several of them, such as the experts of a
-            layer, each by a name of its own: `Merged`s. They are renamed as if they were in the files, and a rank reads
-            only what it needs of their parts.
-        progress: called with the bytes that this rank has verified of its share, and all of that; then with those of
-            its shards that it has read, and all that it will read.
+        model: The model, sharded or not, possibly on the meta device.
+        path: A file, an index, or a folder with an index or with one file.
+        strict: Whether the names in the files must match those of the model's state dict. A tied weight may be stored
+            once, under any of its names; if it is stored under several, the values must be equal.
+        dtype: The dtype to cast the floating-point parameters and buffers of the model to first; None keeps theirs.
+        rename: Returns the FQN for a name in the files, or None to skip it.
+        merge: Receives all names in the files, and returns tensors that combine several of them, such as the experts of
+            a layer, as `Merged`s by new names. These are renamed like names in the files, and a rank reads only what it
+            needs of their parts.
+        progress: Called with the bytes of its share that this rank has verified, and their total; then with the bytes
+            of its shards that it has read, and their total.
 
     Returns:
-        names that files and model do not have in common; none if `strict`.
+        The names that only the files or only the model have; none if `strict`.
 
     Raises:
-        CheckpointError: the files are missing or damaged, or do not fit; the same error on every rank. Nothing was
-            overwritten then, unless a file could be opened and not be read afterwards.
-        ConfigError: an argument cannot be honoured.
+        CheckpointError: The files are missing or damaged, or do not match. The same error is raised on every rank.
+            Nothing is overwritten in this case, unless a file could be opened but not be read afterwards.
+        ConfigError: An argument is not supported.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype={dtype}: weights cannot be cast to that. Pass a floating-point one.")
@@ -96,7 +97,7 @@ def _opened(path: Path, merge: Callable[[Collection[str]], Mapping[str, Merged]]
 
 
 class _Taker:
-    """A model that loads tensors of files, on this rank."""
+    """A model that loads tensors from files, on this rank."""
 
     def __init__(self, model: nn.Module, files: TensorFiles, rename: Callable[[str], str | None] | None) -> None:
         self._model = model
@@ -106,13 +107,13 @@ class _Taker:
         self._stored = _renamed(files.tensors, rename)
         aliases = _renamed(files.ties, rename)
         self._aliases = {fqn: files.ties[name] for fqn, name in aliases.items() if fqn not in self._stored}
-        self._names: dict[str, str] = {}  # the tensor in the files for each tensor of the state
+        self._names: dict[str, str] = {}  # the tensor in the files for each tensor in the state
 
     def fit(self, strict: bool) -> Unmatched:
-        """The names that do not match, if that is allowed.
+        """Return the names that do not match, if `strict` is False.
 
         Raises:
-            CheckpointError: the files do not fit.
+            CheckpointError: The files do not match.
         """
         misfit = Misfit()
         others = {first: [item for item, its in self._tied.items() if its == first] for first in self._tied.values()}
@@ -139,7 +140,7 @@ class _Taker:
         return unmatched
 
     def _compare(self, fqn: str, value: Tensor, names: Sequence[str], misfit: Misfit) -> None:
-        """Note in `misfit` why `value` cannot be loaded from any of the tensors `names`."""
+        """Record in `misfit` why `value` cannot be loaded from any of the tensors `names`."""
         there = self._files.tensors[names[0]]
         if isinstance(value, DTensor) and any(
             type(placement) not in (Shard, Replicate) for placement in value.placements
@@ -156,11 +157,11 @@ class _Taker:
             misfit.untied.append(" and ".join(names))
 
     def _name_of(self, fqn: str) -> str | None:
-        """The tensor in the files that has the values of `fqn`."""
+        """Return the tensor in the files that has the values of `fqn`."""
         return self._stored.get(fqn) or self._aliases.get(fqn)
 
     def _are_alike(self, names: Sequence[str], value: Tensor) -> bool:
-        """True if this rank's shards of several tensors for one tied weight have the same bits."""
+        """Return True if this rank's shards of several tensors for one tied weight are bitwise equal."""
         spans = _own_spans(value)
         parts = [
             part.reshape(-1).view(torch.uint8) for _, part in self._files.read({name: (name, spans) for name in names})
@@ -169,7 +170,7 @@ class _Taker:
 
     @torch.no_grad()
     def read(self, dtype: torch.dtype | None, progress: Progress | None) -> None:
-        """Give memory to tensors on the meta device, and read everything."""
+        """Allocate memory for tensors on the meta device, and read all values."""
         if dtype is not None:
             self._model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
         allocate(self._model, device_of(self._model))
@@ -186,11 +187,11 @@ class _Taker:
                 done += target.nbytes
                 if progress is not None:
                     progress(done, total)
-            self._model.load_state_dict(state)  # in place already, but modules have hooks, and units are to know
+            self._model.load_state_dict(state)  # in place already, but hooks must run and units must notice
 
 
 def _renamed(names: Mapping[str, Any], rename: Callable[[str], str | None] | None) -> dict[str, str]:
-    """Names in the files by their new names."""
+    """Return the names in the files by their new names."""
     found: dict[str, str] = {}
     for name in names:
         fqn = name if rename is None else rename(name)
@@ -206,7 +207,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _own_spans(tensor: Tensor) -> list[range] | None:
-    """The positions of this rank's part of `tensor` along each dim; None for all of it."""
+    """Return the positions of this rank's part of `tensor` along each dim; None for all of it."""
     if not isinstance(tensor, DTensor):
         return None
     return own_spans(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,15 +1,15 @@
-"""The memory of safety copies: a folder of files in memory, and a process that removes it, the keeper.
+"""The memory of safety copies: a folder of files in memory, and the keeper, a process that removes it.
 
-The ranks of a host are restarted when one is lost, so a copy must outlive them; it must not outlive the launcher that
-starts them. A process of its own, the keeper, waits for the launcher to end, however it does, and removes the folder
-then. This file is that process's program, too: it imports nothing of ours, and so takes 10 MB and no time.
+When a rank is lost, the ranks of its host are restarted. So a copy must outlive them, but not the launcher that starts
+them. A separate process, the keeper, waits until the launcher ends for any reason, and then removes the folder. This
+file is also the program of that process. It imports nothing from this package, so it takes 10 MB and little time.
 
 [Note: a folder among those of other users]
-Every user of the host can make files in /dev/shm. So the name of the folder is random, only its owner can enter it, and
-it is not found by its name: it holds a record of the launcher that it belongs to, which counts only if the folder is a
-real folder of this user, closed to all others. /dev/shm is sticky, so nobody else can rename or replace the folder. A
-process that uses it opens it once, checks what it has opened, and reaches the files through the descriptor: if the
-folder is removed and another user makes one of the same name, nothing is written there.
+Every user of the host can create files in /dev/shm. So the folder has a random name, only its owner can access it, and
+it is not found by its name. It contains a record of its launcher, which only counts if the folder is a real folder of
+this user without access for others. /dev/shm is sticky, so no other user can rename or replace the folder. A process
+that uses the folder opens it once, checks what it has opened, and accesses the files through the descriptor. If the
+folder is removed and another user creates one with the same name, nothing is written there.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ __all__ = ["MEMORY", "keeps_folders", "kept_folder", "launcher_identity", "named
 
 MEMORY = Path("/dev/shm")
 _PREFIX = "fullshard-"
-_RECORD = "kept"  # the file with the identity of the launcher; its keeper holds a lock on it as long as it lives
+_RECORD = "kept"  # the file with the identity of the launcher; its keeper holds a lock on it while it lives
 _RECORD_NBYTES = 4096  # more than any record has
 _OPENED = Path("/proc/self/fd")
 
 
 def keeps_folders(launcher: int, memory: Path = MEMORY) -> bool:
-    """True if this system has a folder in memory, and the means to watch `launcher`."""
+    """Return True if this system has a folder in memory, and supports waiting for `launcher`."""
     return memory.is_dir() and hasattr(os, "pidfd_open") and _started(launcher) is not None
 
 
 def launcher_identity(launcher: int) -> str:
-    """Text that only the process `launcher` has, among all that run or ran on this host."""
+    """Return text that identifies the process `launcher` among all past and present processes of this host."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {_pid_namespace()} {launcher} {_started(launcher)}"
 
 
 def kept_folder(launcher: int, memory: Path = MEMORY) -> Path:
-    """Return a folder in the memory of this host that is there as long as the process `launcher` lives.
+    """Return a folder in the memory of this host that exists while the process `launcher` lives.
 
-    Another call finds the same folder as long as that process lives. Only one process of the host may call this at a
-    time. Folders of launchers whose keepers were killed with them are removed. See [Note: a folder among those of other
+    Later calls return the same folder while that process lives. Only one process of the host may call this at a time.
+    Folders of launchers whose keepers were killed with them are removed. See [Note: a folder among those of other
     users].
 
     Raises:
-        PermissionError: every user may rename what others have in `memory`.
+        PermissionError: Every user may rename the files of others in `memory`.
     """
     mode = memory.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
@@ -65,7 +65,7 @@ def kept_folder(launcher: int, memory: Path = MEMORY) -> Path:
     identity = launcher_identity(launcher)
     found = None
     for path in sorted(memory.glob(f"{_PREFIX}*")):
-        with suppress(OSError), _record_of(path, os.O_RDWR) as record:  # of another user, or gone meanwhile
+        with suppress(OSError), _record_of(path, os.O_RDWR) as record:  # of another user, or removed meanwhile
             recorded = os.read(record, _RECORD_NBYTES).decode(errors="replace")
             if recorded == identity:
                 found = path
@@ -76,11 +76,11 @@ def kept_folder(launcher: int, memory: Path = MEMORY) -> Path:
 
 @contextmanager
 def opened_folder(folder: Path) -> Iterator[int]:
-    """Open `folder`; a descriptor of it, closed at the end.
+    """Open `folder`, and yield a descriptor that is closed at the end.
 
     Raises:
-        PermissionError: it is not a folder of this user that is closed to all others.
-        OSError: it is a link, or no folder, or not there.
+        PermissionError: It is not a folder of this user without access for others.
+        OSError: It is a link, is not a folder, or does not exist.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -96,7 +96,7 @@ def opened_folder(folder: Path) -> Iterator[int]:
 
 
 def named(path: Path) -> Path:
-    """`path` by its name in the file system, if it leads through the descriptor of a folder."""
+    """Return `path` with its name in the file system, if it goes through the descriptor of a folder."""
     if not path.is_relative_to(_OPENED):
         return path
     descriptor, *below = path.relative_to(_OPENED).parts
@@ -105,10 +105,10 @@ def named(path: Path) -> Path:
 
 @contextmanager
 def _record_of(folder: Path, flags: int) -> Iterator[int]:
-    """A descriptor of the record in `folder`.
+    """Yield a descriptor of the record in `folder`.
 
     Raises:
-        OSError: there is none, or the folder is not this user's own.
+        OSError: There is none, or the folder does not belong to this user only.
     """
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     with opened_folder(folder) as within:
@@ -120,17 +120,17 @@ def _record_of(folder: Path, flags: int) -> Iterator[int]:
 
 
 def _is_left(record: int, recorded: str) -> bool:
-    """True if the launcher of this record has ended, and its keeper cannot remove the folder any more."""
+    """Return True if the launcher of this record has ended, and its keeper cannot remove the folder anymore."""
     if len(recorded.split()) != 4:
-        return False  # it is being made
+        return False  # it is being created
     _, namespace, launcher, started = recorded.split()
     if namespace == _pid_namespace():
         return _started(int(launcher)) != started
-    return _locks(record)  # of another container, whose launcher cannot be seen from here, but whose keeper can
+    return _locks(record)  # of another container, whose launcher is not visible here; but its keeper's lock is
 
 
 def _locks(record: int) -> bool:
-    """True if nobody else has the lock of the record, which is then held until the descriptor is closed."""
+    """Return True if no other process holds the lock of the record. It is then held until the descriptor closes."""
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -139,7 +139,7 @@ def _locks(record: int) -> bool:
 
 
 def _has_keeper(folder: Path, launcher: int) -> bool:
-    """True once `folder` has a keeper; False if the folder is gone."""
+    """Return True once `folder` has a keeper; False if the folder no longer exists."""
     try:
         with _record_of(folder, os.O_RDWR) as record:
             if _locks(record):
@@ -164,7 +164,7 @@ def _new_folder(launcher: int, identity: str, memory: Path) -> Path:
 
 
 def _start_keeper(launcher: int, folder: Path, record: int) -> None:
-    """Start a keeper, which takes over the lock. Its session is its own, since the launcher ends those of the ranks."""
+    """Start a keeper, which takes over the lock. It has its own session, as the launcher ends those of the ranks."""
     subprocess.run(
         [sys.executable, "-I", "-S", __file__, str(launcher), str(folder), str(record)],
         stdin=subprocess.DEVNULL,
@@ -182,7 +182,7 @@ def _pid_namespace() -> str:
 
 
 def _started(process: int) -> str | None:
-    """The start of a process, in the kernel's ticks; None if there is none of this number."""
+    """Return the start time of a process in kernel ticks; None if there is no process with this number."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -191,10 +191,10 @@ def _started(process: int) -> str | None:
 
 def _keep(launcher: int, folder: Path) -> None:
     """Remove `folder` once the process `launcher` has ended."""
-    for asked in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the launcher has them too, and may take its time
+    for asked in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the launcher may take a while to end
         signal.signal(asked, signal.SIG_IGN)
     if os.fork():
-        return  # whoever has started this goes on, and has no child to look after
+        return  # the parent continues and has no child to wait for
     with suppress(ProcessLookupError):
         descriptor = os.pidfd_open(launcher)
         select.select([descriptor], [], [])

@@ -1,4 +1,4 @@
-"""Load a run: into any number of ranks, under any strategy, all or nothing."""
+"""Loading of a run, with any number of ranks and any strategy, completely or not at all."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ __all__ = ["Restored", "latest", "load"]
 
 @dataclass(frozen=True)
 class Restored:
-    """A loaded checkpoint's own data. All but `path` is None if fullshard has not written it."""
+    """The data of a loaded checkpoint. All fields except `path` are None if another tool has written it."""
 
     path: Path
     step: int | None = None
     extra: Any = None
-    world: int | None = None  # ranks that saved it
+    world: int | None = None  # the number of ranks that saved it
     strategy: str | None = None
     versions: Mapping[str, str] | None = None
 
 
 def latest(folder: str | PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in `folder`, damaged or not; None if there is none."""
+    """Return the newest complete checkpoint in `folder`, possibly damaged; None if there is none."""
     found = entries(Path(folder))
     return found[0].path if found else None
 
@@ -59,29 +59,29 @@ def load(
     random_states: bool = True,
     progress: Progress | None = None,
 ) -> Restored:
-    """Put a run back as it was saved. Every rank of the default process group calls it.
+    """Restore a run from a checkpoint. Every rank of the default process group must call it.
 
-    World size, strategy, wrap policy and ties may be others than those that saved it. With as many ranks, the next
-    losses have the same bits. Every file is verified before anything is read, and no code is executed from any.
+    World size, strategy, wrap policy and ties may differ from those of the save. With the same number of ranks, the
+    following losses are bitwise equal. Every file is verified before anything is read, and no code in them is executed.
 
-    What `torch.distributed.checkpoint` has written alone is loaded too, as far as it has a model and an optimizer
-    as `get_state_dict` gives them; it has no checksums, so damage is not noticed.
+    Checkpoints of plain `torch.distributed.checkpoint` are supported if they contain a model and an optimizer in the
+    form of `get_state_dict`. They have no checksums, so damage is not detected.
 
     Args:
-        checkpoint: one checkpoint, or a folder of them: then the newest one that is intact, and a warning is logged
-            about each newer one that is not.
-        model: sharded or not; on the meta device too: what is there gets memory first.
-        optimizer: over parameters of `model`; it may divide them into other groups.
-        scheduler: anything with `load_state_dict()`.
-        data: the position in the data. Where as many ranks load as saved, each gets its own state.
-        random_states: whether random generators go on where they stopped; with another number of ranks they start
-            anew from seeds that follow from the checkpoint, the world size and the rank.
-        progress: called with the bytes that this rank has verified of its share, and all of that; then with the
-            elements that it has read, and all that it will read.
+        checkpoint: A checkpoint, or a folder of checkpoints. For a folder, the newest intact one is loaded, and a
+            warning is logged for each newer one that is damaged.
+        model: The model, sharded or not. Memory for parameters on the meta device is allocated first.
+        optimizer: An optimizer of parameters of `model`. Its parameter groups may differ.
+        scheduler: An object with `load_state_dict()`.
+        data: The position in the data. If the number of ranks is that of the save, each rank gets its own state.
+        random_states: Whether to restore random generators. With another number of ranks, they get new seeds derived
+            from the checkpoint, the world size and the rank.
+        progress: Called with the bytes of its share that this rank has verified, and their total; then with the
+            elements that it has read, and their total.
 
     Raises:
-        CheckpointError: it is missing or damaged, or does not fit; the same error on every rank. Nothing was
-            overwritten then, unless a file could be verified and not be read afterwards.
+        CheckpointError: The checkpoint is missing or damaged, or does not match. The same error is raised on every
+            rank. Nothing is overwritten in this case, unless a file could be verified but not be read afterwards.
     """
     checkpoints.wait()
     ranks = default_ranks()
@@ -110,10 +110,12 @@ def load(
 
 
 def _accounts(opened: Opened, world: int, wants_data: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values that the `world` ranks of the save shared, and this rank's own; the first's if now there are others.
+    """Return the values that the `world` ranks of the save shared, and those of this rank.
+
+    With another number of ranks, the values of the first rank replace those of this rank.
 
     Raises:
-        CheckpointError: the number is another, the data position is wanted, and ranks had different ones.
+        CheckpointError: The number of ranks differs, `data` is given, and the ranks had different positions.
     """
     ranks = opened.ranks
     if world == ranks.world:
@@ -150,14 +152,14 @@ class _Taker:
 
     @property
     def template(self) -> StateTemplate | None:
-        """The form in which the optimizer keeps states."""
+        """The form of the optimizer's states."""
         return None if self.optimizer is None else StateTemplate(self.optimizer, self.params)
 
     def fit(self, opened: Opened, saved: Saved, own: Mapping[str, Any]) -> dict[str, str]:
-        """The keys of the model's tensors by FQN.
+        """Return the keys of the model's tensors by FQN.
 
         Raises:
-            CheckpointError: the checkpoint does not fit.
+            CheckpointError: The checkpoint does not match.
         """
         keys, misfit = fit_model(saved, opened, self.state, self.tied)
         if self.template is not None:
@@ -170,7 +172,7 @@ class _Taker:
         return keys
 
     def targets(self, opened: Opened, saved: Saved, keys: Mapping[str, str]) -> dict[str, Tensor]:
-        """The tensors to load into, by key: the model's and the optimizer's own where possible."""
+        """Return the tensors to load into, by key: those of the model and the optimizer where possible."""
         allocate(self.model, device_of(self.model))
         self.state = model_state(self.model, in_parts=True)
         sizes = opened.sizes()
@@ -201,7 +203,7 @@ class _Taker:
     def put_back(
         self, saved: Saved, own: Mapping[str, Any], keys: Mapping[str, str], targets: dict[str, Tensor]
     ) -> None:
-        """Put the values that were read into model, optimizer, scheduler and data."""
+        """Restore the model, optimizer, scheduler and data position from the values that were read."""
         for key, value in own.get("plain", {}).items():
             if key in targets:
                 targets[key].copy_(value)
@@ -222,8 +224,9 @@ class _Taker:
             self.data.load_state_dict(own["data"])
 
     def _put_back_model(self, saved: Saved, keys: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
-        """Load the targets as a state dict, though most are in place already: modules may have hooks, and units must
-        notice that their shards have changed.
+        """Load the targets as a state dict.
+
+        Most are in place already, but modules can have hooks, and units must notice that their shards have changed.
         """
         with state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
             values: dict[str, Any] = {}
@@ -236,6 +239,6 @@ class _Taker:
                 elif fqn in keys:
                     values[name] = targets[keys[fqn]]
                 else:
-                    values[name] = saved.values.get(fqn, present)  # the latter was read into its parts
+                    values[name] = saved.values.get(fqn, present)  # otherwise it was read into its parts
             self.model.load_state_dict(values)
             put_back_descriptions(self.model, beside)
