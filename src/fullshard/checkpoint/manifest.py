@@ -25,12 +25,12 @@ _LONGEST_LINE = 1 << 16
 _PIECE_NBYTES = 4 << 20
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that this rank has done, and the bytes that it has to do."""
+"""Called with the bytes that this rank has processed, and the total that it has to process."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file as it was written."""
+    """The size and checksum of a file as it was written."""
 
     nbytes: int
     checksum: str  # xxh3_128, in hexadecimal digits
@@ -38,7 +38,7 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A checkpoint's own account of itself. It is the last file to be written."""
+    """The description of a checkpoint. It is the last file to be written."""
 
     id: str
     step: int
@@ -51,20 +51,20 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but the manifest itself."""
+        """The bytes of all files except the manifest itself."""
         return sum(stored.nbytes for stored in self.files.values())
 
     def dumps(self) -> str:
-        """The text of the manifest, with a checksum over its content."""
+        """Return the text of the manifest, with a checksum of its content."""
         content = {"format": FORMAT, **asdict(self)}
         return json.dumps({"checksum": _checksum(content), "content": content}, indent=1)
 
     @classmethod
     def read(cls, checkpoint: Path) -> Manifest:
-        """The manifest of `checkpoint`.
+        """Read the manifest of `checkpoint`.
 
         Raises:
-            CheckpointError: it is missing or damaged, or is that of another step.
+            CheckpointError: It is missing or damaged, or belongs to another step.
         """
         path = checkpoint / MANIFEST
         expected, found = "the manifest of a complete checkpoint", ""
@@ -84,7 +84,7 @@ class Manifest:
 
 
 class _OddError(Exception):
-    """A manifest that is not as this version writes it."""
+    """A manifest in an unknown form."""
 
     def __init__(self, found: str, expected: str = "") -> None:
         super().__init__(found)
@@ -93,10 +93,10 @@ class _OddError(Exception):
 
 
 def _content(document: Any) -> dict[str, Any]:
-    """Return the fields of the manifest in `document`, of which any value may be anything that JSON has.
+    """Return the fields of the manifest in `document`, whose values can be any JSON values.
 
     Raises:
-        _OddError: it is not a valid manifest.
+        _OddError: It is not a valid manifest.
     """
     if not isinstance(document, dict) or document.keys() != {"checksum", "content"}:
         raise _OddError("something else")
@@ -117,7 +117,7 @@ def _content(document: Any) -> dict[str, Any]:
 
 
 def are_stored_files(value: Any) -> bool:
-    """Return True if `value`, read from JSON, has the size and checksum of files by name."""
+    """Return True if `value`, read from JSON, contains the sizes and checksums of files by name."""
     return isinstance(value, dict) and all(
         is_plain_name(name)
         and isinstance(stored, dict)
@@ -154,7 +154,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step in the name of a checkpoint's folder; None if it has a name of another kind."""
+    """Return the step in the name of a checkpoint's folder; None for other names."""
     match = re.match(r"step-(\d+)(\.|$)", checkpoint.name)
     return int(match[1]) if match else None
 
@@ -166,10 +166,10 @@ def _checksum(content: Any) -> str:
 def damage_in(
     checkpoint: Path, files: Mapping[str, StoredFile], *, reads: bool = True, progress: Progress | None = None
 ) -> Iterator[str]:
-    """The damage in `files` of `checkpoint`: for each file that is not as it was written, what was expected and found.
+    """Yield the expected and actual state of each file in `checkpoint` that differs from `files`.
 
     Args:
-        reads: compare checksums, for which all is read once; else sizes only.
+        reads: Whether to compare checksums, which reads all files once, or only sizes.
     """
     total = sum(stored.nbytes for stored in files.values())
     done = 0

@@ -1,11 +1,10 @@
 """Read the metadata of `torch.distributed.checkpoint`, which is a pickle, without unpickling it.
 
-The file may come from anybody. Python's unpickler calls what the file names and sets attributes of what it got, so an
-allow list of classes is not enough: a pickle can set attributes of an allowed class itself. `loads` is an interpreter
-of its own for the few opcodes that such a file consists of. It only ever makes numbers, strings, containers and
-`_Object`s, which record the name of a class and the state that the file gives for it. Nothing is imported, called or
-modified. Then the result is compared with the known structure of the metadata, and torch's classes are made from
-checked values.
+The file is untrusted. Python's unpickler calls what the file names and sets attributes of the results. An allow list of
+classes is not enough, because a pickle can set attributes of an allowed class itself. `loads` is a separate interpreter
+for the few opcodes that such a file contains. It only creates numbers, strings, containers and `_Object`s, which record
+the name of a class and the state in the file. Nothing is imported, called or modified. Then the result is compared with
+the known structure of the metadata, and torch's classes are created from checked values.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ _THEIRS = "torch.distributed.checkpoint.metadata"
 _MOST_DIMS = 64
 _LONGEST_NAME = 1 << 16  # characters
 _LARGEST = (1 << 63) - 1
-_LEAST_NBYTES = 16  # that a part of a tensor takes in a file
+_LEAST_NBYTES = 16  # minimum size of a part of a tensor in a file
 
 
 def loads(data: bytes) -> Metadata:
     """Return the metadata in `data`.
 
     Raises:
-        CheckpointError: it is not the metadata of a checkpoint, or its parts do not cover every tensor exactly. The
-            message says why.
+        CheckpointError: It is not the metadata of a checkpoint, or its parts do not cover every tensor exactly. The
+            message gives the reason.
     """
     return _metadata(_Interpreter(data).run(), most_parts=len(data) // _LEAST_NBYTES)
 
@@ -112,7 +111,7 @@ _MARK = object()
 
 
 class _Interpreter:
-    """Interprets the opcodes of one pickle. Each opcode makes at most one new value."""
+    """Interprets the opcodes of one pickle. Each opcode creates at most one new value."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -124,7 +123,7 @@ class _Interpreter:
         """Return the value that the pickle describes.
 
         Raises:
-            CheckpointError: there is an opcode that no metadata has, or one that does not fit what came before it.
+            CheckpointError: An opcode is unknown in metadata, or does not fit the preceding ones.
         """
         data = self._data
         while self._at < len(data):
@@ -258,7 +257,7 @@ class _Interpreter:
         if len(items) % 2:
             raise _refused("a key has no value")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) not in (str, _Object):  # others could be hashed only by recursion, or not at all
+            if type(key) not in (str, _Object):  # hashing others would require recursion or be impossible
                 raise _refused("a key is no name")
             target[key] = value
 
@@ -322,7 +321,7 @@ _STEPS: Mapping[int, Callable[[_Interpreter], None]] = {
 
 
 def _metadata(value: Any, *, most_parts: int) -> Metadata:
-    """Make metadata of the value that a file describes."""
+    """Create metadata from the value that a file describes."""
     state = _state(value, "Metadata")
     stored: dict[MetadataIndex, Any] = {}
     for key, info in _entries(state.get("storage_data"), _Object):
@@ -333,7 +332,7 @@ def _metadata(value: Any, *, most_parts: int) -> Metadata:
     entries = dict(_entries(state.get("state_dict_metadata"), str))
     tensors = {name: entry for name, entry in entries.items() if _is_a(entry, "TensorStorageMetadata")}
     parts = {name: _list(_state(tensor, "TensorStorageMetadata").get("chunks")) for name, tensor in tensors.items()}
-    if sum(map(len, parts.values())) > most_parts:  # before any is looked at: a file may refer to one list many times
+    if sum(map(len, parts.values())) > most_parts:  # before reading any: a file may refer to one list many times
         raise _refused("it has more parts of tensors than there is room for in it")
     made = {name: _tensor(name, entry) if name in tensors else _bytes(entry) for name, entry in entries.items()}
     for name, entry in made.items():
@@ -400,7 +399,7 @@ def _properties(value: Any) -> TensorProperties:
 
 
 def _known(value: Any, kind: _Global, values: Mapping[Any, T]) -> T:
-    """Return the member of `values` that an enumeration's object stands for."""
+    """Return the member of `values` that an enumeration's object represents."""
     if type(value) is not _Object or value.kind != kind:
         raise _refused(f"expected a {kind}")
     [said] = value.args
@@ -429,7 +428,7 @@ def _storage(value: Any) -> Any:
 
 
 def _planned(value: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """The path of each entry in the state dict that was saved."""
+    """Return the path of each entry in the saved state dict."""
     if value is None:
         return None
     paths = {}

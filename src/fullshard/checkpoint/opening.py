@@ -1,4 +1,4 @@
-"""Find a checkpoint, and verify its files before anything is read from it."""
+"""Finds a checkpoint and verifies its files before anything is read from it."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opened:
-    """An intact checkpoint of ours, or one that another program has written."""
+    """An intact checkpoint, written by fullshard or by another program."""
 
     path: Path
-    manifest: Manifest | None  # another program's has none
+    manifest: Manifest | None  # None if another program has written it
     metadata: Metadata
     ranks: Ranks
 
     @property
     def doing(self) -> str:
-        """The beginning of an error message."""
+        """The beginning of error messages."""
         return f"loading {self.path}"
 
     def sizes(self) -> dict[str, torch.Size]:
-        """The shapes of all tensors, by key."""
+        """Return the shapes of all tensors, by key."""
         entries = self.metadata.state_dict_metadata.items()
         return {key: item.size for key, item in entries if isinstance(item, TensorStorageMetadata)}
 
     def dtype(self, key: str) -> torch.dtype:
-        """The dtype of the tensor `key`."""
+        """Return the dtype of the tensor `key`."""
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         return entry.properties.dtype
 
     def values(self, *keys: str) -> list[Any]:
-        """The values of `keys`, which are no tensors."""
+        """Return the values of `keys`, which are not tensors."""
         targets: dict[str, Any] = dict.fromkeys(keys)
         self.read(targets)
         return [targets[key] for key in keys]
 
     def accounts(self, *keys: str) -> list[Any]:
-        """The values of `keys` that were written by `as_one_value`."""
+        """Return the values of `keys` that `as_one_value` has wrapped."""
         values = self.values(*keys)
         odd = [key for key, value in zip(keys, values, strict=True) if type(value) is not tuple or len(value) != 1]
         if odd:
@@ -78,18 +78,18 @@ class Opened:
 
 
 def open_checkpoint(path: Path, ranks: Ranks, progress: Progress | None = None, *, verifies: bool = True) -> Opened:
-    """The checkpoint `path`, or the newest intact one in the folder `path`, once all its files have been verified.
+    """Open the checkpoint `path`, or the newest intact one in the folder `path`, after verifying all its files.
 
     Each rank verifies some of the files. Newer checkpoints that are damaged are logged.
 
     Args:
-        verifies: whether all files are read for that; if not, only the manifest or the metadata.
+        verifies: Whether to verify all files; if not, only the manifest or the metadata is checked.
 
     Raises:
-        CheckpointError: there is none, or none is intact; the same error on every rank.
+        CheckpointError: There is none, or none is intact. The same error is raised on every rank.
     """
     doing = f"loading {path}"
-    # By name, since the same checkpoint may be in another place on another host.
+    # By name, because the same checkpoint can have another path on another host.
     names = ranks.once(doing, lambda: [found.relative_to(path) for found in _found(path)])
     found = [path / name for name in names]
     refused: list[str] = []
@@ -108,7 +108,7 @@ def open_checkpoint(path: Path, ranks: Ranks, progress: Progress | None = None, 
 
 
 def _found(path: Path) -> list[Path]:
-    """The checkpoints that `path` stands for, the newest first."""
+    """Return the checkpoint at `path`, or those in the folder `path`, the newest first."""
     if (path / MANIFEST).exists() or (path / container.METADATA).exists() or step_of(path) is not None:
         return [path]
     if path.is_file():
@@ -143,14 +143,14 @@ def verify(
     remedy: str,
     progress: Progress | None = None,
 ) -> None:
-    """Compare `files` in `folder` with their checksums, each rank some of them.
+    """Compare `files` in `folder` with their checksums. Each rank checks some of them.
 
     Args:
-        doing: begins the message of an error.
-        remedy: ends it.
+        doing: The beginning of error messages.
+        remedy: The end of error messages.
 
     Raises:
-        CheckpointError: some are damaged; the same error on every rank.
+        CheckpointError: Some files are damaged. The same error is raised on every rank.
     """
     mine = _shares(files, ranks.world)[ranks.index]
     by_rank = ranks.share(doing, lambda: list(damage_in(folder, mine, progress=progress)))
@@ -161,14 +161,14 @@ def verify(
 
 
 def _manifest(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None for one of another program, which has none."""
+    """Return the manifest of a checkpoint; None for a checkpoint of another program, which has none."""
     if not (path / MANIFEST).exists() and OURS not in container.read_metadata(path).state_dict_metadata:
         return None
-    return Manifest.read(path)  # it may be missing, which this says
+    return Manifest.read(path)  # raises if it is missing
 
 
 def _shares(files: Mapping[str, StoredFile], world: int) -> list[dict[str, StoredFile]]:
-    """The files divided over the ranks, about as many bytes for each."""
+    """Divide the files over the ranks, with a similar number of bytes for each."""
     shares: list[dict[str, StoredFile]] = [{} for _ in range(world)]
     for name, stored in sorted(files.items(), key=lambda item: -item[1].nbytes):
         least = min(shares, key=lambda share: sum(item.nbytes for item in share.values()))

@@ -1,4 +1,4 @@
-"""Plain values: those that can be read back without executing anything."""
+"""Plain values, which can be read back without executing code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Outline", "Path", "are_same", "filled", "keys_in", "outline", "plain
 
 
 def plain_copy(value: Any, what: str) -> Any:
-    """A copy of `value` as it will be read back: plain values, and tensors on the CPU, in containers.
+    """Return a copy of `value` in the form in which it is read back: plain values and CPU tensors in containers.
 
     Raises:
-        CheckpointError: something in it cannot be read back safely. `what` begins the message.
+        CheckpointError: It contains something that cannot be read back safely. `what` begins the message.
     """
     return _copied(value, what, "")
 
@@ -28,7 +28,7 @@ _ATOMS = (type(None), bool, int, float, str)
 
 
 def _copied(value: Any, what: str, path: str) -> Any:
-    """A copy of `value`. Plain types are copied directly; all else is written and read back, at many times the cost."""
+    """Copy `value`. Plain types are copied directly; the rest is written and read back, at a much higher cost."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -48,7 +48,7 @@ def _copied(value: Any, what: str, path: str) -> Any:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested lists, tuples and dicts, each with its path."""
+    """Yield the leaves of nested lists, tuples and dicts, each with its path."""
     if type(value) in (list, tuple):
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")
@@ -64,7 +64,7 @@ def _is_readable(leaf: Any) -> bool:
         return True
     try:
         _read_back(leaf)
-    except Exception:  # torch.load has many ways to say no, and so has a __reduce__
+    except Exception:  # torch.load rejects values with many error types, and so does a __reduce__
         return False
     return True
 
@@ -84,9 +84,9 @@ Outline = tuple[Any, ...]
 
 
 def outline(value: Any, path: Path, put: Callable[[Path, Any], str]) -> Outline:
-    """The structure of `value`, with a key for each tensor: `put(path, leaf)` stores a leaf, and returns its key.
+    """Return the structure of `value`, with a key for each tensor. `put(path, leaf)` stores a leaf and returns its key.
 
-    Dicts are followed, and of lists and tuples those with tensors in them.
+    It recurses into dicts, and into lists and tuples that contain tensors.
     """
     if isinstance(value, dict):
         return "dict", [(key, outline(item, (*path, str(key)), put)) for key, item in value.items()]
@@ -98,7 +98,7 @@ def outline(value: Any, path: Path, put: Callable[[Path, Any], str]) -> Outline:
 
 
 def filled(outlined: Outline, tensor: Callable[[str], Any]) -> Any:
-    """The value of an outline, with `tensor(key)` in place of each tensor."""
+    """Return the value of an outline, with `tensor(key)` in place of each tensor."""
     kind, content = outlined
     if kind == "dict":
         return {key: filled(item, tensor) for key, item in content}
@@ -109,7 +109,7 @@ def filled(outlined: Outline, tensor: Callable[[str], Any]) -> Any:
 
 
 def keys_in(outlined: Outline) -> Iterator[str]:
-    """The keys of the tensors in an outline."""
+    """Yield the keys of the tensors in an outline."""
     kind, content = outlined
     if kind == "tensor":
         yield content
@@ -119,7 +119,7 @@ def keys_in(outlined: Outline) -> Iterator[str]:
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """True if two plain values are alike, tensors bit for bit."""
+    """Return True if two plain values are equal, with bitwise equal tensors."""
     mine, theirs = list(_leaves(one)), list(_leaves(other))
     return len(mine) == len(theirs) and all(
         path == place and (torch.equal(leaf, its) if isinstance(leaf, Tensor) else leaf == its)

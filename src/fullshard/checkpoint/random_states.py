@@ -1,4 +1,4 @@
-"""The states of a rank's random generators: python's, numpy's, torch's and its GPU's."""
+"""The states of a rank's random generators: those of Python, NumPy, torch and its GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["derive_random_states", "put_random_states", "random_states"]
 
 
 def random_states() -> dict[str, Any]:
-    """The states of this process, as plain values and tensors."""
+    """Return the states of this process, as plain values and tensors."""
     version, words, gauss = random.getstate()
     numpys: Any = np.random.get_state(legacy=False)
     states = {
@@ -28,7 +28,7 @@ def random_states() -> dict[str, Any]:
 
 
 def put_random_states(states: dict[str, Any]) -> None:
-    """Put this process's generators into `states`, which `random_states` returned."""
+    """Set this process's generators to `states`, which `random_states` returned."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     numpys = states["numpy"]
@@ -46,9 +46,9 @@ def _as_array(value: Any) -> Any:
 
 
 def derive_random_states(states: dict[str, Any], rank: int, world: int) -> None:
-    """Seed this process from another one's `states`: the same again for the same rank and world, different for others.
+    """Seed this process from another process's `states`, deterministically by rank and world size.
 
-    For a world of another size, whose ranks cannot all go on where one of the saved ones stopped.
+    It is for another world size, in which the ranks cannot all continue the saved generators.
     """
     seed = xxh3_64(states["torch"].numpy().tobytes() + f"{rank}/{world}".encode()).intdigest()
     random.seed(seed)

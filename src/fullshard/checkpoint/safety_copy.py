@@ -1,14 +1,14 @@
-"""Safety copies: a run as it is, in the memory of its hosts, where it outlives its ranks and the loss of any one host.
+"""Safety copies: the state of a run in the memory of its hosts, which survives its ranks and the loss of any one host.
 
-A copy is a checkpoint whose files are in a folder in memory on each host: those that the host's own ranks have written,
-and those of the host before it. So whichever host is lost, every file is there, and a run that goes on reads all of
-them like any checkpoint, into any number of ranks. See keeper.py for the life of the folder.
+A copy is a checkpoint whose files are in a folder in memory on each host: the files of the host's own ranks, and those
+of the previous host. So if any one host is lost, every file still exists, and a resumed run reads them like any
+checkpoint, with any number of ranks. See keeper.py for the life of the folder.
 
-1. Every rank copies its state to host memory, and the training goes on.
+1. Every rank copies its state to host memory, and training continues.
 2. Meanwhile each rank writes its file to the folder of its host. The first rank of each host sends the host's files to
-   the next host, and receives those of the host before.
-3. Once all files have arrived, the copy is committed on every host; once it is committed on every host, the one before
-   it is deleted. So there is always one that survives the loss of a host.
+   the next host, and receives those of the previous host.
+3. Once all files have arrived, the copy is committed on every host. Once it is committed on every host, the previous
+   copy is deleted. So one copy always survives the loss of a host.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ __all__ = ["SafetyCopies", "SafetyCopy"]
 
 @dataclass(frozen=True)
 class SafetyCopy:
-    """A complete copy: every file is on some host."""
+    """A complete copy: every file exists on at least one host."""
 
     manifest: Manifest
-    holders: Mapping[str, Sequence[int]]  # by file, the hosts that have it, of all hosts in the order of their ranks
+    holders: Mapping[str, Sequence[int]]  # by file, the indices of its hosts, in the order of their ranks
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A file that one host sends to another; hosts by number."""
+    """A file that one host sends to another. Hosts are given by index."""
 
     name: str
     stored: StoredFile
@@ -71,14 +71,14 @@ class _Transfer:
 
 
 class SafetyCopies:
-    """The copies of one run. Every rank of the default process group makes one, and calls all methods.
+    """The copies of one run. Every rank of the default process group creates this object and calls all methods.
 
     Args:
-        folder: in the memory of this rank's host, the same for all ranks of the host and for nobody else. It belongs to
-            this user and is closed to all others. Files are reached through its descriptor, never by its name.
+        folder: A folder in the memory of this rank's host, shared by all ranks of the host only. It belongs to this
+            user and is not accessible to others. Files are accessed through its descriptor, never by its name.
 
     Raises:
-        CheckpointError: some rank cannot open its folder, or other users can.
+        CheckpointError: A rank cannot open its folder, or other users can.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,12 +92,12 @@ class SafetyCopies:
 
     @classmethod
     def kept_with(cls, launcher: int, memory: Path = MEMORY) -> SafetyCopies:
-        """Those of a run whose ranks are started by the process `launcher` on each host, and may be restarted by it.
+        """Return the copies of a run whose ranks the process `launcher` of each host starts, and possibly restarts.
 
-        The first rank of each host finds the folder or makes it, and names it to the others.
+        The first rank of each host finds or creates the folder, and shares its name with the others.
 
         Raises:
-            CheckpointError: some host cannot have a folder.
+            CheckpointError: A host cannot have a folder.
         """
         ranks = default_ranks()
         launchers = ranks.share("looking for hosts", lambda: (socket.gethostname(), launcher_identity(launcher)))
@@ -126,11 +126,12 @@ class SafetyCopies:
 
     @noting("checkpoint")
     def save(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extra: Any) -> PendingSave:
-        """Start to copy a run; returns once its state has been copied within the ranks. The copy before this one is
-        waited for first. See `fullshard.checkpoint.async_save` for what is in a copy.
+        """Start to copy a run, and return once the ranks have copied their states. Wait for the previous copy first.
+
+        See `fullshard.checkpoint.async_save` for the contents of a copy.
 
         Raises:
-            CheckpointError: some rank could not, or the copy before this one failed. The run can go on.
+            CheckpointError: A rank could not copy, or the previous copy failed. The run can continue.
         """
         doing = f"copying step {step} to the memory of the hosts"
         self._behind.wait()
@@ -138,15 +139,15 @@ class SafetyCopies:
         return self._behind.start(lambda: self._write(contents, step, doing))
 
     def wait(self) -> None:
-        """Wait for the copy that is being written, if there is one.
+        """Wait for the copy in progress, if there is one.
 
         Raises:
-            CheckpointError: it failed, and nobody has waited for it yet.
+            CheckpointError: It failed, and its error has not been raised by `PendingSave.wait` yet.
         """
         self._behind.wait()
 
     def newest(self) -> SafetyCopy | None:
-        """The newest complete copy, if there is one."""
+        """Return the newest complete copy, if there is one."""
         doing = "looking for safety copies"
         by_rank = self._ranks.share(doing, lambda: list(self._found()) if self._leads else [])
         by_host = [by_rank[leader] for leader in self._leaders]
@@ -162,10 +163,10 @@ class SafetyCopies:
         return max(copies, key=lambda copy: copy.manifest.number, default=None)
 
     def fetch(self, copy: SafetyCopy) -> Path:
-        """The path of `copy` on this host, once every host has all of its files: a checkpoint that can be loaded.
+        """Fetch all files of `copy` to every host, and return its path on this host: a checkpoint that can be loaded.
 
         Raises:
-            CheckpointError: some host cannot get them, or some are damaged.
+            CheckpointError: A host cannot get the files, or some are damaged.
         """
         manifest = copy.manifest
         doing = f"fetching the safety copy of step {manifest.step}"
@@ -203,9 +204,9 @@ class SafetyCopies:
         return path
 
     def _begin(self, partial: Path) -> int:
-        """Make room for a copy; the number of the newest one here.
+        """Prepare the folder for a copy, and return the number of the newest one here.
 
-        The folder is not made if it is missing: then the keeper has removed it, and nobody would do so again.
+        A missing folder is not created: the keeper has removed it, and would not remove a new one.
         """
         if self._leads:
             clear_up(self._folder)
@@ -219,7 +220,7 @@ class SafetyCopies:
         return by_host
 
     def _mirrored(self, by_host: Sequence[Mapping[str, StoredFile]]) -> list[_Transfer]:
-        """Each host's files to the next one; nothing if there is no other."""
+        """Return transfers of each host's files to the next host; none for a single host."""
         hosts = len(by_host)
         return [
             _Transfer(name, stored, host, (host + 1) % hosts)
@@ -242,18 +243,18 @@ class SafetyCopies:
     # -- between hosts ------------------------------------------------------------------------------------------------
 
     def _exchange(self, folder: Path, transfers: Sequence[_Transfer], doing: str) -> None:
-        """Send each file to its target, where it gets its name once it is complete.
+        """Send each file to its target, where it is renamed once it is complete.
 
         Raises:
-            CheckpointError: some did not; the same error on every rank.
+            CheckpointError: A transfer failed. The same error is raised on every rank.
         """
         mine = _Exchange(folder, transfers, self._host if self._leads else None)
-        self._ranks.do(doing, mine.lay_out)  # a host without room says so before anybody waits for it
+        self._ranks.do(doing, mine.lay_out)  # a host without enough memory raises before any transfer
         self._ranks.do(doing, lambda: mine.run(self._leaders, self._ranks.group))
         self._ranks.do(doing, mine.take_in)
 
     def _found(self) -> Iterator[tuple[Manifest, list[str]]]:
-        """The copies here, with the names of their files that are here."""
+        """Yield the copies on this host, with the names of their files on this host."""
         for entry in entries(self._folder):
             if entry.manifest is not None:
                 files = entry.manifest.files
@@ -275,13 +276,13 @@ class _Exchange:
 
     @cached_property
     def coming(self) -> dict[str, StoredFile]:
-        """The files that this host receives, by the names that they have until they are complete."""
+        """The files that this host receives, by their names until they are complete."""
         return {
             f"{transfer.name}.coming": transfer.stored for transfer in self.transfers if transfer.target == self.host
         }
 
     def lay_out(self) -> None:
-        """Allocate all memory now: a write to a mapped file without memory raises no error, but a signal."""
+        """Allocate all memory now. A later write to a mapped file without memory raises a signal, not an error."""
         for name, stored in self.coming.items():
             descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             try:
@@ -291,7 +292,7 @@ class _Exchange:
                 os.close(descriptor)
 
     def run(self, leaders: Sequence[int], group: dist.ProcessGroup | None) -> None:
-        """Send and receive, straight from one host's memory to the other's."""
+        """Send and receive directly between the memory of hosts."""
         works = []
         for tag, transfer in enumerate(self.transfers):
             if transfer.source == self.host and transfer.stored.nbytes:
@@ -306,10 +307,10 @@ class _Exchange:
                 work.wait()
 
     def take_in(self) -> None:
-        """Give the received files their names.
+        """Rename the received files to their final names.
 
         Raises:
-            CheckpointError: the received bytes are not those that were sent.
+            CheckpointError: The received bytes differ from those that were sent.
         """
         _check(self.folder, self.coming)
         for name in self.coming:

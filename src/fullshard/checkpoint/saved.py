@@ -1,4 +1,4 @@
-"""The contents of an opened checkpoint for a model and an optimizer: one of ours, or one of torch's own."""
+"""The contents of an opened checkpoint for a model and an optimizer, written by fullshard or by torch alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Saved", "SavedGroup", "saved_by_others", "saved_by_us"]
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A group of an optimizer's parameters."""
+    """A parameter group of an optimizer."""
 
     fqns: list[str]
     options: Outline
@@ -28,14 +28,14 @@ class Saved:
     """The contents of a checkpoint, with the keys of its tensors."""
 
     tensors: Mapping[str, str]  # of the model: the key of each FQN
-    values: Mapping[str, Any] = field(default_factory=dict)  # of the model: state of modules that is no tensor
-    ties: Mapping[str, str] | None = None  # other names of a tensor, with the first; None if unknown
+    values: Mapping[str, Any] = field(default_factory=dict)  # of the model: state of modules other than tensors
+    ties: Mapping[str, str] | None = None  # additional names of a tensor, with the first name; None if unknown
     states: Mapping[str, Outline] = field(default_factory=dict)  # of the optimizer, by FQN
     groups: tuple[SavedGroup, ...] | None = None  # of the optimizer; None if it was not saved
     rest: Mapping[str, Any] = field(default_factory=dict)  # scheduler, extra
 
     def renamed(self, names: Mapping[str, str]) -> Saved:
-        """The same with other names for some parameters of the optimizer."""
+        """Return the same contents with other names for some parameters of the optimizer."""
         states = {names.get(fqn, fqn): states for fqn, states in self.states.items()}
         groups = self.groups and tuple(
             replace(group, fqns=[names.get(fqn, fqn) for fqn in group.fqns]) for group in self.groups
@@ -44,7 +44,7 @@ class Saved:
 
 
 def saved_by_us(opened: Opened, ours: Mapping[str, Any]) -> Saved:
-    """The contents of a checkpoint of ours, as its own account says."""
+    """Return the contents of a checkpoint written by fullshard."""
     optimizer = ours.get("optimizer")
     return Saved(
         tensors=_under(f"{MODEL}.", opened.sizes()),
@@ -57,13 +57,13 @@ def saved_by_us(opened: Opened, ours: Mapping[str, Any]) -> Saved:
 
 
 def saved_by_others(opened: Opened, in_model: Collection[str], in_optimizer: Collection[str]) -> Saved:
-    """The contents of a checkpoint of `torch.distributed.checkpoint` alone, as far as names in it are recognised.
+    """Return the contents of a plain `torch.distributed.checkpoint`, as far as its names are recognized.
 
-    Its optimizer may be as `get_state_dict` gives it, flattened or not.
+    The optimizer can have either form of `get_state_dict`, flattened or not.
 
     Args:
         in_model: FQNs in the model's state dict.
-        in_optimizer: FQNs of the parameters that the optimizer steps.
+        in_optimizer: FQNs of the parameters of the optimizer.
     """
     keys = opened.metadata.state_dict_metadata
     model = _most_frequent(before for key in keys for before, fqn, rest in _splits(key) if fqn in in_model and not rest)
@@ -73,7 +73,7 @@ def saved_by_others(opened: Opened, in_model: Collection[str], in_optimizer: Col
         for before, fqn, rest in _splits(key)
         if (before.endswith("state.") and fqn in in_optimizer and rest) or before.endswith("param_groups.")
     )
-    # A model without a prefix of its own may be saved beside anything; keys that begin like its own belong to it.
+    # A model without a prefix can be saved together with other data. Keys that begin like its keys belong to it.
     tops = {fqn.split(".")[0] for fqn in in_model}
     return Saved(
         tensors={fqn: key for fqn, key in _under(model, opened.sizes()).items() if fqn.split(".")[0] in tops},
@@ -83,12 +83,12 @@ def saved_by_others(opened: Opened, in_model: Collection[str], in_optimizer: Col
 
 
 def _under(prefix: str, keys: Iterable[str]) -> dict[str, str]:
-    """The keys that begin with `prefix`, by the rest of the key."""
+    """Return the keys that begin with `prefix`, by the rest of the key."""
     return {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
 
 
 def _splits(key: str) -> Iterator[tuple[str, str, str]]:
-    """All ways to see an FQN in `key`: what comes before it, the FQN, what comes after it."""
+    """Yield all ways to split `key` at an FQN: the text before it, the FQN, and the text after it."""
     words = key.split(".")
     for start in range(len(words)):
         for stop in range(start + 1, len(words) + 1):
@@ -102,7 +102,7 @@ def _most_frequent(prefixes: Iterable[str]) -> str:
 
 
 def _leaves(opened: Opened, prefix: str) -> dict[str, Outline]:
-    """The values whose keys begin with `prefix`, by the rest of the key."""
+    """Return the values whose keys begin with `prefix`, by the rest of the key."""
     keys, sizes = _under(prefix, opened.metadata.state_dict_metadata), opened.sizes()
     names = [name for name, key in keys.items() if key not in sizes]
     values = dict(zip(names, opened.values(*(keys[name] for name in names)), strict=True))
@@ -110,7 +110,7 @@ def _leaves(opened: Opened, prefix: str) -> dict[str, Outline]:
 
 
 def _states(leaves: Mapping[str, Outline], fqns: Collection[str]) -> dict[str, Outline]:
-    """The states by FQN; those of no known FQN, by all of the key but its last word."""
+    """Return the states by FQN. For unknown FQNs, use the key without its last word."""
     found: dict[str, list[tuple[str, Outline]]] = {}
     for key, leaf in leaves.items():
         known = (fqn for before, fqn, name in _splits(key) if not before and fqn in fqns and name)
@@ -120,7 +120,7 @@ def _states(leaves: Mapping[str, Outline], fqns: Collection[str]) -> dict[str, O
 
 
 def _groups(leaves: Mapping[str, Outline], fqns: Collection[str]) -> tuple[SavedGroup, ...] | None:
-    """The groups; a flattened state dict has options for each parameter."""
+    """Return the groups. A flattened state dict has options for each parameter."""
     found: dict[str, list[tuple[str, Outline]]] = {}
     for key, leaf in leaves.items():
         group, _, option = key.rpartition(".")
@@ -138,7 +138,7 @@ def _our_groups(optimizer: Mapping[str, Any]) -> tuple[SavedGroup, ...]:
 
 
 def _group(options: Iterable[tuple[str, Outline]]) -> SavedGroup:
-    """The group of which `options` has the parameters' names too."""
+    """Return the group for `options`, which include the names of its parameters."""
     named = dict(options)
     _, fqns = named.pop("params", ("value", []))
     return SavedGroup(fqns, ("dict", list(named.items())))

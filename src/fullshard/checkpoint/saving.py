@@ -1,4 +1,4 @@
-"""Save a run: all ranks together, each its own shards; a checkpoint is complete, or does not exist."""
+"""Saving of a run: all ranks together, each its shards. A checkpoint is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -43,25 +43,26 @@ def save(
     keep: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Save a run as `folder`/step-000000100; the path of that. Every rank of the default process group calls it.
+    """Save a run as `folder`/step-000000100, and return that path.
 
-    Each rank writes its own shards. The files are those of `torch.distributed.checkpoint`, which can read them too.
-    Random states of every rank are saved besides. If anything is killed meanwhile, or a disk is full, the checkpoints
-    that were in `folder` before are still there, and unfinished files do not count.
+    Every rank of the default process group must call it. Each rank writes its own shards. The files have the format of
+    `torch.distributed.checkpoint`, which can read them too. The random states of every rank are saved as well. If a
+    process is killed during the save, or a disk is full, previous checkpoints in `folder` still exist, and unfinished
+    files do not count.
 
     Args:
-        folder: the checkpoints of the run, on storage that all hosts share.
-        model: sharded or not; its parameters, buffers and other state.
-        step: names the checkpoint. One of the same step is replaced.
-        optimizer: steps parameters of `model`.
-        scheduler: anything with `state_dict()`. The first rank's is kept.
-        data: the position in the data: anything with `state_dict()`. Each rank's own is kept.
-        extra: anything else, in plain values and plain tensors. The first rank's is kept.
-        keep: how many checkpoints to keep, this one included; older ones are deleted. All, if None.
-        progress: called with the bytes of tensors that this rank has written so far, and all that it will write.
+        folder: The folder for the checkpoints of the run, on storage that all hosts share.
+        model: The model, sharded or not: its parameters, buffers and other state.
+        step: The number that names the checkpoint. A checkpoint of the same step is replaced.
+        optimizer: An optimizer of parameters of `model`.
+        scheduler: An object with `state_dict()`. That of the first rank is saved.
+        data: The position in the data: an object with `state_dict()`. That of each rank is saved.
+        extra: Other plain values and plain tensors. Those of the first rank are saved.
+        keep: The number of checkpoints to keep, including this one; older ones are deleted. If None, all are kept.
+        progress: Called with the bytes of tensors that this rank has written so far, and their total.
 
     Raises:
-        CheckpointError: some rank could not; the same error on every rank. The run can go on.
+        CheckpointError: A rank could not save. The same error is raised on every rank. The run can continue.
         ConfigError: `step` is below 0, or `keep` below 1.
     """
     order = _Order(Path(folder), step, keep)
@@ -74,7 +75,7 @@ def save(
 def save_contents(
     folder: Path, step: int, collect_contents: Callable[[], Contents], progress: Progress | None = None
 ) -> Path:
-    """Save the contents from `collect_contents`, as `save` does; the path of the checkpoint. For one process."""
+    """Save the contents from `collect_contents` like `save`, in a single process, and return the path."""
     order = _Order(folder, step, None)
     ranks = Ranks()
     return order.write(ranks.do(order.doing, collect_contents), ranks, progress)
@@ -91,15 +92,15 @@ def save_own_files(
     data: HasState | None = None,
     extra: Any = None,
 ) -> Path:
-    """Write this rank's files of a checkpoint to `folder`/step-000000100 on a disk of its own; the path of that.
+    """Write this rank's files of a checkpoint to `folder`/step-000000100 on a local disk, and return that path.
 
-    Every rank of the default process group calls it. What all of them have written is a checkpoint once it lies in one
-    folder, wherever something else takes it; until then there is no whole one anywhere.
+    Every rank of the default process group must call it. The files of all ranks form a checkpoint once another program
+    has moved them into one folder. Before that, no complete checkpoint exists.
 
-    Args: as those of `save`; no two ranks give the same folder.
+    Args: Those of `save`. Each rank must use a different folder.
 
     Raises:
-        CheckpointError: some rank could not; the same error on every rank.
+        CheckpointError: A rank could not write. The same error is raised on every rank.
         ConfigError: `step` is below 0.
     """
     order = _Order(Path(folder), step, None)
@@ -125,15 +126,15 @@ def async_save(
     keep: int | None = None,
     progress: Progress | None = None,
 ) -> PendingSave:
-    """Start to `save`, and return as soon as everything has been copied to host memory.
+    """Start a `save`, and return as soon as everything has been copied to host memory.
 
-    A thread writes the copy while training goes on. The next save, or the next load, waits for it first, and raises its
-    error if nobody has called `wait()` before. The host memory is kept for the next copy.
+    A thread writes the copy while training continues. The next save or load waits for it first, and raises its error
+    unless `wait()` was called before. The host memory is kept for the next copy.
 
-    Args: as those of `save`; `progress` is called by the thread.
+    Args: Those of `save`. The thread calls `progress`.
 
     Raises:
-        CheckpointError: something cannot be copied or saved on some rank, or the save before this one failed.
+        CheckpointError: A rank could not copy or save something, or the previous save failed.
         ConfigError: `step` is below 0, or `keep` below 1.
     """
     order = _Order(Path(folder), step, keep)
@@ -166,11 +167,11 @@ class _Order:
 
     @property
     def doing(self) -> str:
-        """The beginning of an error message."""
+        """The beginning of error messages."""
         return f"saving step {self.step} to {self.folder}"
 
     def write(self, contents: Contents, ranks: Ranks, progress: Progress | None) -> Path:
-        """Write the checkpoint on all ranks together; its path."""
+        """Write the checkpoint on all ranks together, and return its path."""
         partial = ranks.once(self.doing, lambda: begin(self.folder, self.step))
         try:
             by_rank = write_files(partial, contents, ranks, self.doing, progress)
@@ -186,7 +187,7 @@ class _Order:
         if self.keep is not None:
             try:
                 keep_newest(self.folder, self.keep)
-            except OSError as error:  # no reason to fail: the new one is there
+            except OSError as error:  # no reason to fail: the new one exists
                 logger.warning("could not delete old checkpoints in %s: %s", self.folder, error)
         return path
 
@@ -194,10 +195,10 @@ class _Order:
 def write_files(
     partial: Path, contents: Contents, ranks: Ranks, doing: str, progress: Progress | None = None
 ) -> list[dict[str, StoredFile]]:
-    """Write `contents`, each rank its own, into the folder `partial`; the files of each rank, in rank order.
+    """Write `contents` into the folder `partial`, each rank its own, and return the files of each rank, in rank order.
 
     Raises:
-        CheckpointError: some rank could not; the same error on every rank.
+        CheckpointError: A rank could not write. The same error is raised on every rank.
     """
     written = container.write(
         partial, contents.entries(ranks, doing), ties=contents.ties, ranks=ranks, doing=doing, progress=progress
@@ -206,7 +207,7 @@ def write_files(
 
 
 def manifest_of(partial: Path, step: int, number: int, strategy: str, by_rank: list[dict[str, StoredFile]]) -> Manifest:
-    """The manifest of the files that have been written to `partial`."""
+    """Return the manifest of the files in `partial`."""
     return Manifest(
         id=partial.suffix.removeprefix(".partial-"),
         step=step,

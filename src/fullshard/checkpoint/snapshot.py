@@ -1,8 +1,8 @@
-"""Snapshots: one rank's shards in host memory, to be read while training goes on, and put back in place.
+"""Snapshots: one rank's shards in host memory, which can be read during training and restored in place.
 
-Unlike a checkpoint, a snapshot is one rank's own affair: nothing is sent, and nothing of the model changes, so a rank
-may take one while others do something else. In return it fits no rank but those that have the same shards: this one,
-or its counterpart in another replica.
+Unlike a checkpoint, a snapshot is local to one rank: there is no communication, and the model does not change, so a
+rank can take one while others do something else. On the other hand, it can only be restored on a rank with the same
+shards: this one, or its counterpart in another replica.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ def snapshot(
     scheduler: HasState | None = None,
     extra: Any = None,
 ) -> dict[str, Any]:
-    """This rank's part of a run as it is now, copied to host memory: plain values and plain tensors, in dicts.
+    """Copy this rank's part of a run to host memory, and return it as plain values and plain tensors in dicts.
 
-    Nothing is sent, and nothing of the model is changed: it may be called on some ranks only, and during a forward or
-    backward too, since weights and the optimizer's state change in the optimizer's step alone. (Buffers are as the
-    forward has left them by then.) Later steps do not change what was taken. It costs as much host memory as this
-    rank's shards and its part of the optimizer's state, and the time to copy them.
+    There is no communication, and the model does not change. It can be called on some ranks only, and also during
+    forward or backward, because weights and optimizer states change only in the optimizer step. (Buffers have their
+    values at that point of forward.) Later steps do not change the snapshot. It takes as much host memory as this
+    rank's shards and its part of the optimizer state, and the time to copy them.
 
     Args:
-        model: sharded or not: the shards of its parameters, its other parameters, its persistent buffers.
-        optimizer: steps parameters of `model`.
-        scheduler: anything with `state_dict()`.
-        extra: anything else, in plain values and plain tensors.
+        model: The model, sharded or not: the shards of its parameters, its other parameters, its persistent buffers.
+        optimizer: An optimizer of parameters of `model`.
+        scheduler: An object with `state_dict()`.
+        extra: Other plain values and plain tensors.
 
     Raises:
-        CheckpointError: `extra` or the scheduler's state has something that takes executing code to be read back.
-        ConfigError: the optimizer has a parameter that is not in the model.
+        CheckpointError: `extra` or the scheduler's state contains something that requires code execution to be read
+            back.
+        ConfigError: The optimizer has a parameter that is not in the model.
     """
     for unit in units_in(model):
         if unit.form is Form.SHARDED and not unit.state.is_summoned:
@@ -79,19 +80,21 @@ def restore_snapshot(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: HasState | None = None,
 ) -> Any:
-    """Put back what `snapshot` gave, between steps, in place: the `extra` that was given then.
+    """Restore a `snapshot` in place, between steps, and return its `extra`.
 
-    The model's tensors and those of the optimizer's state that are there already keep their memory. Nothing is sent,
-    but every rank of the mesh must restore before the next step: of the same step, each its own.
+    Existing tensors of the model and of the optimizer state keep their memory. There is no communication, but every
+    rank of the mesh must restore its snapshot of the same step before the next step.
 
     Args:
-        taken: of this rank, or of the rank of the same place in another replica. It is not changed, and not kept.
-        model, optimizer, scheduler: as when it was taken. The optimizer need not have stepped.
+        taken: The snapshot of this rank, or of its counterpart in another replica. It is not changed, and not kept.
+        model: The model, as for `snapshot`.
+        optimizer: The optimizer, as for `snapshot`. It need not have taken a step.
+        scheduler: The scheduler, as for `snapshot`.
 
     Raises:
-        CheckpointError: it does not fit. Nothing was overwritten then.
-        DiskError: there is no room on the disk where the optimizer's state is to rest.
-        StateError: a forward or backward is under way.
+        CheckpointError: The snapshot does not match. Nothing is overwritten in this case.
+        DiskError: The disk has too little free space for the optimizer state.
+        StateError: A forward or backward is in progress.
     """
     units = units_in(model)
     for unit in units:
@@ -114,7 +117,7 @@ def restore_snapshot(
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's part of every parameter and persistent buffer, by FQN; tied ones by their first name."""
+    """Return this rank's part of every parameter and persistent buffer, by FQN; tied ones by their first name."""
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, Tensor] = {}
     owned: set[tuple[int, str]] = set()  # parameters of units, by module and name
@@ -123,7 +126,7 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
             places = [(id(owner.module), owner.name) for owner in param.owners]
             owned.update(places)
             fqns = [f"{names[module]}.{name}" for module, name in places if module in names]
-            if fqns:  # none, where another weight was tied after sharding
+            if fqns:  # empty if another weight was tied after sharding
                 found[clean_fqn(fqns[0]).removeprefix(".")] = param.local
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -149,7 +152,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _copied_state(value: Any) -> Any:
-    """A tensor of the optimizer's, as this rank's part and the shape of the whole; anything else as it is."""
+    """Return an optimizer tensor as this rank's part and the global shape; other values unchanged."""
     return (_copied(value), tuple(value.shape)) if isinstance(value, Tensor) else value
 
 
@@ -164,7 +167,7 @@ def _check_fits(
     optimizer: torch.optim.Optimizer | None,
     scheduler: HasState | None,
 ) -> None:
-    """Raise a `CheckpointError` unless `taken` is of the same shards."""
+    """Raise a `CheckpointError` unless `taken` has the same shards."""
     values, misfit = taken["model"], Misfit()
     misfit.missing += [fqn for fqn in tensors if fqn not in values]
     misfit.unexpected += [fqn for fqn in values if fqn not in tensors]
@@ -224,7 +227,7 @@ def _restore_optimizer(named: Mapping[str, Any], model: nn.Module, optimizer: to
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """`function` of every tensor that was copied, in lists and dicts too."""
+    """Apply `function` to every copied tensor, also in lists and dicts."""
     if isinstance(value, dict):
         return {key: _mapped(function, item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Room for copies that are written while training goes on: allocated once, and used by every later save."""
+"""Memory for copies that are written during training, allocated once and reused by every later save."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["HostMemory"]
 
 
 class HostMemory:
-    """Copies of tensors on the CPU, in pinned memory where they come from a GPU; of what rests on a disk, on that."""
+    """Copies of tensors on the CPU, in pinned memory for GPU tensors. Tensors on disk are copied on the disk."""
 
     def __init__(self) -> None:
         self._held: dict[Path, Tensor] = {}
 
     def copy(self, contents: Contents) -> Contents:
-        """`contents` with copies in place of its tensors. The copies of the last time are overwritten.
+        """Return `contents` with copies instead of its tensors. The previous copies are overwritten.
 
         Raises:
-            DiskError: there is no room on a disk for a second copy of what rests there.
+            DiskError: A disk has too little free space for a second copy of the tensors on it.
         """
         taken: dict[Path, Tensor] = {}
         locals_ = {path: tensor.to_local() for path, tensor in contents.sharded.items()}
@@ -50,7 +50,7 @@ class HostMemory:
         return held
 
     def _copy_on_disk(self, tensors: dict[Path, OnDisk], taken: dict[Path, Tensor]) -> None:
-        """Copy `tensors` from file to file, by way of little memory."""
+        """Copy `tensors` from file to file, with little memory."""
         more = sum(tensor.room for tensor in tensors.values())
         scratch: Scratch | None = None
         for path, tensor in tensors.items():

@@ -20,7 +20,7 @@ __all__ = ["Stored", "holds_tensor_files", "open_stored"]
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors that are there, and a function to read them."""
+    """The stored tensors, and a function to read them."""
 
     path: Path
     weights: Mapping[str, Description]  # of the model, by FQN
@@ -28,29 +28,29 @@ class Stored:
     """Reads one tensor, by its name in `weights` or `others`."""
     ties: Mapping[str, str] = field(default_factory=dict)  # names in `weights`, with those that they are tied to
     others: Mapping[str, Description] = field(default_factory=dict)  # the optimizer's, by key
-    values: tuple[str, ...] = ()  # FQNs of the model's values that are no tensors
+    values: tuple[str, ...] = ()  # FQNs of the model's values other than tensors
     manifest: Manifest | None = None
 
     @property
     def tensors(self) -> dict[str, Description]:
-        """All tensors by name."""
+        """Return all tensors by name."""
         return {**self.weights, **self.others}
 
 
 def holds_tensor_files(path: Path) -> bool:
-    """True if `path` is a safetensors file, an index of some, or a folder that has any."""
+    """Return True if `path` is a safetensors file, an index of some, or a folder that contains any."""
     return path.name.endswith((".safetensors", INDEX_SUFFIX)) or any(path.glob("*.safetensors"))
 
 
 def open_stored(path: Path, progress: Progress | None = None, *, verifies: bool = True) -> Stored:
-    """The safetensors files, the checkpoint, or the newest intact checkpoint in the folder `path`. For one process.
+    """Open safetensors files, a checkpoint, or the newest intact checkpoint in the folder `path`, in a single process.
 
     Args:
-        progress: called while files are verified.
-        verifies: whether files that have checksums are compared with them first.
+        progress: Called while files are verified.
+        verifies: Whether to verify files that have checksums first.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: There is none, or it is damaged.
     """
     if holds_tensor_files(path):
         return _of_tensor_files(path, progress, verifies)

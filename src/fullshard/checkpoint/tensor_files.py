@@ -1,6 +1,6 @@
-"""Safetensors files: laid out first and written tensor by tensor; read by the rows that are wanted.
+"""Safetensors files: laid out first and written tensor by tensor; only the required rows are read.
 
-So no rank needs memory for more than one tensor. The format itself is left to the safetensors library.
+So no rank needs memory for more than one tensor. The safetensors library handles the format itself.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Description:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """The bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def dtype_name(self) -> str:
-        """Such as "float32"."""
+        """The name of the dtype, such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Description:
 
 
 def _code_of(dtype: torch.dtype) -> str | None:
-    """The name of `dtype` in a safetensors file; None if it cannot hold it."""
+    """Return the name of `dtype` in a safetensors file; None if the format does not support it."""
     try:
         return TensorSpec(dtype=str(dtype).removeprefix("torch."), shape=[0], data_ptr=_ZERO, data_len=0).dtype
     except SafetensorError:
@@ -80,14 +80,14 @@ _DTYPES = {_code_of(dtype): dtype for dtype in vars(torch).values() if isinstanc
 
 
 class TensorFile:
-    """A new file whose tensors are still to come: they are written in `order`, and then it is complete.
+    """A new file whose tensors are written later, in the order `order`. After that it is complete.
 
-    The library first writes the file full of zeros, so the disk has room for all that comes. The zeros are one mapping
-    that nobody has touched, and take no memory.
+    The library first writes a file full of zeros, so that the disk space is allocated. The zeros are one untouched
+    mapping that takes no memory.
 
     Raises:
-        CheckpointError: a tensor has a dtype that the format does not know.
-        OSError, SafetensorError: the file cannot be written.
+        CheckpointError: The format does not support the dtype of a tensor.
+        OSError, SafetensorError: The file cannot be written.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Description], metadata: Mapping[str, str]) -> None:
@@ -120,7 +120,7 @@ class TensorFile:
         self._checksum.update(raw)
 
     def close(self) -> StoredFile:
-        """Sync the file; its size and checksum."""
+        """Sync the file, and return its size and checksum."""
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -128,7 +128,7 @@ class TensorFile:
 
 
 def dumps_checksums(files: Mapping[str, StoredFile]) -> str:
-    """The text of `checksums.json` beside `files`."""
+    """Return the text of `checksums.json` for `files`."""
     return json.dumps({name: vars(stored) for name, stored in files.items()}, indent=1)
 
 
@@ -137,11 +137,11 @@ def dumps_checksums(files: Mapping[str, StoredFile]) -> str:
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor that the files have in parts, each a tensor of theirs by name or made of several itself.
+    """A tensor that the files store in parts. Each part is a tensor in the files, or merged itself.
 
     Args:
-        parts: of it, in order.
-        dim: along which they lie end to end; None if they are stacked, along a new dim 0.
+        parts: The parts, in order.
+        dim: The dim to concatenate them along; None to stack them along a new dim 0.
     """
 
     parts: tuple[Merged | str, ...]
@@ -155,7 +155,7 @@ class Merged:
 
 
 _Place = tuple[int | slice, ...]  # in the tensor that is read
-_Piece = tuple[str, list[range], _Place]  # of a tensor in the files, and where it goes
+_Piece = tuple[str, list[range], _Place]  # tensor in the files, positions in it, and where they go
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,9 @@ class TensorFiles:
     tensors: Mapping[str, Description]
     places: Mapping[str, Path]  # the file of each tensor
     metadata: Mapping[str, str]
-    checksums: Mapping[str, StoredFile] | None = None  # by name of file, where fullshard has written them
-    merged: Mapping[str, Merged] = field(default_factory=dict)  # tensors that the files have in parts
-    whole: TensorFiles | None = None  # the same with the parts
+    checksums: Mapping[str, StoredFile] | None = None  # by file name, if fullshard has written them
+    merged: Mapping[str, Merged] = field(default_factory=dict)  # tensors that the files store in parts
+    whole: TensorFiles | None = None  # the same files with the parts
 
     @property
     def folder(self) -> Path:
@@ -177,14 +177,14 @@ class TensorFiles:
 
     @property
     def ties(self) -> dict[str, str]:
-        """Names that are no tensors, each with that of the tensor that has its values."""
+        """Names that are not tensors, each with the tensor that has its values."""
         return {name: kept for name, kept in self.metadata.items() if kept in self.tensors and name not in self.tensors}
 
     def with_merged(self, merged: Mapping[str, Merged]) -> TensorFiles:
-        """The same files with the tensors `merged` in place of their parts.
+        """Return the same files with the tensors `merged` instead of their parts.
 
         Raises:
-            CheckpointError: the parts of one do not fit together.
+            CheckpointError: The parts of a tensor do not match.
         """
         tensors = {name: _described_merged(name, item, self.tensors) for name, item in merged.items()}
         used = {name for item in merged.values() for name in item.names}
@@ -192,13 +192,13 @@ class TensorFiles:
         return replace(self, tensors={**kept, **tensors}, merged=merged, whole=self)
 
     def read(self, wanted: Mapping[str, tuple[str, Sequence[range] | None]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors `wanted`, file by file, on the CPU, each by the key under which it is asked for.
+        """Yield the tensors in `wanted`, file by file, on the CPU, each with its key.
 
         Args:
-            wanted: the name of a tensor, and the positions along each dim, or None for all of it.
+            wanted: By key, the name of a tensor, and the positions along each dim, or None for all of it.
 
         Raises:
-            CheckpointError: a file cannot be read.
+            CheckpointError: A file cannot be read.
         """
         for key, (name, spans) in wanted.items():
             if name in self.merged:
@@ -232,7 +232,7 @@ def _shape_of(of: Merged | str, tensors: Mapping[str, Description]) -> tuple[int
 
 
 def _described_merged(name: str, merged: Merged, tensors: Mapping[str, Description]) -> Description:
-    """The shape and dtype of a tensor that is made of several."""
+    """Return the shape and dtype of a merged tensor."""
 
     def fits(of: Merged | str) -> bool:
         if isinstance(of, str):
@@ -250,7 +250,7 @@ def _described_merged(name: str, merged: Merged, tensors: Mapping[str, Descripti
 
 
 def _pieces(of: Merged | str, spans: Sequence[range], tensors: Mapping[str, Description]) -> Iterator[_Piece]:
-    """What to read for the positions `spans` of a tensor, and where each piece lies among these."""
+    """Yield the pieces to read for the positions `spans` of a tensor, and the place of each piece among them."""
     if isinstance(of, str):
         yield of, list(spans), tuple(slice(0, len(span)) for span in spans)
         return
@@ -287,10 +287,10 @@ def _read(file: Any, name: str, there: Description, spans: Sequence[range] | Non
 
 
 def open_tensor_files(path: Path) -> TensorFiles:
-    """The tensors of `path`: a file, a folder with an index, or with one file.
+    """Return the tensors at `path`: a file, a folder with an index, or with one file.
 
     Raises:
-        CheckpointError: there is none, one is damaged, or they are not those of the index.
+        CheckpointError: There is none, one is damaged, or they do not match the index.
     """
     index = _index_of(path)
     weight_map = {} if index is None else _weight_map(index)
@@ -317,7 +317,7 @@ _AGAIN = "Get the files again, or name another one."
 
 
 def _index_of(path: Path) -> Path | None:
-    """The index that `path` stands for; None if that is a file or a folder without one."""
+    """Return the index at `path`; None for a file or a folder without one."""
     if path.name.endswith(INDEX_SUFFIX):
         return path
     found = sorted(path.glob(f"*{INDEX_SUFFIX}"))
@@ -327,7 +327,7 @@ def _index_of(path: Path) -> Path | None:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The name of the file of each tensor, as the index says."""
+    """Return the name of the file of each tensor from the index."""
     content = _json(index, "an index of safetensors files")
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -339,7 +339,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _only_file(path: Path) -> Path:
-    """The one safetensors file that `path` stands for."""
+    """Return the only safetensors file at `path`."""
     if not path.is_dir():
         return path
     found = [path / WEIGHTS] if (path / WEIGHTS).exists() else sorted(path.glob("*.safetensors"))
@@ -350,7 +350,7 @@ def _only_file(path: Path) -> Path:
 
 
 def _described(path: Path) -> tuple[dict[str, Description], dict[str, str]]:
-    """The tensors of a file, without their values, and its metadata."""
+    """Return the tensors of a file, without their values, and its metadata."""
     found: dict[str, Description] = {}
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118  # it is no dict
@@ -364,7 +364,7 @@ def _described(path: Path) -> tuple[dict[str, Description], dict[str, str]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The file `path`, in a context whose errors name it. Reads copy from the disk; nothing is mapped."""
+    """Context manager that opens `path` and names it in errors. Reads copy from the disk; nothing is mapped."""
     try:
         with reopened(path) as same, safe_open(same, "pt", backend="pread") as file:
             yield file
@@ -376,7 +376,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _checksums(folder: Path, names: Sequence[str]) -> dict[str, StoredFile] | None:
-    """The checksums of the files `names`; None if there are none in `folder`."""
+    """Return the checksums of the files `names`; None if `folder` has none."""
     path = folder / CHECKSUMS
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""Ranks that save or load together: an action that fails on one of them fails on all, with the same message."""
+"""Ranks that save or load together. An action that fails on one rank fails on all, with the same message."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class _Failed:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of `group`: those of the default group if None, or this process alone where there is none."""
+    """The ranks of `group`; if None, those of the default group, or this process alone if there is none."""
 
     group: dist.ProcessGroup | None = None
 
     @property
     def index(self) -> int:
-        """This rank's place among them."""
+        """The index of this rank."""
         return dist.get_rank(self.group) if dist.is_initialized() else 0
 
     @property
@@ -43,17 +43,17 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """True on the rank that does what is done once for all."""
+        """True on the rank that acts for all ranks."""
         return self.index == 0
 
     def do(self, doing: str, action: Callable[[], T]) -> T:
-        """The result of `action()` on this rank, once it has succeeded on every rank.
+        """Return the result of `action()` on this rank, once it has succeeded on every rank.
 
         Args:
-            doing: begins the message of an error.
+            doing: The beginning of error messages.
 
         Raises:
-            CheckpointError: it raised on some rank; the same error on every rank.
+            CheckpointError: It raised on some rank. The same error is raised on every rank.
         """
         done: list[T] = []
         self.share(doing, lambda: done.append(action()))
