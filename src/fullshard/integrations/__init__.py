@@ -1,1 +1,1 @@
-"""Integrations with other libraries, each in a module of its own, imported only when asked for."""
+"""Integrations with other libraries. Each is a separate module that is imported on use only."""

@@ -1,4 +1,4 @@
-"""accelerate's `Accelerator`, with this engine where its own would wrap the model in DDP or in torch's FSDP.
+"""accelerate's `Accelerator`, with this engine instead of DDP or torch's FSDP.
 
     from fullshard.integrations.accelerate import Accelerator      # was: from accelerate import Accelerator
 
@@ -6,8 +6,8 @@
     accelerator = Accelerator(fsdp_plugin=ShardingPlugin(strategy="zero2"))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-Everything else in a loop stays as it is. Where no plugin and no `accelerate launch` asks for sharding, this is
-accelerate's own `Accelerator`.
+Everything else in a loop stays the same. If neither a plugin nor `accelerate launch` requests sharding, this class
+behaves like accelerate's `Accelerator`.
 """
 
 from __future__ import annotations
@@ -58,23 +58,24 @@ _WHOLE_ON_FIRST_RANK = StateDictSettings(
     StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 )
 _EXCLUDED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
-_FOLDER = "fullshard"  # in save_state's folder: model and optimizer, as fullshard.checkpoint saves them
+_FOLDER = "fullshard"  # in the folder of save_state: model and optimizer, as saved by fullshard.checkpoint
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no types, so it may be anything
-    """accelerate's `Accelerator`; models that it prepares are sharded in place, and stay what they are.
+    """accelerate's `Accelerator`. Models that it prepares are sharded in place and keep their type.
 
-    Args: those of accelerate's. `fsdp_plugin` may be a `ShardingPlugin`, accelerate's own plugin, or None for the
-    settings of `accelerate launch`.
+    Args: Those of accelerate. `fsdp_plugin` can be a `ShardingPlugin`, accelerate's own plugin, or None for the
+        settings
+    of `accelerate launch`.
 
     Raises:
-        ConfigError: a setting cannot be honoured.
-        StateError: processes train together, but accelerate was set up before for each to train alone.
+        ConfigError: A setting is not supported.
+        StateError: Processes train together, but accelerate was initialized before for single processes.
     """
 
-    sharding: ShardingPlugin | None  # how models are sharded; None for accelerate's own ways
+    sharding: ShardingPlugin | None  # how models are sharded; None for the methods of accelerate
     scaler: torch.amp.GradScaler | None
-    _leaves_models = False  # while a checkpoint is written whose models are left to fullshard
+    _leaves_models = False  # while saving a checkpoint whose models fullshard saves
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
 
@@ -87,7 +88,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             return
         _check(given)
         if not torch.accelerator.is_available():
-            given["cpu"] = True  # without it accelerate lets each process train alone
+            given["cpu"] = True  # otherwise accelerate lets each process train alone
         with _without_torch_fsdp():
             super().__init__(**given)
         if int(os.environ.get("WORLD_SIZE", "1")) != self.num_processes:
@@ -104,13 +105,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
 
     @property
     def shards(self) -> bool:
-        """True if `prepare` shards models: a plugin says how, and processes train together."""
+        """True if `prepare` shards models: there is a plugin, and processes train together."""
         return self.sharding is not None and dist.is_initialized()
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as accelerate's `prepare`, but models are sharded in place, and optimizers step their shards."""
+        """Prepare like accelerate, but shard models in place, and make optimizers update the shards."""
         prepared = super().prepare(*args, **kwargs)
         if self.shards:
             for one in prepared if isinstance(prepared, tuple) else (prepared,):
@@ -121,9 +122,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """`model`, sharded in place, its forward under mixed precision; compiled around that where asked for.
+        """Shard `model` in place, run its forward under mixed precision, and compile it if requested.
 
-        A model that is only evaluated is sharded too: it takes as little memory as one that is trained.
+        A model that is only evaluated is sharded too, and takes as little memory as one that is trained.
         """
         if not self.shards:
             read_waiting(model)
@@ -138,13 +139,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
                 )
             shard(model, self.sharding, computes_in=_COMPUTES_IN.get(self.mixed_precision) if self.native_amp else None)
             _remember_names(model)
-        # In evaluation mode accelerate does everything but wrap the model.
+        # In evaluation mode accelerate does everything except wrapping the model.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """The norm of all gradients before clipping, over all ranks; see `fullshard.clip_grad_norm_`."""
+        """Clip gradients and return their norm over all ranks before clipping; see `fullshard.clip_grad_norm_`."""
         if not self.shards:
             plain: Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type)
             return plain
@@ -152,10 +153,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or mean of `tensor` over the ranks.
+        """Return the sum or mean of `tensor` over the ranks.
 
         Raises:
-            StateError: it has a part on each rank, as sharded parameters have: `LocalSGD` would average these.
+            StateError: It is distributed over the ranks, like sharded parameters, which `LocalSGD` would average.
         """
         if self.shards and any(isinstance(each_tensor, DTensor) for each_tensor in tensors_in(tensor)):
             raise StateError(
@@ -167,7 +168,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     # -- weights for others -------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole weights of `model` in host memory on rank 0, and an empty dict elsewhere. Every rank calls it."""
+        """Return the unsharded weights of `model` in host memory on rank 0, and an empty dict on other ranks.
+
+        Every rank must call it.
+        """
         if self._leaves_models:
             return {}
         inner = self.unwrap_model(model, keep_torch_compile=False)
@@ -182,12 +186,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save the run to `output_dir`: each rank its shards, and all else as accelerate does. Every rank calls it.
+        """Save the run to `output_dir`: each rank its shards, and the rest like accelerate. Every rank must call it.
 
-        The file that is written last makes it a checkpoint: one that a killed run has left unfinished is not loaded.
+        The file that is written last makes it a checkpoint: the unfinished checkpoint of a killed run is not loaded.
 
         Raises:
-            CheckpointError: some rank could not; the same error on every rank.
+            CheckpointError: A rank could not save. The same error is raised on every rank.
         """
         if self.sharding is None:
             place: str = super().save_state(output_dir, safe_serialization, **kwargs)
@@ -206,13 +210,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Load a run that `save_state` has saved, into the present ranks and strategy.
+        """Load a run that `save_state` has saved, for the current number of ranks and strategy.
 
-        Args: those of accelerate's. If `input_dir` is None and accelerate names checkpoints, the newest complete one is
-        loaded.
+        Args: Those of accelerate. If `input_dir` is None and accelerate names checkpoints, the newest complete one is
+            loaded.
 
         Raises:
-            CheckpointError: it is missing, unfinished or damaged, or of other models; the same error on every rank.
+            CheckpointError: It is missing, unfinished or damaged, or is of other models. The same error is raised on
+                every rank.
         """
         if self.sharding is None:
             super().load_state(input_dir, load_kwargs, **kwargs)
@@ -241,10 +246,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     # they were checked with, and fails if one of them is gone.
 
     def _with_optimizers(self) -> Iterator[tuple[nn.Module, Optimizer | None]]:
-        """Each prepared model, and the optimizer that steps its parameters.
+        """Yield each prepared model with its optimizer.
 
         Raises:
-            ConfigError: two optimizers step parameters of one model.
+            ConfigError: Two optimizers update parameters of one model.
         """
         for prepared in self._models:
             model = self.unwrap_model(prepared, keep_torch_compile=False)
@@ -263,7 +268,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
 
     @contextmanager
     def _leaving_to_us(self) -> Iterator[None]:
-        """A context in which accelerate saves and loads all but models and optimizers; users' hooks see the models."""
+        """Context manager for saves and loads without models and optimizers. Users' hooks still see the models."""
         optimizers, self._optimizers, self._leaves_models = self._optimizers, [], True
         handles = (
             self.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()),
@@ -293,7 +298,7 @@ def _check(given: dict[str, Any]) -> None:
 
 @contextmanager
 def _without_torch_fsdp() -> Iterator[None]:
-    """A context in which accelerate does not see the request to shard."""
+    """Context manager in which accelerate does not see the request to shard."""
     before = os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
         yield
@@ -303,6 +308,6 @@ def _without_torch_fsdp() -> Iterator[None]:
 
 
 def _remember_names(model: nn.Module) -> None:
-    """Give `model` its class's own name."""
+    """Give `model` the name of its original class."""
     name = type(model).__name__.removeprefix("FSDP")
     model._get_name = lambda: name  # type: ignore[method-assign]  # the Trainer's label smoothing looks it up

@@ -1,4 +1,4 @@
-"""The part of a model with peft's adapters that a checkpoint holds: trained parameters, and not the frozen base."""
+"""The part of a model with peft adapters that a checkpoint stores: trained parameters without the frozen base."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["trained_part"]
 
 
 def trained_part(model: nn.Module) -> nn.Module:
-    """`model`, or if peft has put adapters into it, a module that has only its trained parameters and its buffers.
+    """Return `model`, or for a model with peft adapters, a module with only its trained parameters and its buffers.
 
-    They are the same objects under the same names, so values that are loaded into the one are in the other.
+    They are the same objects under the same names, so values loaded into this module are also loaded into `model`.
     """
     if not hasattr(model, "peft_config"):
         return model
@@ -28,7 +28,7 @@ def trained_part(model: nn.Module) -> nn.Module:
 
 
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module below `root` for the parameter or buffer `name`, made if there is none, and its name there."""
+    """Return the module below `root` for a parameter or buffer, created if needed, and the last part of `name`."""
     *path, last = name.split(".")
     for step in path:
         if step not in root._modules:

@@ -1,4 +1,4 @@
-"""Several optimizers of one model, seen as one: a checkpoint has one optimizer."""
+"""Several optimizers of one model as one, because a checkpoint has one optimizer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["joined"]
 
 
 def joined(optimizers: Sequence[Optimizer]) -> Optimizer | None:
-    """One optimizer that stands for all of `optimizers`; None if there are none.
+    """Return one optimizer that represents all `optimizers`; None if there are none.
 
     Raises:
-        ConfigError: two of them step the same parameter.
+        ConfigError: Two of them update the same parameter.
     """
     if len(optimizers) < 2:
         return optimizers[0] if optimizers else None
@@ -44,16 +44,16 @@ class _Joined:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all, one optimizer's after the other's."""
+        """The groups of all optimizers, in order."""
         return list(chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers))
 
     @property
     def state(self) -> dict[Tensor, Any]:
-        """The states of all, by parameter."""
+        """The states of all optimizers, by parameter."""
         return {param: values for optimizer in self._optimizers for param, values in optimizer.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all, their parameters numbered through."""
+        """Return the states of all optimizers, with consecutively numbered parameters."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for start, optimizer in self._numbered():

@@ -1,8 +1,8 @@
 """Lightning's Trainer and Fabric with this engine: `Trainer(strategy=FullShardStrategy(), ...)`.
 
-Both strategies are Lightning's own for DDP but for what concerns the model: it is sharded in place where DDP would wrap
-it. What Lightning does not document is marked "private" at the end of its line; tests hold that it is there in the
-version that they run with.
+Both strategies are Lightning's own strategies for DDP, except that the model is sharded in place instead of wrapped by
+DDP. Undocumented parts of Lightning are marked "private" at the end of the line. Tests check that they exist in the
+installed version.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = ["FabricFullShardStrategy", "FullShardStrategy", "ReportCallback"]
 
 @dataclass(frozen=True)
 class _Sharding:
-    """The options of sharding, for both strategies."""
+    """The sharding options of both strategies."""
 
     strategy: Strategy
     auto_wrap_policy: AutoWrapPolicy | None
@@ -61,7 +61,7 @@ class _Sharding:
     offload_policy: OffloadPolicy | None
 
     def apply(self, model: nn.Module, device: torch.device, policy: AutoWrapPolicy) -> None:
-        """Shard `model` in place, with `policy` if the user has none."""
+        """Shard `model` in place, with `policy` unless the user has set one."""
         shard_model(
             model,
             device=device,
@@ -77,23 +77,23 @@ class FullShardStrategy(DDPStrategy):
 
         trainer = Trainer(strategy=FullShardStrategy(), devices=2, ...)
 
-    Modules that `configure_model` builds on the meta device are initialised unit by unit, by `reset_parameters`.
-    Checkpoints are folders that `fullshard.checkpoint` has written; a file that another strategy has saved is loaded,
-    too.
+    Modules that `configure_model` creates on the meta device are initialized unit by unit, by `reset_parameters`.
+    Checkpoints are folders in the format of `fullshard.checkpoint`. Files that other strategies have saved can be
+    loaded, too.
 
     Args:
-        strategy: see `fullshard.fully_shard`, as for the next three.
-        auto_wrap_policy: picks the units; if None, the layers of the modules that the LightningModule has, and
-            those modules themselves. Units that `configure_model` has made stay.
-        mp_policy: the dtypes of units, besides what the precision plugin does.
-        offload_policy: the memory that shards are in.
-        process_group_backend: NCCL for GPUs, else gloo, if None.
-        timeout: of collectives.
-        options: of Lightning's `DDPStrategy` that do not concern DDP's wrapper: accelerator, parallel_devices,
-            cluster_environment, precision_plugin, start_method.
+        strategy: See `fullshard.fully_shard`.
+        auto_wrap_policy: Selects the units. If None, the layers of the LightningModule's child modules, and these
+            modules themselves. Units that `configure_model` has created are kept.
+        mp_policy: The dtypes of units, in addition to the precision plugin. See `fullshard.fully_shard`.
+        offload_policy: The memory for shards. See `fullshard.fully_shard`.
+        process_group_backend: If None, NCCL for GPUs, otherwise gloo.
+        timeout: The timeout of collectives.
+        options: Options of Lightning's `DDPStrategy` that do not concern the DDP wrapper: accelerator,
+            parallel_devices, cluster_environment, precision_plugin, start_method.
 
     Raises:
-        ConfigError: an option cannot be honoured.
+        ConfigError: An option is not supported.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class FullShardStrategy(DDPStrategy):
     ) -> None:
         super().__init__(**_known(options, process_group_backend, timeout, "precision_plugin"))
         self._sharding = _Sharding(strategy, auto_wrap_policy, mp_policy, offload_policy)
-        self._given: dict[str, Any] = {}  # the last state dict that was returned, to notice if hooks change it
+        self._given: dict[str, Any] = {}  # the last state dict returned, to detect changes by hooks
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module, and make its optimizers of the shards."""
+        """Shard the module, and create its optimizers for the shards."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         if self._layer_sync is not None:  # private
@@ -132,25 +132,25 @@ class FullShardStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _shard(self, model: nn.Module) -> None:
-        if is_unit(model):  # an earlier call of the trainer has sharded it, and moved it to the CPU at its end
+        if is_unit(model):  # an earlier call of the trainer has sharded it, and moved it to the CPU at the end
             model.to(self.root_device)
         self._sharding.apply(model, self.root_device, layers_and_children(model))
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """A context in which modules are built: on the meta device if `empty_init`."""
+        """Context manager in which modules are created: on the meta device if `empty_init`."""
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
     def model_to_device(self) -> None:
-        """Nothing: units are placed as they are made."""
+        """Do nothing: units are placed when they are created."""
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the module's own `training_step`, with the module's own parameters unsharded meanwhile.
+        """Return the result of the module's `training_step`, with the root unit's parameters unsharded meanwhile.
 
-        If the module drives its optimizers itself, they are unsharded in its forward alone: backward comes within the
+        With manual optimization, they are unsharded in the module's forward only, because backward runs within the
         step.
         """
         module = self._module
@@ -160,23 +160,23 @@ class FullShardStrategy(DDPStrategy):
             return run_as_forward(module, module.training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the module's own `validation_step`."""
+        """Return the result of the module's `validation_step`."""
         with self.precision_plugin.val_step_context():
             return run_as_forward(self._module, self._module.validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the module's own `test_step`."""
+        """Return the result of the module's `test_step`."""
         with self.precision_plugin.test_step_context():
             return run_as_forward(self._module, self._module.test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the module's own `predict_step`."""
+        """Return the result of the module's `predict_step`."""
         with self.precision_plugin.predict_step_context():
             return run_as_forward(self._module, self._module.predict_step, args, kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """A context in which backward adds to whole gradients and sends nothing: all microbatches but the last."""
+        """Context manager in which backward accumulates unsharded gradients without communication."""
         with cast(FSDPModule, self._module).no_sync():
             yield
 
@@ -194,28 +194,28 @@ class FullShardStrategy(DDPStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False for folders, from which `load_checkpoint` has loaded optimizers already."""
+        """False for folders, because `load_checkpoint` has loaded optimizers already."""
         return self._from_file
 
     _from_file = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state, sharded."""
+        """Return the module's sharded state."""
         self._given = model_state(self._module)
         return dict(self._given)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state by FQN, sharded."""
+        """Return the optimizer's sharded state by FQN."""
         return sharded_optim_state_dict(self._module, getattr(optimizer, "optimizer", optimizer))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint of ours to the folder `filepath`, each rank its shards, all or nothing.
+        """Write a checkpoint to the folder `filepath`, each rank its shards. It is complete or does not exist.
 
         Raises:
-            CheckpointError: some rank could not, or something cannot be read back without executing code.
-            ConfigError: an option, or a hook's change, cannot be honoured.
+            CheckpointError: A rank could not write, or a value could not be read back without executing code.
+            ConfigError: An option, or a change by a hook, is not supported.
         """
         if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
             raise ConfigError(
@@ -240,12 +240,13 @@ class FullShardStrategy(DDPStrategy):
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder of ours into module and optimizers; of a file, return its content, to be loaded later.
+        """Load a checkpoint folder into module and optimizers. For a file, return its content, which is loaded later.
 
-        At any number of ranks and under any strategy. With as many ranks as saved it, random generators go on, too.
+        The number of ranks and the strategy may differ. With the same number of ranks, random generators are restored,
+        too.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit.
+            CheckpointError: It is damaged, or does not match.
         """
         path = Path(self.broadcast(checkpoint_path))
         self._from_file = path.is_file()
@@ -261,7 +262,7 @@ class FullShardStrategy(DDPStrategy):
             self._module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole states from a file, each rank its part."""
+        """Load whole states from a file. Each rank loads its part."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             fqns = list(params_by_fqn(self._module, optimizer))
             named = {
@@ -273,20 +274,20 @@ class FullShardStrategy(DDPStrategy):
             optim_state_dict_to_load(self._module, optimizer, named, load_directly=True, from_first_rank=False)
 
     def teardown(self) -> None:
-        """End as every strategy does; the module stays sharded."""
+        """End like every strategy. The module stays sharded."""
         self._from_file = False
         super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: a strategy of this name is passed as an object."""
+        """Do nothing: this strategy is passed as an object, not by name."""
 
 
 class ReportCallback(Callback):
-    """Leaves behind the page of a training by Lightning's Trainer, with what it logs: see `fullshard.report`.
+    """Writes the page of a training run of Lightning's Trainer, with the values that it logs: see `fullshard.report`.
 
     Args:
-        path: the folder; the Trainer's `default_root_dir`, if None.
+        path: The folder. If None, the Trainer's `default_root_dir`.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -294,13 +295,13 @@ class ReportCallback(Callback):
         self.report: RunReport | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record from here on."""
+        """Start recording."""
         self.report = report(
             pl_module, Path(self._path or trainer.default_root_dir), first_step=trainer.global_step + 1
         )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Let the page show what is logged."""
+        """Add logged values to the page."""
         if self.report is not None:
             self.report.log(step=max(1, trainer.global_step), **numbers_of(trainer.logged_metrics))
 
@@ -316,22 +317,22 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         fabric = Fabric(strategy=FabricFullShardStrategy(), devices=2)
         model, optimizer = fabric.setup(model, optimizer)
 
-    Modules that are built on the meta device, such as in `fabric.init_module(empty_init=True)`, are initialised unit by
-    unit, by `reset_parameters`. `fabric.save` and `fabric.load` write and read folders of `fullshard.checkpoint`; the
-    state has one module.
+    Modules that are created on the meta device, for example in `fabric.init_module(empty_init=True)`, are initialized
+    unit by unit, by `reset_parameters`. `fabric.save` and `fabric.load` write and read folders in the format of
+    `fullshard.checkpoint`. The state must have one module.
 
     Args:
-        strategy: see `fullshard.fully_shard`, as for the next three.
-        auto_wrap_policy: picks the units; the module's layers, if None.
-        mp_policy: the dtypes of units, besides what the precision plugin does.
-        offload_policy: the memory that shards are in.
-        process_group_backend: NCCL for GPUs, else gloo, if None.
-        timeout: of collectives.
-        options: of Fabric's `DDPStrategy` that do not concern DDP's wrapper: accelerator, parallel_devices,
+        strategy: See `fullshard.fully_shard`.
+        auto_wrap_policy: Selects the units. If None, the module's layers.
+        mp_policy: The dtypes of units, in addition to the precision plugin. See `fullshard.fully_shard`.
+        offload_policy: The memory for shards. See `fullshard.fully_shard`.
+        process_group_backend: If None, NCCL for GPUs, otherwise gloo.
+        timeout: The timeout of collectives.
+        options: Options of Fabric's `DDPStrategy` that do not concern the DDP wrapper: accelerator, parallel_devices,
             cluster_environment, precision, start_method.
 
     Raises:
-        ConfigError: an option cannot be honoured.
+        ConfigError: An option is not supported.
     """
 
     def __init__(
@@ -350,21 +351,21 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         self._backward_sync_control = cast(Any, _NoSync())  # private: for fabric.no_backward_sync
 
     def setup_module(self, module: nn.Module) -> Any:
-        """`module`, sharded."""
+        """Shard `module` and return it."""
         _share_overflows(self.precision)
         self._sharding.apply(module, self.root_device, repeated_layers(module))
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """`optimizer`, over the shards, even if it was made before sharding."""
+        """Return `optimizer` for the shards, even if it was created before sharding."""
         point_to_shards(optimizer)
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: units are placed as they are made."""
+        """Do nothing: units are placed when they are created."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """A context in which modules are built: on the meta device if `empty_init`."""
+        """Return a context in which modules are created: on the meta device if `empty_init`."""
         stack = ExitStack()
         if empty_init:
             stack.enter_context(torch.device("meta"))
@@ -379,7 +380,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """The norm of all gradients, which are clipped: see `fullshard.clip_grad_norm_`."""
+        """Clip all gradients and return their norm: see `fullshard.clip_grad_norm_`."""
         self.precision.unscale_gradients(optimizer)
         params = cast(list[nn.Parameter], self.precision.main_params(optimizer))
         return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
@@ -393,11 +394,11 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write `state` to the folder `path`, each rank its shards, all or nothing.
+        """Write `state` to the folder `path`, each rank its shards. It is complete or does not exist.
 
         Raises:
-            CheckpointError: some rank could not, or something cannot be read back without executing code.
-            ConfigError: there is not one module in `state`, or an option cannot be honoured.
+            CheckpointError: A rank could not write, or a value could not be read back without executing code.
+            ConfigError: `state` does not contain exactly one module, or an option is not supported.
         """
         if storage_options is not None or filter is not None:
             raise ConfigError("fabric.save(storage_options=..., filter=...) cannot be honoured: all of it is saved.")
@@ -419,11 +420,11 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load the folder `path` into the objects in `state`; the rest of the saved values.
+        """Load the folder `path` into the objects in `state`, and return the remaining saved values.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit.
-            ConfigError: there is not one module in `state`, or an option cannot be honoured.
+            CheckpointError: It is damaged, or does not match.
+            ConfigError: `state` does not contain exactly one module, or an option is not supported.
         """
         if not isinstance(state, dict):
             raise ConfigError('fabric.load(path, state): pass what was saved, such as {"model": model}.')
@@ -447,13 +448,13 @@ class FabricFullShardStrategy(FabricDDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: a strategy of this name is passed as an object."""
+        """Do nothing: this strategy is passed as an object, not by name."""
 
 
 def _average_shards(callback: Callback, model: nn.Module) -> None:
-    """Let `callback`, if it averages weights, average those of `model`: it copied the module before that was sharded.
+    """Make `callback` average the weights of `model` if it averages weights, because it copied the unsharded module.
 
-    Lightning's `StochasticWeightAveraging` and `WeightAveraging` keep what they average in a private attribute.
+    Lightning's `StochasticWeightAveraging` and `WeightAveraging` keep the average in a private attribute.
     """
     average = getattr(callback, "_average_model", None)
     if isinstance(average, AveragedModel):
@@ -463,16 +464,16 @@ def _average_shards(callback: Callback, model: nn.Module) -> None:
 
 
 class _NoSync:
-    """Fabric's control of backwards that send nothing."""
+    """Fabric's control of backwards without communication."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """A context in which backward adds to whole gradients, if `enabled`."""
+        """Return a context in which backward accumulates unsharded gradients, if `enabled`."""
         return cast(FSDPModule, module).no_sync() if enabled else nullcontext()
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of a state that Fabric saves: a module, optimizers over it, and anything else."""
+    """The parts of a state that Fabric saves: a module, its optimizers, and other values."""
 
     module: nn.Module
     optimizers: Sequence[Optimizer]
@@ -496,7 +497,7 @@ def _is_stateful(value: Any) -> bool:
 
 
 def _known(options: dict[str, Any], backend: str | None, timeout: timedelta | None, precision: str) -> dict[str, Any]:
-    """`options` for Lightning's own strategy, once they are known to be honoured."""
+    """Return `options` for Lightning's strategy after checking that they are supported."""
     known = {"accelerator", "parallel_devices", "cluster_environment", "start_method", precision}
     unknown = [name for name in options if name not in known]
     if unknown:
@@ -509,7 +510,7 @@ def _known(options: dict[str, Any], backend: str | None, timeout: timedelta | No
 
 
 def _share_overflows(plugin: Any) -> None:
-    """Let a step of scaled losses be skipped on all ranks where any rank's shards overflowed."""
+    """Skip a step of scaled losses on all ranks if the shards of any rank overflowed."""
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision | FabricMixedPrecision) else None
     if scaler is not None and not isinstance(scaler, ShardedGradScaler):
         plugin.scaler = ShardedGradScaler(

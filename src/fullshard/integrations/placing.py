@@ -1,4 +1,4 @@
-"""A plain model made into units, as every integration does it: one after another, the same values on every rank."""
+"""Sharding of a plain model, shared by all integrations: unit by unit, with identical values on all ranks."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ def shard_model(
     root: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Shard `model` in place, a unit at a time.
+    """Shard `model` in place, one unit at a time.
 
-    What of a unit is on the meta device is initialised first, by the `reset_parameters` of its modules; then every rank
-    gets the first rank's values. So no rank holds more than its shards and one unit whole.
+    Tensors of a unit on the meta device are initialized first, by `reset_parameters` of its modules. Then every rank
+    receives the first rank's values. So no rank holds more than its shards and one unsharded unit.
 
     Args:
-        model: a plain model, or one in which units were made already: those stay.
-        device: where what is on the meta device gets memory.
-        auto_wrap_policy: which submodules become units; `repeated_layers(model)` if None and there are no units yet.
-        root: options of the root's unit alone.
-        options: of `fully_shard`.
+        model: A plain model, or a model with existing units, which are kept.
+        device: The device on which tensors on the meta device get memory.
+        auto_wrap_policy: Selects the submodules that become units. If None, `repeated_layers(model)` unless there are
+            units already.
+        root: Options of the root's unit only.
+        options: Options of `fully_shard`.
     """
     there = [child for child in model.modules() if is_unit(child)]
     if model in there:
@@ -58,19 +59,19 @@ def shard_model(
 
 
 def repeated_layers(model: nn.Module) -> AutoWrapPolicy:
-    """A policy that makes units of a model's layers: the modules of one class that a container has several of.
+    """Return a policy that makes units of a model's layers: the modules of one class that a container has several of.
 
-    Containers are `nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`; layers within a layer stay whole with it. Where
-    a model names its layers as models of the transformers library do (`_no_split_modules`), those are units.
+    Containers are `nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`. Layers within a layer are part of its unit. If
+    a model names its layers like models of the transformers library (`_no_split_modules`), those are units.
     """
     layers = _layers(model)
     return CustomPolicy(lambda module: module in layers)
 
 
 def layers_and_children(model: nn.Module) -> AutoWrapPolicy:
-    """A policy that makes units of the layers of `model`, and of each module that it has itself.
+    """Return a policy that makes units of the layers of `model`, and of each of its direct child modules.
 
-    For models that call these, rather than be called: whichever of them is called first is whole in time.
+    It is for models that call their children but are not called themselves: each child is unsharded when it is called.
     """
     layers = set(chain.from_iterable(map(_layers, model.children())))
     children = {child for child in model.children() if not isinstance(child, _WITHOUT_FORWARD)}
@@ -100,7 +101,7 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def take_from_first(unit: nn.Module) -> None:
-    """Broadcast the first rank's values of those tensors of `unit` that no unit has yet, one at a time."""
+    """Broadcast the first rank's values of the tensors of `unit` that do not belong to a unit yet, one at a time."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     wire = current_device(usual_device_type())
@@ -113,7 +114,7 @@ def take_from_first(unit: nn.Module) -> None:
     with torch.no_grad():
         for tensor in tensors.values():
             staged = tensor.detach().to(wire).contiguous()
-            as_bytes = staged.reshape(-1).view(torch.uint8)  # gloo sends these, whatever the dtype is
+            as_bytes = staged.reshape(-1).view(torch.uint8)  # gloo sends bytes, whatever the dtype is
             collectives_of(dist.distributed_c10d._get_default_group()).broadcast([as_bytes], 0, origin=_ORIGIN)
             if staged.data_ptr() != tensor.data_ptr():
                 tensor.copy_(staged)

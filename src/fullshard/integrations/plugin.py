@@ -1,8 +1,8 @@
-"""`ShardingPlugin`: the settings of transformers and accelerate for sharding, and what each of their keys means here.
+"""`ShardingPlugin`: the sharding settings of transformers and accelerate, and their meaning in fullshard.
 
-Both libraries have one set of keys, under three spellings: `fsdp_config` of the Trainer and of `accelerate config`, the
+Both libraries have one set of keys in three forms: `fsdp_config` of the Trainer and of `accelerate config`, the
 environment variables of `accelerate launch`, and the arguments of accelerate's `FullyShardedDataParallelPlugin`. All of
-them end here. A key is honoured or refused; none is ignored.
+them are converted here. A key is either supported or raises an error; none is ignored.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ class ShardingPlugin:
     Args:
         strategy: `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"`, `"hsdp"`, `"hsdp_zero2"`, a `ShardingStrategy` or
             `Placements`.
-        reshard_after_forward: a number is a size of groups of neighbouring ranks, which keep secondary shards from
-            forward to backward; True and False as `fully_shard` takes them.
-        device_mesh: the ranks to shard over; all of them if None, and with `hsdp` those of a host.
-        auto_wrap_policy: picks the modules that become units: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"`,
+        reshard_after_forward: A number is the size of groups of adjacent ranks, which keep secondary shards from
+            forward to backward. True and False have the same meaning as in `fully_shard`.
+        device_mesh: The ranks to shard over. If None, all ranks, or with `hsdp` those of a host.
+        auto_wrap_policy: Selects the modules that become units: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"`,
             `"NO_WRAP"` or a policy of `fullshard.wrap`.
-        transformer_layer_cls_to_wrap: names of the classes whose instances become units under
-            `"TRANSFORMER_BASED_WRAP"`; if empty, those that the model itself names (`_no_split_modules`), or else the
+        transformer_layer_cls_to_wrap: Names of the classes whose instances become units under
+            `"TRANSFORMER_BASED_WRAP"`. If empty, those that the model itself names (`_no_split_modules`), or else the
             modules of its lists.
-        min_num_params: smallest size of a unit under `"SIZE_BASED_WRAP"`, in elements.
-        ignored_modules: modules to leave as they are, or a regular expression that matches their whole names.
-        cpu_offload: whether shards, their gradients and the optimizer step stay on the CPU.
-        offload_optimizer: how much of the optimizer's state rests on a disk, from 0 to 1, as `Offload` has it.
-        offload_parameters: how much of the parameters rests on a disk, with gradients and the optimizer's state.
-        offload_optimizer_cpu: how much of it is on the CPU, which steps it, from 0 to 1.
-        offload_parameters_cpu: how much of the parameters rests on the CPU, from 0 to 1.
-        offload_activations: how much of what forward keeps for backward is on a disk meanwhile, from 0 to 1.
-        offload_activations_cpu: how much of it is in the CPU's memory.
-        offload_budget: instead of all of these, the memory that a rank's tensors may take, such as "20GB".
-        offload_folder: the folder on that disk.
-        forward_prefetch: whether the next unit's gather starts before this one's forward.
+        min_num_params: The minimum size of a unit under `"SIZE_BASED_WRAP"`, in elements.
+        ignored_modules: Modules to leave unchanged, or a regular expression that matches their full names.
+        cpu_offload: Whether shards, their gradients and the optimizer step stay on the CPU.
+        offload_optimizer: The fraction of the optimizer state on disk, from 0 to 1, as in `Offload`.
+        offload_parameters: The fraction of the parameters on disk, with gradients and the optimizer state.
+        offload_optimizer_cpu: The fraction of the optimizer state that is on the CPU and updated there, from 0 to 1.
+        offload_parameters_cpu: The fraction of the parameters on the CPU, from 0 to 1.
+        offload_activations: The fraction of activations on disk between forward and backward, from 0 to 1.
+        offload_activations_cpu: The fraction of activations in CPU memory.
+        offload_budget: The memory that a rank's tensors may take, such as "20GB", instead of these fractions.
+        offload_folder: The folder on the disk.
+        forward_prefetch: Whether the next unit's all-gather starts before this unit's forward.
         backward_prefetch: `"BACKWARD_PRE"`, `"BACKWARD_POST"` or `"NO_PREFETCH"`.
-        limit_all_gathers: whether at most one unit is gathered ahead; two, if False.
-        param_dtype: of the unsharded parameters, and so of the gather. Under mixed precision that dtype, if None;
-            `torch.float32` then gives the numbers of DDP under autocast to the last bit.
-        reduce_dtype: gradients are summed over the ranks in it. Under mixed precision `torch.float32`, if None.
-        output_dtype: floating-point outputs of a unit are cast to it.
-        activation_checkpointing: whether units run again in backward, so that their activations need not be kept.
-        activation_checkpointing_offload: whether the inputs that are kept for that are moved to host memory.
-        state_dict_type: `"FULL_STATE_DICT"` saves whole weights beside a checkpoint's shards, as others read them;
-            `"SHARDED_STATE_DICT"` leaves them out.
-        sync_module_states: whether every rank starts from the values of rank 0.
-        cpu_ram_efficient_loading: whether `from_pretrained` reads weights on rank 0 alone.
+        limit_all_gathers: Whether to prefetch at most one unit; if False, two.
+        param_dtype: The dtype of unsharded parameters, and so of the all-gather. If None, the dtype of mixed precision,
+            if enabled; `torch.float32` then gives results bitwise equal to DDP under autocast.
+        reduce_dtype: The dtype of the gradient reduction. If None, `torch.float32` under mixed precision.
+        output_dtype: The dtype that floating-point outputs of a unit are cast to.
+        activation_checkpointing: Whether to recompute units in backward, so that their activations are not kept.
+        activation_checkpointing_offload: Whether to move the inputs that are kept for recomputation to host memory.
+        state_dict_type: `"FULL_STATE_DICT"` saves whole weights next to a checkpoint's shards, for other tools;
+            `"SHARDED_STATE_DICT"` does not.
+        sync_module_states: Whether every rank starts from the values of rank 0.
+        cpu_ram_efficient_loading: Whether `from_pretrained` reads weights on rank 0 only.
 
     Raises:
-        ConfigError: a value is none of those, or values contradict each other.
+        ConfigError: A value is not supported, or values contradict each other.
     """
 
     strategy: str | ShardingStrategy | Placements = "zero3"
@@ -148,7 +148,7 @@ class ShardingPlugin:
 
     @property
     def offload_policy(self) -> OffloadPolicy:
-        """The policy of all units that this asks for."""
+        """Return the offload policy of all units."""
         if self.cpu_offload:
             return CPUOffloadPolicy()
         if not any(self._fractions.values()) and self.offload_budget is None:
@@ -171,16 +171,16 @@ class ShardingPlugin:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **defaults: Any) -> ShardingPlugin:
-        """The plugin of a section `fsdp_config`, of the Trainer or of `accelerate config`.
+        """Return the plugin for a section `fsdp_config` of the Trainer or of `accelerate config`.
 
         Names may begin with `fsdp_`. Values may be strings, as in YAML and in environment variables.
 
         Args:
-            config: values by key.
-            defaults: values of this class's fields that `config` leaves out.
+            config: The values by key.
+            defaults: The values of this class's fields that `config` does not contain.
 
         Raises:
-            ConfigError: a key or a value cannot be honoured; the message names it and says why.
+            ConfigError: A key or a value is not supported. The message names it and gives the reason.
         """
         said = {_plain_name(key): value for key, value in config.items()}
         for key, value in said.items():
@@ -207,10 +207,10 @@ class ShardingPlugin:
 
     @classmethod
     def of(cls, plugin: Any) -> ShardingPlugin:
-        """`plugin` itself, or that of accelerate's `FullyShardedDataParallelPlugin`.
+        """Return `plugin` itself, or the equivalent of accelerate's `FullyShardedDataParallelPlugin`.
 
         Raises:
-            ConfigError: a value cannot be honoured.
+            ConfigError: A value is not supported.
         """
         if isinstance(plugin, cls):
             return plugin
@@ -243,16 +243,16 @@ _DTYPES = {
 
 
 def plugin_from_environment() -> ShardingPlugin | None:
-    """The plugin of `accelerate launch`, of its options or its configuration file; None if it is not to shard.
+    """Return the plugin for the options or the configuration file of `accelerate launch`; None without sharding.
 
     Raises:
-        ConfigError: the value of a variable cannot be honoured.
+        ConfigError: The value of a variable is not supported.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in ("true", "1"):
         return None
     said = {key.removeprefix("FSDP_").lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
     policy = said.setdefault("auto_wrap_policy", NONE).upper()
-    # The launcher sets every variable, with a default if the user has said nothing.
+    # The launcher sets every variable, with a default if the user has not set it.
     if policy != SIZE:
         said.pop("min_num_params", None)
     if policy != TRANSFORMER:
@@ -271,12 +271,12 @@ def plugin_from_environment() -> ShardingPlugin | None:
 
 
 def plugin_from_config_file(path: str | os.PathLike[str]) -> ShardingPlugin:
-    """The plugin of the section `fsdp_config` in a file of `accelerate config`.
+    """Return the plugin for the section `fsdp_config` in a file of `accelerate config`.
 
-    `accelerate launch` passes on the keys that it knows; here the keys of fullshard's own are read too.
+    `accelerate launch` only passes on the keys that it knows. This function also reads the keys of fullshard.
 
     Raises:
-        ConfigError: there is no such section, or a value of it cannot be honoured.
+        ConfigError: There is no such section, or a value is not supported.
     """
     file = Path(path)
     try:
@@ -309,7 +309,7 @@ _ALIASES = {
 
 
 def _names_strategy(value: Any) -> bool:
-    """True if `value` of a key names a strategy; a number is a size of groups that keep parameters."""
+    """Return True if `value` of a key names a strategy. A number is the size of groups that keep parameters."""
     return value is not None and not (isinstance(value, int) and not isinstance(value, bool))
 
 
@@ -361,7 +361,7 @@ def _strategy(key: str, value: Any) -> dict[str, Any]:
 
 
 def _reshard(key: str, value: Any) -> dict[str, Any]:
-    """True and False are two strategies; version 1 names any strategy here; a number is how many ranks keep a part."""
+    """True and False are two strategies; version 1 names any strategy here; a number is the size of a rank group."""
     if isinstance(value, int) and not isinstance(value, bool):
         return {key: value}
     if getattr(value, "name", str(value)).upper() in _STRATEGIES:
@@ -459,14 +459,14 @@ REFUSED = {
 
 
 def _wrap_name(plugin: Any) -> str | None:
-    """The name of one of accelerate's policies, which it has made a function."""
+    """Return the name of one of accelerate's policies, which it has converted to a function."""
     policy = plugin.auto_wrap_policy
     named = {"transformer_auto_wrap_policy": TRANSFORMER, "size_based_auto_wrap_policy": SIZE}
     return named.get(getattr(policy, "__name__", ""))
 
 
 def _init_function(plugin: Any) -> Any:
-    """The user's `param_init_fn`; accelerate sets one of its own, too."""
+    """Return the user's `param_init_fn`, or None for the one that accelerate sets."""
     function = plugin.param_init_fn
     return None if "FullyShardedDataParallelPlugin" in getattr(function, "__qualname__", "") else function
 
@@ -476,7 +476,7 @@ def _offloads(plugin: Any) -> bool:
     return bool(getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy"))
 
 
-# By key, a function that reads the field from accelerate's plugin; None if that leaves it open.
+# By key, a function that reads the field from accelerate's plugin; None if the field is not set.
 _PLUGIN: dict[str, Callable[[Any], Any]] = {
     "version": lambda item: item.fsdp_version,
     "sharding_strategy": lambda item: item.sharding_strategy,
@@ -501,7 +501,7 @@ _PLUGIN: dict[str, Callable[[Any], Any]] = {
 
 
 def _dtypes_of(policy: Any) -> dict[str, torch.dtype]:
-    """The dtypes that a mixed-precision policy of torch's names."""
+    """Return the dtypes that a mixed-precision policy of torch sets."""
     names = ("param_dtype", "reduce_dtype", "output_dtype")
     found = {name: getattr(policy, name, None) for name in names}
     return {name: dtype for name, dtype in found.items() if dtype is not None}

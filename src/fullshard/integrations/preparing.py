@@ -1,4 +1,4 @@
-"""Shard a model in place, as a `ShardingPlugin` says."""
+"""Sharding of a model in place according to a `ShardingPlugin`."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ logger = logging.getLogger(__name__)
 
 
 def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype | None) -> None:
-    """Make units of `model` and of modules in it, in place; a model that is sharded already is left alone.
+    """Make units of `model` and of modules in it, in place. A model that is sharded already is not changed.
 
     Args:
-        model: built on every rank alike; on the CPU, a GPU or the meta device.
-        plugin: how to shard it.
-        computes_in: the dtype of mixed precision, if there is any. Trained parameters are then kept in float32.
+        model: The model, identical on every rank; on the CPU, a GPU or the meta device.
+        plugin: The sharding options.
+        computes_in: The dtype of mixed precision, if enabled. Trained parameters are then kept in float32.
 
     Raises:
         ConfigError: `plugin` names classes or modules that the model does not have.
-        CheckpointError: the files of the model's waiting weights are missing or damaged, or do not fit.
+        CheckpointError: The files of the model's deferred weights are missing or damaged, or do not match.
     """
     if is_unit(model):
         read_waiting(model)
@@ -80,7 +80,7 @@ def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype 
 
 
 def _units(model: nn.Module, plugin: ShardingPlugin, ignored: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules below `model` that become units, inner ones first."""
+    """Return the modules below `model` that become units, inner ones first."""
     policy = _policy(model, plugin)
     return [] if policy is None else list(wrapped_modules(model, policy, ignored_modules=ignored))
 
@@ -119,14 +119,14 @@ def _ignored(model: nn.Module, plugin: ShardingPlugin) -> list[nn.Module]:
 
 
 def _precision(plugin: ShardingPlugin, computes_in: torch.dtype | None) -> MixedPrecisionPolicy:
-    """The policy: under mixed precision, by default, gathers move its dtype and sums over ranks are in float32."""
+    """Return the policy. With mixed precision, the default is its dtype for all-gathers and float32 for reductions."""
     param = plugin.param_dtype or computes_in
     reduce = plugin.reduce_dtype or (torch.float32 if computes_in is not None else None)
     return MixedPrecisionPolicy(param, reduce, plugin.output_dtype, cast_forward_inputs=param != torch.float32)
 
 
 def _keep_in_float32(model: nn.Module) -> None:
-    """Keep trained parameters in float32: the optimizer's steps are too small for fewer digits."""
+    """Keep trained parameters in float32, because optimizer updates are too small for lower precision."""
     raised = [
         param for param in model.parameters() if param.requires_grad and is_castable(param.dtype) and param.itemsize < 4
     ]
@@ -137,7 +137,7 @@ def _keep_in_float32(model: nn.Module) -> None:
 
 
 def _checkpoint_activations(model: Any, units: Iterable[nn.Module], offload: bool) -> None:
-    """Let each unit run again in backward, by the model's own means if it has any."""
+    """Enable recomputation of each unit in backward, with the model's own method if it has one."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(offload=offload)
         return

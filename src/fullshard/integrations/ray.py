@@ -1,4 +1,4 @@
-"""Train on a Ray cluster: what a worker of Ray Train saves is one sharded checkpoint, and any number of workers go on.
+"""Training on a Ray cluster. Workers save one sharded checkpoint, which any number of workers can resume.
 
     def train(config):                              # the function of a ray.train.torch.TorchTrainer
         model, optimizer = make_sharded_model()     # on Ray's process group and device
@@ -7,7 +7,7 @@
             loss = train_step(model, optimizer, step)
             save_and_report({"loss": loss}, model=model, optimizer=optimizer, step=step + 1)
 
-Everything else is Ray's: workers and their devices, restarts (`FailureConfig`), worker counts that change
+Ray provides everything else: workers and their devices, restarts (`FailureConfig`), changing numbers of workers
 (`ScalingConfig(num_workers=(2, 8))`), storage.
 """
 
@@ -44,21 +44,24 @@ def save_and_report(
     data: HasState | None = None,
     extra: Any = None,
 ) -> None:
-    """Report `metrics` to Ray Train, with a checkpoint of the run. Every worker calls it; Ray waits for all of them.
+    """Report `metrics` to Ray Train, with a checkpoint of the run.
 
-    Each worker writes its own shards to its own disk, and Ray takes them to the storage of the run, where all of them
-    are one checkpoint: the newest one that is whole is what `restore` gives after a failure. How many are kept says
-    Ray's `CheckpointConfig`.
+    Every worker must call it; Ray waits for all of them. Each worker writes its own shards to its own disk. Ray copies
+    them to the storage of the run, where they form one checkpoint. After a failure, `restore` loads the newest complete
+    one. Ray's `CheckpointConfig` sets how many are kept.
 
     Args:
-        metrics: for Ray; those of the first worker count.
-        model: sharded or not; its parameters, buffers and other state.
-        step: names the checkpoint: each worker reports a step once.
-        optimizer, scheduler, data, extra: as for `fullshard.checkpoint.save`.
+        metrics: Metrics for Ray. Those of the first worker count.
+        model: The model, sharded or not: its parameters, buffers and other state.
+        step: The number that names the checkpoint. Each worker reports a step once.
+        optimizer: See `fullshard.checkpoint.save`.
+        scheduler: See `fullshard.checkpoint.save`.
+        data: See `fullshard.checkpoint.save`.
+        extra: See `fullshard.checkpoint.save`.
 
     Raises:
-        ConfigError: this process is no worker of Ray Train, or `step` is below 0.
-        CheckpointError: some worker could not write; the same error on every worker.
+        ConfigError: This process is not a worker of Ray Train, or `step` is below 0.
+        CheckpointError: A worker could not write. The same error is raised on every worker.
     """
     _check_is_worker("save_and_report")
     with tempfile.TemporaryDirectory(prefix="fullshard-") as own:
@@ -73,19 +76,19 @@ def restore(
     scheduler: HasState | None = None,
     data: HasState | None = None,
 ) -> Restored | None:
-    """Put back the newest checkpoint that the run has reported, into as many workers as there are now.
+    """Restore the newest checkpoint that the run has reported, with the current number of workers.
 
-    Every worker calls it, before its first step. With as many workers as saved, the next losses have the same bits;
-    with another number they are those of a run of that size that starts there.
+    Every worker must call it before its first step. With the same number of workers as the save, the following losses
+    are bitwise equal. With another number, they are those of a run with that many workers that starts there.
 
-    Args: as for `fullshard.checkpoint.load`.
+    Args: Those of `fullshard.checkpoint.load`.
 
     Returns:
-        What was restored, with its step; None where nothing has been reported yet.
+        The restored data with its step; None if nothing has been reported yet.
 
     Raises:
-        ConfigError: this process is no worker of Ray Train.
-        CheckpointError: the checkpoint is damaged, or does not fit; the same error on every worker.
+        ConfigError: This process is not a worker of Ray Train.
+        CheckpointError: The checkpoint is damaged, or does not match. The same error is raised on every worker.
     """
     _check_is_worker("restore")
     checkpoint = ray.train.get_checkpoint()

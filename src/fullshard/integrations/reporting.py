@@ -1,4 +1,4 @@
-"""What trainers log, under the names that the page of a run has for it."""
+"""Conversion of the values that trainers log to the names on the page of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = {"grad_norm": "gradient_norm", "lr": "learning_rate", "train_loss": "lo
 
 
 def numbers_of(logged: Mapping[str, Any]) -> dict[str, float | Tensor]:
-    """What of `logged` is a number, or a tensor of one, by name. No tensor is read."""
+    """Return the numbers and single-element tensors in `logged`, by name. No tensor is read."""
     return {
         _NAMES.get(name, name.replace("/", "_")): value
         for name, value in logged.items()

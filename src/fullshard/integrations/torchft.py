@@ -9,11 +9,11 @@
             optimizer.step()
         optimizer.zero_grad()
 
-A replica is a world of its own: a process group of its ranks, started by a launcher of its own, say torchrun. Its model
-is sharded over these. What it has in common with other replicas are torchft's `Manager` and lighthouse: gradients are
-means over all replicas of the step, taken where HSDP sums over its replicate axis. A replica of which any rank is lost
-ends, and is started anew; the others abandon the step that was under way and go on without it. When it comes back, it
-gets the state of another replica: each rank that of the rank of its place there.
+A replica is a separate world: a process group of its ranks, started by a separate launcher, for example torchrun. Its
+model is sharded over these ranks. Replicas share torchft's `Manager` and lighthouse. Gradients are averaged over all
+replicas of the step, at the point where HSDP sums over its replicate axis. If any rank of a replica is lost, the
+replica ends and is restarted; the others abandon the current step and continue without it. When it returns, it receives
+the state of another replica: each rank receives that of its counterpart.
 """
 
 from __future__ import annotations
@@ -46,22 +46,24 @@ __all__ = ["Replicas"]
 
 
 class Replicas:
-    """This replica among the others. Each of its ranks makes one, and calls all methods, in the same order.
+    """This replica and its connection to others. Each of its ranks creates one and calls all methods in the same order.
 
     Args:
-        model: sharded over the ranks of this replica, by any strategy, its outermost module included. Replicas must
-            have the same model, strategy and number of ranks. At the first step all get the weights of one of them.
-        optimizer: over parameters of `model`.
-        scheduler: anything with `state_dict()` and `load_state_dict()`. A replica gets another's along with the rest.
-        name: of this replica, and no other one.
-        lighthouse: its address, such as `"http://host:29510"`; the environment's `TORCHFT_LIGHTHOUSE`, if None.
-        min_replicas: with fewer than these no step is committed.
-        timeout_s: seconds that a sum over replicas, a transfer of state or a question to the lighthouse may take. A
-            replica that has not come to its end by then is given up like one that is lost.
+        model: The model, sharded over the ranks of this replica by any strategy, including the root module. Replicas
+            must have the same model, strategy and number of ranks. At the first step all receive the weights of one of
+            them.
+        optimizer: An optimizer of parameters of `model`.
+        scheduler: An object with `state_dict()` and `load_state_dict()`. Its state is transferred between replicas,
+            too.
+        name: A unique name of this replica.
+        lighthouse: The address, such as `"http://host:29510"`. If None, `TORCHFT_LIGHTHOUSE` of the environment.
+        min_replicas: The minimum number of replicas to commit a step.
+        timeout_s: The timeout in seconds of a reduction over replicas, a transfer of state or a request to the
+            lighthouse. A replica that exceeds it is treated as lost.
 
     Raises:
-        ConfigError: `model` is not sharded, or no lighthouse is named.
-        StateError: there is no process group, or the lighthouse does not answer.
+        ConfigError: `model` is not sharded, or there is no lighthouse address.
+        StateError: There is no process group, or the lighthouse does not answer.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Replicas:
         rank = dist.get_rank()
         if rank == 0:
             own = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            self._store = own  # for as long as this replica lives
+            self._store = own  # for the life of this replica
             store.set("address", f"{socket.gethostname()} {own.port}")
         with here.waiting("address of the first rank's store"):
             host, port = store.get("address").decode().split()
@@ -117,7 +119,7 @@ class Replicas:
                 load_state_dict=None,
                 state_dict=None,
                 min_replica_size=min_replicas,
-                use_async_quorum=False,  # the state of another replica must be there before the forward
+                use_async_quorum=False,  # the state of another replica must arrive before forward
                 timeout=timeout,
                 quorum_timeout=timeout,
                 connect_timeout=timeout,
@@ -136,29 +138,29 @@ class Replicas:
 
     @property
     def step(self) -> int:
-        """Steps that are committed so far, by this replica or by the one whose state it has."""
+        """The number of steps committed so far, by this replica or by the one whose state it has received."""
         return int(self._manager.current_step())
 
     @property
     def count(self) -> int:
-        """How many replicas take part in the step that was begun."""
+        """The number of replicas in the current step."""
         return int(self._manager.num_participants())
 
     @property
     def index(self) -> int:
-        """The number of this replica among those, from 0 on."""
+        """The index of this replica among those of the current step."""
         index = self._manager.participating_rank()
         assert index is not None, "replicas have the newest state before a step begins"
         return int(index)
 
     def begin_step(self) -> None:
-        """Find the replicas of the next step, and have the state that they go on from.
+        """Find the replicas of the next step, and receive their state if needed.
 
-        Returns once all replicas that are there have come to it, or those that have not are taken for lost. It is then
-        that `count` and `index` may be others than before, and `step` too, where this replica had missed any.
+        It returns once all running replicas have called it, or those that have not are considered lost. `count` and
+        `index` can change at that point, and also `step` if this replica has missed steps.
 
         Raises:
-            StateError: the lighthouse does not answer, or fewer replicas than it wants came in time.
+            StateError: The lighthouse does not answer, or too few replicas joined in time.
         """
         try:
             self._manager.start_quorum()
@@ -169,11 +171,12 @@ class Replicas:
             ) from error
 
     def should_commit(self) -> bool:
-        """Whether to step the optimizer: gradients are means over all replicas. If not, the step is abandoned.
+        """Return whether to take the optimizer step. If not, the step is abandoned.
 
-        Call it after the step's backward. It is False if any rank of this replica has lost another replica meanwhile:
-        then gradients are dropped, on all ranks of this replica, and `begin_step` begins the same step anew. If others
-        had all sums by then, they have stepped, and this replica gets their state.
+        Gradients are averaged over all replicas. Call it after the step's backward. It returns False if any rank of
+        this replica has lost another replica meanwhile. Then all ranks of this replica drop their gradients, and
+        `begin_step` begins the same step again. If other replicas had completed all reductions by then, they have taken
+        the step, and this replica receives their state.
         """
         if self._manager.should_commit():
             return True
@@ -183,13 +186,13 @@ class Replicas:
 
     def close(self) -> None:
         """Leave the other replicas, between steps."""
-        dist.barrier()  # whoever serves the ranks of this replica leaves last
+        dist.barrier()  # the rank that serves this replica leaves last
         self._manager.shutdown(wait=False)
 
     def _sum_over_replicas(self, sums: Tensor) -> None:
-        """The mean over replicas in place of this replica's; anything at all, once one was lost.
+        """Replace the sums of this replica by the mean over replicas. Values are undefined once a replica was lost.
 
-        A rank that notices closes its connections: others in a ring may wait for this rank, and not for the lost one.
+        A rank that detects a loss closes its connections, because others in a ring may wait for this rank.
         """
         with here.waiting("all_reduce over replicas"):
             self._manager.allreduce(sums).wait()
@@ -203,7 +206,7 @@ class Replicas:
         restore_snapshot(taken, model=self._model, optimizer=self._optimizer, scheduler=self._scheduler)
 
     def _agree_on_step(self) -> None:
-        """Have the oldest step of any rank: of a state that came to some of them only, all are to get a newer one."""
+        """Set the oldest step of any rank, so that all ranks receive a newer state if only some have received one."""
         world = collectives_for(dist.distributed_c10d._get_default_group(), self._device)
         steps = world.gather_objects(self.step, origin=Origin("replicas", Phase.IDLE))
         self._manager.load_state_dict({**self._manager.state_dict(), "step": min(steps)})

@@ -1,4 +1,4 @@
-"""transformers' `Trainer` and `Seq2SeqTrainer`, which train with this engine if they are to shard.
+"""transformers' `Trainer` and `Seq2SeqTrainer`, which train with this engine if sharding is requested.
 
     from fullshard.integrations.transformers import Trainer    # was: from transformers import Trainer
 
@@ -10,7 +10,7 @@ or, for scripts that get their trainer from elsewhere (trl's, for one), before a
     import fullshard.integrations.transformers
     fullshard.integrations.transformers.enable()
 
-Where neither `fsdp` nor `accelerate launch` asks for sharding, these are transformers' own.
+If neither `fsdp` nor `accelerate launch` requests sharding, these are the classes of transformers.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from fullshard.state.loaded_states import accept_whole_states  # noqa: E402
 
 __all__ = ["TESTED_TRANSFORMERS", "ReportCallback", "Seq2SeqTrainer", "Trainer", "enable", "from_pretrained"]
 
-_FOLDER = "fullshard"  # in a checkpoint of the Trainer's: model, optimizer and scheduler, as fullshard.checkpoint saves
+_FOLDER = "fullshard"  # in a checkpoint of the Trainer: model, optimizer and scheduler, in our format
 
 
 class _Sharding(transformers.Trainer):
-    """A trainer's methods that differ once its model is sharded."""
+    """The methods of a trainer that differ if its model is sharded."""
 
     accelerator: Any
 
     @property
     def sharding(self) -> ShardingPlugin | None:
-        """The options by which the model is sharded; None if it is not."""
+        """The sharding options; None if the model is not sharded."""
         return self.accelerator.sharding if isinstance(self.accelerator, Accelerator) else None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -71,10 +71,10 @@ class _Sharding(transformers.Trainer):
             read_waiting(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, one that shards if the arguments or the launcher say so.
+        """Create the accelerator, with sharding if the arguments or the launcher request it.
 
         Raises:
-            ConfigError: a key of `fsdp_config` cannot be honoured; the message names it and says why.
+            ConfigError: A key of `fsdp_config` is not supported. The message names it and gives the reason.
         """
         plugin = _plugin_of(self.args)
         if plugin is None:
@@ -94,15 +94,15 @@ class _Sharding(transformers.Trainer):
             super().create_accelerator_and_postprocess()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; `resume_from_checkpoint=True` goes on from the newest checkpoint that is complete."""
+        """Train. `resume_from_checkpoint=True` resumes from the newest complete checkpoint."""
         if self.sharding is not None and resume_from_checkpoint is True:
             resume_from_checkpoint = str(_newest_complete(Path(str(self.args.output_dir))))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole model to a folder that `from_pretrained` opens. Every rank calls it, and rank 0 writes.
+        """Save the whole model to a folder for `from_pretrained`. Every rank must call it, and rank 0 writes.
 
-        Checkpoints within training have no such folder in them under `state_dict_type: SHARDED_STATE_DICT`.
+        With `state_dict_type: SHARDED_STATE_DICT`, checkpoints during training do not contain such a folder.
         """
         if self.sharding is None:
             super().save_model(output_dir, _internal_call)
@@ -119,7 +119,7 @@ class _Sharding(transformers.Trainer):
 
     @contextmanager
     def _making(self, plugin: ShardingPlugin) -> Iterator[None]:
-        """A context in which an `Accelerator` that transformers makes is ours, with `plugin`."""
+        """Context manager in which transformers creates our `Accelerator`, with `plugin`."""
 
         def make(**options: Any) -> Accelerator:
             return Accelerator(**{**options, "fsdp_plugin": plugin})
@@ -153,7 +153,7 @@ class _Sharding(transformers.Trainer):
             checkpoint.load(
                 folder, model=self._saved_model(), optimizer=self._own_optimizer(), scheduler=self.lr_scheduler
             )
-        else:  # a run that began without sharding
+        else:  # a run that started without sharding
             accept_whole_states(self._own_optimizer())
             super()._load_optimizer_and_scheduler(checkpoint_path)
 
@@ -174,7 +174,7 @@ class _Sharding(transformers.Trainer):
             checkpoint.load(folder, model=self._saved_model(), random_states=False)
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
-        if self.sharding is None:  # a rank need not have room for a whole model
+        if self.sharding is None:  # a rank may not have memory for a whole model
             read_waiting(model)
             super()._move_model_to_device(model, device)
 
@@ -186,21 +186,21 @@ class _Sharding(transformers.Trainer):
 
 
 class Trainer(_Sharding):
-    """transformers' `Trainer`; where `TrainingArguments` or `accelerate launch` says `fsdp`, this engine shards.
+    """transformers' `Trainer`. If `TrainingArguments` or `accelerate launch` sets `fsdp`, this engine shards the model.
 
-    Arguments and methods are those of transformers'.
+    Arguments and methods are those of transformers.
     """
 
 
 class Seq2SeqTrainer(_Sharding, transformers.Seq2SeqTrainer):
-    """transformers' `Seq2SeqTrainer`, as `Trainer` is here."""
+    """transformers' `Seq2SeqTrainer`, changed like `Trainer`."""
 
 
 class ReportCallback(TrainerCallback):
-    """Leaves behind the page of a training by the Trainer, with what it logs: see `fullshard.report`.
+    """Writes the page of a training run of the Trainer, with the values that it logs: see `fullshard.report`.
 
     Args:
-        path: the folder; the Trainer's own output folder, if None.
+        path: The folder. If None, the output folder of the Trainer.
     """
 
     def __init__(self, path: str | PathLike[str] | None = None) -> None:
@@ -208,13 +208,13 @@ class ReportCallback(TrainerCallback):
         self.report: RunReport | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Record from here on."""
+        """Start recording."""
         folder = Path(self._path or args.output_dir)
         settings = {name: value for name, value in args.to_dict().items() if isinstance(value, str | int | float)}
         self.report = report(kwargs["model"], folder, settings=settings, first_step=state.global_step + 1)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Let the page show what the Trainer has logged."""
+        """Add the values that the Trainer has logged to the page."""
         if self.report is not None:
             self.report.log(step=max(1, state.global_step), **numbers_of(kwargs.get("logs") or {}))
 
@@ -225,10 +225,10 @@ class ReportCallback(TrainerCallback):
 
 
 def enable() -> None:
-    """Let `transformers.Trainer` and `transformers.Seq2SeqTrainer` be those of this module, for all that import them.
+    """Replace `transformers.Trainer` and `transformers.Seq2SeqTrainer` by those of this module for all later imports.
 
     Raises:
-        StateError: a trainer was derived from transformers' own before.
+        StateError: A class was derived from transformers' own trainer before.
     """
     own = (transformers.trainer_seq2seq.Seq2SeqTrainer, Seq2SeqTrainer, _Sharding)
     early = [cls for cls in transformers.trainer.Trainer.__subclasses__() if cls not in own]
@@ -254,21 +254,22 @@ def from_pretrained(
     rename: Callable[[str], str | None] | None = None,
     **options: Any,
 ) -> Any:
-    """`cls.from_pretrained(folder)`, but for the weights: they stay in their files until the model is sharded.
+    """Create a model like `cls.from_pretrained(folder)`, but keep the weights in their files until it is sharded.
 
     Then each rank reads its own rows, so that no process ever holds more of a model than its shards and one unit. The
-    Trainers here and `Accelerator.prepare` shard a model, or read all of it if nothing is to be sharded.
+    Trainers of this module and `Accelerator.prepare` shard a model, or read all of it if sharding is not requested.
 
     Args:
-        cls: a model class of transformers, such as `AutoModelForCausalLM`.
-        folder: with `config.json` and safetensors files, as `save_pretrained` writes it.
-        dtype: of the parameters; that of `config.json`, if None.
-        rename: gives the FQN for a name in the files, or None to leave it out.
-        options: replace values of the configuration.
+        cls: A model class of transformers, such as `AutoModelForCausalLM`.
+        folder: A folder with `config.json` and safetensors files, as written by `save_pretrained`.
+        dtype: The dtype of the parameters. If None, that of `config.json`.
+        rename: Returns the FQN for a name in the files, or None to skip it.
+        options: Values that replace those of the configuration.
 
     Raises:
-        ConfigError: `folder` is none, or has no configuration; or transformers computes the weights of such a model
-            from those in files, and does not only rename or merge them; or an option is none of the configuration's.
+        ConfigError: `folder` does not exist or has no configuration, an option is not part of the configuration, or
+            transformers computes the weights of this model from those in files instead of only renaming and merging
+            them.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -283,7 +284,7 @@ def from_pretrained(
             f"{config.model_type}. Only such can be given; transformers' own from_pretrained knows other options."
         )
     chosen: torch.dtype | None = dtype or config.dtype
-    with accelerate.init_empty_weights(include_buffers=False):  # buffers that files do not hold are computed
+    with accelerate.init_empty_weights(include_buffers=False):  # buffers that are not in files are computed
         model = _build(cls, config, chosen)
     merge = None
     if rename is None and (conversions := _conversions(model)):
@@ -296,29 +297,29 @@ def from_pretrained(
     return model.eval()
 
 
-# Private to transformers, too, and in the same test.
+# Private to transformers as well, and covered by the same test.
 
 
 def _build(cls: Any, config: Any, dtype: torch.dtype | None) -> Any:
-    """A model of class `cls`: an automatic one chooses by the configuration."""
+    """Return a model of class `cls`. An auto class chooses the class by the configuration."""
     return (cls.from_config if hasattr(cls, "from_config") else cls._from_config)(config, dtype=dtype)
 
 
 class _Conversions:
-    """How transformers makes the weights of a model of those in files: by other names, and merged, as of experts.
+    """The conversion by transformers from weights in files to those of a model: renaming, and merging, as for experts.
 
     Args:
-        model: for errors, and for what it leaves out.
-        transforms: transformers' own.
+        model: The model, for errors, and for the weights that it skips.
+        transforms: The transforms of transformers.
 
     Raises:
-        ConfigError: it does anything else with them.
+        ConfigError: There is another kind of transform.
     """
 
     def __init__(self, model: Any, transforms: Sequence[Any]) -> None:
         model_type = model.config.model_type
         self._left_out = list(model._keys_to_ignore_on_load_unexpected or ())
-        self._made: set[str] = set()  # names of what is merged
+        self._made: set[str] = set()  # names of merged tensors
         self._renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
         self._converters = [transform for transform in transforms if not isinstance(transform, loading.WeightRenaming)]
         for converter in self._converters:
@@ -335,14 +336,14 @@ class _Conversions:
                 )
 
     def rename(self, name: str) -> str | None:
-        """The FQN of a tensor that is in the files as it is in the model, or that is merged; None if it is left out."""
+        """Return the FQN of a tensor that is in the files as in the model, or that is merged; None if it is skipped."""
         if name in self._made:
             return name
         fqn = str(loading.rename_source_key(name, self._renamings, [])[0])
         return None if any(re.search(pattern, fqn) for pattern in self._left_out) else fqn
 
     def merge(self, names: Collection[str]) -> dict[str, Merged]:
-        """The tensors that are made of several of `names`."""
+        """Return the tensors that are merged from several of `names`."""
         parts: dict[str, dict[str, list[str]]] = {}
         for name in sorted(names, key=loading.dot_natural_key):
             fqn, pattern = loading.rename_source_key(name, self._renamings, self._converters)
@@ -365,7 +366,7 @@ class _Conversions:
 
 
 def _conversions(model: Any) -> _Conversions | None:
-    """How `model` is made of what is in files; None if that is the same."""
+    """Return the conversion from files to the weights of `model`; None if they are identical."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     transforms = get_model_conversion_mapping(model, add_legacy=False)
@@ -373,7 +374,7 @@ def _conversions(model: Any) -> _Conversions | None:
 
 
 def _raise_dtypes(model: Any, dtype: torch.dtype | None) -> None:
-    """Keep the modules in float32 for which the model's authors ask it, if the rest has fewer digits."""
+    """Keep the modules in float32 that the model requires in float32, if the others have lower precision."""
     for pattern, wide in model._get_dtype_plan(dtype).items():
         for name, param in model.named_parameters():
             if pattern in name:
@@ -381,22 +382,22 @@ def _raise_dtypes(model: Any, dtype: torch.dtype | None) -> None:
 
 
 def _plugin_of(args: Any) -> ShardingPlugin | None:
-    """The options by which to shard the model: those of the arguments, or else of the launcher."""
+    """Return the sharding options of the arguments, or else of the launcher."""
     if not args.fsdp:
         return plugin_from_environment()
     return ShardingPlugin.from_config(_said(args.fsdp_config), state_dict_type=FULL)
 
 
 def _said(config: dict[str, Any]) -> dict[str, Any]:
-    """`fsdp_config` without what `TrainingArguments` adds to it by itself."""
+    """Return `fsdp_config` without the values that `TrainingArguments` adds by itself."""
     return {key: value for key, value in config.items() if not (key == "min_num_params" and value == 0)}
 
 
 def _newest_complete(folder: Path) -> Path:
-    """The newest of the Trainer's checkpoints in `folder` that was not cut off while it was written.
+    """Return the newest complete checkpoint of the Trainer in `folder`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: There is none.
     """
     found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdigit()]
     newest = sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)

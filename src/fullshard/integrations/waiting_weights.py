@@ -1,4 +1,4 @@
-"""Weights that stay in their files until a model is sharded, so that no process ever holds all of them."""
+"""Deferred weights, which stay in their files until a model is sharded, so that no process ever holds all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.errors import ConfigError
 
 __all__ = ["is_waiting", "read_waiting", "wait_for", "wait_for_others"]
 
-_WAITING = "_fullshard_waiting"  # the attribute of a model that holds the place of its weights
+_WAITING = "_fullshard_waiting"  # the attribute of a model with the path of its weights
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ def wait_for(
     rename: Callable[[str], str | None] | None = None,
     merge: Callable[[Collection[str]], Mapping[str, Merged]] | None = None,
 ) -> None:
-    """Let `model`, whose parameters are on the meta device, get the weights in `path` later: safetensors files.
+    """Defer loading of the safetensors weights in `path` into `model`, whose parameters are on the meta device.
 
-    `rename` and `merge` are as of `load_safetensors`.
+    For `rename` and `merge` see `load_safetensors`.
     """
     vars(model)[_WAITING] = _Waiting(Path(path), rename, merge)
 
 
 def wait_for_others(model: nn.Module, path: str | PathLike[str]) -> None:
-    """Let `model`, which waits for weights, get those in `path` instead, in the same way."""
+    """Replace the deferred weights of `model` by those in `path`, with the same options."""
     waiting: _Waiting = vars(model)[_WAITING]
     vars(model)[_WAITING] = replace(waiting, path=Path(path))
 
@@ -49,11 +49,11 @@ def is_waiting(model: nn.Module) -> bool:
 
 
 def read_waiting(model: nn.Module) -> None:
-    """Read the waiting weights of `model`, if there are any: each rank its own rows, if it is sharded by now.
+    """Read the deferred weights of `model`, if there are any. If it is sharded, each rank reads its own rows.
 
     Raises:
-        CheckpointError: the files are missing or damaged, or do not fit; the same error on every rank.
-        ConfigError: only a part of `model` has waiting weights, since it was put into another model.
+        CheckpointError: The files are missing or damaged, or do not match. The same error is raised on every rank.
+        ConfigError: Only a part of `model` has deferred weights, because it was inserted into another model.
     """
     if is_waiting(model):
         waiting: _Waiting = vars(model)[_WAITING]
