@@ -6,7 +6,7 @@ for batch in loader:
     engine.backward(loss)
     engine.step()
 
-DeepSpeed itself is not needed. `explain_config` says what each key of a configuration becomes.
+DeepSpeed itself is not needed. `explain_config` describes the effect of each key of a configuration.
 """
 
 from typing import Any

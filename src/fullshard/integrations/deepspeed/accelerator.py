@@ -1,4 +1,4 @@
-"""`get_accelerator()`: what DeepSpeed scripts ask of the device that they run on, by its names."""
+"""`get_accelerator()`: DeepSpeed's names for properties and functions of the device that a script runs on."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["Accelerator", "get_accelerator"]
 
 @cache
 def get_accelerator() -> Accelerator:
-    """The accelerator of this process: always the same object."""
+    """Return the accelerator of this process, always the same object."""
     return Accelerator()
 
 
 class Accelerator:
-    """The device on which models compute, by DeepSpeed's names. On a CPU there is one device, and no memory is counted.
+    """The device on which models compute, with DeepSpeed's names. A CPU is one device, and its memory is not counted.
 
-    Names that are not here raise an error that says so, which is an `AttributeError` too.
+    Names that are not supported raise a descriptive error, which is also an `AttributeError`.
     """
 
     def __getattr__(self, name: str) -> Any:
-        """The function of that name of `torch.cuda`, `torch.xpu` or their like, or of `torch.cpu`."""
+        """Return the function of that name from `torch.cuda`, `torch.xpu` or similar modules, or from `torch.cpu`."""
         found = getattr(getattr(torch, usual_device_type()), name, None)
         if found is None or name.startswith("_"):
             raise MissingNameError(
@@ -37,42 +37,42 @@ class Accelerator:
         return found
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Such as "cuda:1", or "cpu"; without the number, if that is None."""
+        """Return a name such as "cuda:1" or "cpu"; without the index if `device_index` is None."""
         kind = usual_device_type()
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
     def current_device(self) -> int:
-        """The number of the present device; 0 on a CPU."""
+        """Return the index of the current device; 0 on a CPU."""
         return current_device(usual_device_type()).index or 0
 
     def current_device_name(self) -> str:
-        """The present device, by name."""
+        """Return the name of the current device."""
         return self.device_name(self.current_device())
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which `device_index` is the present device."""
+        """Return a context in which `device_index` is the current device."""
         return torch.device(self.device_name(device_index))
 
     def set_device(self, device_index: int) -> None:
-        """Make `device_index` the present device; a CPU has one only."""
+        """Make `device_index` the current device. A CPU has only one."""
         if usual_device_type() != "cpu":
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """The number of devices; 1 on a CPU."""
+        """Return the number of devices; 1 on a CPU."""
         return 1 if usual_device_type() == "cpu" else torch.accelerator.device_count()
 
     def is_available(self) -> bool:
-        """True: a CPU counts."""
+        """Return True: a CPU counts."""
         return True
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until the device has done what it was given. A CPU has."""
+        """Wait until the device has completed its work. A CPU has no pending work."""
         if usual_device_type() != "cpu":
             torch.accelerator.synchronize(device_index)
 
     def communication_backend_name(self) -> str:
-        """The backend of the default process group, or that which `init_distributed` would choose."""
+        """Return the backend of the default process group, or the one that `init_distributed` would choose."""
         return str(dist.get_backend()) if dist.is_initialized() else "gloo" if self.device_name() == "cpu" else "nccl"
 
     def manual_seed_all(self, seed: int) -> None:
@@ -82,31 +82,31 @@ class Accelerator:
     manual_seed = manual_seed_all
 
     def is_bf16_supported(self) -> bool:
-        """True on a CPU, and where torch says so."""
+        """Return True on a CPU, and if torch supports it."""
         return usual_device_type() != "cuda" or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """True if `tensor` is on such a device."""
+        """Return True if `tensor` is on a device of this type."""
         return tensor.device.type == usual_device_type()
 
     def empty_cache(self) -> None:
-        """Give cached memory back to the device. A CPU caches none."""
+        """Return cached memory to the device. A CPU has no cache."""
         if usual_device_type() == "cuda":
             torch.cuda.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes that tensors take on the device; 0 on a CPU."""
+        """Return the bytes of tensors on the device; 0 on a CPU."""
         return torch.cuda.memory_allocated(device_index) if usual_device_type() == "cuda" else 0
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most bytes that tensors have taken there; 0 on a CPU."""
+        """Return the peak bytes of tensors on the device; 0 on a CPU."""
         return torch.cuda.max_memory_allocated(device_index) if usual_device_type() == "cuda" else 0
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Start `max_memory_allocated` anew."""
+        """Reset `max_memory_allocated`."""
         if usual_device_type() == "cuda":
             torch.cuda.reset_peak_memory_stats(device_index)

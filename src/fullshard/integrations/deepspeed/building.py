@@ -30,14 +30,14 @@ def make_optimizer(
     given: Optimizer | MakeOptimizer | None,
     part: Part | None,
 ) -> Optimizer | None:
-    """The optimizer over the shards: `given`, or made by it, or the configuration's.
+    """Return the optimizer for the shards: `given`, or created by it, or the configuration's.
 
     Args:
-        model: sharded.
-        parameters: parameters to optimize, or groups of them, as they were before sharding. All that are trained, if
-            None.
-        given: an optimizer, or a function that makes one of parameters.
-        part: the configuration's section.
+        model: The sharded model.
+        parameters: The parameters to optimize, or groups of them, as they were before sharding. If None, all trained
+            parameters.
+        given: An optimizer, or a function that creates one from parameters.
+        part: The section of the configuration.
     """
     if isinstance(given, Optimizer):
         point_to_shards(given)
@@ -53,7 +53,7 @@ def make_optimizer(
 
 
 def _class_of(part: Part) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The class that an optimizer section names, and the arguments of it."""
+    """Return the class that an optimizer section names, and its arguments."""
     arguments = dict(part.params)
     name = part.type.lower()
     if "max_grad_norm" in arguments:
@@ -81,7 +81,7 @@ def _class_of(part: Part) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def _called(make: Callable[..., Any], section: str, name: str, first: Any, arguments: Mapping[str, Any]) -> Any:
-    """`make(first, **arguments)`, once it is known to take them."""
+    """Return `make(first, **arguments)` after checking that it accepts them."""
     try:
         inspect.signature(make).bind(first, **arguments)
     except TypeError as error:
@@ -90,7 +90,7 @@ def _called(make: Callable[..., Any], section: str, name: str, first: Any, argum
 
 
 def _sharded(items: Sequence[Any]) -> list[Any]:
-    """The sharded parameter in place of each, and the groups with those. Untrained ones are left out."""
+    """Return the sharded parameters, or groups with them, for unsharded ones. Frozen parameters are excluded."""
     if items and isinstance(items[0], Mapping):
         groups = [{**group, "params": _sharded(list(group["params"]))} for group in items]
         return [group for group in groups if group["params"]]
@@ -102,7 +102,7 @@ def _sharded(items: Sequence[Any]) -> list[Any]:
 
 
 def make_scheduler(optimizer: Optimizer | None, given: Any, part: Part | None) -> Any:
-    """The scheduler: `given`, or made by it of the optimizer, or the configuration's."""
+    """Return the scheduler: `given`, or created by it from the optimizer, or the configuration's."""
     if given is not None:
         return given(optimizer) if callable(given) else given
     if part is None:
@@ -117,7 +117,7 @@ def make_scheduler(optimizer: Optimizer | None, given: Any, part: Part | None) -
 def make_loader(
     data: Dataset[Any], batch_size: int, *, collate_fn: Callable[..., Any] | None, drop_last: bool, pin_memory: bool
 ) -> DataLoader[Any]:
-    """A loader of this rank's part of `data`, shuffled alike on every rank, that loads in this process."""
+    """Return a loader of this rank's part of `data` without workers. All ranks use the same shuffle."""
     streams = isinstance(data, IterableDataset)
     sampler: DistributedSampler[Any] | None = None if streams else DistributedSampler(data)
     return DataLoader(

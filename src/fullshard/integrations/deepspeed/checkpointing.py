@@ -16,7 +16,7 @@ _configured = False
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, which backward computes again instead of keeping its activations."""
+    """Return `function(*args)`. Backward recomputes it instead of keeping its activations."""
     return torch_checkpoint(function, *args, use_reentrant=False)
 
 
@@ -30,7 +30,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Accept the settings that keep activations as they are, and refuse the others.
+    """Accept the settings that do not change activations, and raise for others.
 
     Args:
         mpu_: must be None: there is no model parallelism.

@@ -13,7 +13,7 @@ __all__ = ["init_distributed"]
 
 
 def __getattr__(name: str) -> Any:
-    """What `torch.distributed` has by that name."""
+    """Return the attribute of `torch.distributed` with that name."""
     if name.startswith("__") or not hasattr(dist, name):
         raise missing("deepspeed.comm", name)
     return getattr(dist, name)

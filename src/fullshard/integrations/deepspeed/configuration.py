@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration, read into values for this engine."""
+"""Conversion of a DeepSpeed configuration into values for this engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Part:
-    """An optimizer or a scheduler that a configuration asks for."""
+    """An optimizer or a scheduler in a configuration."""
 
     type: str
     params: Mapping[str, Any]
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples of a step over all ranks, of a microbatch of one rank, and microbatches of a step."""
+    """Samples per step over all ranks, samples per microbatch and rank, and microbatches per step."""
 
     step: int
     microbatch: int
@@ -47,10 +47,10 @@ class BatchSizes:
 
     @classmethod
     def resolve(cls, step: int | None, microbatch: int | None, microbatches: int | None, world: int) -> BatchSizes:
-        """All three, of those that are given.
+        """Return all three sizes, derived from those that are given.
 
         Raises:
-            ConfigError: too few are given, one is not a positive number, or they disagree.
+            ConfigError: Too few are given, one is not a positive number, or they are inconsistent.
         """
         given = {
             "train_batch_size": step,
@@ -95,7 +95,7 @@ class Configuration:
     skips_overflows: bool = False
     always_norm: bool = True
     averages: bool = True
-    together: int | None = None  # neighbouring ranks that keep secondary shards from forward to backward
+    together: int | None = None  # adjacent ranks that keep secondary shards from forward to backward
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     optimizer: Part | None = None
     scheduler: Part | None = None
@@ -105,16 +105,16 @@ class Configuration:
 
     @property
     def strategy(self) -> str:
-        """The strategy of the stage."""
+        """The strategy for the stage."""
         return STRATEGIES[self.stage]
 
     @property
     def low_precision(self) -> bool:
-        """True if it computes in 16 bits."""
+        """True if compute uses 16 bits."""
         return self.dtype is not torch.float32
 
     def policy(self, *, root: bool) -> MixedPrecisionPolicy:
-        """The dtypes of a unit. Inputs are cast at the root alone, as DeepSpeed's `auto_cast` does."""
+        """Return the dtypes of a unit. Only the root casts inputs, like DeepSpeed's `auto_cast`."""
         return MixedPrecisionPolicy(
             param_dtype=self.dtype if self.low_precision else None,
             reduce_dtype=self.communication if self.low_precision else None,
@@ -123,10 +123,10 @@ class Configuration:
 
 
 def read(config: str | PathLike[str] | Mapping[str, Any], world: int) -> Configuration:
-    """The values of a DeepSpeed configuration, a JSON file or a dict, for `world` ranks.
+    """Read a DeepSpeed configuration, a JSON file or a dict, for `world` ranks.
 
     Raises:
-        ConfigError: it cannot be read, or a key of it cannot be honoured; the message names the key.
+        ConfigError: It cannot be read, or a key is not supported. The message names the key.
     """
     found = settings_of(_loaded(config))
     zero = "zero_optimization."
@@ -169,10 +169,10 @@ def read(config: str | PathLike[str] | Mapping[str, Any], world: int) -> Configu
 
 
 def explain_config(config: str | PathLike[str] | Mapping[str, Any]) -> str:
-    """A line for each key of a DeepSpeed configuration that says what it becomes, or why it is needless.
+    """Return a line for each key of a DeepSpeed configuration with its effect, or the reason why it has none.
 
     Raises:
-        ConfigError: a key cannot be honoured; the message names it.
+        ConfigError: A key is not supported. The message names it.
     """
     loaded = _loaded(config)
     lines = [f"{path} = {json.dumps(item)}: {check(path, item).explanation}" for path, item in leaves(loaded)]
@@ -246,10 +246,10 @@ def _together(size: Any, stage: int) -> int | None:
 
 
 def _offload(found: Mapping[str, Any]) -> OffloadPolicy:
-    """Where the shards and the optimizer's state live.
+    """Return the offload policy of the shards and the optimizer state.
 
     Raises:
-        ConfigError: there is nothing like it here.
+        ConfigError: The combination is not supported.
     """
     zero = "zero_optimization."
     devices, pins = {}, found.get(zero + "cpu_offload_use_pin_memory", True)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(nn.Module):
-    """A sharded model with its optimizer and scheduler, driven as DeepSpeed's engine is.
+    """A sharded model with its optimizer and scheduler, used like DeepSpeed's engine.
 
         for batch in loader:
             loss = engine(batch)
@@ -90,7 +90,7 @@ class Engine(nn.Module):
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
 
     def __getattr__(self, name: str) -> Any:
-        """The engine's own attribute, or the model's."""
+        """Return an attribute of the engine, or else of the model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -101,34 +101,34 @@ class Engine(nn.Module):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
+        """Return the model's output."""
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Add the gradients of `loss`; returns the loss divided by the number of microbatches.
+        """Accumulate the gradients of `loss`, and return the loss divided by the number of microbatches.
 
         Args:
-            loss: a scalar.
-            retain_graph: see `torch.Tensor.backward`.
-            scale_wrt_gas: whether to divide by the number of microbatches.
+            loss: A scalar.
+            retain_graph: See `torch.Tensor.backward`.
+            scale_wrt_gas: Whether to divide by the number of microbatches.
 
         Raises:
-            StateError: there is no optimizer.
+            StateError: There is no optimizer.
         """
         self._trained()
         if scale_wrt_gas:
             loss = loss / self._sizes.microbatches
-        if self._settings.stage < 2:  # gradients are whole until they are reduced, so once a step will do
+        if self._settings.stage < 2:  # unsharded gradients need one reduction per step
             self._sharded.set_requires_gradient_sync(self.is_gradient_accumulation_boundary() and not self._apart)
         (loss * self._loss_scale.scale).backward(retain_graph=retain_graph)
         self._backwards += 1
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Count a microbatch, and step optimizer and scheduler if it was the last of its step.
+        """Count a microbatch. After the last one of a step, run the optimizer and the scheduler.
 
         Raises:
-            StateError: there is no optimizer, or no backward since the last call.
+            StateError: There is no optimizer, or there was no backward since the last call.
         """
         optimizer = self._trained()
         if not self._backwards:
@@ -153,7 +153,7 @@ class Engine(nn.Module):
         self.micro_steps += 1
 
     def _clip(self, optimizer: Optimizer) -> bool:
-        """Unscale and clip the gradients; False if the step must be skipped."""
+        """Unscale and clip the gradients. Return False if the step must be skipped."""
         settings = self._settings
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         scale = self._loss_scale.scale
@@ -199,12 +199,12 @@ class Engine(nn.Module):
     _apart = False  # within no_sync()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True if the microbatch under way is the last of its step."""
+        """Return True if the current microbatch is the last of its step."""
         return (self.micro_steps + 1) % self._sizes.microbatches == 0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward adds to whole gradients and sends nothing; a backward after it sends all."""
+        """Context manager in which backward accumulates unsharded gradients. A later backward reduces all of them."""
         self._apart = True
         try:
             with self._sharded.no_sync():
@@ -213,10 +213,10 @@ class Engine(nn.Module):
             self._apart = False
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Let a step have this many samples over all ranks, in more or fewer microbatches of the same size.
+        """Change the number of samples per step over all ranks, and so of microbatches. Their size stays the same.
 
         Raises:
-            ConfigError: they cannot be divided so.
+            ConfigError: The number is not divisible in this way.
         """
         self._sizes = BatchSizes.resolve(train_batch_size, self._sizes.microbatch, None, self.world_size)
 
@@ -227,11 +227,11 @@ class Engine(nn.Module):
     # -- figures and settings -----------------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group of parameters."""
+        """Return the learning rate of each parameter group."""
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """The momentum of each group, or its betas."""
+        """Return the momentum or the betas of each parameter group."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return self._of_groups("momentum" if any("momentum" in group for group in groups) else "betas")
 
@@ -239,51 +239,51 @@ class Engine(nn.Module):
         return [] if self.optimizer is None else [group.get(option, 0.0) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of all gradients of the last step before they were clipped."""
+        """Return the norm of all gradients of the last step before clipping."""
         return self._norm
 
     def was_step_applied(self) -> bool:
-        """True if the last `step()` changed parameters."""
+        """Return True if the last `step()` changed parameters."""
         return self._applied
 
     def train_batch_size(self) -> int:
-        """Samples of a step over all ranks."""
+        """Return the samples per step over all ranks."""
         return self._sizes.step
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a microbatch of one rank."""
+        """Return the samples per microbatch and rank."""
         return self._sizes.microbatch
 
     def gradient_accumulation_steps(self) -> int:
-        """Microbatches of a step."""
+        """Return the microbatches per step."""
         return self._sizes.microbatches
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step over all ranks, of a microbatch of one rank, and microbatches of a step."""
+        """Return samples per step over all ranks, samples per microbatch and rank, and microbatches per step."""
         return self._sizes.step, self._sizes.microbatch, self._sizes.microbatches
 
     def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to; 0 if they are not."""
+        """Return the norm that gradients are clipped to; 0 without clipping."""
         return self._settings.clips_to
 
     def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
+        """Return the ZeRO stage."""
         return self._settings.stage
 
     def zero_optimization(self) -> bool:
-        """True if anything is sharded."""
+        """Return True if anything is sharded."""
         return self._settings.stage > 0
 
     def fp16_enabled(self) -> bool:
-        """True if it computes in float16."""
+        """Return True if compute uses float16."""
         return self._settings.dtype is torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """True if it computes in bfloat16."""
+        """Return True if compute uses bfloat16."""
         return self._settings.dtype is torch.bfloat16
 
     def loss_scale(self) -> float:
-        """The present factor of losses."""
+        """Return the current loss scale."""
         return self._loss_scale.scale
 
     # -- data ---------------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class Engine(nn.Module):
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[..., Any] | None = None
     ) -> DataLoader[Any]:
-        """A loader of this rank's part of `dataset`, in microbatches unless `batch_size` says otherwise."""
+        """Return a loader of this rank's part of `dataset`, in microbatches unless `batch_size` is given."""
         return make_loader(
             dataset,
             batch_size or self._sizes.microbatch,
@@ -309,7 +309,7 @@ class Engine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state dict, sharded: `save_16bit_model` writes whole weights. Arguments are DeepSpeed's."""
+        """Return the model's sharded state dict. `save_16bit_model` writes whole weights. Arguments: DeepSpeed's."""
         state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name, param in self.module.named_parameters(remove_duplicate=False):
@@ -325,18 +325,20 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything as a checkpoint of ours in `save_dir`/`tag`. Every rank calls it.
+        """Save everything as a fullshard checkpoint in `save_dir`/`tag`. Every rank must call it.
 
         Args:
-            save_dir: on storage that all hosts share.
-            tag: the name of its folder; `global_step` and the number of steps, if None.
-            client_state: plain values and plain tensors, returned by `load_checkpoint`. The first rank's is kept.
-            save_latest: whether `load_checkpoint` finds it without a tag.
-            exclude_frozen_parameters: must be False: a checkpoint is complete.
+            save_dir: A folder on storage that all hosts share.
+            tag: The name of the checkpoint's folder. If None, `global_step` and the number of steps.
+            client_state: Plain values and plain tensors, which `load_checkpoint` returns. Those of the first rank are
+                saved.
+            save_latest: Whether `load_checkpoint` finds the checkpoint without a tag.
+            exclude_frozen_parameters: Must be False: a checkpoint is complete.
 
         Raises:
-            CheckpointError: some rank could not, or ranks have different tags; the same error on every rank.
-            ConfigError: an argument cannot be honoured.
+            CheckpointError: A rank could not save, or tags differ between ranks. The same error is raised on every
+                rank.
+            ConfigError: An argument is not supported.
         """
         if exclude_frozen_parameters:
             raise ConfigError("exclude_frozen_parameters=True: a checkpoint is complete. Use save_16bit_model for it.")
@@ -376,25 +378,25 @@ class Engine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what `save_checkpoint` has saved, at any number of ranks and under any stage. Every rank calls it.
+        """Load a checkpoint from `save_checkpoint`, with any number of ranks and any stage. Every rank must call it.
 
-        Random generators go on where they stopped, too, so that the losses are those of a run that was never stopped.
+        Random generators are restored as well, so the losses are those of a run without interruption.
 
         Args:
-            load_dir: the folder that was saved to.
-            tag: the name of the checkpoint; the latest, if None.
-            load_module_strict: must be True.
-            load_optimizer_states: whether to load the optimizer.
-            load_lr_scheduler_states: whether to load the scheduler.
-            load_module_only: whether to load nothing but the model.
-            custom_load_fn: must be None.
+            load_dir: The folder of the save.
+            tag: The name of the checkpoint. If None, the latest.
+            load_module_strict: Must be True.
+            load_optimizer_states: Whether to load the optimizer.
+            load_lr_scheduler_states: Whether to load the scheduler.
+            load_module_only: Whether to load only the model.
+            custom_load_fn: Must be None.
 
         Returns:
             The path of the checkpoint and the client state; (None, None) if there is none in `load_dir`.
 
         Raises:
-            CheckpointError: it is damaged, does not fit, or is DeepSpeed's; the same error on every rank.
-            ConfigError: an argument cannot be honoured.
+            CheckpointError: It is damaged, does not match, or is DeepSpeed's. The same error is raised on every rank.
+            ConfigError: An argument is not supported.
         """
         if not load_module_strict or custom_load_fn is not None:
             raise ConfigError(
@@ -431,9 +433,9 @@ class Engine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole weights, in the dtype of compute, to one file that `torch.load` reads. Every rank calls it.
+        """Write the whole weights, in the compute dtype, to one file for `torch.load`. Every rank must call it.
 
-        The first rank holds all of them meanwhile; `fullshard.checkpoint.export_safetensors` needs no such memory.
+        The first rank holds all of them in memory; `fullshard.checkpoint.export_safetensors` does not need that memory.
         """
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
         ranks, path = default_ranks(), Path(save_dir) / save_filename
@@ -449,11 +451,11 @@ class Engine(nn.Module):
         return True
 
     def save_fp16_model(self, save_dir: str | PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
-        """The older name of `save_16bit_model`."""
+        """Call `save_16bit_model` under its older name."""
         return self.save_16bit_model(save_dir, save_filename)
 
     def destroy(self) -> None:
-        """Nothing: there is nothing to free."""
+        """Do nothing, because there is nothing to free."""
 
 
 def _write_latest(folder: Path, name: str) -> None:
@@ -468,7 +470,7 @@ def _write_weights(path: Path, weights: dict[str, Tensor]) -> None:
 
 
 def _find(folder: Path, tag: str | None) -> Path | None:
-    """The checkpoint of `tag` in `folder`, or the latest; None if there is no checkpoint at all."""
+    """Return the checkpoint `tag` in `folder`, or the latest; None if there is no checkpoint at all."""
     if tag is None and (folder / LATEST).exists():
         tag = read_tag(folder)
     place = folder if tag is None else folder / tag

@@ -1,10 +1,10 @@
-"""DeepSpeed's ZeRO checkpoints, stages 1 to 3, as checkpoints of ours.
+"""Import of DeepSpeed's ZeRO checkpoints, stages 1 to 3, as fullshard checkpoints.
 
-DeepSpeed cuts a list of parameters, one after another, into flat partitions. Stages 1 and 2 cut the whole list into one
-partition a rank; stage 3 cuts each parameter into one a rank, and a rank keeps its parts one after another. Moments are
-cut as the float32 weights are. Names and shapes, in the order of the list, are in the files of the model's states.
+DeepSpeed divides a flattened list of parameters into partitions. Stages 1 and 2 divide the whole list into one
+partition per rank. Stage 3 divides each parameter into one part per rank, and a rank concatenates its parts. Moments
+are divided like the float32 weights. Names and shapes, in the order of the list, are in the files of the model states.
 
-The files are pickles that name classes of DeepSpeed's. They are read with `weights_only=True`, with stand-ins for those
+The files are pickles that name classes of DeepSpeed. They are read with `weights_only=True`, with stand-ins for those
 few classes: no code from a file is executed, and DeepSpeed is not needed.
 """
 
@@ -63,17 +63,17 @@ _OWN = {
 
 
 def import_deepspeed(folder: Path, out: Path, progress: Progress | None = None) -> Path:
-    """Save the contents of a checkpoint folder of DeepSpeed's as a checkpoint of ours in `out`; the path of that.
+    """Save the contents of a DeepSpeed checkpoint folder as a fullshard checkpoint in `out`, and return its path.
 
-    For one process, which holds weights and moments once. DeepSpeed saves no random states.
+    It runs in a single process, which holds weights and moments once. DeepSpeed does not save random states.
 
     Args:
-        folder: the folder of a tag, or the one above it that has the file `latest`.
-        out: the folder for checkpoints of ours.
-        progress: see `fullshard.checkpoint.save`.
+        folder: The folder of a tag, or the folder above it with the file `latest`.
+        out: The folder for fullshard checkpoints.
+        progress: See `fullshard.checkpoint.save`.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is incomplete, or something in it cannot be imported.
+        CheckpointError: There is no such checkpoint, it is incomplete, or something in it cannot be imported.
     """
     files = _Files.find(folder)
     read = files.read()
@@ -188,13 +188,13 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _said_by(error: Exception) -> str:
-    """The class that torch refuses to make, or the first line of its message."""
+    """Return the class that torch rejects, or the first line of its message."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     return f"it names {named[1]}" if named else str(error).partition("\n")[0]
 
 
 class _StandIn:
-    """A stand-in for an object of DeepSpeed's: its arguments and its state."""
+    """A stand-in for an object of DeepSpeed: its arguments and its state."""
 
     def __init__(self, *made_with: Any) -> None:
         self.made_with = made_with
@@ -217,7 +217,7 @@ _CLASSES = (
 
 @contextmanager
 def _knowing_deepspeeds_classes() -> Iterator[None]:
-    """A context in which torch reads those classes as stand-ins, each of which must be a class of its own."""
+    """Context manager in which torch reads those classes as stand-ins. Each stand-in must be a separate class."""
     stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_StandIn,), {}), name) for name in _CLASSES]
     with torch.serialization.safe_globals(stand_ins):
         yield
@@ -227,7 +227,7 @@ def _knowing_deepspeeds_classes() -> Iterator[None]:
 
 
 def _contents(read: _Read) -> Contents:
-    """The contents to save."""
+    """Return the contents to save."""
     first = read.models[0]
     layout = _Layout(read.stage, len(read.optimizers), first["param_shapes"], _alignments(read))
     contents = Contents(strategy=f"zero{read.stage}")
@@ -247,7 +247,7 @@ def _contents(read: _Read) -> Contents:
 
 
 def _plain_weights(read: _Read) -> dict[str, Tensor]:
-    """Buffers as they are, and frozen weights in float32."""
+    """Return buffers unchanged, and frozen weights in float32."""
     first = read.models[0]
     buffers = set(first["buffer_names"])
     found = {}
@@ -266,7 +266,7 @@ def _float(value: Tensor) -> Tensor:
 
 
 def _masters(read: _Read) -> list[list[Tensor]]:
-    """Each rank's float32 weights, by group."""
+    """Return the float32 weights of each rank, by group."""
     key = "fp32_flat_groups" if read.stage == 3 else "single_partition_of_fp32_groups"
     return [list(optimizer[key]) for optimizer in read.optimizers]
 
@@ -286,7 +286,7 @@ class _Layout:
     paddings: Sequence[Sequence[int]] | None  # elements after each parameter, by group
 
     def whole(self, partitions: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Every parameter, or state of its shape, put together from each rank's partitions by group."""
+        """Combine the partitions of all ranks, by group, into every parameter or every state of its shape."""
         if self.stage == 3:
             return dict(self._of_parts([torch.cat([group.flatten() for group in groups]) for groups in partitions]))
         found: dict[str, Tensor] = {}
@@ -320,7 +320,7 @@ class _Layout:
 
 
 def _optimizer(read: _Read, layout: _Layout) -> dict[str, Any]:
-    """The optimizer's state by FQN, as `optim_state_dict` gives it."""
+    """Return the optimizer state by FQN, in the form of `optim_state_dict`."""
     key = "optimizer_state_dict" if read.stage == 3 else "base_optimizer_state"
     states = [optimizer[key] for optimizer in read.optimizers]
     if not all(isinstance(state, Mapping) and "param_groups" in state for state in states):
@@ -351,7 +351,7 @@ def _optimizer(read: _Read, layout: _Layout) -> dict[str, Any]:
 
 
 def _moments(read: _Read, layout: _Layout, values: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-    """States that are cut as the weights are, whole. Those of the last rank go on where weights were left out."""
+    """Return unsharded states divided like the weights. Those of the last rank go on where weights were left out."""
     masters = _masters(read)
     for rank, of_rank in enumerate(values):
         for number, value in enumerate(of_rank):
@@ -372,7 +372,7 @@ def _counter(step: Any) -> Tensor:
 
 
 def _extra(read: _Read) -> dict[str, Any]:
-    """Counters of the engine and the client's own state, as `Engine.save_checkpoint` has them."""
+    """Return the counters of the engine and the client state, in the form of `Engine.save_checkpoint`."""
     first = read.models[0]
     microbatches = first.get("ds_config", {}).get("gradient_accumulation_steps", 1)
     engine = {

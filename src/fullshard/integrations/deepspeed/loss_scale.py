@@ -12,16 +12,16 @@ __all__ = ["LossScale"]
 
 @dataclass
 class LossScale:
-    """The factor of losses; always 1 by default.
+    """The loss scale; always 1 by default.
 
     Args:
-        scale: the present factor.
-        adapts: whether it follows overflows. The rest concerns one that does.
-        window: steps without an overflow until it doubles.
-        hysteresis: overflows until it is halved, the halving one included.
-        restores_hysteresis: whether each step without an overflow starts the count of overflows anew; otherwise a
-            doubling does.
-        smallest: the least value.
+        scale: The current scale.
+        adapts: Whether it changes after overflows. The other arguments require this.
+        window: Steps without an overflow until it is doubled.
+        hysteresis: Overflows until it is halved, including the last one.
+        restores_hysteresis: Whether each step without an overflow resets the count of overflows; otherwise a doubling
+            resets it.
+        smallest: The minimum.
     """
 
     scale: float = 1.0
@@ -37,10 +37,10 @@ class LossScale:
         self._patience = self.hysteresis
 
     def update(self, overflowed: bool) -> None:
-        """Adapt the scale after a step, whose gradients have `overflowed` or not.
+        """Adapt the scale after a step whose gradients have `overflowed` or not.
 
         Raises:
-            StateError: they did, and the scale is the smallest already.
+            StateError: They have, and the scale is the minimum already.
         """
         if not self.adapts:
             return
@@ -67,11 +67,11 @@ class LossScale:
             self.scale = max(self.scale / 2, self.smallest)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state."""
+        """Return its state."""
         return {"scale": self.scale, "patience": self._patience, "since_overflow": self._since_overflow}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
+        """Restore a state."""
         self.scale = state["scale"]
         self._patience = state["patience"]
         self._since_overflow = state["since_overflow"]

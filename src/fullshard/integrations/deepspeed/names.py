@@ -17,11 +17,11 @@ __all__ = ["DeepSpeedConfig", "OnDevice"]
 
 
 class DeepSpeedConfig:
-    """What a DeepSpeed configuration means, under the attributes of DeepSpeed's class.
+    """The meaning of a DeepSpeed configuration, with the attributes of DeepSpeed's class.
 
     Args:
         config: the path of a JSON file, or a dict.
-        mpu: must be None: there is no model parallelism.
+        mpu: Must be None: model parallelism is not supported.
         mesh_device: must be None: all ranks are data parallel.
 
     Raises:
@@ -54,7 +54,7 @@ class DeepSpeedConfig:
 
 
 class OnDevice:
-    """A context in which modules are built on `device`, with floating-point parameters of `dtype`.
+    """Context manager in which modules are created on `device`, with floating-point parameters of `dtype`.
 
     Args:
         dtype: a floating-point dtype.

@@ -45,28 +45,28 @@ def initialize(
     *,
     auto_wrap_policy: AutoWrapPolicy | None = None,
 ) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, Any]:
-    """An engine that trains `model` as a DeepSpeed configuration says, its optimizer, loader and scheduler.
+    """Create an engine that trains `model` according to a DeepSpeed configuration, its optimizer, loader and scheduler.
 
-    The model is sharded in place, as the configuration's ZeRO stage says; every rank gets the first rank's values.
+    The model is sharded in place according to the ZeRO stage. Every rank receives the first rank's values.
 
     Args:
-        args: may have `deepspeed_config`, the path of the configuration.
-        model: a plain module; modules on the meta device are initialised by `reset_parameters`.
-        optimizer: an optimizer, or a function that makes one of parameters, in place of the configuration's.
-        model_parameters: parameters, or groups of them, that the optimizer steps: all that are trained, if None.
-        training_data: a dataset to make a loader of.
-        lr_scheduler: a scheduler, or a function that makes one of an optimizer, in place of the configuration's.
-        distributed_port: must be None: the launcher chooses it.
-        mpu: must be None: there is no model parallelism here.
-        dist_init_required: whether to make the process group; None to do so if there is none.
-        collate_fn: merges samples to a batch.
-        config: a path or a dict.
-        mesh_param: must be None: all ranks are data parallel.
-        config_params: an older name of `config`.
-        auto_wrap_policy: picks the units; the model's layers, if None. DeepSpeed has no such argument.
+        args: It may have `deepspeed_config`, the path of the configuration.
+        model: A plain module. Modules on the meta device are initialized by `reset_parameters`.
+        optimizer: An optimizer, or a function that creates one from parameters, instead of the configuration's.
+        model_parameters: The parameters, or groups of them, to optimize. If None, all trained parameters.
+        training_data: A dataset to create a loader for.
+        lr_scheduler: A scheduler, or a function that creates one from an optimizer, instead of the configuration's.
+        distributed_port: Must be None: the launcher chooses it.
+        mpu: Must be None: model parallelism is not supported.
+        dist_init_required: Whether to create the process group. If None, it is created unless there is one.
+        collate_fn: Merges samples into a batch.
+        config: A path or a dict.
+        mesh_param: Must be None: all ranks are data parallel.
+        config_params: An older name of `config`.
+        auto_wrap_policy: Selects the units. If None, the model's layers. DeepSpeed has no such argument.
 
     Raises:
-        ConfigError: a key of the configuration, or an argument, cannot be honoured; the message names it.
+        ConfigError: A key of the configuration, or an argument, is not supported. The message names it.
     """
     for name, value in (("distributed_port", distributed_port), ("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
@@ -131,11 +131,11 @@ def _shard(model: nn.Module, settings: Configuration, device: torch.device, poli
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
-    """Make the default process group, unless there is one: with NCCL where there is a GPU, else with gloo.
+    """Create the default process group, unless there is one, with NCCL if there is a GPU, otherwise with gloo.
 
     Args:
-        dist_backend: another backend.
-        options: of DeepSpeed's function of this name; `timeout` is honoured, others must be left out.
+        dist_backend: Another backend.
+        options: Options of DeepSpeed's function of this name. Only `timeout` is supported.
     """
     timeout = options.pop("timeout", None)
     if options:
@@ -148,7 +148,7 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """`parser`, with the options that DeepSpeed's launcher and scripts know."""
+    """Add the options of DeepSpeed's launcher and scripts to `parser`, and return it."""
     group = parser.add_argument_group("DeepSpeed", "configuration, as DeepSpeed's scripts are told of it")
     group.add_argument("--deepspeed", action="store_true", help="accepted; initialize decides")
     group.add_argument("--deepspeed_config", default=None, type=str, help="JSON file with the configuration")

@@ -19,7 +19,7 @@ logger = logging.getLogger("fullshard.integrations.deepspeed")
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` on the given ranks: all of them if -1 is among these, or None is given."""
+    """Log `message` on the given ranks; on all ranks for None, or if -1 is one of them."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     wanted = {-1} if ranks is None else set(ranks)
     if wanted & {-1, rank}:
@@ -27,12 +27,12 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """The whole values of `param` in float32, in memory of their own. Every rank must call it."""
+    """Return the unsharded values of `param` in float32, in new memory. Every rank must call it."""
     return full_copy(param).float() if isinstance(param, DTensor) else param.detach().float().clone()
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole gradient of `param` as the optimizer will see it, or None. Every rank must call it."""
+    """Return the unsharded gradient of `param` as the optimizer will see it, or None. Every rank must call it."""
     grad = param.grad
     return full_copy(grad) if isinstance(grad, DTensor) else None if grad is None else grad.clone()
 

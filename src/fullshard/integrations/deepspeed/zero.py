@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: contexts in which models are built, and in which their sharded parameters are whole."""
+"""`deepspeed.zero`: contexts for creating models, and for access to unsharded parameters."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["GatheredParameters", "Init"]
 
 
 def Init(*args: Any, enabled: bool = True, **options: Any) -> nullcontext[None]:  # noqa: N802  # DeepSpeed's name
-    """A context in which a model is built, whole, in the memory that it asks for: `initialize` shards it.
+    """Return a context for creating an unsharded model in normal memory. `initialize` shards it.
 
-    DeepSpeed shards modules as they are built. Here a model that no host can hold is built on the meta device, or by
-    `fullshard.integrations.transformers.from_pretrained`; all arguments are DeepSpeed's, and mean nothing more.
+    DeepSpeed shards modules when they are created. Here, create a model that does not fit on a host on the meta device,
+    or with `fullshard.integrations.transformers.from_pretrained`. All arguments are DeepSpeed's and have no effect.
     """
     return nullcontext()
 
@@ -39,19 +39,21 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """A context in which `params` are whole: modules have plain parameters, and the given objects are `DTensor`s that
-    are replicated over the ranks, in the same memory. Every rank must enter.
+    """Context manager in which `params` are unsharded. Every rank must enter it.
+
+    Modules have plain parameters, and the given objects are `DTensor`s that are replicated over the ranks, in the same
+    memory.
 
     Args:
-        params: some of a sharded model's; others among them are left alone.
-        modifier_rank: the rank, of those that the model is sharded over, whose changes all ranks keep. If None, changes
-            are lost.
-        fwd_module: must be None: forwards gather by themselves.
-        enabled: nothing happens if False.
+        params: Parameters of a sharded model. Other parameters in it are ignored.
+        modifier_rank: The rank, among those that the model is sharded over, whose changes all ranks keep. If None,
+            changes are lost.
+        fwd_module: Must be None: forwards gather parameters themselves.
+        enabled: If False, nothing happens.
 
     Raises:
         ConfigError: `fwd_module` was given.
-        StateError: a parameter is in forward or backward.
+        StateError: A parameter is in forward or backward.
     """
     if fwd_module is not None:
         raise ConfigError("GatheredParameters(fwd_module=...): forwards gather by themselves here. Leave it out.")
@@ -84,7 +86,7 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
 
 
 def _show_whole(item: Managed) -> tuple[nn.Parameter, nn.Parameter]:
-    """The whole parameter, which the modules have now, and what the user's object was: that is whole, too."""
+    """Return the parameter in the modules, and the old content of the user's object, which is unsharded now."""
     item.unit.reshard()
     param, trained = item.param, item.param.sharded.requires_grad
     shard = dtensor_like(param.local.to(item.unit.device), param.dtensor)  # which may be offloaded
@@ -100,7 +102,7 @@ def _show_whole(item: Managed) -> tuple[nn.Parameter, nn.Parameter]:
 
 @torch.no_grad()
 def _write(item: Managed, whole: Tensor, source: int) -> None:
-    """Keep the values that rank `source` has in `whole`: they go along one axis of the mesh after the other."""
+    """Broadcast the values of rank `source` in `whole` along one mesh axis after another, and keep them."""
     mesh = item.param.dtensor.device_mesh
     for axis, place in enumerate(_coordinates(item, source)):
         wire = collectives_for(mesh.get_group(axis), whole.device)
