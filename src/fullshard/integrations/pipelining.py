@@ -1,8 +1,8 @@
-"""Pipelines of torch's with sharded stages: one gather a visit to a stage, one reduction a step, under any schedule.
+"""torch pipelines with sharded stages: one all-gather per visit to a stage, one reduction per step, for all schedules.
 
-`torch.distributed.pipelining` knows sharded stages by the class of torch's own. Of others it would have every
-microbatch reduced, and the gradients that a zero-bubble schedule takes late left as they are. So stages are made by the
-`PipelineStage` of this module, and a schedule of several stages a rank is told how to gather and free them:
+`torch.distributed.pipelining` recognizes sharded stages by torch's own class. For others, it would reduce the gradients
+of every microbatch, and ignore the gradients that a zero-bubble schedule computes late. So use the `PipelineStage` of
+this module. For a schedule with several stages per rank, `with_actions` adds when to gather and free them:
 
     stages = [PipelineStage(part, number, 4, device, group=mesh.get_group("pp")) for number, part in parts.items()]
     schedule = with_actions(ScheduleInterleavedZeroBubble(stages, n_microbatches=8, loss_fn=loss_fn))
@@ -31,16 +31,16 @@ S = TypeVar("S")
 
 
 class PipelineStage(pipelining.PipelineStage):
-    """A stage of a pipeline whose module is sharded by this library. Arguments as of torch's `PipelineStage`.
+    """A pipeline stage whose module is sharded by this library. For arguments see torch's `PipelineStage`.
 
-    From the first use of the stage in a step on its units are unsharded, and whole gradients are summed on each rank;
-    they are reduced when the schedule has come to the end. Schedules of one stage a rank (`ScheduleGPipe`,
-    `Schedule1F1B`) need no more; others may free a stage that waits, see `with_actions`.
+    From the first use of the stage in a step, its units are unsharded, and unsharded gradients accumulate on each rank.
+    They are reduced at the end of the schedule. Schedules with one stage per rank (`ScheduleGPipe`, `Schedule1F1B`)
+    need no more. Others can free a stage while it waits, see `with_actions`.
     """
 
     @cached_property
     def _runtimes(self) -> list[Runtime]:
-        """Of the outermost units of the module: usually one."""
+        """The runtimes of the outermost units of the module, usually one."""
         runtimes = []
         for module in _outermost_units(self.submod):
             runtime = runtime_of(module)
@@ -54,13 +54,13 @@ class PipelineStage(pipelining.PipelineStage):
                 runtime.finalize_by_hand(True)
 
     def unshard(self) -> None:
-        """Begin to gather the units of the stage."""
+        """Start the all-gather of the units of the stage."""
         self._begin()
         for runtime in self._runtimes:
             runtime.unshard_all()
 
     def reshard(self) -> None:
-        """Free what the strategy does not keep from forward to backward, until the stage is visited again."""
+        """Free what the strategy does not keep from forward to backward, until the next visit to the stage."""
         for runtime in self._runtimes:
             runtime.reshard_all()
 
@@ -76,7 +76,7 @@ class PipelineStage(pipelining.PipelineStage):
         return super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch's `PipelineStage`. It writes gradients past all hooks."""
+        """See torch's `PipelineStage`. It writes gradients without calling hooks."""
         self._wait()
         result = super().backward_weight_one_chunk(*args, **kwargs)
         if self.has_backward:
@@ -85,7 +85,7 @@ class PipelineStage(pipelining.PipelineStage):
         return result
 
     def _wait(self) -> None:
-        """Have modules show whole parameters, in which torch looks for those to take gradients of."""
+        """Make modules show unsharded parameters, because torch looks there for parameters that need gradients."""
         if self.has_backward:
             for runtime in self._runtimes:
                 runtime.wait_for_all()
@@ -100,10 +100,10 @@ class PipelineStage(pipelining.PipelineStage):
             super().perform_reduce_grad(grad_scale_factor)
 
     def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch's `PipelineStage`: a trial, by which it learns shapes.
+        """See torch's `PipelineStage`. It is a trial run that determines shapes.
 
-        A loss that takes backwards of its own, as one in chunks does, leaves gradients in it, which are dropped; but
-        not if earlier ones are held back, to which they were added.
+        A loss that runs backward itself, such as a chunked loss, leaves gradients in the trial. They are dropped,
+        unless they were added to earlier gradients that have not been reduced yet.
         """
         fresh = [runtime for runtime in self._runtimes if not any(unit.has_grads_waiting for unit in runtime.units)]
         with ExitStack() as trial:
@@ -115,7 +115,7 @@ class PipelineStage(pipelining.PipelineStage):
         return result
 
     def clear_runtime_states(self) -> None:
-        """See torch's `PipelineStage`. Each step begins with it: what a failed one has left is dropped."""
+        """See torch's `PipelineStage`. Each step begins with it. It drops the state that a failed step has left."""
         super().clear_runtime_states()
         if "_runtimes" in vars(self):
             self._end(had_backward=True)
@@ -127,15 +127,15 @@ class PipelineStage(pipelining.PipelineStage):
 
 
 def with_actions(schedule: S) -> S:
-    """`schedule` itself, which now has stages gathered ahead and freed while they wait, where it says so.
+    """Return `schedule` itself after adding all-gathers of stages ahead of time, and frees while they wait.
 
-    Schedules of one stage a rank say nothing of the kind, and are left as they are.
+    Schedules with one stage per rank have no such actions and are not changed.
 
     Args:
-        schedule: of `torch.distributed.pipelining`, made of `PipelineStage`s of this module.
+        schedule: A schedule of `torch.distributed.pipelining` with `PipelineStage`s of this module.
 
     Raises:
-        ConfigError: a stage of it is of another kind.
+        ConfigError: A stage has another type.
     """
     if not isinstance(schedule, schedules._PipelineScheduleRuntime):
         return schedule
@@ -160,7 +160,7 @@ def with_actions(schedule: S) -> S:
 
 
 def _outermost_units(module: nn.Module) -> list[nn.Module]:
-    """The sharded modules in `module` that are in no other."""
+    """Return the sharded modules in `module` that are not in another sharded module."""
     if is_unit(module):
         return [module]
     return [unit for child in module.children() for unit in _outermost_units(child)]
