@@ -252,7 +252,7 @@ def link(latency_s: float, bytes_per_s: float, clock: Clock) -> Iterator[None]:
             nonlocal free_at
             finish = begin()
             free_at = max(free_at, time.perf_counter()) + latency_s + call.sent_nbytes / bytes_per_s
-            over_at = clock.meet(self._ranks, free_at)
+            over_at = clock.meet(self.ranks, free_at)
 
             def finish_late() -> None:
                 finish()
