@@ -1,6 +1,8 @@
 """What the engine asks of the wire: sums in rank order, many messages under way at once, and a true record."""
 
 import random
+import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import share_memory_between_ranks
+from fullshard._compat import break_connections
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.routes import collectives_for
 from fullshard.comm.shared_memory import SharedMemoryCollectives
@@ -253,3 +256,35 @@ def ask_twice() -> None:
 def test_a_group_has_one_collectives_object_and_every_tag_once():
     """Two objects would give out the same tags, and messages would meet."""
     run_ranks(2, ask_twice)
+
+
+def break_connections_after_a_peer() -> None:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        awaited = group.recv([torch.empty(1)], 2, 0)
+        failures: list[str] = []
+
+        def wait() -> None:
+            try:
+                awaited.wait()
+            except RuntimeError as error:
+                failures.append(str(error))
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        store.set("waiting", "")
+        with suppress(RuntimeError):  # rank 1 closes its connections and sends nothing
+            group.recv([torch.empty(1)], 1, 0).wait()
+        break_connections(group, [1, 2], 1)
+        waiting.join(timeout=30)
+        assert failures
+        store.set("ended", "")
+    elif dist.get_rank() == 1:
+        store.wait(["waiting"])
+        break_connections(group, [2, 0], 1)
+    store.wait(["ended"])
+
+
+def test_connections_can_be_broken_after_a_peer_has_closed_its_own():
+    run_ranks(3, break_connections_after_a_peer)

@@ -374,19 +374,20 @@ def connected_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGlo
     return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout)
 
 
-def break_connections(connections: Any, peer: int, tag: int) -> None:
-    """Let all threads that wait for messages over `connections` raise RuntimeError, and whoever uses them later.
+def break_connections(connections: Any, peers: Sequence[int], tag: int) -> None:
+    """Break all connections, so that every thread that waits for a message raises RuntimeError.
 
-    gloo breaks all connections of a process group when one message of it comes too late.
+    gloo breaks all connections of a process group when one message arrives too late. A receive from a peer that has
+    closed its own connections fails without breaking the others, so every peer is tried.
 
     Args:
         connections: a process group of gloo's, or what `connected_again` returned.
-        peer: another rank of it.
-        tag: of which that rank sends no message meanwhile.
+        peers: the other ranks of the group.
+        tag: a tag that no peer sends a message with.
     """
-    awaited = connections.recv([torch.empty(1)], peer, tag)
-    with suppress(RuntimeError):
-        awaited.wait(timedelta(milliseconds=1))
+    for peer in peers:
+        with suppress(RuntimeError):
+            connections.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
 
 
 def default_store() -> dist.Store:

@@ -67,7 +67,7 @@ class PairwiseCollectives(Collectives):
         """See `GroupProgress.end_wait`. gloo cannot stop to wait, so the connections are broken."""
         if self._waits_for_messages:
             self._is_cut = True
-            break_connections(self._connections, self._peers()[0], self._last_tag)
+            break_connections(self._connections, self._peers(), self._last_tag)
 
     def _cut_error(self) -> RankMismatchError:
         return RankMismatchError(
