@@ -498,7 +498,9 @@ def memory_leak(figures: Figures, rule: Rule) -> Finding | None:
     series, slope = held[worst], float(slopes[worst])
     grown = slope * (len(series) - 1)
     goes_on = _slope(series[half:]) >= 0.5 * _slope(series[:half]) > 0
-    if grown < max(rule.least * series[0], _NOTABLE_LEAK_NBYTES) or not goes_on or _trend(series) < _SURE:
+    if grown < max(rule.least * series[0], _NOTABLE_LEAK_NBYTES) or not goes_on:
+        return None
+    if _trend(series) < _SURE or _trend(run.held_bytes[worst].astype(np.float64)) < _SURE_OF_ALL_STEPS:
         return None
     who = figures.ranks_said((worst,))
     said = f"{who[0].upper()}{who[1:]} holds {amount(slope)} more after each step, {amount(series[-1])} by now."
@@ -511,7 +513,8 @@ def memory_leak(figures: Figures, rule: Rule) -> Finding | None:
 
 _LEAK_STEPS = 10
 _NOTABLE_LEAK_NBYTES = 4_000_000
-_SURE = 4.0  # standard deviations: by chance once in 30 000 series
+_SURE = 4.0  # standard deviations: by chance once in 30,000 series
+_SURE_OF_ALL_STEPS = 5.0  # the same over the first quarter too: by chance once in three million series
 
 
 def _slope(series: Series) -> float:
