@@ -2,13 +2,13 @@
 
     python benchmarks/beside_fsdp2.py --models llama,gpt2 --worlds 8,64 --json beside.json
 
-No GPU is needed. Both run dry: their own code, on tensors without memory, on the lanes of a pretended GPU, as rank 0 of
-a world that is pretended too. All that they do is written on a tape, and counted there; so the numbers are exact, and
-the same whenever this is run. Times alone depend on assumed speeds (`fullshard.plan.costs.Costs`: H100s, 8 a host).
+No GPU is needed. Both run dry: their own code, on tensors without memory, on the streams of a pretended GPU, as rank 0
+of a world that is pretended too. All that they do is written on a tape, and counted there; so the numbers are exact,
+and the same whenever this is run. Times alone depend on assumed speeds (`fullshard.plan.costs.Costs`: H100s, 8 a host).
 
 Each transformer block is a unit, and the root takes the rest. Parameters rest in fp32 (the frozen ones of `lora` in
 bf16), compute in bf16 and are summed in fp32; AdamW is fused; a rank has one sequence, of 4096 tokens (GPT-2: of 1024);
-nothing is recomputed. What is counted is the second step: see `fullshard.bench.beside.Counts`.
+nothing is recomputed. What is counted is the second step: see `fullshard.bench.comparison.Counts`.
 
 Bytes copied are those that copies (casts, clones, concatenations, copies in and out of messages) write in the step. Off
 come those of the same step of the plain model in bf16, and those that must be: a cast of this rank's shards for every
@@ -28,10 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.bench.beside import SYSTEMS, Counts, StepTape, Task, cast, plain_step, sharded_step
+from fullshard.bench.comparison import SYSTEMS, Counts, StepTape, Task, cast, plain_step, sharded_step
 
 RANK = 16  # of adapters
-OURS, THEIRS = "fullshard", "fsdp2"
+FULLSHARD, PEER = "fullshard", "fsdp2"
 
 
 class Attention(nn.Module):
@@ -237,14 +237,14 @@ def table(found: dict[tuple[str, int], dict[str, Counts]]) -> str:
     """Ours / theirs = ratio, a line for each model and world."""
     lines = ["| model, ranks | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for (model, world), counts in found.items():
-        cells = [cell(column(counts[OURS]), column(counts[THEIRS])) for column in COLUMNS.values()]
+        cells = [cell(column(counts[FULLSHARD]), column(counts[PEER])) for column in COLUMNS.values()]
         lines.append(f"| {model}, {world} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def cell(ours: float, theirs: float) -> str:
-    ratio = f" = {ours / theirs:.3f}" if theirs else ""
-    return f"{shown(ours)} / {shown(theirs)}{ratio}"
+def cell(fully_sharded: float, peer: float) -> str:
+    ratio = f" = {fully_sharded / peer:.3f}" if peer else ""
+    return f"{shown(fully_sharded)} / {shown(peer)}{ratio}"
 
 
 def shown(number: float) -> str:

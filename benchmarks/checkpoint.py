@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from fullshard.bench import peers
 from fullshard.bench.model import SIZES
-from fullshard.bench.ours import ours
+from fullshard.bench.sharded import fully_sharded
 from fullshard.bench.spread import ratios
 from fullshard.bench.team import Team
 from fullshard.bench.trainer import Build
@@ -44,7 +44,7 @@ from fullshard.checkpoint.keeper import MEMORY
 from fullshard.checkpoint.safety_copy import SafetyCopies
 from fullshard.plan.memory_used import PeakMemory
 
-OURS = "fullshard"
+FULLSHARD = "fullshard"
 DD = "dd with fsync"
 STEPS = 2  # of training, timed without a save and with one behind it
 
@@ -91,7 +91,7 @@ class System:
 
 class Fullshard(System):
     def __init__(self, workload: Workload) -> None:
-        super().__init__(workload, ours("zero3"))
+        super().__init__(workload, fully_sharded("zero3"))
         self.copies: SafetyCopies | None = None
         self.copied = 0
 
@@ -173,8 +173,8 @@ class Gathered(Fsdp2):
 
 
 DCP = "DCP of FSDP2"
-SYSTEMS: dict[str, Callable[[Workload], System]] = {OURS: Fullshard, DCP: Dcp, "torch.save of rank 0": Gathered}
-BEHIND = (OURS, DCP)
+SYSTEMS: dict[str, Callable[[Workload], System]] = {FULLSHARD: Fullshard, DCP: Dcp, "torch.save of rank 0": Gathered}
+BEHIND = (FULLSHARD, DCP)
 
 
 class Found:
@@ -206,7 +206,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Found], list[float],
             of_round = {name: Found() for name in teams} if number < 0 else found
             with tempfile.TemporaryDirectory(dir=options.folder) as name:
                 folder = Path(name)
-                save_behind(teams[OURS], "begin_copy", memory, of_round[OURS], "copy: ")
+                save_behind(teams[FULLSHARD], "begin_copy", memory, of_round[FULLSHARD], "copy: ")
                 for system, team in teams.items() if number % 2 else reversed(teams.items()):
                     turn(system, team, folder, of_round[system])
                     nbytes = nbytes or size_of(folder / "saved")
@@ -247,7 +247,7 @@ def seconds_of_dd(path: Path, nbytes: int) -> float:
 
 def show(found: dict[str, Found], disk: list[float], nbytes: int, options: argparse.Namespace) -> None:
     """The tables, as Markdown, and everything in them as JSON."""
-    first = found[OURS]
+    first = found[FULLSHARD]
 
     def cell(name: str, what: str) -> str:
         seconds = found[name].seconds[what]
@@ -263,7 +263,7 @@ def show(found: dict[str, Found], disk: list[float], nbytes: int, options: argpa
         print(f"| {name} | {cell(name, 'save')} | {rate:.0%} | {cell(name, 'load')} | {' | '.join(peaks)} |")
     print("\n| saved behind the training | training stops for | of its save | steps meanwhile, to others |")
     print("|---|---|---|---|")
-    for name, kind in ((OURS, ""), (DCP, ""), (OURS, "copy: ")):
+    for name, kind in ((FULLSHARD, ""), (DCP, ""), (FULLSHARD, "copy: ")):
         seconds = found[name].seconds
         call = seconds[f"{kind}call"]
         of_save = statistics.median(ratios(call, seconds["save"]))
@@ -271,8 +271,8 @@ def show(found: dict[str, Found], disk: list[float], nbytes: int, options: argpa
         of = f"{name}, safety copy" if kind else name
         print(f"| {of} | {statistics.median(call) * 1e3:.0f} ms | {of_save:.1%} | {slower:.2f} |")
     about = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
-    told = {name: {"seconds": item.seconds, "peak_bytes": item.peak_bytes} for name, item in found.items()}
-    print(json.dumps({**about, "options": vars(options), "nbytes": nbytes, "found": told, DD: disk}, default=str))
+    reported = {name: {"seconds": item.seconds, "peak_bytes": item.peak_bytes} for name, item in found.items()}
+    print(json.dumps({**about, "options": vars(options), "nbytes": nbytes, "found": reported, DD: disk}, default=str))
 
 
 def main() -> None:

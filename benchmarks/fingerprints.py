@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fullshard import compare_ranks, share_memory_between_ranks
 from fullshard.bench.model import SIZES
-from fullshard.bench.ours import ours
+from fullshard.bench.sharded import fully_sharded
 from fullshard.bench.workload import Workload
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     share_memory_between_ranks(not args.pairwise)
     dist.init_process_group("gloo")
     workload = Workload(shape=SIZES[args.size], world=dist.get_world_size())
-    trainer = ours(args.strategy)(workload, workload.model(workload.device(dist.get_rank())))
+    trainer = fully_sharded(args.strategy)(workload, workload.model(workload.device(dist.get_rank())))
     seconds: dict[str, dict[bool, list[float]]] = {clock: {True: [], False: []} for clock in ("processor", "wall")}
     for round_ in range(3 + args.rounds):
         tokens = workload.tokens(round_, dist.get_rank())

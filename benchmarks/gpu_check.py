@@ -9,8 +9,8 @@ one file, which is written anew after each part.
 
 facts           the machine: GPU, driver, torch, NCCL, memory
 tests           `tests/test_gpu.py`: bits of plain PyTorch, a host that never waits, CUDA graphs, memory that stays
-late lanes      `tests/test_late_lanes.py`: whichever lane is late, on one rank and between ranks, no bit is another one
-prediction      memory and launches of a steady step, beside those that the engine run dry has written down
+late streams      `tests/test_late_streams.py`: whichever stream is late, on one rank and between ranks, no bit is
+another one prediction      memory and launches of a steady step, beside those that the engine run dry has written down
 several GPUs    `tests/test_gpu_ranks.py`: the laws of the first tests between two ranks and more, where there are GPUs
 time            `one_gpu.py`: steps beside FSDP2, DDP and plain PyTorch, in turn; ranks as threads
 
@@ -80,7 +80,7 @@ def parts(*, dry: bool) -> list[Part]:
     return [
         Part("facts", "torch reaches the GPU", (*one, "facts"), 20),
         by_pytest("tests", "one rank learns the bits of plain PyTorch, in CUDA graphs too", "tests/test_gpu.py", 90),
-        by_pytest("late lanes", "however late a lane is, no bit is another one", "tests/test_late_lanes.py", 170),
+        by_pytest("late streams", "however late a stream is, no bit is another one", "tests/test_late_streams.py", 170),
         Part("prediction", "the tape tells a step's memory within 5 %", (*one, "prediction"), 70),
         by_pytest("several GPUs", several, "tests/test_gpu_ranks.py", 100),
         Part("time", "no step takes 5 % longer than FSDP2's", (*one, "steps", "1" if dry else "2"), 250),
@@ -114,10 +114,10 @@ def run_part(part: Part, limit_s: float) -> Result:
         finally:
             end_session(process)
         output.seek(0)
-        said = output.read()
-    numbers = outcomes_in(said) if "pytest" in part.command else last_json(said)
+        stated = output.read()
+    numbers = outcomes_in(stated) if "pytest" in part.command else last_json(stated)
     verdict = verdict_of(code, numbers, is_test="pytest" in part.command)
-    tail = said[-TAIL:] if verdict in (FAILS, HANGS) else ""
+    tail = stated[-TAIL:] if verdict in (FAILS, HANGS) else ""
     return Result(part.claim, verdict, round(time.monotonic() - start, 1), numbers, tail)
 
 
@@ -138,14 +138,14 @@ def verdict_of(code: int | None, numbers: Any, *, is_test: bool) -> str:
     return FAILS if code else HOLDS
 
 
-def outcomes_in(said: str) -> dict[str, str]:
+def outcomes_in(stated: str) -> dict[str, str]:
     """How each test went, also of those before a hang."""
-    lines = re.findall(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", said, re.MULTILINE)
+    lines = re.findall(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", stated, re.MULTILINE)
     return {name.split("::", 1)[1]: how for name, how in lines}
 
 
-def last_json(said: str) -> Any:
-    for line in reversed(said.splitlines()):
+def last_json(stated: str) -> Any:
+    for line in reversed(stated.splitlines()):
         try:
             return json.loads(line)
         except ValueError:
@@ -154,7 +154,7 @@ def last_json(said: str) -> Any:
 
 
 def check(
-    parts: Sequence[Part], path: Path, tell: Callable[[str], None], *, seconds: float = 585
+    parts: Sequence[Part], path: Path, tell_: Callable[[str], None], *, seconds: float = 585
 ) -> dict[str, dict[str, Any]]:
     """The results of all parts by name, which are written to `path` after each."""
     end = time.monotonic() + seconds
@@ -165,7 +165,7 @@ def check(
         result = run_part(part, limit_s) if limit_s > 5 or limit_s == part.limit_s else late
         results[part.name] = asdict(result)
         path.write_text(json.dumps(results, indent=1))
-        tell(f"{part.name:14}{result.verdict:10}{result.seconds:7.1f} s  {part.claim}{summary(result)}")
+        tell_(f"{part.name:14}{result.verdict:10}{result.seconds:7.1f} s  {part.claim}{summary(result)}")
     return results
 
 
@@ -220,7 +220,7 @@ def prediction() -> dict[str, Any]:
     measured = {world: in_process("measured", world) for world in found}
     ratios = {world: measured[world]["peak_bytes"] / found[world]["peak_bytes"] for world in found}
     reserved = {world: measured[world]["reserved_bytes"] / found[world]["reserved_bytes"] for world in found}
-    said = ", ".join(
+    stated = ", ".join(
         f"{ratios[world]:.3f} of what is predicted at world {world} ({reserved[world]:.3f} of what is reserved)"
         for world in found
     )
@@ -231,7 +231,7 @@ def prediction() -> dict[str, Any]:
         "ratios": ratios,
         "ratios_of_reserved": reserved,
         "holds": holds,
-        "said": said,
+        "said": stated,
     }
 
 
@@ -284,7 +284,7 @@ def predicted(world: int) -> dict[str, Any]:
                 start = len(tape.entries)
                 trainer.step(tokens)
     step = tape.entries[start:]
-    operations = [entry for entry in step if isinstance(entry, Operation) and entry.lane != HOST]
+    operations = [entry for entry in step if isinstance(entry, Operation) and entry.stream != HOST]
     collectives = sum(isinstance(entry, Collective) for entry in step)
     return {
         "peak_bytes": tape.peak_bytes(since=start),
@@ -321,11 +321,11 @@ def measured(world: int) -> dict[str, Any]:
         trainer.step(tokens)
         torch.cuda.synchronize()
     peak, stats = torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as visited:
         trainer.step(tokens)
         torch.cuda.synchronize()
     del nothing
-    on_gpu = [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
+    on_gpu = [event.name for event in visited.events() if event.device_type == DeviceType.CUDA]
     copies = sum(name.startswith(("Memcpy", "Memset")) for name in on_gpu)
     return {
         "peak_bytes": peak - before,
@@ -352,10 +352,10 @@ def steps(rounds: int) -> dict[str, Any]:
     for table in tables:
         if "systems" in table:
             pairs = zip(table["systems"]["fullshard"], table["systems"]["FSDP2"], strict=True)
-            ratios[table["part"]] = statistics.median(ours["ms"] / theirs["ms"] for ours, theirs in pairs)
-    said = ", ".join(f"{ratio:.3f} of FSDP2's ({part})" for part, ratio in ratios.items())
+            ratios[table["part"]] = statistics.median(own["ms"] / peer["ms"] for own, peer in pairs)
+    stated = ", ".join(f"{ratio:.3f} of FSDP2's ({part})" for part, ratio in ratios.items())
     holds = not torch.cuda.is_available() or max(ratios.values()) <= 1.05
-    return {"tables": tables, "ratios": ratios, "holds": holds, "said": said}
+    return {"tables": tables, "ratios": ratios, "holds": holds, "said": stated}
 
 
 ONE: dict[str, Callable[..., dict[str, Any]]] = {

@@ -71,11 +71,11 @@ def since(began: Took) -> Took:
     return passed - began[0], spent - began[1]
 
 
-def by_deepspeed(stage: int, ours: bool) -> tuple[list[Took], float]:
+def by_deepspeed(stage: int, own: bool) -> tuple[list[Took], float]:
     """What each step took, and the last loss."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["DEEPSPEED_LOG_LEVEL"] = "error"
-    if ours:
+    if own:
         from fullshard.integrations import deepspeed
     else:
         import deepspeed
@@ -97,7 +97,7 @@ def by_deepspeed(stage: int, ours: bool) -> tuple[list[Took], float]:
     return took, loss.item()
 
 
-def by_lightning(ours: bool) -> tuple[list[Took], float]:
+def by_lightning(own: bool) -> tuple[list[Took], float]:
     """What each step took, and the last loss."""
     import lightning
     from lightning.pytorch.strategies import DDPStrategy
@@ -126,7 +126,7 @@ def by_lightning(ours: bool) -> tuple[list[Took], float]:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     trainer = lightning.Trainer(
-        strategy=FullShardStrategy() if ours else DDPStrategy(),
+        strategy=FullShardStrategy() if own else DDPStrategy(),
         accelerator="cpu",
         devices=2,
         max_epochs=1,
@@ -146,9 +146,9 @@ SYSTEMS: dict[str, tuple[Any, ...]] = {
     "Lightning, DDPStrategy": (by_lightning, False),
     "Lightning, FullShardStrategy": (by_lightning, True),
     **{
-        f"{name}, stage {stage}": (by_deepspeed, stage, ours)
+        f"{name}, stage {stage}": (by_deepspeed, stage, own)
         for stage in (1, 2, 3)
-        for name, ours in (("DeepSpeed", False), ("its loop here", True))
+        for name, own in (("DeepSpeed", False), ("its loop here", True))
     },
 }
 
@@ -182,8 +182,8 @@ def main() -> None:
         of_step, of_cpu, peak = ([item[what] for item in its] for what in ("ms", "CPU ms", "MiB"))
         rows[name] = {"ms": statistics.median(of_step), "CPU ms": statistics.median(of_cpu), "MiB": max(peak)}
         spread = f"{min(of_step):.0f} to {max(of_step):.0f}"
-        said = " ".join(f"{value:7.0f} {what}" for what, value in rows[name].items())
-        print(f"{name:30}{said}; {spread} ms; loss {its[0]['loss']:.6f}")
+        stated = " ".join(f"{value:7.0f} {what}" for what, value in rows[name].items())
+        print(f"{name:30}{stated}; {spread} ms; loss {its[0]['loss']:.6f}")
     print(json.dumps(rows))
 
 

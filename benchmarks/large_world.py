@@ -79,12 +79,12 @@ def main() -> None:
     for _ in range(args.rounds):
         for system, measured in found.items():
             command = [sys.executable, "-W", "ignore", __file__, "--one", system, *size]
-            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-            measured.append((float(told[-2]), float(told[-1])))
+            reported = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+            measured.append((float(reported[-2]), float(reported[-1])))
     for system, measured in found.items():
         seconds, grown = (statistics.median(column) for column in zip(*measured, strict=True))
         print(f"{system:10} {seconds:7.2f} s of CPU, {grown:5.0f} MB")
-    ratios = [ours[0] / theirs[0] for ours, theirs in zip(found["fullshard"], found["fsdp2"], strict=True)]
+    ratios = [own[0] / peer[0] for own, peer in zip(found["fullshard"], found["fsdp2"], strict=True)]
     print(f"fullshard / fsdp2: {statistics.median(ratios):.3f} (median of {args.rounds} rounds)")
 
 

@@ -54,7 +54,7 @@ def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         sizes = ("size", "ranks", "steps", "batch", "seq", "strategy")
-        told = [item for option in sizes for item in (f"--{option}", str(getattr(options, option)))]
+        reported = [item for option in sizes for item in (f"--{option}", str(getattr(options, option)))]
         quiet = ["--log-every", "1", "--validate-every", "0", "--sample-every", "0", "--sample-bytes", "1"]
         argv = [
             sys.executable,
@@ -62,7 +62,7 @@ def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "fullshard.cli",
             "train",
             "--no-predict",
-            *told,
+            *reported,
             *quiet,
             "--out",
             str(out),
@@ -112,8 +112,8 @@ def show(found: dict[str, dict[str, Any]]) -> None:
     print("|---|---|---|---|")
     for name, run in found.items():
         losses = averaged(run["losses"])
-        apart = max(abs(a - b) for a, b in zip(losses, first, strict=True))
-        print(f"| {name} | {losses[-1]:.3f} | {apart:.3f} | {run['validation_bits_per_byte']:.3f} |")
+        separate = max(abs(a - b) for a, b in zip(losses, first, strict=True))
+        print(f"| {name} | {losses[-1]:.3f} | {separate:.3f} | {run['validation_bits_per_byte']:.3f} |")
 
 
 def arguments() -> argparse.Namespace:

@@ -123,8 +123,8 @@ def meet() -> None:
 
 def pages() -> int:
     """Bytes of this process: its own, and its part of memory in common, but for files."""
-    told = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    return 1024 * sum(int(told[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
+    reported = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return 1024 * sum(int(reported[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
 
 
 @contextmanager
@@ -318,7 +318,7 @@ def predicted(shape: Shape, folder: Path) -> int:
         loss=loss_of,
         world=RANKS,
         steps=3,
-        lanes="cpu",
+        streams="cpu",
         make_optimizer=make,
     )
     return process_memory(tape, threshold=THRESHOLD).nbytes

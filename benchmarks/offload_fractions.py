@@ -80,9 +80,9 @@ def weighed(fraction: float, folder: Path, layers: int, width: int) -> dict[str,
     dist.barrier()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    told = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    reported = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return {
-        "private": (int(told["Private_Dirty"].split()[0]) + int(told["Private_Clean"].split()[0])) * 1024,
+        "private": (int(reported["Private_Dirty"].split()[0]) + int(reported["Private_Clean"].split()[0])) * 1024,
         "predicted": predict_ledger(model).optimizer_state,
         "on_disk": predict_on_disk(model).nbytes,
     }

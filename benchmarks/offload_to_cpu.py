@@ -84,7 +84,7 @@ def reckoned(shape: Shape) -> list[dict[str, Any]]:
     for microbatches in (4, 16):
         first = 0.0
         for name, policy in policies.items():
-            never = mock.patch.object(local_steps, "can_put_off", lambda *_: False)
+            never = mock.patch.object(local_steps, "can_defer", lambda *_: False)
             with never if "at once" in name else nullcontext():
                 tapes = [tape_of(policy, shape, steps, microbatches) for steps in (2, 3)]
             shorter, longer = (lay_out(tape.entries).end for tape in tapes)

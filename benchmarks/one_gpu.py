@@ -40,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard.bench import peers
 from fullshard.bench.model import Model, Shape
-from fullshard.bench.ours import ours
+from fullshard.bench.sharded import fully_sharded
 from fullshard.bench.trainer import Trainer
 from fullshard.bench.workload import Workload
 from fullshard.device.accelerator import accelerator_for
@@ -58,7 +58,7 @@ BUILDS = {
     "plain": lambda workload, model: Trainer(
         workload, model, workload.make_optimizer(model.parameters()), autocast=True
     ),
-    "fullshard": ours("zero3"),
+    "fullshard": fully_sharded("zero3"),
     "FSDP2": peers.fsdp2(),
     "DDP": peers.ddp(bucket_views=True),
 }
@@ -105,20 +105,20 @@ def measure(system: str, model: str, world: int, steps: int) -> dict[str, float]
     workload = workload_of(model, world)
     trainer = BUILDS[system](workload, workload.model(DEVICE))
     tokens = workload.tokens(0, 0).to(DEVICE)
-    taken, asked = [], []
+    taken, requested = [], []
     for number in range(3 + steps):
         if number == 3 and GPU:
             torch.cuda.reset_peak_memory_stats()
         finish()
         start = time.perf_counter()
         trainer.step(tokens)
-        asked.append(1e3 * (time.perf_counter() - start))
+        requested.append(1e3 * (time.perf_counter() - start))
         finish()
         taken.append(1e3 * (time.perf_counter() - start))
     found = {"ms": statistics.median(taken[3:])}
     if GPU:
         found |= {
-            "host ms": statistics.median(asked[3:]),
+            "host ms": statistics.median(requested[3:]),
             "GPU ms": busy_ms(lambda: trainer.step(tokens)),
             "allocated": torch.cuda.max_memory_allocated() / 1e6,
             "reserved": torch.cuda.max_memory_reserved() / 1e6,
@@ -128,10 +128,10 @@ def measure(system: str, model: str, world: int, steps: int) -> dict[str, float]
 
 def busy_ms(step: Callable[[], object]) -> float:
     """Milliseconds of a step's kernels and copies on the GPU, one after the other."""
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA]) as visited:
         step()
         finish()
-    of_gpu = (event for event in seen.events() if event.device_type == DeviceType.CUDA)
+    of_gpu = (event for event in visited.events() if event.device_type == DeviceType.CUDA)
     return sum(event.device_time for event in of_gpu if not event.is_user_annotation) / 1e3
 
 
@@ -140,7 +140,7 @@ def finish() -> None:
         torch.cuda.synchronize()
 
 
-def beside(part: str, model: str, world: int, rounds: int, steps: int) -> dict[str, Any]:
+def alongside(part: str, model: str, world: int, rounds: int, steps: int) -> dict[str, Any]:
     """What every system of a part has taken, in each round; in turn."""
     found: dict[str, list[dict[str, float]]] = {system: [] for system in PARTS[part]}
     for number in range(rounds):
@@ -150,14 +150,14 @@ def beside(part: str, model: str, world: int, rounds: int, steps: int) -> dict[s
             found[system].append(json.loads(ran.stdout.splitlines()[-1]))
     print(f"{part}: {model}, rank 0 of {world}")
     for system, rows in found.items():
-        told = []
+        reported = []
         for what in rows[0]:
             middle = statistics.median(row[what] for row in rows)
             ratio = statistics.median(
-                ours[what] / row[what] for ours, row in zip(found["fullshard"], rows, strict=True)
+                fully_sharded[what] / row[what] for fully_sharded, row in zip(found["fullshard"], rows, strict=True)
             )
-            told.append(f"{what} {middle:8.1f}, ours is {ratio:.3f} of it")
-        print(f"  {system:10} {'; '.join(told)}", flush=True)
+            reported.append(f"{what} {middle:8.1f}, ours is {ratio:.3f} of it")
+        print(f"  {system:10} {'; '.join(reported)}", flush=True)
     return {"part": part, "model": model, "world": world, "systems": found}
 
 
@@ -174,10 +174,10 @@ def in_threads(world: int, steps: int) -> dict[str, Any]:
     def run(rank: int, lock: threading.Lock) -> list[float]:
         with lock:
             model = workload.model(DEVICE)
-        trainer = ours("zero3")(workload, model)
+        trainer = fully_sharded("zero3")(workload, model)
         return [trainer.step(workload.tokens(number, rank).to(DEVICE)).item() for number in range(steps)]
 
-    assert accelerator_for(DEVICE).lanes  # made before threads ask for them
+    assert accelerator_for(DEVICE).streams  # made before threads ask for them
     losses = run_threads(world, run)
     model: Model = workload.model(DEVICE)
     optimizer = workload.make_optimizer(model.parameters())
@@ -220,7 +220,7 @@ def main() -> None:
             models, worlds = models[:1], [1]  # with all of its optimizer's state, no larger one fits
         for model in models:
             for world in worlds:
-                found.append(beside(part, model, world, args.rounds, args.steps))
+                found.append(alongside(part, model, world, args.rounds, args.steps))
     if args.json:
         with open(args.json, "w") as file:
             json.dump(found, file, indent=1)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard.bench.model import SIZES
-from fullshard.bench.ours import ours
+from fullshard.bench.sharded import fully_sharded
 from fullshard.bench.workload import Workload
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     for name in ("adamw-default", "adamw"):
         workload = Workload(shape=SIZES[args.size], world=2, optimizer=name)
-        trainer = ours("zero3")(workload, workload.model(torch.device("cpu")))
+        trainer = fully_sharded("zero3")(workload, workload.model(torch.device("cpu")))
         tokens = workload.tokens(0, 0)
         trainer.step(tokens)
         workload.loss(trainer.model, tokens).backward()
@@ -42,8 +42,8 @@ def main() -> None:
                 if hook is not None:
                     hook.remove()
         count = sum(1 for _ in trainer.model.parameters())
-        told = ", ".join(f"as {how} {statistics.median(taken[how]):.1f} ms" for how in taken)
-        print(f"{name}, {count} shards: {told}")
+        reported = ", ".join(f"as {how} {statistics.median(taken[how]):.1f} ms" for how in taken)
+        print(f"{name}, {count} shards: {reported}")
 
 
 if __name__ == "__main__":

@@ -101,18 +101,18 @@ def step(subject: Subject, model: Any, optimizer: torch.optim.Optimizer, candida
 
 def searched(name: str, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """One search: what was chosen, and what everything took."""
-    asked = question(name, cluster)
-    plan = search(asked)
+    requested = question(name, cluster)
+    plan = search(requested)
     assert plan.best is not None
-    told = [(item.sketch, *shape) for item in plan.found for shape in asked.shapes_of(item.sketch.program)]
-    figures = [made.figures(rows, count) for made, rows, count in told]
+    reported = [(item.sketch, *shape) for item in plan.found for shape in requested.shapes_of(item.sketch.program)]
+    figures = [made.figures(rows, count) for made, rows, count in reported]
     candidates = [figure.candidate for figure in figures]
     each = run_ranks(RANKS, measure, name, candidates, rounds, timeout=1800)
     seconds = [[max(ranks) for ranks in zip(*of_ranks, strict=True)] for of_ranks in zip(*each, strict=True)]
     chosen = candidates.index(plan.best.figures.candidate)
     medians = [statistics.median(second) for second in seconds]
     best = medians.index(min(medians))
-    ratios = [mine / fastest for mine, fastest in zip(seconds[chosen], seconds[best], strict=True)]
+    ratios = [local / fastest for local, fastest in zip(seconds[chosen], seconds[best], strict=True)]
     return {
         "search": name,
         "chosen": named(candidates[chosen]),

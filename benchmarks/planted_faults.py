@@ -83,7 +83,7 @@ class Plant:
 
     title: str
     cause: str = ""
-    said: str = ""
+    stated: str = ""
     world: int = 2
     steps: int = 12
     blocks: int = 5
@@ -368,22 +368,26 @@ SLOW = {"latency_s": 1e-3, "bytes_per_s": 10 * MB}  # a block of 132 kB: 66 kB t
 DEEP = {"rows": {0: 16384, 1: 16384}, "steps": 6, "forward_s": 0.001}
 
 FAULTS = (
-    Plant(title="a loader of 80 ms a batch", cause="slow input", said="all ranks", input_s={0: 0.08, 1: 0.08}),
-    Plant(title="that loader on rank 1 only", cause="slow input", said="rank 1", input_s={1: 0.08}),
+    Plant(title="a loader of 80 ms a batch", cause="slow input", stated="all ranks", input_s={0: 0.08, 1: 0.08}),
+    Plant(title="that loader on rank 1 only", cause="slow input", stated="rank 1", input_s={1: 0.08}),
     Plant(
-        title="four times as many rows on rank 1", cause="unequal work", said="rank 1", row_s=2e-4, rows={0: 16, 1: 64}
+        title="four times as many rows on rank 1",
+        cause="unequal work",
+        stated="rank 1",
+        row_s=2e-4,
+        rows={0: 16, 1: 64},
     ),
     Plant(
         title="rank 1 stopped for two thirds of its time",
         cause="throttled rank",
-        said="rank 1",
+        stated="rank 1",
         around=pulses,
         of_cores=True,
     ),
     Plant(
         title="the second of two hosts at half the speed",
         cause="slow host",
-        said="node1",
+        stated="node1",
         world=4,
         steps=8,
         around=two_hosts,
@@ -392,17 +396,17 @@ FAULTS = (
     Plant(
         title="three busy programs a core",
         cause="oversubscribed cores",
-        said="no core",
+        stated="no core",
         steps=8,
         forward_s=0.002,
         around=busy_cores,
         of_cores=True,
     ),
-    Plant(title="no wrapping", cause="one unit for all", said="one unit", shard=fully_shard, **SLOW),
+    Plant(title="no wrapping", cause="one unit for all", stated="one unit", shard=fully_shard, **SLOW),
     Plant(
         title="one block 12 times as large",
         cause="unit too large",
-        said="blocks.3",
+        stated="blocks.3",
         width={3: 48 * WIDTH},
         latency_s=2e-4,
         bytes_per_s=25 * MB,
@@ -410,17 +414,17 @@ FAULTS = (
     Plant(
         title="each layer a unit, 4 ms a message",
         cause="units too small",
-        said="collectives",
+        stated="collectives",
         shard=each_layer,
         latency_s=4e-3,
         bytes_per_s=1e9,
         forward_s=0.004,
     ),
-    Plant(title="prefetching off", cause="no prefetch", said="none was started ahead", shard=never_ahead, **SLOW),
+    Plant(title="prefetching off", cause="no prefetch", stated="none was started ahead", shard=never_ahead, **SLOW),
     Plant(
         title="frozen blocks, sharded",
         cause="frozen part gathered",
-        said="frozen",
+        stated="frozen",
         frozen=True,
         forward_s=0.001,
         **SLOW,
@@ -428,27 +432,30 @@ FAULTS = (
     Plant(
         title="bfloat16, and sums in float32",
         cause="gradients in float32",
-        said="float32",
+        stated="float32",
         shard=partial(in_bfloat16, strategy="ddp"),
         forward_s=0.001,
         **SLOW,
     ),
-    Plant(title="a link of 3 MB/s", cause="slow link", said="for the wire", latency_s=1e-4, bytes_per_s=3 * MB),
-    Plant(title="a checkpoint every third step", cause="checkpoint stalls", said="checkpoints", between=save_often),
+    Plant(title="a link of 3 MB/s", cause="slow link", stated="for the wire", latency_s=1e-4, bytes_per_s=3 * MB),
+    Plant(title="a checkpoint every third step", cause="checkpoint stalls", stated="checkpoints", between=save_often),
     Plant(
-        title="norms of all parameters every step", cause="host waits", said="neither computing", between=log_every_step
+        title="norms of all parameters every step",
+        cause="host waits",
+        stated="neither computing",
+        between=log_every_step,
     ),
     Plant(
         title="activations of 100 MB in little memory",
         cause="no activation checkpointing",
-        said="activations",
+        stated="activations",
         around=little_memory,
         **DEEP,
     ),
     Plant(
         title="40 000 logits a row",
         cause="large logits",
-        said="returns",
+        stated="returns",
         outputs=40_000,
         rows={0: 512, 1: 512},
         steps=4,
@@ -457,7 +464,7 @@ FAULTS = (
     Plant(
         title="a tensor of 8 MB kept in each step",
         cause="memory leak",
-        said="more after each step",
+        stated="more after each step",
         between=keep_tensors,
         steps=24,
         forward_s=0.002,
@@ -495,21 +502,21 @@ class Answer:
     plant: Plant
     run: Run
     findings: tuple[Finding, ...]
-    said: str
+    stated: str
 
     @property
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         """The causes, those that cost most first, but for cores that others take: true on a machine that is shared."""
-        elsewhere = () if self.plant.cause == SHARED_CORES else (SHARED_CORES,)
-        return [finding.cause for finding in self.findings if finding.cause not in elsewhere]
+        destinations = () if self.plant.cause == SHARED_CORES else (SHARED_CORES,)
+        return [finding.cause for finding in self.findings if finding.cause not in destinations]
 
     @property
     def is_right(self) -> bool:
         """Whether the fault is told first and with its place, where it is; or none, where there is none."""
         if not self.plant.cause:
-            return not self.told
+            return not self.reported
         found = [finding for finding in self.findings if finding.cause == self.plant.cause]
-        return self.told[:1] == [self.plant.cause] and self.plant.said in found[0].said
+        return self.reported[:1] == [self.plant.cause] and self.plant.stated in found[0].stated
 
     @property
     def others(self) -> list[str]:
@@ -556,10 +563,10 @@ def main() -> None:
     given = answers(args.only, pretended_clock=args.pretended_clock)
     print("| planted | told as | said | others | |\n|---|---|---|---|---|")
     for item in given:
-        cause = item.told[0] if item.told else "-"
-        said = next((found.said for found in item.findings if found.cause == cause), item.said)
+        cause = item.reported[0] if item.reported else "-"
+        stated = next((found.stated for found in item.findings if found.cause == cause), item.stated)
         print(
-            f"| {item.plant.title} | {cause} | {said} | {', '.join(item.others)} | "
+            f"| {item.plant.title} | {cause} | {stated} | {', '.join(item.others)} | "
             f"{'ok' if item.is_right else 'WRONG'} |"
         )
     right = {kind: sum(item.is_right for item in given if bool(item.plant.cause) == kind) for kind in (True, False)}

@@ -219,7 +219,7 @@ def predicted_tape(case: Case, rank: int = 0) -> dry.Tape:
     """The tape of `rank`, with nobody else there."""
     with dry.world(case.ranks, rank=rank, ranks_per_host=case.ranks):
         mesh = make_mesh(case)
-        with dry.taped(lanes="cpu") as tape:
+        with dry.taped(streams="cpu") as tape:
             train(case, mesh)
             gc.collect()
     return tape
@@ -338,9 +338,9 @@ def peaks(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
     cases = peak_cases()[:limit]
     print(HEAD)
     for world in sorted({case.ranks for case in cases}):
-        alike = [case for case in cases if case.ranks == world]
-        by_rank = run_ranks(world, measured_peaks, alike, timeout=60.0 * len(alike))
-        for number, case in enumerate(alike):
+        identical = [case for case in cases if case.ranks == world]
+        by_rank = run_ranks(world, measured_peaks, identical, timeout=60.0 * len(identical))
+        for number, case in enumerate(identical):
             for rank in sorted({0, case.ranks - 1 if case.width == 100 else 0}):
                 runs = [round(item) for item in by_rank[rank][number]]
                 predicted = predicted_tape(case, rank).peak_bytes()
@@ -476,16 +476,16 @@ def limits(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
         given = [*LIMITS, predicted.fits_from]
         by_rank = run_ranks(case.ranks, limited_runs, case, given, timeout=200.0)
         done = [all(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
-        said = [predicted.fits(item) for item in given]
+        stated = [predicted.fits(item) for item in given]
         marks = "".join(
             {(True, True): "+", (False, False): "-", (True, False): "F", (False, True): "r"}[item]
-            for item in zip(said, done, strict=True)
+            for item in zip(stated, done, strict=True)
         )
         name = f"{case.name}, {case.batch} rows"
         print(f"| {name} | {predicted.fits_from / 1e6:.1f} | {marks} |", flush=True)
         rows += [
             {"case": name, "limit": at, "fits from": predicted.fits_from, "fits": fits, "ran": ran}
-            for at, fits, ran in zip(given, said, done, strict=True)
+            for at, fits, ran in zip(given, stated, done, strict=True)
         ]
     feasible = [row for row in rows if row["ran"] and row["limit"] in LIMITS]
     failed = sum(row["fits"] and not row["ran"] for row in rows)

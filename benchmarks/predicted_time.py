@@ -128,12 +128,12 @@ class Step:
     peak_bytes: int
 
 
-def dry_step(case: Case, *, lanes: Literal["gpu", "cpu"], steps: int = 3) -> Step:
+def dry_step(case: Case, *, streams: Literal["gpu", "cpu"], steps: int = 3) -> Step:
     """The step of rank 0, of the engine run dry."""
     workload = case.workload("cpu")
     with dry.world(case.world):
         mesh = mesh_of(case, "cpu")
-        with dry.taped(lanes=lanes) as tape:
+        with dry.taped(streams=streams) as tape:
             trainer = trainer_of(case, workload, Model(case.shape), mesh)
             tokens = torch.zeros(case.shape.batch, case.shape.seq + 1, dtype=torch.int64)
             for _ in range(steps):
@@ -164,12 +164,12 @@ class SendsNothing:
 
 def predicted_on_gpu(case: Case, here: Hardware) -> dict[str, Any]:
     """Milliseconds from the end of a step to the end of the next, and where they go."""
-    step = dry_step(case, lanes="gpu")
+    step = dry_step(case, streams="gpu")
     costs: Any = replace(costs_of(here), launch_s=here.measured["launch_s"])
     if case.world > 1:
         costs = SendsNothing(costs)
     two, three = (lay_out(step.entries * times, costs) for times in (2, 3))
-    operations = [entry for entry in step.entries if isinstance(entry, Operation) and entry.lane != HOST]
+    operations = [entry for entry in step.entries if isinstance(entry, Operation) and entry.stream != HOST]
     return {
         "ms": 1e3 * (three.end - two.end),
         "host_ms": 1e3 * (three.host_s - two.host_s),
@@ -216,7 +216,7 @@ class Stepping:
 
 def predicted_on_cpus(case: Case, here: Hardware) -> dict[str, Any]:
     """Milliseconds of a step, and of a core by what they are for."""
-    step = dry_step(case, lanes="cpu", steps=4)
+    step = dry_step(case, streams="cpu", steps=4)
     about: dict[str, Any] = {"ranks": case.world, "dtype": "bfloat16" if case.dtype == "bf16" else "float32"}
     parts = core_seconds(step.entries, here, before=step.before, **about)
     return {
@@ -291,9 +291,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 6))
-    for what, said, mark in (("least_ms", "by the clock, least", "o"), ("busy_ms", "cores busy", "x")):
+    for what, stated, mark in (("least_ms", "by the clock, least", "o"), ("busy_ms", "cores busy", "x")):
         measured = [row["measured"][what] for row in rows]
-        axes.plot(measured, [row["predicted"]["ms"] for row in rows], mark, label=said)
+        axes.plot(measured, [row["predicted"]["ms"] for row in rows], mark, label=stated)
     ends = [0.8 * min(row["predicted"]["ms"] for row in rows), 1.2 * max(row["measured"]["least_ms"] for row in rows)]
     for factor, style in ((1.0, "-"), (0.9, ":"), (1.1, ":")):
         axes.plot(ends, [factor * end for end in ends], style, color="grey", linewidth=1)
@@ -369,9 +369,9 @@ def on_gpu(cases: Sequence[Case], path: str | None) -> dict[str, Any]:
     """What the GPU reaches, and what it takes for each case. Written down after each."""
     device = torch.device("cuda", 0)
     begun = time.monotonic()
-    said = calibrate(device, tell=lambda what: print(f"measuring: {what}", flush=True))
-    print(f"calibrated in {time.monotonic() - begun:.0f} s: {json.dumps(said['fitted'])}", flush=True)
-    found = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "here": said, "rows": []}
+    stated = calibrate(device, tell_=lambda what: print(f"measuring: {what}", flush=True))
+    print(f"calibrated in {time.monotonic() - begun:.0f} s: {json.dumps(stated['fitted'])}", flush=True)
+    found = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "here": stated, "rows": []}
     for world in sorted({case.world for case in cases}):
         with group_of(world):
             for case in (case for case in cases if case.world == world):
@@ -389,7 +389,7 @@ def on_gpu(cases: Sequence[Case], path: str | None) -> dict[str, Any]:
     return found
 
 
-def beside(found: dict[str, Any]) -> dict[str, Any]:
+def alongside(found: dict[str, Any]) -> dict[str, Any]:
     """What was measured on a GPU, with what is predicted of it. It takes no GPU."""
     here = described(dict(found["here"]))
     cases = [Case(**{**item["case"], "shape": Shape(**item["case"]["shape"])}) for item in found["rows"]]
@@ -425,13 +425,13 @@ def main() -> None:
     if args.gpu:
         cases = [case for case in ON_A_GPU if args.only in case.name]
         found = json.loads(Path(args.measured).read_text()) if args.measured else on_gpu(cases, args.json)
-        found = found if args.measure_only else beside(found)
+        found = found if args.measure_only else alongside(found)
         path = args.json
     else:
-        said = None if args.here else calibrate("cpu", tell=lambda what: print(f"measuring: {what}", flush=True))
-        here = hardware(args.here) if said is None else described(said)
+        stated = None if args.here else calibrate("cpu", tell_=lambda what: print(f"measuring: {what}", flush=True))
+        here = hardware(args.here) if stated is None else described(stated)
         rows = on_cpus([case for case in ON_CPUS if args.only in case.name], here, args.rounds)
-        about = {"machine": here.title, "torch": torch.__version__, "here": said or args.here}
+        about = {"machine": here.title, "torch": torch.__version__, "here": stated or args.here}
         found = {**about, "summary": summary_of(rows), "rows": rows}
         path = args.json or str(RESULTS / "predicted_time.json")
         draw(rows, Path(path).with_suffix(".png"))

@@ -479,7 +479,7 @@ def calibrated(gpu: str, rows: Sequence[Row], steps: Steps) -> Fitted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class Comparison:
     """A row, and what was predicted of it."""
 
     row: Row
@@ -491,25 +491,27 @@ class Beside:
         return self.predicted / self.row.measured - 1
 
 
-def reason(far: Beside, found: Sequence[Beside], machine: Hardware) -> str:
+def reason(far: Comparison, found: Sequence[Comparison], machine: Hardware) -> str:
     """What is known about a large error: the memory that a whole tape asks for, and the same run in another set."""
     row = far.row
     tape = tape_of(row.task, row.blocks, min(row.microbatches, 2))
     use = allocator_use(tape, since=steps_of(tape.entries)[0])
-    told = [
+    reported = [
         f"tensors {use.tensors / 1e9:.0f} GB and segments {use.reserved / 1e9:.0f} of {machine.memory_bytes / 1e9:.0f}"
     ]
     if use.reserved > machine.memory_bytes:
-        told[0] += ", so an allocator must free and ask again, and no cost here has that"
+        reported[0] += ", so an allocator must free and ask again, and no cost here has that"
     for item in found:
         same = replace(item.row.task, reduce_dtype=row.task.reduce_dtype) == row.task
         if same and item.row.gpu == row.gpu and item.row.set != row.set:
             ratio = row.measured / item.row.measured - 1
-            told.append(f"measured {ratio:+.0%} beside the same run of {item.row.set}, which is {item.error:+.0%} off")
-    return "; ".join(told)
+            reported.append(
+                f"measured {ratio:+.0%} beside the same run of {item.row.set}, which is {item.error:+.0%} off"
+            )
+    return "; ".join(reported)
 
 
-def summary(found: Sequence[Beside]) -> dict[str, float]:
+def summary(found: Sequence[Comparison]) -> dict[str, float]:
     """Errors in per cent, and the rank correlation."""
     errors = sorted(abs(item.error) for item in found)
     return {
@@ -531,7 +533,7 @@ def _ranks(values: Sequence[float]) -> list[int]:
 def mpt(reduce_dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
     """All rows, predicted by constants from the few that calibrate."""
     rows, steps = mpt_rows(reduce_dtypes), Steps()
-    found: list[Beside] = []
+    found: list[Comparison] = []
     machines = {}
     for gpu in KERNELS_OF_2023:
         of_gpu = [row for row in rows if row.gpu == gpu]
@@ -539,14 +541,14 @@ def mpt(reduce_dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
         machines[gpu] = replace(as_in_2023(gpu), fitted=fitted)
         shipped = "as shipped" if fitted == hardware(gpu).fitted else f"shipped: {hardware(gpu).fitted}"
         print(f"{gpu}, on rows of {CALIBRATED_ON}: {fitted} ({shipped}); host_s is not fitted")
-        found += [Beside(row=row, predicted=predicted(row, steps, machines[gpu])) for row in of_gpu]
+        found += [Comparison(row=row, predicted=predicted(row, steps, machines[gpu])) for row in of_gpu]
     others = [item for item in found if not item.row.calibrates]
     parts = {"calibrated on": [item for item in found if item.row.calibrates]}
     parts |= {name: [other for other in others if other.row.set == name] for name in sorted({row.set for row in rows})}
     parts["all others"] = others
-    told = {name: summary(those) for name, those in parts.items()}
+    reported = {name: summary(those) for name, those in parts.items()}
     print(f"{'':16} rows  mean error  95th percentile  rank correlation")
-    for name, item in told.items():
+    for name, item in reported.items():
         print(f"{name:16} {item['rows']:4}  {item['mean']:8.1f} %  {item['p95']:13.1f} %  {item['rank']:16.4f}")
     print(f"rows that are more than {FAR:.0%} off:")
     reasons = {}
@@ -558,7 +560,7 @@ def mpt(reduce_dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
         "fitted": {gpu: asdict(machine.fitted) for gpu, machine in machines.items()},
         "attention": {gpu: asdict(shares) for gpu, shares in KERNELS_OF_2023.items()},
         "reduce_dtypes": {name: str(dtype) for name, dtype in reduce_dtypes.items()},
-        "summary": told,
+        "summary": reported,
         "rows": [
             {
                 "set": item.row.set,
@@ -611,7 +613,7 @@ def vtrain() -> dict[str, Any]:
         seconds, measured = one + (microbatches - 1) * (two - one), float(row[-1]) / 1e3
         errors.setdefault(batch, []).append(seconds / measured - 1)
         rows.append({"row": row[:-1], "measured_s": measured, "predicted_s": round(seconds, 6)})
-    told = {
+    reported = {
         batch: {
             "rows": len(of_batch),
             "mean": 100 * statistics.fmean(map(abs, of_batch)),
@@ -620,9 +622,9 @@ def vtrain() -> dict[str, Any]:
         for batch, of_batch in sorted(errors.items())
     }
     print("vTrain's rows, DDP on 2 and 4 A100, by sequences of a microbatch (seconds predicted over measured):")
-    for batch, item in told.items():
+    for batch, item in reported.items():
         print(f"  {batch}: {item['rows']} rows, mean error {item['mean']:.0f} %, of which bias {item['bias']:+.0f} %")
-    return {"summary": told, "rows": rows}
+    return {"summary": reported, "rows": rows}
 
 
 # -- PyTorch's own runs -----------------------------------------------------------------------------------------------
@@ -739,21 +741,21 @@ def at_the_limit(run: Published, machine: Hardware, *, keeps_inputs: bool) -> At
         keeps_inputs: whether the GPU keeps what checkpoints keep of each block; otherwise the host does, and what it
             takes to bring that there and back is not counted.
     """
-    shape, told = run.task.shape, []
+    shape, reported = run.task.shape, []
     kept = shape.batch * shape.seq * shape.width * run.task.compute_dtype.itemsize
     for blocks in DEPTHS:
         entries = tape_of(run.task, blocks, 1).entries
         start = steps_of(entries)[1]
-        elsewhere = kept * (run.blocks - blocks if keeps_inputs else -blocks)
-        memory = TapeAllocator(room=machine.memory_bytes - RESERVED_BYTES - elsewhere)
+        destinations = kept * (run.blocks - blocks if keeps_inputs else -blocks)
+        memory = TapeAllocator(room=machine.memory_bytes - RESERVED_BYTES - destinations)
         for entry in entries[:start]:
             memory.note(entry)
         before = memory.retries, memory.failures
         laid = lay_out(as_fsdp1(entries[start:], run.task), costs_of(machine), memory)
         alone = sum(placed.end - placed.start for placed in laid.placed)
         counted = (memory.retries - before[0]) / blocks, (memory.failures - before[1]) / blocks
-        told.append((laid.end, *counted, alone))
-    (seconds, *_, alone), (more_seconds, retries, failures, more_alone) = told
+        reported.append((laid.end, *counted, alone))
+    (seconds, *_, alone), (more_seconds, retries, failures, more_alone) = reported
     at = _at(seconds, more_seconds, run.blocks), retries, failures, _at(alone, more_alone, run.blocks)
     return AtTheLimit(*at)
 
@@ -776,7 +778,7 @@ def megatron_flops(shape: Shape, blocks: int) -> float:
 
 def pytorch() -> list[dict[str, Any]]:
     """TFLOP/s a GPU, and what the tape says of memory."""
-    told = []
+    reported = []
     for run in pytorch_runs():
         machine = hardware(run.gpu)
         machine = replace(machine, network=replace(machine.network, bytes_per_s=run.network_bytes_per_s))
@@ -807,7 +809,7 @@ def pytorch() -> list[dict[str, Any]]:
                 print(f"  what checkpoints keep {where}: {limits[where]['predicted']:.0f} TFLOP/s", end="; ")
                 print(f"for each block {item.retries:.1f} retries, of which {item.failures:.1f} find no room", end="; ")
                 print(f"nothing beside anything {step_flops(run) / item.alone_s / 1e12:.0f} TFLOP/s", flush=True)
-        told.append(
+        reported.append(
             {
                 "run": run.name,
                 "at_the_limit": limits,
@@ -820,7 +822,7 @@ def pytorch() -> list[dict[str, Any]]:
                 "peak_parts_gb": {name: round(nbytes / 1e9, 1) for name, nbytes in parts.items()},
             }
         )
-    return told
+    return reported
 
 
 # -- 70B parameters on 4096 ranks -------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def train(folder: Path, name: str, life: int, width: int) -> None:
     dist.init_process_group("gloo")
     model, optimizer = make_model(width)
     lines = (folder / f"{name}-{life}-{dist.get_rank()}.jsonl").open("a", buffering=1)
-    said = {"name": name, "life": life}
+    stated = {"name": name, "life": life}
     replicas = Replicas(model, optimizer, name=name, timeout_s=60)
     while replicas.step < last_step(folder):
         before, began = replicas.step, time.time()
@@ -95,7 +95,7 @@ def train(folder: Path, name: str, life: int, width: int) -> None:
             optimizer.step()
         optimizer.zero_grad()
         line = {
-            **said,
+            **stated,
             "step": step,
             "index": replicas.index,
             "count": replicas.count,
@@ -113,8 +113,8 @@ def train(folder: Path, name: str, life: int, width: int) -> None:
 
 def last_step(folder: Path) -> int:
     """The step to end with, once somebody has said so."""
-    said = folder / "last"
-    return int(said.read_text()) if said.exists() else sys.maxsize
+    stated = folder / "last"
+    return int(stated.read_text()) if stated.exists() else sys.maxsize
 
 
 # -- the launcher -----------------------------------------------------------------------------------------------------
@@ -140,10 +140,10 @@ class Replica:
         environment["MASTER_PORT"] = str(free_port())
         for rank in range(self.ranks):
             log = (self.folder / f"{self.name}-{self.life}-{rank}.log").open("wb")
-            asked = ["--rank-of", self.name, "--life", str(self.life), "--folder", str(self.folder)]
+            requested = ["--rank-of", self.name, "--life", str(self.life), "--folder", str(self.folder)]
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, __file__, *asked, "--width", str(self.width)],
+                    [sys.executable, __file__, *requested, "--width", str(self.width)],
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=log,
                     stderr=log,
@@ -201,10 +201,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def wait_for(what: str, has_come: Any, replicas: list[Replica]) -> None:
-    """Wait until `has_come()`."""
+def wait_for(what: str, has_arrived: Any, replicas: list[Replica]) -> None:
+    """Wait until `has_arrived()`."""
     until = time.monotonic() + PATIENCE_S
-    while not has_come():
+    while not has_arrived():
         for replica in replicas:
             replica.check()
         if time.monotonic() > until:
@@ -394,27 +394,27 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--life", type=int, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.rank_of:
-        train(asked.folder, asked.rank_of, asked.life, asked.width)
+    requested = parser.parse_args()
+    if requested.rank_of:
+        train(requested.folder, requested.rank_of, requested.life, requested.width)
         return
     with tempfile.TemporaryDirectory(prefix="replica-kills-") as made:
-        folder = asked.folder or Path(made)
+        folder = requested.folder or Path(made)
         folder.mkdir(exist_ok=True)
-        width = asked.width
-        options = {"replicas": asked.replicas, "ranks": asked.ranks, "kills": asked.kills, "width": width}
-        kills, each = run_with_kills(folder, **options, seed=asked.seed, gap_s=asked.gap)
+        width = requested.width
+        options = {"replicas": requested.replicas, "ranks": requested.ranks, "kills": requested.kills, "width": width}
+        kills, each = run_with_kills(folder, **options, seed=requested.seed, gap_s=requested.gap)
         result = {**options, **compare(each, width, folder)}
     if kills:
         for name in ("survivors_next_step_s", "rejoined_s", "restored_s"):
             values = [getattr(kill, name) for kill in kills]
             result[name] = {"median": statistics.median(values), "largest": max(values)}
         params = LAYERS * (width * width + width) + width + 1
-        result["state_gb_a_rank"] = 3 * 4 * params / asked.ranks / 1e9  # weights, and AdamW's two moments
+        result["state_gb_a_rank"] = 3 * 4 * params / requested.ranks / 1e9  # weights, and AdamW's two moments
         result["most_abandoned_by_a_survivor"] = max(max(kill.abandoned) for kill in kills)
     print(json.dumps(result))
-    if asked.out:
-        asked.out.write_text(json.dumps({**result, "each": [asdict(kill) for kill in kills]}, indent=1) + "\n")
+    if requested.out:
+        requested.out.write_text(json.dumps({**result, "each": [asdict(kill) for kill in kills]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from fullshard.report.run import PARTS
 from fullshard.testing import run_ranks
 from fullshard.train.model import GPT, SIZES, byte_losses
 
-WAITING = ("comm/wire.py", "wait"), ("comm/collectives.py", "start"), ("comm/collectives.py", "_at_once")
+WAITING = ("comm/transport.py", "wait"), ("comm/collectives.py", "start"), ("comm/collectives.py", "_at_once")
 
 
 def model_and_optimizer() -> tuple[Any, torch.optim.Optimizer]:
@@ -90,9 +90,9 @@ def exposed(folder: str, steps: int) -> tuple[float, float]:
     path = Path(folder) / f"trace{dist.get_rank()}.json"
     trace.export_chrome_trace(str(path))
     run = read_run(Path(folder))
-    ours = run.parts_s[dist.get_rank()][:, [PARTS.index("gather"), PARTS.index("reduce")]].sum(axis=1)
+    own = run.parts_s[dist.get_rank()][:, [PARTS.index("gather"), PARTS.index("reduce")]].sum(axis=1)
     traced = [place for place, number in enumerate(run.steps) if 4 < number <= 4 + steps]
-    return float(ours[traced].sum()), outermost_s(json.loads(path.read_text())["traceEvents"])
+    return float(own[traced].sum()), outermost_s(json.loads(path.read_text())["traceEvents"])
 
 
 def outermost_s(events: Iterable[dict[str, Any]]) -> float:
@@ -144,8 +144,8 @@ def main() -> None:
     cores = [item["on_core_s"] / item["off_core_s"] - 1 for rank in pairs for item in rank]
     print(f"overhead: {statistics.median(ratios):+.2%} of a step ({min(ratios):+.2%} to {max(ratios):+.2%}), ", end="")
     print(f"{statistics.median(cores):+.2%} of its seconds on cores")
-    for rank, (ours, traced) in enumerate(waits):
-        print(f"exposed, rank {rank}: {ours:.4f} s recorded, {traced:.4f} s traced: {ours / traced - 1:+.2%}")
+    for rank, (own, traced) in enumerate(waits):
+        print(f"exposed, rank {rank}: {own:.4f} s recorded, {traced:.4f} s traced: {own / traced - 1:+.2%}")
     print(f"bytes: at most {max(sizes):,} a rank after {given.long} steps of 51 units")
     found = {"ratios": ratios, "core_ratios": cores, "exposed_s": waits, "bytes": sizes, "ranks": given.ranks}
     if given.json:

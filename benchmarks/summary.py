@@ -18,7 +18,7 @@ COLUMNS = {  # file: heading
     "124m": "124M, batch 4 x 256",
     "34m_4_ranks": "34M, 4 ranks",
 }
-OURS = "fullshard-zero3"
+FULLSHARD = "fullshard-zero3"
 OTHERS = {
     "floor": "the floor",
     "torch-ddp": "DDP",
@@ -33,10 +33,14 @@ def table() -> str:
     found = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in COLUMNS}
     rows = [["", *COLUMNS.values()], ["---"] * (1 + len(COLUMNS))]
     for name, words in OTHERS.items():
-        rows.append([f"step time over {words}", *(_ratio(result["systems"][OURS], name) for result in found.values())])
-    rows.append(["step", *(f"{1e3 * result['systems'][OURS]['step_s']['median']:.0f} ms" for result in found.values())])
-    for name in (OURS, "torch-ddp", "torch-fsdp2"):
-        words = "memory of a process" if name == OURS else f"the same of {OTHERS[name]}"
+        rows.append(
+            [f"step time over {words}", *(_ratio(result["systems"][FULLSHARD], name) for result in found.values())]
+        )
+    rows.append(
+        ["step", *(f"{1e3 * result['systems'][FULLSHARD]['step_s']['median']:.0f} ms" for result in found.values())]
+    )
+    for name in (FULLSHARD, "torch-ddp", "torch-fsdp2"):
+        words = "memory of a process" if name == FULLSHARD else f"the same of {OTHERS[name]}"
         rows.append([words, *(_megabytes(result["systems"].get(name)) for result in found.values())])
     links = [f"[numbers](benchmarks/results/{name}.json), [bars](benchmarks/results/{name}.png)" for name in COLUMNS]
     rows.append(["all of it", *links])

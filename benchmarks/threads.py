@@ -1,4 +1,4 @@
-"""Several ranks as threads of one process, on one device: collectives are copies, and all ranks share its lanes."""
+"""Several ranks as threads of one process, on one device: collectives are copies, and all ranks share its streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import _install_threa
 from fullshard.comm.native import NativeCollectives
 from fullshard.comm.routes import register_backend
 from fullshard.device.memory import Pool
-from fullshard.engine import group_wires, runtime
+from fullshard.engine import group_transports, runtime
 from fullshard.tape import context
 
 __all__ = ["run_threads"]
@@ -57,7 +57,7 @@ def _ranks_are_threads() -> Iterator[None]:
     """A context in which nothing that is a process's is taken for a rank's."""
     register_backend("threaded", NativeCollectives)
     replaced: list[tuple[Any, str, Any]] = [
-        (group_wires, "scratch_of", Pool),  # else threads would take one another's
+        (group_transports, "scratch_of", Pool),  # else threads would take one another's
         (runtime, "drop_if_stale", _nothing),  # every thread has a default group of its own
         (context, "drop_if_stale", _nothing),
         (runtime, "watch", _nothing),  # a watchdog looks after processes

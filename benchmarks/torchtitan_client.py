@@ -327,8 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("| case | last loss | largest difference of a loss | of a norm of gradients |\n|---|---|---|---|")
     for name in names:
         # Of a pipeline the ranks of the last stage know the loss; the others log a negative number.
-        theirs, ours = (max((rank[name] for rank in found[library]), key=last_loss) for library in LIBRARIES)
-        print(f"| {CASES[name][0]} | {' | '.join(cells(theirs, ours))} |")
+        peer, own = (max((rank[name] for rank in found[library]), key=last_loss) for library in LIBRARIES)
+        print(f"| {CASES[name][0]} | {' | '.join(cells(peer, own))} |")
     print(json.dumps(found))
 
 
@@ -337,15 +337,13 @@ def last_loss(run: Run) -> float:
     return float("-inf") if isinstance(run, str) else run[-1][0]
 
 
-def cells(theirs: Run, ours: Run) -> list[str]:
+def cells(peer: Run, own: Run) -> list[str]:
     """The last loss on fullshard, and relative differences from FSDP2; or what an error says."""
-    if isinstance(theirs, str) or isinstance(ours, str):
-        return [
-            f"{name}: {run[:90]}" for name, run in zip(LIBRARIES, (theirs, ours), strict=True) if isinstance(run, str)
-        ]
-    worst = [max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(ours, theirs, strict=True)) for i in (0, 1)]
+    if isinstance(peer, str) or isinstance(own, str):
+        return [f"{name}: {run[:90]}" for name, run in zip(LIBRARIES, (peer, own), strict=True) if isinstance(run, str)]
+    worst = [max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(own, peer, strict=True)) for i in (0, 1)]
     return [
-        f"{ours[-1][0]:.6f}",
+        f"{own[-1][0]:.6f}",
         *("none" if item == 0 else f"{item:.0e}{'' if item < TOLERANCE else ' !'}" for item in worst),
     ]
 

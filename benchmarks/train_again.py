@@ -53,10 +53,10 @@ class Lines:
     def __init__(self, folder: Path, name: str) -> None:
         self._file = (folder / f"{name}.jsonl").open("a", buffering=1)
 
-    def tell(self, step: int, began: float, ranks: int) -> None:
+    def tell_(self, step: int, began: float, ranks: int) -> None:
         """One step is done."""
-        told = {"step": step, "began": began, "at": time.time(), "pid": os.getpid(), "ranks": ranks}
-        self._file.write(json.dumps(told) + "\n")
+        reported = {"step": step, "began": began, "at": time.time(), "pid": os.getpid(), "ranks": ranks}
+        self._file.write(json.dumps(reported) + "\n")
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, width: int) -> None:
@@ -82,7 +82,7 @@ def train_by_torchrun(folder: Path, way: str, width: int) -> None:
         began = time.time()
         one_step(model, optimizer, step, width)
         step += 1
-        lines.tell(step, began, RANKS)
+        lines.tell_(step, began, RANKS)
         if step % EVERY == 0 and copies is None:
             save(folder / "checkpoints", model=model, optimizer=optimizer, step=step, keep=2)
         elif step % EVERY == 0:
@@ -102,7 +102,7 @@ def train_by_ray(config: dict[str, Any]) -> None:
         began = time.time()
         one_step(model, optimizer, step, config["width"])
         step += 1
-        lines.tell(step, began, RANKS)
+        lines.tell_(step, began, RANKS)
         if step % EVERY == 0:
             save_and_report({"step": step}, model=model, optimizer=optimizer, step=step)
 
@@ -136,7 +136,7 @@ def train_by_torchft(folder: Path, name: str, width: int) -> None:
         loss_of(model, batch_of(replicas.step, replicas.index, width)).backward()
         if replicas.should_commit():
             optimizer.step()
-            lines.tell(replicas.step, began, replicas.count * dist.get_world_size())
+            lines.tell_(replicas.step, began, replicas.count * dist.get_world_size())
         optimizer.zero_grad()
 
 
@@ -235,14 +235,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--part-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--name", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.part_of:
-        train_part(asked)
+    requested = parser.parse_args()
+    if requested.part_of:
+        train_part(requested)
         return
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
-    for repeat in range(asked.repeats):
-        for width in asked.widths:
-            for way in asked.ways:
+    for repeat in range(requested.repeats):
+        for width in requested.widths:
+            for way in requested.ways:
                 found.setdefault((way, width), []).append(measure(way, width))
                 print(repeat, way, width, found[way, width][-1], flush=True)
     table = [
@@ -254,10 +254,10 @@ def main() -> None:
     print("\n| way | parameters | next step | all ranks again |\n|---|---|---|---|")
     for row in table:
         print(f"| {row['way']} | {row['parameters']:,} | {row['next_step_s']:.1f} s | {row['all_again_s']:.1f} s |")
-    result = {"ranks": RANKS, "repeats": asked.repeats, "cores": os.cpu_count(), "table": table}
+    result = {"ranks": RANKS, "repeats": requested.repeats, "cores": os.cpu_count(), "table": table}
     print(json.dumps(result))
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    if requested.out:
+        requested.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def parameters(width: int) -> int:
@@ -267,14 +267,14 @@ def parameters(width: int) -> int:
     return LAYERS * (width * width + width) + width + 1
 
 
-def train_part(asked: argparse.Namespace) -> None:
+def train_part(requested: argparse.Namespace) -> None:
     """What a process of a run does."""
-    width, way = asked.widths[0], asked.ways[0]
+    width, way = requested.widths[0], requested.ways[0]
     parts = {
-        "ray": partial(run_ray, asked.part_of, width),
-        "torchft": partial(train_by_torchft, asked.part_of, asked.name, width),
+        "ray": partial(run_ray, requested.part_of, width),
+        "torchft": partial(train_by_torchft, requested.part_of, requested.name, width),
     }
-    parts.get(way, partial(train_by_torchrun, asked.part_of, way, width))()
+    parts.get(way, partial(train_by_torchrun, requested.part_of, way, width))()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from fullshard import Placement, Placements
 from fullshard.bench import peers
 from fullshard.bench.model import Shape
-from fullshard.bench.ours import ours
+from fullshard.bench.sharded import fully_sharded
 from fullshard.bench.trainer import Build
 from fullshard.bench.workload import Workload
 
@@ -38,19 +38,19 @@ from hosts import sent_bytes, torchrun, two_hosts, wait_for
 S, G = Placement.SHARDED, Placement.GROUPED
 HPZ = Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S)
 SYSTEMS = {
-    "zero3": ours("zero3"),
-    "zero2": ours("zero2"),
-    "zero1": ours("zero1"),
-    "ddp": ours("ddp"),
-    "hpZ": ours(HPZ),
-    "HFSDP": ours(Placements(parameters=G, parameters_in_step=G, gradients=G, optimizer=S)),
-    "hsdp": ours("hsdp"),
-    "zero3, bf16 sums": ours("zero3", reduce_wire="bf16"),
-    "zero3, int8": ours("zero3", gather_wire="int8", reduce_wire="int8"),
-    "zero3, fp8 and int4": ours("zero3", gather_wire="fp8", reduce_wire="int4"),
-    "hpZ, int8": ours(HPZ, gather_wire="int8", reduce_wire="int8"),
-    "hsdp, int8 sums": ours("hsdp", reduce_wire="int8"),
-    "hsdp, int4 sums": ours("hsdp", reduce_wire="int4"),
+    "zero3": fully_sharded("zero3"),
+    "zero2": fully_sharded("zero2"),
+    "zero1": fully_sharded("zero1"),
+    "ddp": fully_sharded("ddp"),
+    "hpZ": fully_sharded(HPZ),
+    "HFSDP": fully_sharded(Placements(parameters=G, parameters_in_step=G, gradients=G, optimizer=S)),
+    "hsdp": fully_sharded("hsdp"),
+    "zero3, bf16 sums": fully_sharded("zero3", reduce_wire="bf16"),
+    "zero3, int8": fully_sharded("zero3", gather_wire="int8", reduce_wire="int8"),
+    "zero3, fp8 and int4": fully_sharded("zero3", gather_wire="fp8", reduce_wire="int4"),
+    "hpZ, int8": fully_sharded(HPZ, gather_wire="int8", reduce_wire="int8"),
+    "hsdp, int8 sums": fully_sharded("hsdp", reduce_wire="int8"),
+    "hsdp, int4 sums": fully_sharded("hsdp", reduce_wire="int4"),
     "torch FSDP2": peers.fsdp2(),
     "torch DDP": peers.ddp(),
 }

@@ -22,7 +22,7 @@ from torch import Tensor
 from fullshard import compare_ranks
 from fullshard.comm.pairwise import PairwiseCollectives
 from fullshard.comm.shared_memory import SharedMemoryCollectives
-from fullshard.comm.wire import PartSums
+from fullshard.comm.transport import PartSums
 from fullshard.device.memory import typed_view
 from fullshard.tape.recorder import Origin, Phase
 
@@ -45,25 +45,25 @@ def calls(options: argparse.Namespace) -> dict[str, dict[str, Call]]:
     gathers: dict[str, Call] = {"floor": copies(world)}
     scatters: dict[str, Call] = {"floor": copies(world)}
     for name, kind in {"shared memory": SharedMemoryCollectives, "pairwise": PairwiseCollectives}.items():
-        wire = kind(dist.group.WORLD)
-        gather, scatter = wire.channel(options.tensors), wire.channel(options.tensors)
+        transport = kind(dist.group.WORLD)
+        gather, scatter = transport.channel(options.tensors), transport.channel(options.tensors)
         gathers[name] = lambda gather=gather: gather.all_gather(wholes, parts, origin=ORIGIN).wait()
         scatters[name] = lambda scatter=scatter: scatter.reduce_scatter(
             PartSums(parts, wholes, numels, world), origin=ORIGIN
         ).wait()
-        if isinstance(wire, SharedMemoryCollectives):
-            gathers["in common"] = gather_in_common(wire, parts)
+        if isinstance(transport, SharedMemoryCollectives):
+            gathers["in common"] = gather_in_common(transport, parts)
     gathers["gloo's own"] = lambda: [gloo_gather(w, p) for w, p in zip(wholes, parts, strict=True)]
     scatters["gloo's own"] = lambda: [gloo_scatter(p, w) for w, p in zip(wholes, parts, strict=True)]
     return {"all_gather": gathers, "reduce_scatter": scatters}
 
 
-def gather_in_common(wire: SharedMemoryCollectives, parts: list[Tensor]) -> Call:
+def gather_in_common(transport: SharedMemoryCollectives, parts: list[Tensor]) -> Call:
     """A gather into wholes that all ranks have in common, to which each copies its own parts."""
-    numels = [wire.world * part.numel() for part in parts]
-    storages = wire.common_storages([4 * numel for numel in numels], "benchmark")
+    numels = [transport.world * part.numel() for part in parts]
+    storages = transport.common_storages([4 * numel for numel in numels], "benchmark")
     wholes = [typed_view(storage, torch.float32, 0, (n,)) for storage, n in zip(storages, numels, strict=True)]
-    channel = wire.channel(len(parts))
+    channel = transport.channel(len(parts))
     return lambda: channel.all_gather(wholes, parts, origin=ORIGIN, in_common=True).wait()
 
 
@@ -108,13 +108,13 @@ def main() -> None:
 
 def summary(options: argparse.Namespace, taken: dict[str, list[float]], name: str) -> dict[str, float]:
     """Medians over the rounds: milliseconds, MB/s of the whole tensors, and the ratios within a round."""
-    mine, floor = taken[name][options.warmup :], taken["floor"][options.warmup :]
+    local, floor = taken[name][options.warmup :], taken["floor"][options.warmup :]
     pairwise = taken["pairwise"][options.warmup :]
     return {
-        "median_ms": statistics.median(mine) * 1e3,
-        "mb_per_s": options.mib * 2**20 / 1e6 / statistics.median(mine),
-        "over_floor": statistics.median(a / b for a, b in zip(mine, floor, strict=True)),
-        "over_pairwise": statistics.median(a / b for a, b in zip(mine, pairwise, strict=True)),
+        "median_ms": statistics.median(local) * 1e3,
+        "mb_per_s": options.mib * 2**20 / 1e6 / statistics.median(local),
+        "over_floor": statistics.median(a / b for a, b in zip(local, floor, strict=True)),
+        "over_pairwise": statistics.median(a / b for a, b in zip(local, pairwise, strict=True)),
     }
 
 

@@ -55,8 +55,8 @@ class Block(nn.Module):
     def attend(self, qkv: Tensor) -> Tensor:
         heads = qkv.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # three of (batch, heads, positions, width)
         q, k, v = Exchange.apply(heads, 2, 3, self.group)  # half of the heads, all positions
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return Exchange.apply(seen, 2, 1, self.group).transpose(1, 2).flatten(2)
+        visited = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return Exchange.apply(visited, 2, 1, self.group).transpose(1, 2).flatten(2)
 
 
 class NextByte(nn.Module):
@@ -77,8 +77,8 @@ def batch_of(step: int, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor,
     """This rank's part of its sequences: bytes, their places in the sequence, and the bytes that follow."""
     text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8).long()
     starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=torch.Generator().manual_seed(step))
-    mine = starts[mesh.get_local_rank("dp") :: mesh["dp"].size()]
-    pieces = text.unfold(0, CONTEXT + 1, 1)[mine].to(device)
+    local = starts[mesh.get_local_rank("dp") :: mesh["dp"].size()]
+    pieces = text.unfold(0, CONTEXT + 1, 1)[local].to(device)
     whole = pieces[:, :-1], torch.arange(CONTEXT, device=device)[None], pieces[:, 1:]
     return tuple(item.chunk(mesh["cp"].size(), dim=1)[mesh.get_local_rank("cp")] for item in whole)
 

@@ -74,14 +74,14 @@ class MoE(nn.Module):
         group = self.group
         world = dist.get_world_size(group)
         each = torch.tensor(counts).view(world, -1)  # tokens for every expert of every rank
-        theirs = torch.empty_like(each)
-        dist.all_to_all_single(theirs, each, group=group)
-        sent, received = each.sum(1).tolist(), theirs.sum(1).tolist()
+        peer = torch.empty_like(each)
+        dist.all_to_all_single(peer, each, group=group)
+        sent, received = each.sum(1).tolist(), peer.sum(1).tolist()
         arrived = AllToAll.apply(tokens, sent, received, group)
         # From rank by rank to expert by expert, where each expert's tokens are in the order of ranks.
-        of = torch.arange(theirs.shape[1]).repeat(world).repeat_interleave(theirs.flatten())
+        of = torch.arange(peer.shape[1]).repeat(world).repeat_interleave(peer.flatten())
         order = of.argsort(stable=True)
-        out = self.experts(arrived[order], theirs.sum(0).tolist())
+        out = self.experts(arrived[order], peer.sum(0).tolist())
         back = torch.empty_like(out).index_copy(0, order, out)
         return AllToAll.apply(back, received, sent, group)
 
@@ -209,4 +209,4 @@ class InOneProcess:
         tokens = torch.cat([y for y, _, _ in routed])[order]
         out = experts(tokens, all_chosen.bincount(minlength=len(experts.up)).tolist())
         back = torch.zeros_like(out).index_copy(0, order, out).split([len(x) for x in xs])
-        return [x + mine * weight[:, None] for x, mine, (_, weight, _) in zip(xs, back, routed, strict=True)]
+        return [x + own_part * weight[:, None] for x, own_part, (_, weight, _) in zip(xs, back, routed, strict=True)]

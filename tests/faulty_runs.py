@@ -133,7 +133,7 @@ class Fault:
 
     planted: str
     cause: str
-    said: str
+    stated: str
     plant: Callable[[Run, float], Run]  # so large a part of a step, 0.25 or more
 
 
@@ -237,7 +237,7 @@ def _binding(run: Run, _: float) -> Run:
 def _full(run: Run, _: float) -> Run:
     failed = OutOfMemory(
         rank=1,
-        asked_bytes=64 * MB,
+        requested_bytes=64 * MB,
         where="layers.3, forward",
         used_bytes=1990 * MB,
         limit_bytes=2000 * MB,

@@ -133,8 +133,8 @@ def _host(address: str, folder: Path, own_users: bool, *unshare: str) -> Host:
         answered = False
     if not answered:
         with holder:
-            said = holder.stderr.read().decode().strip()
-        raise NoHosts(f"no namespaces here: '{' '.join(command)}' said {said!r}")
+            stated = holder.stderr.read().decode().strip()
+        raise NoHosts(f"no namespaces here: '{' '.join(command)}' said {stated!r}")
     own = folder / address
     own.mkdir()
     return Host(address, own, holder, own_users)

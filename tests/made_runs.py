@@ -43,7 +43,7 @@ def made_run(
     checkpoint_every: int = 0,
     name: str = "runs/small-zero3-1",
     prefix: str = "",
-    tell_every: int = 1,
+    report_every: int = 1,
     seed: int = 0,
 ) -> Run:
     """A run whose steps take `parts_s`, with a little noise.
@@ -53,7 +53,7 @@ def made_run(
         leak_bytes: that each rank holds more after each step.
         checkpoint_every: so many steps a checkpoint is written, in 0.4 s.
         prefix: of the units' names.
-        tell_every: so many steps the loop tells loss and the like.
+        report_every: so many steps the loop tells loss and the like.
     """
     chance = np.random.default_rng(seed)
     parts = np.array(parts_s)[None, None] * chance.normal(1, 0.02, (ranks, steps, len(PARTS))).clip(0.9, 1.1)
@@ -103,7 +103,7 @@ def made_run(
         memory=_memory(units, float(step_s.mean())),
         held_bytes=(900 * MIB + chance.integers(0, 20 * MIB, (ranks, steps)) + leak_bytes * at[None]).astype(np.int64),
         shards=tuple(_shards(named, ranks)),
-        training={name: np.where(at % tell_every == 0, values, np.nan) for name, values in training.items()},
+        training={name: np.where(at % report_every == 0, values, np.nan) for name, values in training.items()},
         strategy="zero3",
         settings={"strategy": "zero3", "batch": "8", "seq": "256", "size": "small"},
         what_ifs=(
@@ -143,7 +143,7 @@ def findings_of(run: Run) -> tuple[Finding, ...]:
     return (
         Finding(
             cause="one unit too large",
-            said=f"{100 * gather:.0f} % of a step waits for gathers, most for layers.7: that unit is 6 times larger "
+            stated=f"{100 * gather:.0f} % of a step waits for gathers, most for layers.7: that unit is 6 times larger "
             "than the others.",
             change="Wrap its experts as units of their own, or use strategy hsdp.",
             lost=gather,
@@ -151,7 +151,7 @@ def findings_of(run: Run) -> tuple[Finding, ...]:
         ),
         Finding(
             cause="slow input",
-            said="Rank 2 waits 41 ms a step for its next batch, the others 6 ms.",
+            stated="Rank 2 waits 41 ms a step for its next batch, the others 6 ms.",
             change="Give that rank's loader another worker, or move its files to a local disk.",
             lost=0.05,
         ),
@@ -165,7 +165,7 @@ def exhausted(run: Run) -> Run:
         run,
         out_of_memory=OutOfMemory(
             rank=1,
-            asked_bytes=512 * MIB,
+            requested_bytes=512 * MIB,
             where="layers.7, backward",
             used_bytes=sum(held.values()),
             limit_bytes=7 * 1024 * MIB,
@@ -245,19 +245,21 @@ def _unit(fqn: str, number: int, parts_s: np.ndarray, units: int) -> UnitTimes:
 def _spans(units: tuple[UnitTimes, ...], parts_s: np.ndarray, slower_s: float) -> Iterator[Span]:
     share = dict(zip(PARTS, parts_s, strict=True))
     now = float(share["input"])
-    yield Span(lane="compute", name="input", unit="", start_s=0.0, end_s=now)
+    yield Span(stream="compute", name="input", unit="", start_s=0.0, end_s=now)
     for phase in ("forward", "backward"):
         each = (float(share[phase]) + slower_s * (phase == "backward")) / len(units)
         for unit in units if phase == "forward" else reversed(units):
-            yield Span(lane="gather", name="all_gather", unit=unit.fqn, start_s=max(0, now - each), end_s=now)
+            yield Span(stream="gather", name="all_gather", unit=unit.fqn, start_s=max(0, now - each), end_s=now)
             wait = unit.gather_exposed_s / 2
-            yield Span(lane="compute", name="wait", unit=unit.fqn, start_s=now, end_s=now + wait)
+            yield Span(stream="compute", name="wait", unit=unit.fqn, start_s=now, end_s=now + wait)
             now += wait
-            yield Span(lane="compute", name=phase, unit=unit.fqn, start_s=now, end_s=now + each)
+            yield Span(stream="compute", name=phase, unit=unit.fqn, start_s=now, end_s=now + each)
             now += each
             if phase == "backward":
-                yield Span(lane="reduce", name="reduce_scatter", unit=unit.fqn, start_s=now, end_s=now + unit.reduce_s)
-    yield Span(lane="compute", name="optimizer", unit="", start_s=now, end_s=now + float(share["optimizer"]))
+                yield Span(
+                    stream="reduce", name="reduce_scatter", unit=unit.fqn, start_s=now, end_s=now + unit.reduce_s
+                )
+    yield Span(stream="compute", name="optimizer", unit="", start_s=now, end_s=now + float(share["optimizer"]))
 
 
 def _largest() -> tuple[TensorHeld, ...]:

@@ -70,9 +70,9 @@ class Slurm:
         """What a command says on the second node; `variables` are of its environment."""
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         process = self.start(_CONTROLLER, *command, text=True, environ=variables, **streams)
-        said, _ = process.communicate(timeout=60)
+        stated, _ = process.communicate(timeout=60)
         assert process.returncode == 0, command
-        return str(said)
+        return str(stated)
 
     def start(
         self, node: int, *command: str, environ: dict[str, str] | None = None, **options: Any

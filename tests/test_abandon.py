@@ -43,7 +43,7 @@ def after_forward(model: nn.Module) -> None:
     loss_of(model, my_part(batch(99)))
 
 
-def after_a_step_s_worth(model: nn.Module) -> None:
+def after_a_step_s_worthwhile(model: nn.Module) -> None:
     backward(model)
 
 
@@ -96,7 +96,7 @@ def one_rank_ahead(model: nn.Module) -> None:
             backward(model)
 
 
-TOGETHER = (after_forward, after_a_step_s_worth, between_microbatches, before_second_sums, in_forward, in_backward)
+TOGETHER = (after_forward, after_a_step_s_worthwhile, between_microbatches, before_second_sums, in_forward, in_backward)
 ALONE = (*(partial(on_one_rank, item) for item in (in_forward, in_backward, in_a_hook_on_sums)), one_rank_ahead)
 
 

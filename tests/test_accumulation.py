@@ -187,7 +187,7 @@ def count_hybrid(strategy: str) -> dict[str, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", "hsdp_zero2"])
-def test_hybrid_strategies_reduce_over_replicas_once_a_step_if_told_to(strategy):
+def test_hybrid_strategies_reduce_over_replicas_once_a_step_if_reported_to(strategy):
     for counts in run_ranks(4, count_hybrid, strategy):
         scattered = counts["reduce_scatter"]
         assert [calls for calls, _ in scattered] == [UNITS] * 3
@@ -383,9 +383,9 @@ def low_precision_reference(reduce_dtype: torch.dtype) -> dict[str, Tensor]:
             total[name] = total[name].add_(grad) if name in total else grad
             param.grad = None
     reduced = {}
-    for name, mine in total.items():
-        terms = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(terms, mine)
+    for name, local in total.items():
+        terms = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(terms, local)
         reduced[name] = ((terms[0] + terms[1]) / 2).to(masters[name].dtype)
     return reduced
 
@@ -439,5 +439,5 @@ def divide_by(factor: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0, 8.0])
-def test_sums_are_divided_by_what_the_user_says(factor):
+def test_sums_are_divided_by_what_the_user_states(factor):
     run_ranks(2, divide_by, factor)

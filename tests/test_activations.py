@@ -267,7 +267,7 @@ def test_each_storage_travels_once_and_its_memory_is_free_meanwhile(tmp_path):
 def look_at_growth(folder: Path) -> None:
     all_travel(window=200_000)
     model = alone(lambda model: model, folder)
-    seen = []
+    visited = []
     for step in range(8):
         model(rows(step)).square().mean().backward()
         model.zero_grad()
@@ -277,8 +277,8 @@ def look_at_growth(folder: Path) -> None:
         assert not [ref for ref in store._leaving if ref() is not None] and store._ahead_bytes == 0
         in_use = 2 * ROWS * 192 * 4  # by the node that backward is at, and the one before
         assert store.buffer_bytes <= 2 * store.window_bytes + in_use
-        seen.append((store.scratch.nbytes, len(os.listdir("/proc/self/fd"))))
-    assert len(set(seen[1:])) == 1, seen
+        visited.append((store.scratch.nbytes, len(os.listdir("/proc/self/fd"))))
+    assert len(set(visited[1:])) == 1, visited
 
 
 def test_nothing_grows_over_steps_and_buffers_are_bounded(tmp_path):
@@ -396,46 +396,48 @@ def test_a_policy_that_cannot_be_honoured_is_refused():
             Offload(**wrong)
 
 
-# -- on pretended lanes -----------------------------------------------------------------------------------------------
+# -- on pretended streams ----------------------------------------------------------------------------------------------
 
 
-def on_lanes(policy: Offload | None, scenario: Callable[..., Any], layer: type[Layer] = Layer) -> tuple[Any, dry.Tape]:
-    """What a scenario gives on real tensors and pretended lanes, and its tape."""
+def on_streams(
+    policy: Offload | None, scenario: Callable[..., Any], layer: type[Layer] = Layer
+) -> tuple[Any, dry.Tape]:
+    """What a scenario gives on real tensors and pretended streams, and its tape."""
     with dry.taped(values=True) as tape:
         model = chain(partial(fully_shard, offload_policy=policy), Chain([layer() for _ in range(3)]))
         given = scenario(model)
     return given, tape
 
 
-def compare_on_lanes(folder: Path) -> None:
+def compare_on_streams(folder: Path) -> None:
     all_travel()
     for scenario in SCENARIOS:
         if scenario is not with_hooks_of_the_user:
             for tier in ("cpu", "disk"):
-                expected, before = on_lanes(None, scenario, Sharing)
-                got, tape = on_lanes(Offload(activations={tier: 1.0}, folder=folder), scenario, Sharing)
+                expected, before = on_streams(None, scenario, Sharing)
+                got, tape = on_streams(Offload(activations={tier: 1.0}, folder=folder), scenario, Sharing)
                 assert_same(got, expected, name=f"{scenario.__name__}, {tier}")
                 assert not dry.races(tape), (scenario, tier)
                 assert not copies_on_offload(before) and copies_on_offload(tape)
 
 
 def copies_on_offload(tape: dry.Tape) -> bool:
-    return any(operation.lane == "offload" for operation in tape.of(Operation))
+    return any(operation.stream == "offload" for operation in tape.of(Operation))
 
 
-def test_on_an_accelerator_the_bits_are_the_same_and_no_lane_touches_what_another_uses(tmp_path):
-    run_ranks(1, compare_on_lanes, tmp_path)
+def test_on_an_accelerator_the_bits_are_the_same_and_no_stream_touches_what_another_uses(tmp_path):
+    run_ranks(1, compare_on_streams, tmp_path)
 
 
-@pytest.mark.parametrize("lanes", ["gpu", "cpu"])
-def test_a_dry_run_has_the_memory_of_a_real_one_and_takes_nothing_of_the_disk(tmp_path, monkeypatch, lanes):
+@pytest.mark.parametrize("streams", ["gpu", "cpu"])
+def test_a_dry_run_has_the_memory_of_a_real_one_and_takes_nothing_of_the_disk(tmp_path, monkeypatch, streams):
     monkeypatch.setattr(Scratch, "take", None)
 
     def peak(policy: Offload | None) -> int:
         def make() -> nn.Module:
             return chain(partial(fully_shard, offload_policy=policy), Chain([Layer() for _ in range(12)]))
 
-        tape = dry.run(make, lambda: torch.randn(4096, 48), world=2, steps=2, lanes=lanes)
+        tape = dry.run(make, lambda: torch.randn(4096, 48), world=2, steps=2, streams=streams)
         assert not dry.races(tape)
         return tape.peak_bytes()
 

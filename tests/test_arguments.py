@@ -77,9 +77,9 @@ def outcome(function: Callable[..., Any], arguments: dict[str, Any], name: str, 
         elif inspect.isgenerator(made):
             list(made)
     except (fullshard.FullshardError, TypeError, ValueError) as error:
-        ours = isinstance(error, fullshard.FullshardError)
+        own = isinstance(error, fullshard.FullshardError)
         named = name in str(error) or "empty parameter list" in str(error)  # the latter is torch's
-        return "" if ours or named else f"{type(error).__name__} that does not name it: {error}"
+        return "" if own or named else f"{type(error).__name__} that does not name it: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -90,9 +90,9 @@ def pass_wrong_arguments() -> list[str]:
     for function, arguments in calls():
         for name in parameters(function):
             for wrong in WRONG:
-                said = outcome(function, arguments, name, wrong)
-                if said:
-                    found.append(f"{getattr(function, '__name__', function)}({name}={wrong!r}): {said}")
+                stated = outcome(function, arguments, name, wrong)
+                if stated:
+                    found.append(f"{getattr(function, '__name__', function)}({name}={wrong!r}): {stated}")
     return found
 
 
@@ -104,7 +104,7 @@ def refuse_before_anything_is_sent() -> list[tuple[str, ...]]:
     """On ranks that all pass the same wrong argument."""
     model = chain(fully_shard)
     model(inputs()).sum().backward()
-    said: list[str] = []
+    stated: list[str] = []
     with recording() as record:
         for function, arguments, name in (
             (fully_shard, {"module": chain(leave)}, "mp_policy"),
@@ -118,10 +118,10 @@ def refuse_before_anything_is_sent() -> list[tuple[str, ...]]:
                 if isinstance(made, AbstractContextManager):
                     made.__enter__()
             except fullshard.ConfigError as error:
-                said.append(str(error))
+                stated.append(str(error))
     assert record.sent_bytes() == 0
     assert torch.is_grad_enabled()
-    return [tuple(said)]
+    return [tuple(stated)]
 
 
 def test_they_are_refused_before_anything_is_sent():

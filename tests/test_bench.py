@@ -72,12 +72,14 @@ def test_every_system_that_is_installed_has_the_losses_of_one_process(tmp_path, 
     argv = ["--size", "tiny", "--ranks", "2", "--rounds", "2", "--steps", "2", "--warmup", "1", "--json", str(file)]
     assert main(["bench", *argv]) == 0
 
-    told = json.loads(file.read_text())
+    reported = json.loads(file.read_text())
     names = chosen_systems("all", 2)
-    assert list(told["systems"]) == names
-    assert {name: system["loss_difference"] for name, system in told["systems"].items()} == dict.fromkeys(names, 0.0)
-    assert told["failed"] == {}
-    check_json(told)
+    assert list(reported["systems"]) == names
+    assert {name: system["loss_difference"] for name, system in reported["systems"].items()} == dict.fromkeys(
+        names, 0.0
+    )
+    assert reported["failed"] == {}
+    check_json(reported)
 
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if line in ("starting", "warming up") or line.startswith("round ")] == [
@@ -91,30 +93,32 @@ def test_every_system_that_is_installed_has_the_losses_of_one_process(tmp_path, 
     assert "floor = compute" in out
 
 
-def check_json(told: dict) -> None:
+def check_json(reported: dict) -> None:
     """Every field is there, and is what the raw numbers say."""
-    assert set(told) == {
+    assert set(reported) == {
         "options", "versions", "machine", "workload", "rounds", "steps_per_round", "floor", "systems", "failed",
         "not_installed",
     }  # fmt: skip
-    assert (told["rounds"], told["steps_per_round"]) == (2, 2)
-    assert told["options"]["size"] == "tiny"
-    assert told["workload"]["tokens_per_step"] == 2 * 2 * 8
-    floors = told["floor"]["seconds"]
-    assert floors == [sum(part.values()) for part in told["floor"]["parts"]]
-    assert [set(part) for part in told["floor"]["parts"]] == [{"compute", "optimizer", "gather", "reduce"}] * 2
-    for name, system in told["systems"].items():
+    assert (reported["rounds"], reported["steps_per_round"]) == (2, 2)
+    assert reported["options"]["size"] == "tiny"
+    assert reported["workload"]["tokens_per_step"] == 2 * 2 * 8
+    floors = reported["floor"]["seconds"]
+    assert floors == [sum(part.values()) for part in reported["floor"]["parts"]]
+    assert [set(part) for part in reported["floor"]["parts"]] == [{"compute", "optimizer", "gather", "reduce"}] * 2
+    for name, system in reported["systems"].items():
         assert set(system) == {
             "settings", "step_s", "seconds", "tokens_per_s", "over", "process_bytes", "tensor_bytes", "allocated_bytes",
             "reserved_bytes", "loss_difference",
         }  # fmt: skip
         assert len(system["seconds"]) == 2
         assert min(system["seconds"]) > 0
-        assert set(system["over"]) == {"floor", *told["systems"]} - {name}
+        assert set(system["over"]) == {"floor", *reported["systems"]} - {name}
         of_rounds = [a / b for a, b in zip(system["seconds"], floors, strict=True)]
         assert system["over"]["floor"]["median"] == pytest.approx(sum(of_rounds) / 2)
         assert system["tokens_per_s"] == pytest.approx(32 / system["step_s"]["median"])
-        assert system["tensor_bytes"] > 4 * 4 * told["workload"]["parameters"] / 2  # a rank's half of all four states
+        assert (
+            system["tensor_bytes"] > 4 * 4 * reported["workload"]["parameters"] / 2
+        )  # a rank's half of all four states
 
 
 @pytest.mark.slow
@@ -166,11 +170,11 @@ def made_up(*systems: SystemResult, floor: float = 1.0, failed: dict[str, Failur
 
 def test_ratios_are_taken_within_rounds_and_not_of_medians():
     """The machine is ten times slower in the second round and a hundred times in the third, for both."""
-    ours, peer = result("fullshard-zero3", 1.0, 10.0, 300.0), result("torch-ddp", 2.0, 20.0, 100.0)
-    report = made_up(ours, peer)
+    own, peer = result("fullshard-zero3", 1.0, 10.0, 300.0), result("torch-ddp", 2.0, 20.0, 100.0)
+    report = made_up(own, peer)
     assert report.over("fullshard-zero3", "torch-ddp").median == 0.5
     assert report.over("torch-ddp", "fullshard-zero3").median == 2.0
-    moved = made_up(ours, result("torch-ddp", 20.0, 2.0, 100.0))
+    moved = made_up(own, result("torch-ddp", 20.0, 2.0, 100.0))
     assert Spread.of(moved.systems[1].seconds) == Spread.of(peer.seconds)  # the same medians
     assert moved.over("fullshard-zero3", "torch-ddp").median == 3.0
 
@@ -209,24 +213,24 @@ def test_a_loss_that_is_no_number_is_infinitely_far():
     assert made_up(result("torch-ddp", 1.0)).as_dict()["systems"]["torch-ddp"]["loss_difference"] == 0.0
 
 
-def test_failures_are_told_below_the_table_and_in_json():
+def test_failures_are_reported_below_the_table_and_in_json():
     report = made_up(result("torch-ddp", 1.0), failed={"torch-fsdp1": Failure(reason="no", details="Traceback")})
-    assert "torch-fsdp1 failed: no" in report.said
+    assert "torch-fsdp1 failed: no" in report.stated
     assert report.as_dict()["failed"] == {"torch-fsdp1": {"reason": "no", "details": "Traceback"}}
     assert len(report.tables()) == 1  # nothing of ours to compare with the peer
 
 
 def test_on_a_terminal_there_is_a_bar_and_elsewhere_a_line_for_each_stage():
-    def said(*, terminal: bool) -> str:
+    def stated(*, terminal: bool) -> str:
         console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None, width=80)
-        with shown(console, 3) as tell:
+        with shown(console, 3) as tell_:
             for what in ("floor", "torch-ddp"):
-                tell("starting", what)
-            tell("round 1 of 1", "floor")
+                tell_("starting", what)
+            tell_("round 1 of 1", "floor")
         return console.file.getvalue()
 
-    assert said(terminal=False) == "starting\nround 1 of 1\n"
-    assert "2/3 round 1 of 1: floor" in said(terminal=True)
+    assert stated(terminal=False) == "starting\nround 1 of 1\n"
+    assert "2/3 round 1 of 1: floor" in stated(terminal=True)
 
 
 def test_the_picture_is_drawn(tmp_path):
@@ -325,14 +329,14 @@ def test_a_team_answers_in_rank_order_and_ends():
 
 
 @pytest.mark.parametrize(
-    ("method", "timeout", "said"),
+    ("method", "timeout", "stated"),
     [
         ("fall_over", 100.0, "rank 1: ValueError: out of luck"),
         ("die", 100.0, "rank 1 ended with exit code 7."),
         ("wait", 0.5, "rank 0, 1 did not answer within 0.5 s."),
     ],
 )
-def test_what_fails_is_told_and_nobody_waits_for_the_others(method, timeout, said):
+def test_what_fails_is_reported_and_nobody_waits_for_the_others(method, timeout, stated):
     team = Team(Subject, TINY)
     team._timeout = timeout  # of questions alone: to start may take longer
     try:
@@ -340,7 +344,7 @@ def test_what_fails_is_told_and_nobody_waits_for_the_others(method, timeout, sai
             team.ask(method)
     finally:
         team.end()
-    assert str(failed.value) == said
+    assert str(failed.value) == stated
     assert ("fall_over" in failed.value.details) == (method == "fall_over")
 
 
@@ -363,19 +367,19 @@ def test_ranks_that_wait_for_their_turn_use_no_processor():
 @pytest.mark.slow
 def test_a_system_that_dies_is_left_out_and_the_others_go_on():
     started: dict[str, set[int | None]] = {}
-    seen: set[int | None] = set()
+    visited: set[int | None] = set()
 
-    def tell(stage: str, what: str) -> None:
+    def tell_(stage: str, what: str) -> None:
         here = {child.pid for child in multiprocessing.active_children()}
         if stage == "starting":
             started[what] = here  # those that were there before `what`
-        elif not seen:
+        elif not visited:
             for pid in here - started["torch-ddp"]:
                 assert pid is not None
                 os.kill(pid, 9)
-            seen.update(here)
+            visited.update(here)
 
-    report = measure(plan("fullshard-zero3", "torch-ddp"), tell)
+    report = measure(plan("fullshard-zero3", "torch-ddp"), tell_)
     assert [system.name for system in report.systems] == ["fullshard-zero3"]
     assert "ended with exit code -9" in report.failed["torch-ddp"].reason
     assert multiprocessing.active_children() == []
@@ -466,11 +470,11 @@ def test_each_rank_needs_a_gpu_of_its_own(nothing_starts, monkeypatch, capsys):
 
 def test_a_failure_is_exit_code_1(monkeypatch, capsys):
     failed = made_up(result("torch-ddp", 1.0), failed={"torch-fsdp1": Failure(reason="no", details="")})
-    monkeypatch.setattr(fullshard.bench.command, "measure", lambda plan, tell: failed)
+    monkeypatch.setattr(fullshard.bench.command, "measure", lambda plan, tell_: failed)
     assert main(["bench", "--size", "tiny"]) == 1
     assert "torch-fsdp1 failed: no" in capsys.readouterr().out
 
-    def fail(plan: Plan, tell: object) -> None:
+    def fail(plan: Plan, tell_: object) -> None:
         raise TeamFailed("rank 0: ValueError: no", "Traceback\n")
 
     monkeypatch.setattr(fullshard.bench.command, "measure", fail)

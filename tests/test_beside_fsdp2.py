@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import dry
-from fullshard.bench.beside import SYSTEMS, StepTape, Task, cast, plain_step, sharded_step
-from fullshard.bench.peers import fsdp2_on_dry_lanes, shard_by_fsdp2
+from fullshard.bench.comparison import SYSTEMS, StepTape, Task, cast, plain_step, sharded_step
+from fullshard.bench.peers import fsdp2_on_dry_streams, shard_by_fsdp2
 from fullshard.errors import StateError
 from fullshard.tape.tape import Collective, Operation
 
 WIDTH, LAYERS, VOCABULARY, SEQ, WORLD = 1024, 3, 1024, 64, 8
-OURS, THEIRS = SYSTEMS
+FULLSHARD, PEER = SYSTEMS
 BLOCK = 8 * WIDTH * WIDTH + 4 * WIDTH + WIDTH + 2 * WIDTH  # elements
 
 
@@ -84,15 +84,15 @@ def test_each_unit_is_gathered_twice_and_the_root_once(system):
     assert len(gathered) == 2 * LAYERS + 1
 
 
-def test_ours_copies_no_tenth_of_what_fsdp2_does():
-    ours, theirs = (step_of(system).counts(plain()) for system in SYSTEMS)
-    assert 0 <= ours.copied_bytes <= 0.1 * theirs.copied_bytes
-    assert ours.sent_bytes == pytest.approx(theirs.sent_bytes, rel=0.01)  # small ones begin on aligned addresses
-    assert ours.host_operations <= theirs.host_operations
-    assert ours.peak_bytes <= 1.02 * theirs.peak_bytes
+def test_own_copies_no_tenth_of_what_fsdp2_does():
+    fully_sharded, peer = (step_of(system).counts(plain()) for system in SYSTEMS)
+    assert 0 <= fully_sharded.copied_bytes <= 0.1 * peer.copied_bytes
+    assert fully_sharded.sent_bytes == pytest.approx(peer.sent_bytes, rel=0.01)  # small ones begin on aligned addresses
+    assert fully_sharded.host_operations <= peer.host_operations
+    assert fully_sharded.peak_bytes <= 1.02 * peer.peak_bytes
 
 
-def test_what_fsdp2_copies_is_what_its_source_says():
+def test_what_fsdp2_copies_is_what_its_source_states():
     """Of each block: a cast into one buffer and from there into the message, a copy out, and one of the gradients."""
     shards = 2 * BLOCK // WORLD  # bytes in bf16
     of_block = {
@@ -102,19 +102,19 @@ def test_what_fsdp2_copies_is_what_its_source_says():
         "fsdp.chunk_cat": 2 * WORLD * shards,  # fp32
     }
     found = dict.fromkeys(of_block, 0)
-    for entry in step_of(THEIRS).entries:
+    for entry in step_of(PEER).entries:
         if isinstance(entry, Operation) and entry.origin.unit == "blocks.1" and entry.name in found:
             found[entry.name] += sum(access.nbytes for access in entry.writes)
     assert found == of_block
-    beyond = step_of(THEIRS).counts(plain()).copied_bytes
+    beyond = step_of(PEER).counts(plain()).copied_bytes
     root = 2 * VOCABULARY * WIDTH * 2
     assert beyond == LAYERS * 2 * (shards + WORLD * shards) + root // WORLD + root
 
 
-def test_what_ours_copies_beyond_need_are_the_small_ones():
-    ours = step_of(OURS).counts(plain()).copied_bytes
+def test_what_own_copies_beyond_need_are_the_small_ones():
+    fully_sharded = step_of(FULLSHARD).counts(plain()).copied_bytes
     small = 2 * (4 * WIDTH + 3 * WIDTH)
-    assert ours == 2 * LAYERS * small
+    assert fully_sharded == 2 * LAYERS * small
 
 
 def test_more_ranks_cost_no_more_operations():
@@ -133,26 +133,26 @@ def test_times_add_up(system):
     assert timeline.end >= timeline.end_of("compute")
 
 
-def test_lanes_are_given_to_fsdp2_for_the_duration_only():
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as theirs
+def test_streams_are_given_to_fsdp2_for_the_duration_only():
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as peer
 
     def patched() -> list[object]:
-        group = theirs.FSDPParamGroup
-        return [theirs._get_device_handle, theirs.alloc_storage, group.unshard, torch.accelerator.current_stream]
+        group = peer.FSDPParamGroup
+        return [peer._get_device_handle, peer.alloc_storage, group.unshard, torch.accelerator.current_stream]
 
     before = patched()
     with dry.world(2):
         mesh = init_device_mesh("cpu", (2,))
-        with dry.taped() as tape, fsdp2_on_dry_lanes():
+        with dry.taped() as tape, fsdp2_on_dry_streams():
             assert all(now is not then for now, then in zip(patched(), before, strict=True))
             shard_by_fsdp2(torch.bfloat16, torch.float32)(model := nn.Linear(8, 8), mesh)
             model(torch.ones(2, 8)).sum().backward()
-    assert {collective.lane for collective in tape.of(Collective)} == {"gather", "reduce"}
+    assert {collective.stream for collective in tape.of(Collective)} == {"gather", "reduce"}
     assert patched() == before
 
 
-def test_without_a_tape_there_are_no_lanes_to_give():
-    with pytest.raises(StateError, match=r"dry\.taped"), fsdp2_on_dry_lanes():
+def test_without_a_tape_there_are_no_streams_to_give():
+    with pytest.raises(StateError, match=r"dry\.taped"), fsdp2_on_dry_streams():
         pass
 
 

@@ -26,14 +26,14 @@ from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, Offload, dry
 from fullshard.checkpoint import load, save
 from fullshard.device.accelerator import accelerator_for
 from fullshard.disk.tensors import OnDisk
-from fullshard.engine import activations, away
-from fullshard.engine.homes import homes_of, on_disk_in_turn, stepped_on_cpu_in_turn
+from fullshard.engine import activations, offloaded
+from fullshard.engine.placements import on_disk_in_turn, placements_of, stepped_on_cpu_in_turn
 from fullshard.engine.registry import units_in
 from fullshard.optim import step_shards
 from fullshard.plan.explain import explain
 from fullshard.plan.hardware import hardware
 from fullshard.plan.ledger import peak_during, storage_bytes
-from fullshard.policy.offload import Home
+from fullshard.policy.offload import StatePlacement
 from fullshard.policy.tiers import Tier, least_that_fits
 from fullshard.report.reading import read_run
 from fullshard.state import on_disk
@@ -105,8 +105,8 @@ def shares_on_disk(model: Any) -> list[float]:
 
 
 def choose(folder: Path) -> None:
-    activations.SMALLEST_BYTES, on_disk.PORTION_NBYTES = 1, 4096
-    activations.WINDOW_BYTES = away.WINDOW_BYTES = 4096
+    activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
+    activations.WINDOW_BYTES = offloaded.WINDOW_BYTES = 4096
     for strategy, make, microbatches in (("zero3", adamw, 1), ("zero2", momentum, 2), ("ddp", adamw, 1)):
         expected, _ = learn(build(None, strategy), make, microbatches)
         with pytest.raises(ConfigError, match="a rank needs") as refused:
@@ -129,7 +129,7 @@ def choose(folder: Path) -> None:
         assert before == [0, 0, 0], "nothing is away where everything fits"
 
 
-def test_a_budget_is_kept_with_the_least_away_and_changes_no_bit(tmp_path):
+def test_a_budget_is_kept_with_the_least_offloaded_and_changes_no_bit(tmp_path):
     run_ranks(2, choose, tmp_path, timeout=200)
 
 
@@ -169,8 +169,8 @@ def learn_layers(
 
 
 def choose_shards(folder: Path, strategy: str, microbatches: int, max_norm: float | None) -> None:
-    activations.SMALLEST_BYTES, on_disk.PORTION_NBYTES = 1, 4096
-    activations.WINDOW_BYTES = away.WINDOW_BYTES = 4096
+    activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
+    activations.WINDOW_BYTES = offloaded.WINDOW_BYTES = 4096
     loop = {"microbatches": microbatches, "max_norm": max_norm, "options": {"strategy": strategy}}
     plain, expected, _ = learn_layers(None, **loop)
     nbytes = [unit.whole_nbytes for unit in units_in(plain)]
@@ -183,14 +183,14 @@ def choose_shards(folder: Path, strategy: str, microbatches: int, max_norm: floa
         model, left, peak = learn_layers(Offload(budget=budget, folder=folder), **loop)
         assert_same(left, expected, name=f"{strategy}, {budget} from {least} on")
         assert peak <= budget, (strategy, budget, least, most, peak)
-        there = [unit.rests_on_disk for unit in units_in(model)]
+        there = [unit.is_on_disk for unit in units_in(model)]
         counts.append(sum(there))
         of_states, of_kept, of_shards = shares_on_disk(model)
         assert not of_shards or (of_states, of_kept) == (1, 1), "shards go last"
         assert round(of_shards * sum(nbytes)) == sum(size for size, item in zip(nbytes, there, strict=True) if item)
         assert not any(there) or f"{sum(there)} of 13 units rest on a disk" in explain(model)
         for unit in units_in(model):
-            assert {isinstance(param.local, OnDisk) for param in unit.params} == {unit.rests_on_disk}
+            assert {isinstance(param.local, OnDisk) for param in unit.params} == {unit.is_on_disk}
     assert counts == sorted(counts, reverse=True), "the more there is, the fewer are there"
     assert counts[0] >= 12 and counts[-1] == 0 and len(set(counts)) >= 3, counts
 
@@ -210,26 +210,26 @@ def test_as_few_units_as_needed_rest_on_the_disk_where_states_and_activations_th
 
 
 def test_units_whose_buffers_are_larger_than_what_they_free_stay_in_memory(tmp_path):
-    with dry.world(2), dry.taped(lanes="cpu"):
+    with dry.world(2), dry.taped(streams="cpu"):
         for count, expected in ((4, 0), (12, 12)):
             policy = Offload(budget="1GB", folder=tmp_path)
             each = [fully_shard(nn.Linear(256, 256), offload_policy=policy) for _ in range(count)]
             model = fully_shard(nn.Sequential(*each, nn.Linear(256, 8192)), offload_policy=policy)
             model(torch.ones(4, 256))
             root, *others = units_in(model)
-            assert [unit.rests_on_disk for unit in others] == [expected > 0] * count
-            assert not root.rests_on_disk, "it needs larger buffers than all others free"
+            assert [unit.is_on_disk for unit in others] == [expected > 0] * count
+            assert not root.is_on_disk, "it needs larger buffers than all others free"
 
 
 def test_the_root_goes_to_the_disk_last(tmp_path):
-    with dry.world(2), dry.taped(lanes="cpu"):
+    with dry.world(2), dry.taped(streams="cpu"):
         model = layers(Offload(budget="1GB", folder=tmp_path))
         root, *others = units_in(model)
         root.state.is_root = True
         assert on_disk_in_turn([root, *others]) == [*others, root]
 
 
-def come_back(folder: Path) -> None:
+def arrived_back(folder: Path) -> None:
     """A graph waits while some units come from the disk: it finds its values, and slots know that it looks at them."""
 
     def run(*, moves: bool) -> list[Any]:
@@ -237,20 +237,20 @@ def come_back(folder: Path) -> None:
         units, rows = units_in(model), torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
         for _ in range(2):  # by now units take turns on slots
             model(rows).square().mean().backward()
-        assert all(unit.rests_on_disk for unit in units)
+        assert all(unit.is_on_disk for unit in units)
         grads = [param.grad for param in model.parameters()]
         loss = model(rows).square().mean()
         if moves:
             referenced = [unit.slot.is_referenced for unit in units]
             assert any(referenced)
             for unit in units[::2]:
-                unit.rest(Home.DEVICE)
-                unit.rest(Home.DEVICE)
+                unit.move_to(StatePlacement.DEVICE)
+                unit.move_to(StatePlacement.DEVICE)
             assert [unit.slot.is_referenced for unit in units] == referenced
-            assert [unit.rests_on_disk for unit in units] == [number % 2 == 1 for number in range(len(units))]
+            assert [unit.is_on_disk for unit in units] == [number % 2 == 1 for number in range(len(units))]
             for unit in units:
                 for local in (item for param in unit.params for item in (param.local, param.grad)):
-                    assert isinstance(local, OnDisk) == unit.rests_on_disk
+                    assert isinstance(local, OnDisk) == unit.is_on_disk
         loss.backward()
         return [[grad.full_tensor() for grad in grads], [param.grad.full_tensor() for param in model.parameters()]]
 
@@ -261,10 +261,10 @@ def come_back(folder: Path) -> None:
 
 
 def test_a_graph_that_waits_while_units_come_from_the_disk_finds_its_values(tmp_path):
-    run_ranks(2, come_back, tmp_path)
+    run_ranks(2, arrived_back, tmp_path)
 
 
-def fail_to_come_back(folder: Path) -> None:
+def fail_to_arrived_back(folder: Path) -> None:
     """Gradients that cannot be read on one rank, when units are to have them in memory."""
     model = layers(Offload(budget="1GB", folder=folder))
     optimizer = adamw(model.parameters())
@@ -276,7 +276,7 @@ def fail_to_come_back(folder: Path) -> None:
 
 
 def test_a_disk_from_which_units_cannot_come_is_an_error_on_all_ranks(tmp_path):
-    run_ranks(2, fail_to_come_back, tmp_path)
+    run_ranks(2, fail_to_arrived_back, tmp_path)
 
 
 def step_in_backward(folder: Path) -> None:
@@ -298,7 +298,7 @@ def step_in_backward(folder: Path) -> None:
 
     (_, expected), (model, found) = run(None), run(Offload(budget="1GB", folder=folder))
     assert_same(found, expected)
-    assert all(unit.rests_on_disk and unit.options.offload.budget is not None for unit in units_in(model))
+    assert all(unit.is_on_disk and unit.options.offload.budget is not None for unit in units_in(model))
 
 
 def test_nothing_moves_within_a_backward_whose_hooks_step(tmp_path):
@@ -313,10 +313,10 @@ def test_nothing_moves_within_a_backward_whose_hooks_step(tmp_path):
     ],
     ids=["whole", "encoded"],
 )
-def test_a_budget_says_what_keeps_parameters_from_the_disk(tmp_path, options, remedy):
-    with dry.world(2), dry.taped(lanes="cpu"):
+def test_a_budget_states_what_keeps_parameters_from_the_disk(tmp_path, options, remedy):
+    with dry.world(2), dry.taped(streams="cpu"):
         model = layers(Offload(budget=1000, folder=tmp_path), **options)
-        assert not any(unit.rests_on_disk for unit in units_in(model))
+        assert not any(unit.is_on_disk for unit in units_in(model))
         optimizer = adamw(model.parameters())
         model(torch.ones(4, 256)).square().mean().backward()
         with pytest.raises(ConfigError, match=re.escape(remedy)):
@@ -325,8 +325,8 @@ def test_a_budget_says_what_keeps_parameters_from_the_disk(tmp_path, options, re
 
 def resume_from_disk(folder: Path) -> None:
     """Shards of a budget go into a checkpoint from the disk, and come from one to it: and go on as without."""
-    activations.SMALLEST_BYTES, on_disk.PORTION_NBYTES = 1, 4096
-    activations.WINDOW_BYTES = away.WINDOW_BYTES = 4096
+    activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
+    activations.WINDOW_BYTES = offloaded.WINDOW_BYTES = 4096
     with pytest.raises(ConfigError, match="a rank needs") as refused:
         learn_layers(Offload(budget=1000, folder=folder), 1, None, {})
     least, most = needed(refused)
@@ -344,7 +344,7 @@ def resume_from_disk(folder: Path) -> None:
         model = layers(policy)
         optimizer = adamw(model.parameters())
         learn_on(model, optimizer, range(2))
-        there = {unit.rests_on_disk for unit in units_in(model)}
+        there = {unit.is_on_disk for unit in units_in(model)}
         assert there == ({True, False} if policy else {False})
         save(folder / first, model=model, optimizer=optimizer, step=2)
         for then, other in policies.items():
@@ -368,13 +368,13 @@ def choose_for_shards() -> None:
     assert all(unit.options.offload.budget is None for unit in units_in(model))
 
 
-def test_an_optimizer_that_is_said_to_step_shards_chooses_too():
+def test_an_optimizer_that_is_stated_to_step_shards_chooses_too():
     run_ranks(1, choose_for_shards)
 
 
 def resume(folder: Path) -> None:
     """States that are loaded before anything is chosen go to the disk, and back as far as is chosen then."""
-    activations.SMALLEST_BYTES, on_disk.PORTION_NBYTES = 1, 4096
+    activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
     first = build(None)
     optimizer = adamw(trained(first))
     learn_more(first, optimizer, range(2))
@@ -411,7 +411,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _shrink(setattr: Callable[[Any, str, int], None]) -> None:
     setattr(activations, "SMALLEST_BYTES", 1)
-    for module in (activations, away):
+    for module in (activations, offloaded):
         setattr(module, "WINDOW_BYTES", 4096)
 
 
@@ -419,19 +419,19 @@ def needed(refused: Any) -> tuple[int, int]:
     """The bytes with all away that can be, and with nothing."""
     found = re.search(r"needs (\d+) bytes .*of (\d+) if nothing is.*Give budget=(\d+), ", str(refused.value))
     assert found is not None
-    least, most, told = map(int, found.groups())
-    assert least == told
+    least, most, reported = map(int, found.groups())
+    assert least == reported
     return least, most
 
 
 def on_the_cpu(model: Any) -> list[bool]:
-    return [unit.home is Home.STEPPED_ON_CPU for unit in units_in(model)]
+    return [unit.destination is StatePlacement.STEPPED_ON_CPU for unit in units_in(model)]
 
 
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
-def test_beside_an_accelerator_states_go_to_the_cpu_as_far_as_is_missing(strategy, microbatches):
+def test_next_to_an_accelerator_states_go_to_the_cpu_as_far_as_is_missing(strategy, microbatches):
     made: list[Any] = []
 
     def make(budget: int) -> Any:
@@ -457,7 +457,7 @@ def test_beside_an_accelerator_states_go_to_the_cpu_as_far_as_is_missing(strateg
         now, units = on_the_cpu(made[-1]), units_in(made[-1])
         assert now <= before, "the more there is, the less is away"
         in_turn = stepped_on_cpu_in_turn(units)
-        assert [unit for unit in in_turn if unit.home is Home.STEPPED_ON_CPU] == in_turn[: sum(now)]
+        assert [unit for unit in in_turn if unit.destination is StatePlacement.STEPPED_ON_CPU] == in_turn[: sum(now)]
         policy = units[0].options.offload
         wanted = policy.optimizer.get("cpu", 0.0) * sum(unit.trained_nbytes for unit in units)
         assert round(wanted) == sum(unit.trained_nbytes for unit, item in zip(units, now, strict=True) if item)
@@ -467,7 +467,7 @@ def test_beside_an_accelerator_states_go_to_the_cpu_as_far_as_is_missing(strateg
 
 
 @pytest.mark.usefixtures("small_windows")
-def test_a_byte_less_has_one_unit_away_as_its_fraction_would():
+def test_a_byte_less_has_one_unit_offloaded_as_its_fraction_would():
 
     def peak(policy: Offload) -> int:
         made = partial(chain, partial(fully_shard, strategy="zero3", offload_policy=policy))
@@ -481,7 +481,7 @@ def test_a_byte_less_has_one_unit_away_as_its_fraction_would():
     assert peak(Offload(budget=most - 1)) == peak(Offload(optimizer={"cpu": 0.2})), "one unit goes"
 
 
-def learn_beside(policy: Offload | None, strategy: str, microbatches: int = 1, max_norm: float | None = None) -> Any:
+def learn_alongside(policy: Offload | None, strategy: str, microbatches: int = 1, max_norm: float | None = None) -> Any:
     """The model and all that training leaves: losses, weights, states."""
     model = build(policy, strategy)
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2, fused=True)
@@ -499,23 +499,23 @@ def learn_beside(policy: Offload | None, strategy: str, microbatches: int = 1, m
     return model, [*left, wholes(model), states_of(optimizer)]
 
 
-def choose_beside(strategy: str, loop: dict[str, Any]) -> None:
+def choose_alongside(strategy: str, loop: dict[str, Any]) -> None:
     _shrink(setattr)
-    _, expected = learn_beside(None, strategy, **loop)
+    _, expected = learn_alongside(None, strategy, **loop)
     with dry.taped(values=True), pytest.raises(ConfigError, match="a rank needs") as refused:
-        learn_beside(Offload(budget=1000), strategy, **loop)
+        learn_alongside(Offload(budget=1000), strategy, **loop)
     least, most = needed(refused)
     counts = set()
     for budget in (least, most - 1, most):
         with dry.taped(values=True) as tape:
-            model, found = learn_beside(Offload(budget=budget), strategy, **loop)
+            model, found = learn_alongside(Offload(budget=budget), strategy, **loop)
         assert_same(found, expected, name=f"{strategy}, {loop}, {budget} of {least} to {most}")
         assert not dry.races(tape)
-        mine, every = on_the_cpu(model), [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
-        assert all(item == mine for item in every)
-        counts.add(sum(mine))
-    assert counts == {len(mine), 1, 0}, "all, as few as will do, and none"
+        own_part, every = on_the_cpu(model), [None] * dist.get_world_size()
+        dist.all_gather_object(every, own_part)
+        assert all(item == own_part for item in every)
+        counts.add(sum(own_part))
+    assert counts == {len(own_part), 1, 0}, "all, as few as will do, and none"
 
 
 @pytest.mark.parametrize(
@@ -528,10 +528,10 @@ def choose_beside(strategy: str, loop: dict[str, Any]) -> None:
     ],
 )
 def test_units_that_come_back_from_the_cpu_change_no_bit(strategy, loop):
-    run_ranks(2, choose_beside, strategy, loop)
+    run_ranks(2, choose_alongside, strategy, loop)
 
 
-def resume_beside(folder: Path) -> None:
+def resume_alongside(folder: Path) -> None:
     """States that are loaded when nobody knows the homes yet are where their units are from the first step on."""
     _shrink(setattr)
     first = build(None)
@@ -540,11 +540,11 @@ def resume_beside(folder: Path) -> None:
     save(folder / "run", model=first, optimizer=optimizer, step=2)
     expected = learn_more(first, optimizer, range(2, 4))
     with dry.taped(values=True), pytest.raises(ConfigError, match="a rank needs") as refused:
-        learn_beside(Offload(budget=1000), "zero3")
+        learn_alongside(Offload(budget=1000), "zero3")
     budget = needed(refused)[1] - 1
     with dry.taped(values=True):
         model = build(Offload(budget=budget))
-        assert set(homes_of(units_in(model)).values()) == {Home.STEPPED_ON_CPU}
+        assert set(placements_of(units_in(model)).values()) == {StatePlacement.STEPPED_ON_CPU}
         assert "100% of the optimizer's state is on the CPU" in explain(model)
         optimizer = torch.optim.AdamW(trained(model), fused=True)
         load(folder / "run", model=model, optimizer=optimizer)
@@ -556,14 +556,14 @@ def resume_beside(folder: Path) -> None:
                 where = {memory_of(state._local_tensor) for state in states if isinstance(state, DTensor)} | {
                     memory_of(param.local)
                 }
-                assert (where == {HOST}) == (unit.home is Home.STEPPED_ON_CPU)
+                assert (where == {HOST}) == (unit.destination is StatePlacement.STEPPED_ON_CPU)
                 assert len(where) == 1
         assert {True, False} == set(on_the_cpu(model))
     assert_same(found, expected)
 
 
 def test_states_that_were_loaded_are_in_the_memory_that_steps_them(tmp_path):
-    run_ranks(2, resume_beside, tmp_path)
+    run_ranks(2, resume_alongside, tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
@@ -580,9 +580,11 @@ def backward_after_a_move(strategy: str) -> None:
             loss.backward(retain_graph=True)
             first = [param.grad.full_tensor().clone() for param in model.parameters()]
             if moves:
-                for unit, home in zip(units_in(model), [Home.DEVICE, Home.STEPPED_ON_CPU] * 3, strict=False):
-                    unit.rest(home)
-                    unit.rest(Home.DEVICE)
+                for unit, destination in zip(
+                    units_in(model), [StatePlacement.DEVICE, StatePlacement.STEPPED_ON_CPU] * 3, strict=False
+                ):
+                    unit.move_to(destination)
+                    unit.move_to(StatePlacement.DEVICE)
                 assert not any(unit.is_on_cpu for unit in units_in(model))
                 memory_of = accelerator_for(torch.device("cpu")).memory_of
                 assert HOST not in {memory_of(item.to_local()) for p in model.parameters() for item in (p, p.grad)}
@@ -605,12 +607,12 @@ def layers_tape(budget: int, strategy: str, microbatches: int, **options: Any) -
     return dry.run(make, rows, world=2, steps=3, microbatches=microbatches, **options), made[-1]
 
 
-def told_of_host(refused: Any) -> tuple[int, int, int]:
+def reported_of_host(refused: Any) -> tuple[int, int, int]:
     """The bytes that are to come to the host's memory, those that there is room for, and the budget that would do."""
     found = re.search(r"take (\d+) more bytes of the host's .* take (\d+) more. .*budget=(\d+),", str(refused.value))
     assert found is not None
-    asked, room, budget = map(int, found.groups())
-    return asked, room, budget
+    requested, room, budget = map(int, found.groups())
+    return requested, room, budget
 
 
 @pytest.mark.usefixtures("small_windows")
@@ -620,7 +622,7 @@ def told_of_host(refused: Any) -> tuple[int, int, int]:
     [("zero3", 1), pytest.param("ddp", 2, marks=pytest.mark.slow), pytest.param("zero2", 2, marks=pytest.mark.slow)],
 )
 def test_no_more_goes_to_the_cpu_than_the_host_has_room_for(tmp_path, monkeypatch, strategy, microbatches, with_folder):
-    monkeypatch.setattr(on_disk, "PORTION_NBYTES", 4096)
+    monkeypatch.setattr(on_disk, "CHUNK_NBYTES", 4096)
     tape_of = partial(layers_tape, strategy=strategy, microbatches=microbatches)
     with pytest.raises(ConfigError, match="a rank needs") as refused:
         tape_of(1000)
@@ -632,10 +634,10 @@ def test_no_more_goes_to_the_cpu_than_the_host_has_room_for(tmp_path, monkeypatc
         here = partial(tape_of, host_bytes=host_bytes, folder=tmp_path if with_folder else None)
         with pytest.raises(ConfigError, match="of the host's memory") as refused:
             here(least)
-        asked, room, budget = told_of_host(refused)
-        assert asked > room
+        requested, room, budget = reported_of_host(refused)
+        assert requested > room
         assert ("Name a folder" in str(refused.value)) != with_folder
-        here(least, host_bytes=host_bytes + asked - room)
+        here(least, host_bytes=host_bytes + requested - room)
         with pytest.raises(ConfigError, match=f"budget={budget},"):
             here(budget - 1)
         tape, model = here(budget)
@@ -667,7 +669,7 @@ def learn_with_room(policy: Offload | None, strategy: str) -> tuple[Any, list[An
 
 def choose_with_room(folder: Path, strategy: str, room: int) -> None:
     _shrink(setattr)
-    on_disk.PORTION_NBYTES = 4096
+    on_disk.CHUNK_NBYTES = 4096
     _, expected = learn_with_room(None, strategy)
     with dry.taped(values=True), pytest.raises(ConfigError, match="a rank needs") as refused:
         learn_with_room(Offload(budget=1000), strategy)
@@ -682,7 +684,7 @@ def choose_with_room(folder: Path, strategy: str, room: int) -> None:
             learn_with_room(policy, strategy)
         assert len(set(every_ranks(str(refused.value)))) == 1
         with dry.taped(values=True, host_bytes=host_bytes) as tape:
-            model, found = learn_with_room(replace(policy, budget=told_of_host(refused)[2]), strategy)
+            model, found = learn_with_room(replace(policy, budget=reported_of_host(refused)[2]), strategy)
         assert_same(found, expected, name=f"{strategy}, {tiers}")
         assert not dry.races(tape)
         assert tape.peak_bytes(of_host=True) <= host_bytes
@@ -706,7 +708,7 @@ def test_ranks_go_by_the_host_with_the_least_room_and_no_bit_changes(tmp_path, s
 
 
 def record(folder: Path) -> None:
-    on_disk.PORTION_NBYTES = 4096
+    on_disk.CHUNK_NBYTES = 4096
     model = build(Offload(optimizer={"disk": 1.0}, folder=folder / "scratch"))
     optimizer = adamw(trained(model))
     with fullshard.report(model, folder / "run"):
@@ -717,12 +719,12 @@ def record(folder: Path) -> None:
     if dist.get_rank() == 0:
         facts = read_run(folder / "run").facts
         assert "100% of the optimizer's state rests on a disk" in facts["offload"]
-        said = facts[f"disk {folder / 'scratch'}"]
-        held, read, written = map(float, re.findall(r"([\d.e-]+) GB", said))
+        stated = facts[f"disk {folder / 'scratch'}"]
+        held, read, written = map(float, re.findall(r"([\d.e-]+) GB", stated))
         states = 2 * sum(param.numel() * param.element_size() for param in trained(model)) / 1e9
         for moved in (read, written):  # in whole blocks, over as many steps, but for the last one
-            assert 0.85 * states < moved < 1.4 * states, (said, states)
-        assert held >= states, said
+            assert 0.85 * states < moved < 1.4 * states, (stated, states)
+        assert held >= states, stated
 
 
 def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
@@ -732,37 +734,37 @@ def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_a_forecast_goes_by_the_budget(tmp_path, monkeypatch, device_type):
     """A run dry decides as the run will: so much less is needed, of what a budget asks for."""
-    monkeypatch.setattr(on_disk, "PORTION_NBYTES", 4096)
+    monkeypatch.setattr(on_disk, "CHUNK_NBYTES", 4096)
     machine = replace(MACHINE, device_type=device_type)
 
-    def told(*options: str) -> int:
+    def reported(*options: str) -> int:
         argv = ["--size", "nano", "--layers", "4", "--seq", "16", "--batch", "4", "--dtype", "float32", *options]
         return predicted(parse_settings(argv), machine, hardware("h100-80")).peak.nbytes
 
-    whole = told()
-    assert told("--offload-budget", "80GB", "--offload-folder", str(tmp_path)) <= whole
+    whole = reported()
+    assert reported("--offload-budget", "80GB", "--offload-folder", str(tmp_path)) <= whole
     with pytest.raises(ConfigError, match="a rank needs") as refused:
-        told("--offload-budget", "1KB", "--offload-folder", str(tmp_path))
+        reported("--offload-budget", "1KB", "--offload-folder", str(tmp_path))
     found = re.search(r"needs (\d+) bytes .* of (\d+) if nothing is: .* (\d+) of states", str(refused.value))
     assert found is not None
     least, most, states = map(int, found.groups())
     assert most - least > 0.5 * states, "buffers are small"
-    assert told("--offload-budget", str(least), "--offload-folder", str(tmp_path)) <= min(whole, least)
+    assert reported("--offload-budget", str(least), "--offload-folder", str(tmp_path)) <= min(whole, least)
 
 
 def test_a_forecast_goes_by_the_room_that_the_host_has():
     argv = ["--size", "nano", "--layers", "4", "--seq", "16", "--batch", "4", "--dtype", "float32"]
 
-    def told(budget: str, host_bytes: int | None) -> None:
+    def reported(budget: str, host_bytes: int | None) -> None:
         machine = replace(MACHINE, device_type="cuda", host_bytes=host_bytes)
         predicted(parse_settings([*argv, "--offload-budget", budget]), machine, hardware("h100-80"))
 
     with pytest.raises(ConfigError, match="a rank needs") as refused:
-        told("1KB", None)
+        reported("1KB", None)
     least, _ = needed(refused)
-    told(str(least), None)
+    reported(str(least), None)
     with pytest.raises(ConfigError, match="of the host's memory on each rank, and a rank may take 0 more"):
-        told(str(least), 0)
+        reported(str(least), 0)
 
 
 def test_a_budget_and_fractions_contradict_one_another():

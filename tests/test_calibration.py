@@ -32,36 +32,36 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, Any]:
+def stated() -> dict[str, Any]:
     """What is measured in next to no time: as much as a description needs, and no more."""
     return calibrate("cpu", seconds=0.1)
 
 
 @pytest.fixture(scope="module")
-def here(said: dict[str, Any]) -> Hardware:
-    return described(said)
+def here(stated: dict[str, Any]) -> Hardware:
+    return described(stated)
 
 
 @pytest.fixture
-def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     return tmp_path
 
 
-def test_what_is_written_is_what_is_read(said, no_home):
-    write_description(said, here_path())
-    assert here_path() == no_home / "fullshard" / "here.toml"
-    assert hardware("here") == hardware(str(here_path())) == described(said)
+def test_what_is_written_is_what_is_read(stated, no_home_folder):
+    write_description(stated, here_path())
+    assert here_path() == no_home_folder / "fullshard" / "here.toml"
+    assert hardware("here") == hardware(str(here_path())) == described(stated)
 
 
-def test_a_description_says_what_a_machine_has(said, here):
+def test_a_description_states_what_a_machine_has(stated, here):
     assert here.kind == "cpu" and here.name == "here" and here.ranks_per_host >= 1
     assert 1e8 < here.flops_per_s["float32"] < 1e14
     assert 1e8 < here.memory_bytes_per_s < 1e13
     assert 0 < here.fitted.matmul_share <= 1
     assert 1e-7 < here.fitted.host_s < 1e-2
     assert 0 < here.link.bytes_per_s < 1e13 and here.base_s >= 0
-    numbers = [leaf for leaf in leaves(said["measured"]) if not isinstance(leaf, str)]
+    numbers = [leaf for leaf in leaves(stated["measured"]) if not isinstance(leaf, str)]
     assert all(math.isfinite(number) and number >= 0 for number in numbers)
 
 
@@ -73,8 +73,8 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def test_with_little_time_fewer_sizes_are_measured(said):
-    assert len(said["measured"]["dims"]) < 5
+def test_with_little_time_fewer_sizes_are_measured(stated):
+    assert len(stated["measured"]["dims"]) < 5
 
 
 @pytest.mark.parametrize(
@@ -87,18 +87,18 @@ def test_with_little_time_fewer_sizes_are_measured(said):
         (["--secs", "1"], "Did you mean seconds"),
     ],
 )
-def test_bad_input_is_answered_in_a_line(argv, words, no_home, capsys):
+def test_bad_input_is_answered_in_a_line(argv, words, no_home_folder, capsys):
     assert main(["calibrate", *argv]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 
 
-def test_the_command_writes_a_description_and_shows_it(said, no_home, monkeypatch, capsys):
-    monkeypatch.setattr("fullshard.cli.calibrate.calibrate", lambda *_, **__: said)
+def test_the_command_writes_a_description_and_shows_it(stated, no_home_folder, monkeypatch, capsys):
+    monkeypatch.setattr("fullshard.cli.calibrate.calibrate", lambda *_, **__: stated)
     assert main(["calibrate"]) == 0
     shown = capsys.readouterr().out
     assert "matrix products, float32" in shown and str(here_path()) in shown.replace("\n", "")
-    assert hardware("here").title == said["title"]
+    assert hardware("here").title == stated["title"]
 
 
 def test_help_explains_the_options(capsys):
@@ -111,7 +111,7 @@ def test_help_explains_the_options(capsys):
 # -- seconds of a tape ------------------------------------------------------------------------------------------------
 
 
-def test_a_rate_that_was_measured_is_told_again_and_others_lie_between():
+def test_a_rate_that_was_measured_is_reported_again_and_others_lie_between():
     dims = (16, 64, 256)
     seconds = [[[2 * m * k * n / (1e9 + 1e6 * m + 1e5 * k + n) for n in dims] for k in dims] for m in dims]
     for sizes in itertools.product(dims, repeat=3):
@@ -194,7 +194,7 @@ def chain(layers: int) -> nn.Module:
 
 
 def seconds_of(layers: int, here: Hardware, ranks: int) -> float:
-    tape = dry.run(lambda: chain(layers), lambda: torch.randn(4, 64), world=ranks, lanes="cpu")
+    tape = dry.run(lambda: chain(layers), lambda: torch.randn(4, 64), world=ranks, streams="cpu")
     return step_seconds(tape.entries, here, ranks=ranks, dtype="float32")
 
 
@@ -203,7 +203,7 @@ def test_more_work_takes_longer(here):
 
 
 def test_ranks_that_share_cores_take_turns(here):
-    tape = dry.run(lambda: chain(2), lambda: torch.randn(4, 64), world=4, lanes="cpu")
+    tape = dry.run(lambda: chain(2), lambda: torch.randn(4, 64), world=4, streams="cpu")
     about: dict[str, Any] = {"ranks": 4, "dtype": "float32"}
     alone = sum(core_seconds(tape.entries, here, **about).values())
     for cores, turns in ((1, 4.0), (2, 2.0), (4, 1.0), (8, 1.0)):
@@ -212,7 +212,7 @@ def test_ranks_that_share_cores_take_turns(here):
 
 
 def test_laid_out_in_time_a_tape_takes_what_its_core_is_busy_for(here):
-    tape = dry.run(lambda: chain(2), lambda: torch.randn(4, 64), world=4, lanes="cpu")
+    tape = dry.run(lambda: chain(2), lambda: torch.randn(4, 64), world=4, streams="cpu")
     parts = core_seconds(tape.entries, here, ranks=4, dtype="float32")
     costs = costs_of(here.with_hosts_of(2), dtype="float32", ranks=4)
     assert lay_out(tape.entries, costs).end == pytest.approx(2 * sum(parts.values()))
@@ -240,7 +240,7 @@ def test_links_follow_from_the_smallest_and_the_largest_gather():
 # -- GPUs -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_rate_of_large_products_is_the_median_of_theirs():
+def test_the_rate_of_large_products_is_the_median_of_their_own():
     rates = [(8192, 5.0), (4096, 3.0), (4096, 4.0), (64, 1.0)]
     assert large_rate([{"rows": n, "inner": n, "columns": n, "flops_per_s": rate} for n, rate in rates]) == 4.0
 

@@ -28,12 +28,12 @@ quick = settings(max_examples=400, deadline=None)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.planted)
 @quick
 @given(share=st.floats(0.35, 1.5), **sizes)
-def test_a_fault_is_told_by_its_name_alone(fault, share, **size):
+def test_a_fault_is_reported_by_its_name_alone(fault, share, **size):
     """Of any size, in a run of any size: nothing else is said to be a cause."""
     run = fault.plant(healthy_run(**size), share)
     findings = find_causes(run)
     assert [finding.cause for finding in findings] == [fault.cause]
-    assert fault.said.lower() in verdict(run, findings).lower()
+    assert fault.stated.lower() in verdict(run, findings).lower()
     assert findings[0].change in verdict(run, findings)
 
 
@@ -42,8 +42,8 @@ def test_a_fault_is_told_by_its_name_alone(fault, share, **size):
 def test_a_healthy_run_has_no_cause(**size):
     run = healthy_run(**size)
     assert find_causes(run) == ()
-    said = verdict(run, ())
-    assert "computes" in said if size["steps"] > ENOUGH_STEPS else "steps were recorded" in said
+    stated = verdict(run, ())
+    assert "computes" in stated if size["steps"] > ENOUGH_STEPS else "steps were recorded" in stated
 
 
 def test_noise_that_happens_to_rise_is_no_leak():
@@ -66,8 +66,8 @@ def test_a_burst_in_a_few_steps_is_no_cause(burst, **size):
 @given(**{**sizes, "noise": st.floats(0.1, 0.5)})
 def test_ranks_in_turn_late_are_no_slow_ranks(**size):
     """On a machine that others use, each rank is late at times, by much; none is slow."""
-    told = {find_cause.cause for find_cause in find_causes(healthy_run(**size))}
-    assert told.isdisjoint({"throttled rank", "slow host", "slow input", "unequal work"})
+    reported = {find_cause.cause for find_cause in find_causes(healthy_run(**size))}
+    assert reported.isdisjoint({"throttled rank", "slow host", "slow input", "unequal work"})
 
 
 def test_each_cause_is_planted():
@@ -120,7 +120,7 @@ def test_a_gain_is_that_of_the_best_change_that_helps():
     assert find_causes(slow)[0].gain_s is None
 
 
-def test_room_for_a_larger_batch_is_told_to_who_has_it():
+def test_room_for_a_larger_batch_is_reported_to_who_has_it():
     run = healthy_run()
     assert "free: a larger batch fits" in verdict(run, ())
     assert "free" not in verdict(replace(run, memory=None), ())

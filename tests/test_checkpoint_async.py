@@ -102,29 +102,29 @@ def fail_behind(folder: Path) -> list[str]:
             raise OSError(28, "No space left on device")
 
         container._Stream.write = refuse
-    said = []
+    stated = []
     async_save(folder, model=model, step=2)
     train(model, optimizer)
     with pytest.raises(CheckpointError) as at_next:
         save(folder, model=model, step=3)
-    said.append(str(at_next.value))
+    stated.append(str(at_next.value))
     pending = async_save(folder, model=model, step=4)
     with pytest.raises(CheckpointError) as when_waited:
         pending.wait()
-    said.append(str(when_waited.value))
+    stated.append(str(when_waited.value))
     container._Stream.write = write
     save(folder, model=model, step=5)
     dist.barrier()
     assert sorted(path.name for path in folder.iterdir()) == ["step-000000001", "step-000000005"]
-    return said
+    return stated
 
 
 def test_an_error_of_the_writer_reaches_every_rank_once(tmp_path):
     first, second = run_ranks(2, fail_behind, tmp_path)
     assert first == second
-    for step, said in zip((2, 4), first, strict=True):
-        assert f"saving step {step} to " in said
-        assert "rank 1: OSError: [Errno 28] No space left on device" in said
+    for step, stated in zip((2, 4), first, strict=True):
+        assert f"saving step {step} to " in stated
+        assert "rank 1: OSError: [Errno 28] No space left on device" in stated
 
 
 def use_the_same_memory(folder: Path) -> None:

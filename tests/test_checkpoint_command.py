@@ -61,9 +61,9 @@ class Command:
     def text(self, *argv: object, code: int = 0) -> str:
         """What is printed, errors included."""
         assert main(["checkpoint", *map(str, argv)]) == code
-        told = self._capsys.readouterr()
-        assert "Traceback" not in told.err
-        return told.out + told.err
+        reported = self._capsys.readouterr()
+        assert "Traceback" not in reported.err
+        return reported.out + reported.err
 
     def json(self, *argv: object, code: int = 0) -> Any:
         return json.loads(self.text(*argv, "--json", code=code))
@@ -83,20 +83,21 @@ def flip(path: Path, place: int = 2000) -> None:
 # -- ls ---------------------------------------------------------------------------------------------------------------
 
 
-def test_ls_tells_every_checkpoint_the_newest_first(command, folder):
+def test_ls_reports_every_checkpoint_the_newest_first(command, folder):
     run = folder / "run"
     (run / "step-000000030.partial-00ff").mkdir()
     (run / "step-000000010" / "__1_0.distcp").unlink()
-    told = command.json("ls", run)
+    reported = command.json("ls", run)
     assert [
-        (item["name"], item["step"], item["world"], item["strategy"], item["intact"]) for item in told["checkpoints"]
+        (item["name"], item["step"], item["world"], item["strategy"], item["intact"])
+        for item in reported["checkpoints"]
     ] == [
         ("step-000000020", 20, 2, "zero3", True),
         ("step-000000010", 10, 2, "zero3", False),
     ]
     files = [path for path in (run / "step-000000020").iterdir() if path.name != "manifest.json"]
-    assert told["checkpoints"][0]["bytes"] == sum(path.stat().st_size for path in files)
-    assert told["unfinished"] == ["step-000000030.partial-00ff"]
+    assert reported["checkpoints"][0]["bytes"] == sum(path.stat().st_size for path in files)
+    assert reported["unfinished"] == ["step-000000030.partial-00ff"]
     [newest, other, left, damage] = command.text("ls", run).splitlines()[1:5]
     assert newest.split()[:4] == ["step-000000020", "20", "2", "zero3"]
     assert [line.split()[-1] for line in (newest, other, left)] == ["complete", "damaged", "unfinished"]
@@ -108,41 +109,41 @@ def test_ls_tells_every_checkpoint_the_newest_first(command, folder):
 def test_ls_of_an_empty_folder_and_of_a_damaged_manifest(command, folder, tmp_path):
     assert "There are no checkpoints" in command.text("ls", tmp_path)
     flip(folder / "run" / "step-000000020" / "manifest.json", 150)
-    told = command.json("ls", folder / "run")["checkpoints"]
-    assert [(item["step"], item["world"], item["intact"]) for item in told] == [(20, None, False), (10, 2, True)]
+    reported = command.json("ls", folder / "run")["checkpoints"]
+    assert [(item["step"], item["world"], item["intact"]) for item in reported] == [(20, None, False), (10, 2, True)]
     assert "?" in command.text("ls", folder / "run")
 
 
 # -- inspect ----------------------------------------------------------------------------------------------------------
 
 
-def test_inspect_tells_every_tensor(command, written):
+def test_inspect_reports_every_tensor(command, written):
     whole = torch.load(written / "whole.pt")
-    told = command.json("inspect", written / "run")
-    assert (told["path"], told["step"], told["world"]) == (str(written / "run" / "step-000000020"), 20, 2)
-    assert "torch" in told["versions"]
-    rows = {item["name"]: item for item in told["tensors"] if item["section"] == "model"}
+    reported = command.json("inspect", written / "run")
+    assert (reported["path"], reported["step"], reported["world"]) == (str(written / "run" / "step-000000020"), 20, 2)
+    assert "torch" in reported["versions"]
+    rows = {item["name"]: item for item in reported["tensors"] if item["section"] == "model"}
     assert set(rows) == set(whole)
     for name, tensor in whole.items():
         assert (rows[name]["shape"], rows[name]["dtype"]) == (list(tensor.shape), str(tensor.dtype)[6:])
         tied = name == "head.weight"
         assert rows[name]["bytes"] == (0 if tied else tensor.nbytes)
         assert rows[name]["tied_to"] == ("embedding.weight" if tied else None)
-    states = {item["name"] for item in told["tensors"] if item["section"] == "other"}
+    states = {item["name"] for item in reported["tensors"] if item["section"] == "other"}
     assert {"optimizer.state.scale.exp_avg", "optimizer.state.embedding.weight.step"} <= states
     text = command.text("inspect", written / "run" / "step-000000020")
     assert "= embedding.weight" in text
     assert "strategy: zero3" in text
 
 
-def test_inspect_tells_what_is_in_an_export(command, written):
+def test_inspect_reports_what_is_in_an_export(command, written):
     whole = torch.load(written / "whole.pt")
     for path in (written / "exported", written / "exported" / "model.safetensors"):
-        told = command.json("inspect", path)
-        assert {item["name"]: item["shape"] for item in told["tensors"]} == {
+        reported = command.json("inspect", path)
+        assert {item["name"]: item["shape"] for item in reported["tensors"]} == {
             name: list(item.shape) for name, item in whole.items()
         }
-        assert told["bytes"] == sum(tensor.nbytes for name, tensor in whole.items() if name != "head.weight")
+        assert reported["bytes"] == sum(tensor.nbytes for name, tensor in whole.items() if name != "head.weight")
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------
@@ -155,9 +156,9 @@ def test_verify_reads_every_byte(command, folder):
     damaged = folder / "run" / "step-000000010" / "__0_0.distcp"
     flip(damaged)
     assert all(item["intact"] for item in command.json("ls", folder / "run")["checkpoints"])  # of the same size
-    told = command.json("verify", folder / "run", code=1)
-    assert [len(item["damage"]) for item in told] == [0, 1]
-    assert f"{damaged}: expected the checksum" in told[1]["damage"][0]
+    reported = command.json("verify", folder / "run", code=1)
+    assert [len(item["damage"]) for item in reported] == [0, 1]
+    assert f"{damaged}: expected the checksum" in reported[1]["damage"][0]
     command.text("verify", folder / "run" / "step-000000020")
     assert "damaged" in command.text("verify", folder / "run", code=1)
 
@@ -191,9 +192,9 @@ def test_what_has_no_checksums_cannot_be_verified(command, tmp_path):
 
 def test_a_checkpoint_is_exported_without_its_model(command, written, tmp_path):
     """As its model would have been."""
-    told = command.json("export", written / "run", tmp_path / "out")
-    assert told["from"] == str(written / "run" / "step-000000020")
-    assert sorted(told["files"]) == ["checksums.json", "model.safetensors"]
+    reported = command.json("export", written / "run", tmp_path / "out")
+    assert reported["from"] == str(written / "run" / "step-000000020")
+    assert sorted(reported["files"]) == ["checksums.json", "model.safetensors"]
     assert_same(
         load_file(tmp_path / "out" / "model.safetensors"), load_file(written / "exported" / "model.safetensors")
     )
@@ -231,7 +232,7 @@ def test_exporting_a_checkpoint_holds_one_tensor_at_a_time(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_what_torch_alone_has_written_is_told_and_exported(command, tmp_path):
+def test_what_torch_alone_has_written_is_reported_and_exported(command, tmp_path):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(3)).sum().backward()
@@ -254,18 +255,18 @@ def test_what_torch_alone_has_written_is_told_and_exported(command, tmp_path):
 # -- diff -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_equal_is_said_to_be(command, written):
+def test_what_is_equal_is_stated_to_be(command, written):
     step = written / "run" / "step-000000020"
-    told = command.json("diff", step, written / "exported")
-    assert told["equal"]
-    assert {item["name"] for item in told["tensors"]} == set(torch.load(written / "whole.pt"))
-    assert all(item["largest_difference"] == 0 for item in told["tensors"])
+    reported = command.json("diff", step, written / "exported")
+    assert reported["equal"]
+    assert {item["name"] for item in reported["tensors"]} == set(torch.load(written / "whole.pt"))
+    assert all(item["largest_difference"] == 0 for item in reported["tensors"])
     both = command.json("diff", step, written / "run")["tensors"]
     assert "optimizer.state.scale.exp_avg" in {item["name"] for item in both}
     assert f"{len(both)} of {len(both)} tensors are equal" in command.text("diff", step, step)
 
 
-def test_every_kind_of_difference_is_told(command, tmp_path):
+def test_every_kind_of_difference_is_reported(command, tmp_path):
     nan = float("nan")
     one = {
         "same": torch.tensor([1.0, nan]),
@@ -293,8 +294,8 @@ def test_every_kind_of_difference_is_told(command, tmp_path):
     del other["only one"]
     for name, tensors in (("a", one), ("b", other)):
         save_file(tensors, tmp_path / f"{name}.safetensors")
-    told = command.json("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", code=1)
-    found = {item["name"]: (item["differs_in"], item["largest_difference"]) for item in told["tensors"]}
+    reported = command.json("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", code=1)
+    found = {item["name"]: (item["differs_in"], item["largest_difference"]) for item in reported["tensors"]}
     assert found == {
         "same": (None, 0),
         "value": ("values", 0.5),
@@ -316,8 +317,8 @@ def test_every_kind_of_difference_is_told(command, tmp_path):
 
 def test_two_steps_differ(command, written):
     run = written / "run"
-    told = command.json("diff", run / "step-000000010", run / "step-000000020", code=1)
-    odd = {item["name"] for item in told["tensors"] if item["differs_in"]}
+    reported = command.json("diff", run / "step-000000010", run / "step-000000020", code=1)
+    odd = {item["name"] for item in reported["tensors"] if item["differs_in"]}
     assert "embedding.weight" in odd
     assert "optimizer.state.embedding.weight.step" in odd
     assert "blocks.0.up.weight" not in odd  # frozen
@@ -343,10 +344,10 @@ def test_two_steps_differ(command, written):
     ],
 )
 def test_bad_input_is_explained_in_one_line(command, written, argv, words):
-    told = command.text(*[word.format(run=written / "run") for word in argv], code=2)
-    assert words in told
-    assert told.startswith("fullshard: ")
-    assert told.count("\n") == 1
+    reported = command.text(*[word.format(run=written / "run") for word in argv], code=2)
+    assert words in reported
+    assert reported.startswith("fullshard: ")
+    assert reported.count("\n") == 1
 
 
 def test_help_names_what_there_is(command, capsys):
@@ -355,9 +356,9 @@ def test_help_names_what_there_is(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["checkpoint", "export", "--help"])
     assert ended.value.code == 0
-    told = capsys.readouterr().out
-    assert "fullshard checkpoint export PATH OUT" in told
-    assert "--max-shard-size" in told
+    reported = capsys.readouterr().out
+    assert "fullshard checkpoint export PATH OUT" in reported
+    assert "--max-shard-size" in reported
 
 
 def test_a_bar_comes_after_a_second_and_only_on_a_terminal(monkeypatch):
@@ -369,11 +370,11 @@ def test_a_bar_comes_after_a_second_and_only_on_a_terminal(monkeypatch):
         )
         with SlowBar() as bar:
             for doing in ("verifying", "exporting"):
-                tell = bar.telling(doing)
-                tell(1, 10)
+                tell_ = bar.telling(doing)
+                tell_(1, 10)
                 assert (bar._bar is not None) == (terminal and now > 1)
                 now += 1.5
-                tell(2, 10)
+                tell_(2, 10)
                 assert (bar._bar is not None) == terminal
         assert bar._bar is None
         now = 0.0

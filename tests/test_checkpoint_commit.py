@@ -148,13 +148,13 @@ def save_to_a_full_disk(folder: Path) -> tuple[str, float]:
     """The error, and what the run goes on to; 170 KB of parameters and as much of momentum."""
     model, optimizer = trained_chain()
     save(folder, model=model, step=1)
-    said = refusal(lambda: save(folder, model=model, optimizer=optimizer, step=2))
+    stated = refusal(lambda: save(folder, model=model, optimizer=optimizer, step=2))
     loss = model(inputs()).sum()
     loss.backward()
     optimizer.step()
     model, optimizer = trained_chain()
     assert load(folder, model=model).step == 1
-    return said, loss.item()
+    return stated, loss.item()
 
 
 def test_a_full_disk_is_one_error_on_every_rank_and_costs_nothing_that_was_there(small_disk):
@@ -185,14 +185,14 @@ def fail_on_rank_1(folder: Path) -> list[str]:
     """What is said if one rank's writer fails at its first byte, at its last sync, and if its files are lost."""
     model, _ = trained_chain()
     save(folder, model=model, step=1)
-    said = []
+    stated = []
     for broken in (fail_to_write, fail_to_sync, lose_what_was_written):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 broken(patch)
-            said.append(refusal(lambda: save(folder, model=model, step=2, keep=1)))
+            stated.append(refusal(lambda: save(folder, model=model, step=2, keep=1)))
     assert load(folder, model=model).step == 1
-    return said
+    return stated
 
 
 def fail_to_write(patch: pytest.MonkeyPatch) -> None:
@@ -220,9 +220,9 @@ def test_a_writer_that_fails_on_one_rank_is_one_error_on_every_rank(tmp_path):
     first, second = run_ranks(2, fail_on_rank_1, tmp_path)
     assert first == second
     causes = ("Input/output error", "Disk quota exceeded", "a folder that all hosts share")
-    for said, words in zip(first, causes, strict=True):
-        assert f"saving step 2 to {tmp_path}" in said
-        assert words in said
+    for stated, words in zip(first, causes, strict=True):
+        assert f"saving step 2 to {tmp_path}" in stated
+        assert words in stated
     assert "rank 1" in first[0]
     assert names(tmp_path) == ["step-000000001"]
 

@@ -72,16 +72,16 @@ def draw_after_loading(folder: Path) -> list[Any]:
 
 
 def test_every_rank_draws_what_it_would_have_drawn(tmp_path):
-    told = run_ranks(2, draw_on, tmp_path)
-    for expected, found in told:
+    reported = run_ranks(2, draw_on, tmp_path)
+    for expected, found in reported:
         assert found == expected
-    assert told[0][0] != told[1][0]
+    assert reported[0][0] != reported[1][0]
     again = [run_ranks(3, draw_after_loading, tmp_path) for _ in range(2)]
     assert again[0] == again[1]
     assert len({tuple(drawn) for drawn in again[0]}) == 3
 
 
-def test_random_states_stay_if_asked_to(tmp_path):
+def test_random_states_stay_if_requested_to(tmp_path):
     save(tmp_path, model=nn.Linear(2, 2), step=1)
     model = nn.Linear(2, 2)
     torch.manual_seed(3)
@@ -363,14 +363,14 @@ def test_tied_weights_are_written_once_and_have_both_names(tmp_path):
     path = save(tmp_path / "tied", model=model, step=1)
     data = sum(file.stat().st_size for file in path.glob("*.distcp"))
     assert data < 1.5 * model.first.weight.nbytes + 20_000
-    apart = Tied(tie=False)
-    load(path, model=apart)
-    assert_same([apart.first.weight, apart.second.weight], [model.first.weight] * 2)
+    separate = Tied(tie=False)
+    load(path, model=separate)
+    assert_same([separate.first.weight, separate.second.weight], [model.first.weight] * 2)
     again = Tied()
     load(path, model=again)
     assert_same(again.second.weight, model.first.weight)
     assert again.second.weight is again.first.weight
-    save(tmp_path / "apart", model=apart, step=1)
+    save(tmp_path / "apart", model=separate, step=1)
     with pytest.raises(RuntimeError, match=r"tied in the model, but not in it: first.weight and second.weight"):
         load(tmp_path / "apart", model=again)
 
@@ -483,7 +483,7 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
         [torch.optim.SGD(params[2:], lr=0.3), torch.optim.AdamW(params[:2], lr=0.3)]
     ),
 }
-ALIKE = [
+IDENTICAL = [
     {"Adam", "AdamW", "AdamW, fused", "OwnAdamW", "wrapped AdamW"},
     {"joined", "joined in another order"},
 ]
@@ -507,7 +507,7 @@ def load_into_every_kind(folder: Path, recorded: bool) -> None:
         for other, make_other in KINDS.items():
             if not recorded and {name, other} & {"RAdam", "SignedMomentum"}:
                 continue  # their options are some of AdamW's: nothing tells them apart
-            fits = name == other or any({name, other} <= alike for alike in ALIKE)
+            fits = name == other or any({name, other} <= identical for identical in IDENTICAL)
             model = chain(fully_shard)
             optimizer = make_other(list(model.parameters()))
             if fits:

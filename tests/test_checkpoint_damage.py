@@ -161,9 +161,9 @@ def test_a_flipped_byte_is_named_with_its_checksums(folder):
     data[1000] ^= 1
     path.write_bytes(data)
     expected = Manifest.read(path.parent).files[path.name].checksum
-    said = refusal(path.parent)
+    stated = refusal(path.parent)
     assert re.search(
-        rf"loading \S+: {re.escape(str(path))}: expected the checksum {expected}, found [0-9a-f]{{32}}", said
+        rf"loading \S+: {re.escape(str(path))}: expected the checksum {expected}, found [0-9a-f]{{32}}", stated
     )
 
 
@@ -177,8 +177,8 @@ def test_a_file_that_was_cut_is_named_with_its_sizes(folder):
 def test_a_missing_file_and_how_many_more_are_named(folder):
     (of_step(folder, 20) / "__0_0.distcp").unlink()
     (of_step(folder, 20) / ".metadata").unlink()
-    said = refusal(of_step(folder, 20))
-    assert "found a file that cannot be read (No such file or directory) (1 more files are damaged)" in said
+    stated = refusal(of_step(folder, 20))
+    assert "found a file that cannot be read (No such file or directory) (1 more files are damaged)" in stated
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(folder):
@@ -224,16 +224,16 @@ def test_a_folder_without_checkpoints_is_an_error(tmp_path):
 
 def load_on_ranks(folder: Path) -> tuple[int, list[str], dict[str, Tensor]]:
     """The step that was loaded, what was logged, and the parameters."""
-    said: list[str] = []
+    stated: list[str] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            stated.append(record.getMessage())
 
     logging.getLogger("fullshard").addHandler(Listener())
     model = chain(fully_shard, Chain([Layer(), Layer()]))
     restored = load(folder, model=model)
-    return restored.step, said, {name: whole(param) for name, param in model.named_parameters()}
+    return restored.step, stated, {name: whole(param) for name, param in model.named_parameters()}
 
 
 def test_the_newest_intact_one_is_loaded_and_the_damaged_one_named(folder):
@@ -252,9 +252,9 @@ def test_the_newest_intact_one_is_loaded_and_the_damaged_one_named(folder):
 def test_if_none_is_intact_each_is_named(folder):
     for step in STEPS:
         (of_step(folder, step) / ".metadata").unlink()
-    said = refusal(folder)
-    assert "none of its 2 checkpoints is intact" in said
-    assert all(f"{of_step(folder, step)}/.metadata: expected" in said for step in STEPS)
+    stated = refusal(folder)
+    assert "none of its 2 checkpoints is intact" in stated
+    assert all(f"{of_step(folder, step)}/.metadata: expected" in stated for step in STEPS)
 
 
 # -- another model ----------------------------------------------------------------------------------------------------
@@ -353,8 +353,8 @@ def forge(checkpoint: Path, name: str, data: bytes) -> None:
 def test_metadata_that_would_run_code_is_refused_though_its_checksum_is_right(folder, tmp_path):
     proof = tmp_path / "proof"
     forge(of_step(folder, 20), ".metadata", pickle.dumps(Evil(proof)))
-    said = refusal(of_step(folder, 20))
-    assert "it names posix.mkdir, which no checkpoint needs" in said
+    stated = refusal(of_step(folder, 20))
+    assert "it names posix.mkdir, which no checkpoint needs" in stated
     assert not proof.exists()
 
 
@@ -398,7 +398,7 @@ class Position:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "stated"),
     [
         (
             {"extra": {"a": [1, {"b": Path("x")}]}},
@@ -412,7 +412,7 @@ class Position:
     ],
     ids=["extra", "data", "scheduler"],
 )
-def test_what_could_not_be_read_back_is_refused_when_it_is_saved(what, said, tmp_path):
-    with pytest.raises(CheckpointError, match=said):
+def test_what_could_not_be_read_back_is_refused_when_it_is_saved(what, stated, tmp_path):
+    with pytest.raises(CheckpointError, match=stated):
         save(tmp_path, model=marked(), step=1, **what)
     assert list(tmp_path.iterdir()) == []

@@ -75,26 +75,28 @@ def write_all(folder: Path, strategies: list[str]) -> None:
         model, optimizer = build(strategy)
         learn(model, optimizer, range(2))
         save(folder / f"{world}-{strategy}", model=model, optimizer=optimizer, step=2)
-        told = {**everything(model, optimizer), "losses": learn(model, optimizer, range(2, 4))}
+        reported = {**everything(model, optimizer), "losses": learn(model, optimizer, range(2, 4))}
         if dist.get_rank() == 0:
-            torch.save(told, folder / f"{world}-{strategy}.pt")
+            torch.save(reported, folder / f"{world}-{strategy}.pt")
 
 
 def read_all(folder: Path, cases: list[tuple[Source, str]]) -> None:
     for (world, saved), strategy in cases:
         name = f"{world}-{saved} as {dist.get_world_size()}-{strategy}"
-        told = torch.load(folder / f"{world}-{saved}.pt")
+        reported = torch.load(folder / f"{world}-{saved}.pt")
         model, optimizer = build(strategy, seed=1)
         restored = load(folder / f"{world}-{saved}", model=model, optimizer=optimizer)
         assert (restored.step, restored.world, restored.strategy) == (2, world, saved)
         found = everything(model, optimizer)
-        assert_same({key: found[key] for key in ("params", "states")}, {key: told[key] for key in ("params", "states")})
-        assert found["options"] == told["options"], name
+        assert_same(
+            {key: found[key] for key in ("params", "states")}, {key: reported[key] for key in ("params", "states")}
+        )
+        assert found["options"] == reported["options"], name
         losses = learn(model, optimizer, range(2, 4))
         if world == dist.get_world_size() and "hsdp" not in saved + strategy:
-            assert_same(losses, told["losses"], name=name)
+            assert_same(losses, reported["losses"], name=name)
         else:
-            torch.testing.assert_close(losses, told["losses"], rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(losses, reported["losses"], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def check(sources: dict[int, tuple[str, ...]], targets: dict[int, list[tuple[Source, str]]], folder: Path) -> None:

@@ -46,9 +46,9 @@ def go_on(folder: Path, steps: int) -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())
     model = chain(fully_shard, Chain([nn.Sequential(Layer(), nn.Dropout(0.1)) for _ in range(2)]))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    seen = [latest(folder) is not None]
-    dist.broadcast_object_list(seen, src=0)
-    done = load(folder, model=model, optimizer=optimizer).step if seen[0] else 0
+    visited = [latest(folder) is not None]
+    dist.broadcast_object_list(visited, src=0)
+    done = load(folder, model=model, optimizer=optimizer).step if visited[0] else 0
     for step in range(done + 1, steps + 1):
         model(inputs(step)).square().mean().backward()
         optimizer.step()

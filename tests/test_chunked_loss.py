@@ -81,7 +81,7 @@ def summed_at_each(model: Any, x: Tensor) -> None:
     hidden.backward(leaf.grad)
 
 
-def as_fsdp2_is_told(model: Any, x: Tensor) -> None:
+def as_fsdp2_is_configured(model: Any, x: Tensor) -> None:
     """With all that FSDP2 needs to be told: the head unsharded by hand, and kept after each backward."""
     hidden = model(x)
     leaf = hidden.detach().requires_grad_()
@@ -126,7 +126,7 @@ def train(loop: Callable[[Any, Tensor], None], strategy: str | None) -> tuple[li
 
 def all_loops(strategy: str) -> dict[str, list[Sent]]:
     sent = {}
-    for loop in (a_backward_each, one_backward, summed_at_each, as_fsdp2_is_told, without_chunks):
+    for loop in (a_backward_each, one_backward, summed_at_each, as_fsdp2_is_configured, without_chunks):
         values, sent[loop.__name__] = train(loop, strategy)
         assert_same(values, train(loop, None)[0], name=f"{loop.__name__} under {strategy}")
     return sent
@@ -154,7 +154,11 @@ def test_a_loss_in_chunks_sends_what_it_does_without(strategy):
         assert sent["a_backward_each"] == sent["one_backward"] == whole
         assert [of_the_head(step) for step in whole] == [dict(zip(NAMES, (1, 1), strict=True))] * STEPS
         assert [tuple(of_the_head(step).values()) for step in sent["summed_at_each"]] == [(CHUNKS, CHUNKS + 1)] * STEPS
-        assert [tuple(of_the_head(step).values()) for step in sent["as_fsdp2_is_told"]] == [(2, 2), (3, 2), (3, 2)]
+        assert [tuple(of_the_head(step).values()) for step in sent["as_fsdp2_is_configured"]] == [
+            (2, 2),
+            (3, 2),
+            (3, 2),
+        ]
 
 
 def first_reduced() -> str:

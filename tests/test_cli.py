@@ -79,7 +79,7 @@ def test_bad_input_is_one_line_exit_code_2_and_no_process(
     assert started == []
 
 
-def test_every_rank_refuses_bad_input_and_the_first_says_so(
+def test_every_rank_refuses_bad_input_and_the_first_states_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -132,7 +132,7 @@ def command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_run_on_two_ranks_leaves_everything_behind_and_says_what_it_reached(tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_leaves_everything_behind_and_states_what_it_reached(tmp_path: Path) -> None:
     out = tmp_path / "run"
     ended = command("train", "--ranks", "2", "--text", __file__, "--out", str(out), *QUICK)
     assert ended.returncode == 0, ended.stderr

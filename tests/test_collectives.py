@@ -14,7 +14,7 @@ from fullshard._compat import break_connections
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.routes import collectives_for
 from fullshard.comm.shared_memory import SharedMemoryCollectives
-from fullshard.comm.wire import PartSums, Pending
+from fullshard.comm.transport import PartSums, Pending
 from fullshard.layout.shard_spec import owned
 from fullshard.tape.recorder import Origin, Phase, Recorder, recording
 from fullshard.testing import assert_same, run_ranks
@@ -26,16 +26,16 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 ORIGIN = Origin("block", Phase.FORWARD)
 
 
-def wires() -> Collectives:
+def transports() -> Collectives:
     return collectives_for(dist.group.WORLD, torch.device("cpu"))
 
 
 def choose(shares: bool) -> None:
     """Exchange through shared memory or pairwise, from the first collective on."""
     share_memory_between_ranks(shares)
-    wire = wires()
-    assert isinstance(wire, SharedMemoryCollectives)
-    assert (wire.neighbours is not None) == (shares and wire.world > 1)
+    transport = transports()
+    assert isinstance(transport, SharedMemoryCollectives)
+    assert (transport.peers is not None) == (shares and transport.world > 1)
 
 
 def numbers(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -52,7 +52,7 @@ def sum_in_rank_order(numel: int, dtype: torch.dtype, divisor: float, seed: int 
     return total / divisor if divisor != 1 else total
 
 
-def mine(whole: Tensor) -> Tensor:
+def local(whole: Tensor) -> Tensor:
     """This rank's part of `whole`; the last ones may be short or empty."""
     span = owned(whole.numel(), dist.get_world_size(), dist.get_rank())
     return whole[span.start : span.stop]
@@ -72,7 +72,7 @@ class Gather:
         self.kept = [part.clone() for part in self.parts]
 
     def start(self) -> Pending:
-        return wires().channel(len(NUMELS)).all_gather(self.wholes, self.parts, origin=ORIGIN)
+        return transports().channel(len(NUMELS)).all_gather(self.wholes, self.parts, origin=ORIGIN)
 
     def check(self) -> None:
         assert_same(self.wholes, self.expected)
@@ -85,14 +85,14 @@ class Scatter:
     def __init__(self, dtype: torch.dtype, seed: int = 0, divisor: float = 1) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         self.divisor = divisor
-        self.expected = [mine(sum_in_rank_order(n, dtype, divisor, seed)) for n in NUMELS]
+        self.expected = [local(sum_in_rank_order(n, dtype, divisor, seed)) for n in NUMELS]
         self.wholes = [numbers(rank, n, dtype, seed) for n in NUMELS]
         self.kept = [whole.clone() for whole in self.wholes]
         self.sums = [torch.full_like(part, torch.nan) for part in self.expected]
         self.part_numels = [len(owned(n, world, 0)) for n in NUMELS]
 
     def start(self) -> Pending:
-        channel = wires().channel(len(NUMELS))
+        channel = transports().channel(len(NUMELS))
         return channel.reduce_scatter(PartSums(self.sums, self.wholes, self.part_numels, self.divisor), origin=ORIGIN)
 
     def check(self) -> None:
@@ -109,7 +109,7 @@ class AllReduce:
         self.tensors = [numbers(dist.get_rank(), n, dtype, seed) for n in NUMELS]
 
     def start(self) -> Pending:
-        return wires().channel(len(NUMELS)).all_reduce(self.tensors, self.divisor, origin=ORIGIN)
+        return transports().channel(len(NUMELS)).all_reduce(self.tensors, self.divisor, origin=ORIGIN)
 
     def check(self) -> None:
         assert_same(self.tensors, self.expected)
@@ -133,7 +133,7 @@ class Exchange:
         return numbers(world * sender + receiver, NUMELS[(seed + 2 * sender + receiver) % len(NUMELS)], dtype, seed)
 
     def start(self) -> Pending:
-        return wires().channel(1).all_to_all(self.rooms, self.parts, common_nbytes=0, origin=ORIGIN)
+        return transports().channel(1).all_to_all(self.rooms, self.parts, common_nbytes=0, origin=ORIGIN)
 
     def check(self) -> None:
         assert_same(self.rooms, self.expected)
@@ -207,19 +207,19 @@ def record_each(shares: bool) -> tuple[int, Recorder]:
             assert record.events[-1].end is None
             pending.wait()
             assert record.events[-1].end >= record.events[-1].start
-        wires().broadcast([torch.zeros(10), torch.zeros(3)], 0, origin=ORIGIN)
+        transports().broadcast([torch.zeros(10), torch.zeros(3)], 0, origin=ORIGIN)
     Gather(torch.float32).start().wait()  # nobody listens
     return dist.get_rank(), record
 
 
 @WAYS
 @WORLDS
-def test_the_record_tells_what_each_rank_sent(world, shares):
+def test_the_record_reports_what_each_rank_sent(world, shares):
     elements = sum(NUMELS)
     for rank, record in run_ranks(world, record_each, shares):
         gather, scatter, reduce, exchange, broadcast = record.events
         assert record.names() == ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
-        assert [event.lane for event in record.events] == ["gather", *["reduce"] * 4]
+        assert [event.stream for event in record.events] == ["gather", *["reduce"] * 4]
         assert {event.origin for event in record.events} == {ORIGIN}
         assert gather.sent_bytes == 4 * elements * (world - 1)
         assert scatter.sent_bytes == 4 * (elements - sum(len(owned(n, world, rank)) for n in NUMELS))
@@ -239,11 +239,11 @@ def test_the_record_tells_what_each_rank_sent(world, shares):
 
 def ask_twice() -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
-    ours = collectives_for(group, torch.device("cpu"))
-    assert ours is collectives_for(group, torch.device("cpu"))
-    assert ours is not wires()
-    channels = [ours.channel(3, variants=4), ours.channel(1), ours.channel_for("this", 5), ours.channel_for("that", 5)]
-    assert ours.channel_for("this", 5) is channels[2]
+    own = collectives_for(group, torch.device("cpu"))
+    assert own is collectives_for(group, torch.device("cpu"))
+    assert own is not transports()
+    channels = [own.channel(3, variants=4), own.channel(1), own.channel_for("this", 5), own.channel_for("that", 5)]
+    assert own.channel_for("this", 5) is channels[2]
     tags = [
         set(range(channel._first_tag, channel._first_tag + channel._tags * channel._variants)) for channel in channels
     ]

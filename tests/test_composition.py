@@ -91,10 +91,10 @@ def tensor_parallel(strategy: str) -> tuple[list[Values], list[Values]]:
     for block in model:
         fully_shard(block, mesh=over, strategy=strategy)
     fully_shard(model, mesh=over, strategy=strategy)
-    mine = dist.get_rank() // 2
+    own_part = dist.get_rank() // 2
 
     def backward(item: nn.Module, step: int) -> None:
-        item(batch_of(step).chunk(2)[mine]).square().mean().backward()
+        item(batch_of(step).chunk(2)[own_part]).square().mean().backward()
         if item is alone:
             for param in item.parameters():
                 assert param.grad is not None
@@ -146,7 +146,7 @@ def verdict(combination: str, strategy: str) -> str:
         found, expected = COMBINATIONS[combination](strategy)
     except ConfigError:
         return "refused"
-    pairs = [(mine[name], item[name]) for mine, item in zip(found, expected, strict=True) for name in item]
+    pairs = [(own_part[name], item[name]) for own_part, item in zip(found, expected, strict=True) for name in item]
     if all(torch.equal(a, b) for a, b in pairs):
         return "bits"
     is_close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)

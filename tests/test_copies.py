@@ -130,12 +130,12 @@ def copy_all_that_is_awkward() -> None:
         fully_shard(block)
     fully_shard(model, ignored_params=model.extra.parameters())
     model.set_requires_gradient_sync(False, recurse=False)
-    seen: list[Any] = []
-    model.register_forward_hook(lambda module, args, output: seen.append(module))
+    visited: list[Any] = []
+    model.register_forward_hook(lambda module, args, output: visited.append(module))
     copied = copy.deepcopy(model)
     tokens = torch.arange(12).view(2, 6)
     assert_same(copied(tokens), model(tokens))
-    assert seen == [copied, model]
+    assert visited == [copied, model]
     assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in model.parameters()]
     names = [dict(item.named_parameters(remove_duplicate=False)) for item in (model, copied)]
     ties = [[[a is b for b in params.values()] for a in params.values()] for params in names]
@@ -170,7 +170,7 @@ def copy_a_model_of_tensor_parallelism() -> None:
     assert copied[0].weight.placements == model[0].weight.placements
 
 
-def test_a_copy_of_what_tensor_parallelism_has_placed_is_placed_alike():
+def test_a_copy_of_what_tensor_parallelism_has_placed_is_placed_identical():
     run_ranks(4, copy_a_model_of_tensor_parallelism)
 
 

@@ -129,7 +129,7 @@ def test_copies_between_host_and_accelerator_take_the_link_between_them():
     copies = [
         operation for operation in tape.of(Operation) if operation.crosses and operation.origin.phase is not Phase.IDLE
     ]
-    assert {copy.lane for copy in copies} == {"gather", "offload"}  # parameters come, gradients go
+    assert {copy.stream for copy in copies} == {"gather", "offload"}  # parameters come, gradients go
     for copy in copies:
         nbytes = sum(access.nbytes for access in copy.writes)
         assert nbytes == MIB  # a quarter
@@ -161,14 +161,14 @@ def test_a_long_inner_dimension_is_cut_so_that_no_multiprocessor_idles():
     assert A100.of_operation(operation) < 2 * operation.flops / A100.flops_per_s
 
 
-def test_products_take_longer_beside_a_collective_and_copies_do_not():
+def test_products_take_longer_next_to_a_collective_and_copies_do_not():
     copy = Operation("aten.copy_", "compute", HERE, (Access(1, 0, MIB),), (Access(2, 0, MIB),))
-    assert A100.beside(copy) == A100.of_operation(copy)
+    assert A100.alongside(copy) == A100.of_operation(copy)
     large = product(8192, 8192, 8192)
-    assert A100.beside(large) == pytest.approx((1 + A100.slowdown) * A100.of_operation(large), rel=0.01)
+    assert A100.alongside(large) == pytest.approx((1 + A100.slowdown) * A100.of_operation(large), rel=0.01)
     gather = collective("allgather_into_tensor_coalesced_", 1 << 34, 8)
     slowed, alone = lay_out([gather, large], A100).placed[1], lay_out([large], A100).placed[0]
-    assert slowed.end - slowed.start == pytest.approx(A100.beside(large))
+    assert slowed.end - slowed.start == pytest.approx(A100.alongside(large))
     assert alone.end - alone.start == pytest.approx(A100.of_operation(large))
 
 
@@ -176,8 +176,8 @@ def test_what_a_collective_leaves_of_an_operation_is_done_at_full_speed():
     large, gather = product(8192, 8192, 8192), collective("allgather_into_tensor_coalesced_", 64 * MIB, 8)
     slowed = lay_out([gather, large], A100).placed[1]
     alone, took = A100.of_operation(large), slowed.end - slowed.start
-    beside = A100.of_collective(gather) - A100.host_s  # the host asks for the product a little later
-    assert took == pytest.approx(alone + beside - beside * alone / A100.beside(large))
+    alongside = A100.of_collective(gather) - A100.host_s  # the host asks for the product a little later
+    assert took == pytest.approx(alone + alongside - alongside * alone / A100.alongside(large))
 
 
 # -- attention, as it is on a tape ------------------------------------------------------------------------------------

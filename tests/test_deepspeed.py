@@ -51,7 +51,7 @@ from fullshard.integrations.deepspeed.configuration import BatchSizes, read
 from fullshard.integrations.deepspeed.importing import _knowing_deepspeeds_classes
 from fullshard.integrations.deepspeed.keys import KEYS, Fate, table
 from fullshard.integrations.deepspeed.loss_scale import LossScale
-from fullshard.integrations.deepspeed.schedules import SCHEDULES as OURS
+from fullshard.integrations.deepspeed.schedules import SCHEDULES as OWN
 from fullshard.integrations.placing import repeated_layers
 from fullshard.testing import assert_same
 from fullshard.wrap import wrapped_modules
@@ -70,26 +70,26 @@ def train_every_case() -> dict[str, list[dict[str, float]]]:
 
 
 @cache
-def ours() -> list[dict[str, list[dict[str, float]]]]:
+def own() -> list[dict[str, list[dict[str, float]]]]:
     return run_ranks(2, train_every_case)
 
 
-def assert_close(ours: Any, theirs: Any, name: str) -> None:
+def assert_close(own: Any, peer: Any, name: str) -> None:
     """Rounding: of float32, or of 16 bits after some steps."""
     tolerance = 2e-5 if name in ("unclipped", "clipped_hard") or "_" not in name else 2e-2
-    for rank, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
-        for step, (one, other) in enumerate(zip(mine, its, strict=True)):
+    for rank, (local, its) in enumerate(zip(own, peer, strict=True)):
+        for step, (one, other) in enumerate(zip(local, its, strict=True)):
             for what in ("loss", "norm", "rate") if "0" not in name else ("loss", "rate"):
                 assert one[what] == pytest.approx(other[what], rel=tolerance), (name, rank, step, what)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_those_that_deepspeed_gave(name):
-    assert_close([rank[name] for rank in ours()], recorded()["runs"][name], name)
+    assert_close([rank[name] for rank in own()], recorded()["runs"][name], name)
 
 
-def test_stages_that_reduce_alike_agree_bit_for_bit():
-    for rank in ours():
+def test_stages_that_reduce_identical_agree_bit_for_bit():
+    for rank in own():
         assert rank["stage0"] == rank["stage1"]
         assert rank["stage2"] == rank["stage3"]
         assert rank["stage2_bf16"] == rank["stage3_bf16"]
@@ -102,11 +102,11 @@ def test_the_record_is_what_deepspeed_does_today(tmp_path):
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     script = Path(__file__).parent / "deepspeed_runs.py"
     subprocess.run([*command, script, tmp_path], env=environment, check=True, capture_output=True, timeout=170)
-    theirs = json.loads((tmp_path / "recorded.json").read_text())
+    peer = json.loads((tmp_path / "recorded.json").read_text())
     for name in CASES:
-        assert_close([rank[name] for rank in ours()], theirs["runs"][name], name)
-    assert theirs["rates"] == recorded()["rates"]
-    assert theirs["scales"] == recorded()["scales"]
+        assert_close([rank[name] for rank in own()], peer["runs"][name], name)
+    assert peer["rates"] == recorded()["rates"]
+    assert peer["scales"] == recorded()["scales"]
 
 
 def train_plainly() -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -124,7 +124,7 @@ def train_plainly() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, wholes(model)
 
 
-def train_alike(stage: int, **offload_optimizer: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_identically(stage: int, **offload_optimizer: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Both ranks with the first one's batches, so that their mean is exact."""
     its = {key: value for key, value in config(stage, gradient_clipping=0.0).items() if key != "scheduler"}
     if offload_optimizer:
@@ -141,14 +141,14 @@ def train_alike(stage: int, **offload_optimizer: Any) -> tuple[list[float], dict
     return losses, wholes(engine.module)
 
 
-def train_alike_in_all(folder: str) -> list[Any]:
+def train_identically_in_all(folder: str) -> list[Any]:
     on_disk = {"device": "nvme", "nvme_path": folder}
-    some = [train_alike(2, ratio=0.5, **on_disk), train_alike(3, **on_disk)]
-    return [train_plainly(), *(train_alike(stage) for stage in (0, 1, 2, 3)), *some]
+    some = [train_identically(2, ratio=0.5, **on_disk), train_identically(3, **on_disk)]
+    return [train_plainly(), *(train_identically(stage) for stage in (0, 1, 2, 3)), *some]
 
 
 def test_numbers_are_those_of_a_plain_loop_bit_for_bit(tmp_path):
-    for plain, *sharded in run_ranks(2, train_alike_in_all, str(tmp_path)):
+    for plain, *sharded in run_ranks(2, train_identically_in_all, str(tmp_path)):
         for place, item in enumerate(sharded):
             assert_same(item, plain, name=f"stages 0 to 3, 2 and 3 with states on a disk: {place}")
 
@@ -160,18 +160,18 @@ def test_numbers_are_those_of_a_plain_loop_bit_for_bit(tmp_path):
 def test_rates_are_deepspeeds(name):
     cls, arguments = SCHEDULES[name]
     optimizer = adam_of_two_groups()
-    found = rates(OURS[cls](optimizer, **arguments), optimizer)
-    for mine, its in zip(found, recorded()["rates"][name], strict=True):
-        assert mine == pytest.approx(its, rel=1e-12, abs=1e-15)
+    found = rates(OWN[cls](optimizer, **arguments), optimizer)
+    for local, its in zip(found, recorded()["rates"][name], strict=True):
+        assert local == pytest.approx(its, rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_goes_on_from_its_state(name):
     cls, arguments = SCHEDULES[name]
     optimizer, again = adam_of_two_groups(), adam_of_two_groups()
-    whole_way = OURS[cls](optimizer, **arguments)
+    whole_way = OWN[cls](optimizer, **arguments)
     rates(whole_way, optimizer, 5)
-    later = OURS[cls](again, **arguments)
+    later = OWN[cls](again, **arguments)
     later.load_state_dict(whole_way.state_dict())
     again.load_state_dict(optimizer.state_dict())
     assert rates(later, again) == rates(whole_way, optimizer)
@@ -196,7 +196,7 @@ def test_loss_scales_are_deepspeeds(name):
     assert scales(update, PATTERN) == recorded()["scales"][name]
 
 
-def test_a_loss_scale_that_cannot_fall_says_so():
+def test_a_loss_scale_that_cannot_fall_states_so():
     scale = LossScale(scale=1.0, adapts=True, hysteresis=1)
     with pytest.raises(StateError, match=r"smallest loss scale, 1: training has diverged"):
         scale.update(True)
@@ -207,22 +207,22 @@ def test_a_loss_scale_that_cannot_fall_says_so():
 
 def drive() -> dict[str, Any]:
     """What an engine tells and refuses."""
-    said: dict[str, Any] = {}
+    stated: dict[str, Any] = {}
     engine, optimizer, loader, scheduler = deepspeed.initialize(
         model=small(), config=config(3, steps_per_print=1), training_data=[tokens_of(0, 0, 0)[0]] * 8
     )
-    said["batch"] = next(iter(loader)).shape
-    said["boundaries"], said["applied"] = [], []
+    stated["batch"] = next(iter(loader)).shape
+    stated["boundaries"], stated["applied"] = [], []
     for microbatch in range(2 * MICROBATCHES):
-        said["boundaries"].append(engine.is_gradient_accumulation_boundary())
+        stated["boundaries"].append(engine.is_gradient_accumulation_boundary())
         loss = engine(tokens_of(0, microbatch, 0))
-        said["returned"] = (engine.backward(loss) / loss).item()
+        stated["returned"] = (engine.backward(loss) / loss).item()
         engine.step()
-        said["applied"].append(engine.was_step_applied())
-    said["counts"] = (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps)
-    said["sizes"] = engine.get_batch_info()
-    said["units"] = [unit.name for unit in units_in(engine.module)]
-    said["same"] = (
+        stated["applied"].append(engine.was_step_applied())
+    stated["counts"] = (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps)
+    stated["sizes"] = engine.get_batch_info()
+    stated["units"] = [unit.name for unit in units_in(engine.module)]
+    stated["same"] = (
         engine.optimizer is optimizer,
         engine.lr_scheduler is scheduler,
         engine.module.scale is engine.scale,
@@ -232,20 +232,20 @@ def drive() -> dict[str, Any]:
         try:
             call()
         except (StateError, AttributeError, ConfigError) as error:
-            said.setdefault("errors", []).append(str(error))
-    return said
+            stated.setdefault("errors", []).append(str(error))
+    return stated
 
 
-def test_an_engine_counts_and_tells():
-    for said in run_ranks(2, drive):
-        assert said["batch"] == (2, 6)
-        assert said["boundaries"] == said["applied"] == [False, True] * 2
-        assert said["returned"] == pytest.approx(1 / MICROBATCHES)
-        assert said["counts"] == (2, 4, 16, 0)
-        assert said["sizes"] == (8, 2, 2)
-        assert said["units"] == ["", "blocks.0", "blocks.1"]
-        assert said["same"] == (True, True, True)
-        without_backward, unknown, twice = said["errors"]
+def test_an_engine_counts_and_reports():
+    for stated in run_ranks(2, drive):
+        assert stated["batch"] == (2, 6)
+        assert stated["boundaries"] == stated["applied"] == [False, True] * 2
+        assert stated["returned"] == pytest.approx(1 / MICROBATCHES)
+        assert stated["counts"] == (2, 4, 16, 0)
+        assert stated["sizes"] == (8, 2, 2)
+        assert stated["units"] == ["", "blocks.0", "blocks.1"]
+        assert stated["same"] == (True, True, True)
+        without_backward, unknown, twice = stated["errors"]
         assert "engine.step() without engine.backward(loss)" in without_backward
         assert "no_such_thing" in unknown
         assert "has been sharded" in twice
@@ -297,7 +297,7 @@ def sum_gradients() -> list[torch.Tensor]:
     return grads
 
 
-def test_gradients_are_summed_where_asked():
+def test_gradients_are_summed_where_requested():
     for mean, total in run_ranks(2, sum_gradients):
         assert_same(total, 2 * mean)
 
@@ -369,8 +369,8 @@ def test_deepspeeds_runs_go_on_here(tmp_path, capsys):
             numbers = [rank[case][which][0] for rank in ranks]
             assert_close(numbers, [item[SAVED_AT:] for item in recorded()["runs"][case]], case)
         for rank in ranks:
-            (_, told, weights), (_, _, others) = rank[case]
-            assert told == ({"epoch": 7}, 8 * STEPS)
+            (_, reported, weights), (_, _, others) = rank[case]
+            assert reported == ({"epoch": 7}, 8 * STEPS)
             assert_same(others, weights)
 
 
@@ -379,10 +379,10 @@ def test_no_code_of_a_deepspeed_checkpoint_is_executed(tmp_path, file, capsys):
     shutil.copytree(RECORDED / "stage3", tmp_path / "in")
     torch.save({"optimizer_state_dict": Mischief()}, tmp_path / "in" / file)
     assert main(["checkpoint", "import-deepspeed", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert file in said
-    assert "mkdir" in said
-    assert "Nothing in it was executed" in said
+    stated = capsys.readouterr().err
+    assert file in stated
+    assert "mkdir" in stated
+    assert "Nothing in it was executed" in stated
     assert not Path("mischief").exists()
     assert not (tmp_path / "out").exists()
 
@@ -393,19 +393,19 @@ class Mischief:
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"),
+    ("missing", "stated"),
     [
         ("*_optim_states.pt", "no *_optim_states.pt"),
         ("zero_pp_rank_1*_optim*", "2 ranks have saved it"),
         ("*", "found no"),
     ],
 )
-def test_an_incomplete_deepspeed_checkpoint_is_told(tmp_path, missing, said, capsys):
+def test_an_incomplete_deepspeed_checkpoint_is_reported(tmp_path, missing, stated, capsys):
     shutil.copytree(RECORDED / "stage2", tmp_path / "in")
     for path in (tmp_path / "in").glob(missing):
         path.unlink()
     assert main(["checkpoint", "import-deepspeed", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
-    assert said in capsys.readouterr().err
+    assert stated in capsys.readouterr().err
 
 
 def test_counters_of_deepspeeds_own_adam_are_of_each_parameter(tmp_path, capsys):
@@ -442,11 +442,11 @@ def find_nothing(folder: str) -> Any:
     return found, [*errors, str(raised.value)]
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path):
+def test_what_is_no_checkpoint_is_reported(tmp_path):
     for found, errors in run_ranks(2, find_nothing, str(tmp_path)):
         assert found == (None, None)
-        for error, said in zip(errors, ("import-deepspeed", "no checkpoint", "tags rank0, rank1"), strict=True):
-            assert said in error
+        for error, stated in zip(errors, ("import-deepspeed", "no checkpoint", "tags rank0, rank1"), strict=True):
+            assert stated in error
 
 
 def save_weights(folder: str) -> dict[str, torch.Tensor]:
@@ -469,7 +469,7 @@ PLAIN = {"train_batch_size": 4}
 
 
 @pytest.mark.parametrize(
-    ("added", "said"),
+    ("added", "stated"),
     [
         ({"gradient_cliping": 1.0}, "'gradient_cliping', which is not known. Did you mean gradient_clipping"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4"),
@@ -503,10 +503,10 @@ PLAIN = {"train_batch_size": 4}
         ({"pipeline": {"stages": 2}}, "Pipeline parallelism is not offered"),
     ],
 )
-def test_what_cannot_be_honoured_is_an_error_that_names_it(added, said):
+def test_what_cannot_be_honoured_is_an_error_that_names_it(added, stated):
     with pytest.raises(ConfigError) as raised:
         read({**PLAIN, **added}, world=2)
-    assert said in str(raised.value)
+    assert stated in str(raised.value)
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS.values() if key.fate is Fate.REFUSED], ids=lambda key: key.path)
@@ -516,7 +516,7 @@ def test_refused_keys_may_ask_for_nothing_and_for_nothing_else(key):
     with pytest.raises(ConfigError) as raised:
         read(nested(key.path, "something"), world=2)
     assert key.path in str(raised.value)
-    assert key.said in str(raised.value)
+    assert key.stated in str(raised.value)
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS.values() if key.fate is Fate.NEEDLESS], ids=lambda key: key.path)
@@ -585,11 +585,13 @@ def test_batch_sizes_follow_from_one_another():
             BatchSizes.resolve(*wrong, world=2)
 
 
-def test_what_keys_become_is_told():
-    told = deepspeed.explain_config(CASES["stage2"]).splitlines()
-    assert told[0].startswith("train_micro_batch_size_per_gpu = 2: honoured. ")
-    assert any(line.startswith("zero_optimization.stage3_param_persistence_threshold = 0: needless. ") for line in told)
-    assert told[-1].startswith("gradient_clipping = 1.0, since it is left out")
+def test_what_keys_become_is_reported():
+    reported = deepspeed.explain_config(CASES["stage2"]).splitlines()
+    assert reported[0].startswith("train_micro_batch_size_per_gpu = 2: honoured. ")
+    assert any(
+        line.startswith("zero_optimization.stage3_param_persistence_threshold = 0: needless. ") for line in reported
+    )
+    assert reported[-1].startswith("gradient_clipping = 1.0, since it is left out")
 
 
 def test_the_page_has_every_key():
@@ -624,9 +626,9 @@ def make_several() -> list[str]:
     return made
 
 
-def test_optimizers_and_schedulers_are_made_as_asked():
+def test_optimizers_and_schedulers_are_made_as_requested():
     (made,) = run_ranks(1, make_several)
-    for found, said in zip(
+    for found, stated in zip(
         made,
         [
             "AdamW",
@@ -642,7 +644,7 @@ def test_optimizers_and_schedulers_are_made_as_asked():
         ],
         strict=True,
     ):
-        assert said in found
+        assert stated in found
     assert "weight_decay: 0.0" in made[0]
     assert "weight_decay: 0.5" in made[1]
 

@@ -10,25 +10,25 @@ from small_models import chain, inputs
 from fullshard import dry, fully_shard
 from fullshard.device.accelerator import Accelerator, StreamAccelerator, pretending
 from fullshard.device.current import mark_here, usual_device_type
-from fullshard.device.lanes import StreamLane
-from fullshard.dry.lanes import DryAccelerator
+from fullshard.device.streams import DeviceStream
+from fullshard.dry.streams import DryAccelerator
 from fullshard.tape.tape import Recorded, Waited
 
 
 class Capturing(StreamAccelerator):
-    """One that records a graph, with lanes that write on a tape."""
+    """One that records a graph, with streams that write on a tape."""
 
     is_capturing = True
 
     def __init__(self, tape: dry.Tape) -> None:
-        self.lanes = DryAccelerator(tape).lanes
+        self.streams = DryAccelerator(tape).streams
 
 
-def test_a_graph_ends_behind_the_gather_lane():
+def test_a_graph_ends_behind_the_gather_stream():
     tape = dry.Tape()
     Capturing(tape).end_pass()
     assert [type(entry) for entry in tape.entries] == [Recorded, Waited]
-    assert [entry.lane for entry in tape.entries] == ["gather", "compute"]
+    assert [entry.stream for entry in tape.entries] == ["gather", "compute"]
 
 
 class Noting(Accelerator):
@@ -59,13 +59,13 @@ def test_a_graph_may_end_after_each_forward_and_each_backward(strategy):
     assert run_ranks(1, count_passes, strategy) == [[1, 2, 3, 4, 5]]
 
 
-def test_each_use_of_a_lane_has_a_handle_of_its_own():
+def test_each_use_of_a_stream_has_a_handle_of_its_own():
     """Up to torch 2.11 one handle cannot be entered twice, and any handle has one stream to go back to."""
-    lane = StreamLane.__new__(StreamLane)
-    lane._own = torch.Stream(stream_id=3, device_index=0, device_type=1)  # as torch.Stream(device) gives on a GPU
-    one, other = lane.queueing(), lane.queueing()
+    stream = DeviceStream.__new__(DeviceStream)
+    stream._own = torch.Stream(stream_id=3, device_index=0, device_type=1)  # as torch.Stream(device) gives on a GPU
+    one, other = stream.queueing(), stream.queueing()
     assert one is not other
-    assert one == other == lane._own
+    assert one == other == stream._own
 
 
 def test_a_dry_run_is_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch):

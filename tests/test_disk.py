@@ -22,7 +22,7 @@ from fullshard.disk import files, folder, speed
 from fullshard.disk.buffers import Buffers
 from fullshard.disk.files import ALIGNMENT, DiskFile, DiskWork, aligned, aligned_buffer
 from fullshard.disk.folder import free_bytes, mount_of, why_unfit
-from fullshard.disk.foresight import Traffic, floored, foresee
+from fullshard.disk.prediction import Traffic, floored, predict_load
 from fullshard.disk.space import Scratch
 
 IN_MEMORY = Path("/dev/shm")
@@ -43,7 +43,7 @@ def there_and_back(file, source, offset=0):
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20])
-def test_buffers_are_aligned_and_of_the_size_that_was_asked_for(nbytes):
+def test_buffers_are_aligned_and_of_the_size_that_was_requested_for(nbytes):
     buffer = aligned_buffer(nbytes)
     assert buffer.data_ptr() % ALIGNMENT == 0 and buffer.shape == (nbytes,) and buffer.dtype == torch.uint8
     assert aligned(nbytes) % ALIGNMENT == 0 and nbytes <= aligned(nbytes) < nbytes + ALIGNMENT
@@ -130,7 +130,7 @@ def test_a_request_that_fails_is_an_error_with_all_that_is_known(tmp_path, monke
 
 
 @pytest.mark.parametrize(("offset", "start", "nbytes"), [(512, 0, 4096), (0, 512, 4096), (0, 0, 4000), (4096, 0, 8192)])
-def test_what_a_disk_cannot_take_is_refused_before_it_is_asked(tmp_path, offset, start, nbytes):
+def test_what_a_disk_cannot_take_is_refused_before_it_is_requested(tmp_path, offset, start, nbytes):
     file, buffer = DiskFile(tmp_path, "state", 8192), aligned_buffer(1 << 14)
     for verb in ("read", "write"):
         with pytest.raises(
@@ -141,9 +141,9 @@ def test_what_a_disk_cannot_take_is_refused_before_it_is_asked(tmp_path, offset,
 
 def test_a_full_disk_is_found_at_the_start(tmp_path):
     free = free_bytes(tmp_path)
-    asked = 2 * free
-    with pytest.raises(DiskError, match=rf"{tmp_path}/state: a scratch file of {asked} bytes.*\d+ bytes are free"):
-        DiskFile(tmp_path, "state", asked)
+    requested = 2 * free
+    with pytest.raises(DiskError, match=rf"{tmp_path}/state: a scratch file of {requested} bytes.*\d+ bytes are free"):
+        DiskFile(tmp_path, "state", requested)
     assert free_bytes(tmp_path) > free // 2
     assert list(tmp_path.iterdir()) == []
 
@@ -267,7 +267,7 @@ def test_how_fast_a_disk_is_makes_no_difference_to_the_memory_of_its_buffers(doi
 
 
 @pytest.mark.parametrize(
-    ("lines", "path", "kind", "said"),
+    ("lines", "path", "kind", "stated"),
     [
         (["/ / rw - ext4"], "/data/run", "ext4", None),
         (["/ / rw - ext4", "/ /data rw - tmpfs"], "/data/run", "tmpfs", "lies in this machine's memory"),
@@ -278,14 +278,14 @@ def test_how_fast_a_disk_is_makes_no_difference_to_the_memory_of_its_buffers(doi
         ([], "/data", None, None),
     ],
 )
-def test_a_folder_is_judged_by_what_it_is_on(tmp_path, monkeypatch, lines, path, kind, said):
+def test_a_folder_is_judged_by_what_it_is_on(tmp_path, monkeypatch, lines, path, kind, stated):
     table = tmp_path / "mountinfo"
     table.write_text("".join(f"1 0 0:1 {line} source rw\n" for line in lines))
     monkeypatch.setattr(folder, "MOUNTS", table)
     mount = mount_of(Path(path))
     assert (mount and mount.kind) == kind
     reason = why_unfit(Path(path))
-    assert reason is None if said is None else said in reason and kind in reason
+    assert reason is None if stated is None else stated in reason and kind in reason
 
 
 def test_a_bad_place_is_warned_of_once(tmp_path, monkeypatch, caplog):
@@ -318,7 +318,7 @@ class PretendedDisk:
         self.nbytes, self.is_direct = nbytes, True
         self.clock, self.rates, self.latency = clock, {"read": read, "write": write}, latency
         self.free_at = 0.0
-        self.seen = []
+        self.visited = []
         self.memory = set()
 
     def start(self, verb, offset, tensor):
@@ -326,7 +326,7 @@ class PretendedDisk:
         self.memory.add(tensor.data_ptr())
         self.free_at = max(self.free_at, begun) + tensor.numel() / self.rates[verb]
         done = max(self.free_at, begun + self.latency)
-        self.seen.append((verb, offset, tensor.numel()))
+        self.visited.append((verb, offset, tensor.numel()))
         return SimpleNamespace(wait=lambda: setattr(self.clock, "now", max(self.clock.now, done)))
 
     def read(self, offset, into):
@@ -365,8 +365,8 @@ def test_the_rates_of_a_disk_are_found_in_time_and_with_few_buffers(
     assert found.seconds(read, write) == pytest.approx(2, rel=0.11)
     if read > 1e9:  # more memory than a CPU's cache; a slow disk has no time for it, nor is it any faster with less
         assert max(made[0].memory) - min(made[0].memory) > 0.9 * speed.MEMORY
-    filled = max(offset + nbytes for verb, offset, nbytes in made[0].seen if verb == "write")
-    assert all(offset + nbytes <= filled for verb, offset, nbytes in made[0].seen)
+    filled = max(offset + nbytes for verb, offset, nbytes in made[0].visited if verb == "write")
+    assert all(offset + nbytes <= filled for verb, offset, nbytes in made[0].visited)
 
 
 def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path):
@@ -395,25 +395,25 @@ def test_measuring_needs_time_and_room(tmp_path, monkeypatch):
 def disk(**changed):
     rates = {"read_bytes_per_s": 4e9, "write_bytes_per_s": 1e9, "both_bytes_per_s": 2e9}
     shape = {"request_bytes": 1 << 20, "depth": 4, "free_bytes": 10**12, "disk_bytes": 2 * 10**12}
-    said = {"folder": Path("/nvme"), "file_system": "ext4", "is_direct": True, **rates, **shape}
-    return speed.DiskSpeed(**{**said, **changed})
+    stated = {"folder": Path("/nvme"), "file_system": "ext4", "is_direct": True, **rates, **shape}
+    return speed.DiskSpeed(**{**stated, **changed})
 
 
 def test_what_offloading_costs_is_the_formula_of_the_page():
     """7B parameters with two fp32 moments: 56 GB read and written a step, 560 TB in 10,000 steps."""
-    found = foresee(disk(), Traffic.of_optimizer(7e9), step_s=20.0)
+    found = predict_load(disk(), Traffic.of_optimizer(7e9), step_s=20.0)
     assert found.traffic.written_bytes == found.traffic.room_bytes == 56 * 10**9
     assert found.disk_s == pytest.approx(56)
     assert (found.least_step_s, found.most_step_s) == pytest.approx((56, 76))
     assert found.written_in(10_000) == 560 * 10**12
     assert found.written_a_day == pytest.approx(56e9 * 86400 / 56)
     assert found.steps_of_life == pytest.approx(1200e12 / 56e9)
-    said = "\n".join(found.lines(10_000))
-    assert "560 TB in 10000 steps: 46.7% of the 1200 TB that a disk of 2 TB is likely to bear" in said
-    assert "86.4 TB a day" in said and "56 s of the disk, for a step of 56 to 76 s" in said
-    of_sheet = foresee(disk(), Traffic.of_optimizer(7e9), endurance_bytes=1.5e12).lines(10_000)
+    stated = "\n".join(found.lines(10_000))
+    assert "560 TB in 10000 steps: 46.7% of the 1200 TB that a disk of 2 TB is likely to bear" in stated
+    assert "86.4 TB a day" in stated and "56 s of the disk, for a step of 56 to 76 s" in stated
+    of_sheet = predict_load(disk(), Traffic.of_optimizer(7e9), endurance_bytes=1.5e12).lines(10_000)
     assert of_sheet[-1].endswith("37333.3% of the 1.5 TB that its data sheet warrants")
-    in_memory = foresee(disk(file_system="tmpfs"), Traffic.of_optimizer(7e9)).lines(10_000)
+    in_memory = predict_load(disk(file_system="tmpfs"), Traffic.of_optimizer(7e9)).lines(10_000)
     assert in_memory[-1] == "writes 560 TB in 10000 steps", "memory does not wear"
 
 
@@ -421,16 +421,16 @@ def test_traffic_adds_up_and_goes_with_the_fraction():
     half = Traffic.of_optimizer(1e9, bytes_each=4, fraction=0.5)
     both = half + Traffic.of_activations(10**9, microbatches=3)
     assert (both.room_bytes, both.read_bytes, both.written_bytes) == (3 * 10**9, 5 * 10**9, 5 * 10**9)
-    nothing = foresee(disk(), Traffic.of_optimizer(0))
+    nothing = predict_load(disk(), Traffic.of_optimizer(0))
     assert nothing.disk_s == nothing.written_a_day == 0 and nothing.steps_of_life == float("inf")
 
 
 def test_what_cannot_work_is_refused_with_the_fraction_that_would():
     with pytest.raises(DiskError, match=r"56000000000 bytes.*20000000000 are free.*Offload 0\.35 of it"):
-        foresee(disk(free_bytes=20 * 10**9), Traffic.of_optimizer(7e9))
-    foresee(disk(free_bytes=20 * 10**9), Traffic.of_optimizer(7e9, fraction=0.35))
+        predict_load(disk(free_bytes=20 * 10**9), Traffic.of_optimizer(7e9))
+    predict_load(disk(free_bytes=20 * 10**9), Traffic.of_optimizer(7e9, fraction=0.35))
     with pytest.raises(ConfigError, match="none of them may be negative"):
-        foresee(disk(), Traffic.of_optimizer(7e9), step_s=-1)
+        predict_load(disk(), Traffic.of_optimizer(7e9), step_s=-1)
 
 
 def test_a_fraction_that_is_named_is_no_more_than_there_is_room_for():
@@ -440,10 +440,10 @@ def test_a_fraction_that_is_named_is_no_more_than_there_is_room_for():
     assert floored(-0.1) == floored(0.0) == "nothing"
 
 
-def test_the_command_says_what_a_folder_costs(tmp_path, capsys, monkeypatch):
+def test_the_command_states_what_a_folder_costs(tmp_path, capsys, monkeypatch):
     assert cli.main(["disk", str(tmp_path), "--parameters", "1e6", "--seconds", "0.2", "--steps", "500"]) == 0
-    said = capsys.readouterr().out
-    assert "takes 0.008 GB" in said and "0.004 TB in 500 steps" in said
+    stated = capsys.readouterr().out
+    assert "takes 0.008 GB" in stated and "0.004 TB in 500 steps" in stated
     for wrong, why in [
         ([], "FOLDER must be named"),
         ([str(tmp_path), "--fraction", "1.5"], "--fraction 1.5: must be from 0 to 1"),
@@ -466,6 +466,6 @@ def test_the_command_says_what_a_folder_costs(tmp_path, capsys, monkeypatch):
     assert cli.main([*argv, "--parameters", "1e15", "--shards", "1"]) == 1
     assert "Ask for smaller --shards" in capsys.readouterr().err
     assert cli.main([*argv[:-2], "--parameters", "1e6", "--shards", "1", "--microbatches", "3"]) == 0
-    said = capsys.readouterr().out  # 8 MB of states, 4 of shards and 4 of gradients
-    assert "takes 0.016 GB" in said
-    assert f"reads 0.0{8 + 4 * (2 * 3 + 1) + 4 * 3} GB and writes 0.0{8 + 4 + 4 * 3} GB" in said
+    stated = capsys.readouterr().out  # 8 MB of states, 4 of shards and 4 of gradients
+    assert "takes 0.016 GB" in stated
+    assert f"reads 0.0{8 + 4 * (2 * 3 + 1) + 4 * 3} GB and writes 0.0{8 + 4 + 4 * 3} GB" in stated

@@ -29,7 +29,7 @@ def step(pace: DiskPace, clock: Clock, gb_per_s: float, nbytes: int = 10**9) -> 
 
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("slower", [1.0, 0.9 * SLOWER, 1.1 * SLOWER, 50.0])
-def test_a_disk_that_becomes_slow_is_said_once(caplog, measured, slower):
+def test_a_disk_that_becomes_slow_is_stated_once(caplog, measured, slower):
     clock = Clock()
     pace = DiskPace(Path("/nvme"), clock)
     with caplog.at_level(logging.WARNING):
@@ -46,9 +46,9 @@ def test_a_disk_that_becomes_slow_is_said_once(caplog, measured, slower):
             step(pace, clock, 2.0 / slower)
     assert len(caplog.records) == (slower > SLOWER)
     for record in caplog.records:
-        said = record.getMessage()
-        assert f"{2 / slower:.3g} GB/s now, 2 GB/s {'when it was measured' if measured else 'in the first'}" in said
-        assert f"needs {slower:.3g} s instead of 1 s" in said
+        stated = record.getMessage()
+        assert f"{2 / slower:.3g} GB/s now, 2 GB/s {'when it was measured' if measured else 'in the first'}" in stated
+        assert f"needs {slower:.3g} s instead of 1 s" in stated
 
 
 def test_a_disk_that_is_never_idle_is_no_slow_one(caplog):

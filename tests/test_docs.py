@@ -73,7 +73,7 @@ def run_readme(path: str) -> tuple[str, list[tuple[int, ...]]]:
     return str(weight.placements), [tuple(weight.shape), *(tuple(tensor.to_local().shape) for tensor in kept)]
 
 
-def test_the_readme_script_does_what_the_table_under_it_says(tmp_path):
+def test_the_readme_script_does_what_the_table_under_it_states(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(code_blocks(page("README.md"), "python")[0])
     for placed, shapes in run_ranks(2, run_readme, str(script)):
@@ -97,14 +97,14 @@ def describe(model: nn.Module, layer: int, name: str) -> list[str]:
     between = [f"{tuple(sharded.shape)} on {axes(sharded)}", ", ".join(placed), str(tuple(sharded.to_local().shape))]
     model[0].unshard()
     whole = getattr(model[0][layer], name)
-    seen = "a plain tensor"
+    visited = "a plain tensor"
     if isinstance(whole, DTensor):
-        seen = f"a DTensor on {axes(whole)}, here {tuple(whole.to_local().shape)}"
+        visited = f"a DTensor on {axes(whole)}, here {tuple(whole.to_local().shape)}"
     model[0].reshard()
-    return [f"model[0][{layer}].{name}", *between, seen]
+    return [f"model[0][{layer}].{name}", *between, visited]
 
 
-def test_the_script_beside_tensor_parallelism_does_what_the_table_under_it_says(tmp_path):
+def test_the_script_next_to_tensor_parallelism_does_what_the_table_under_it_states(tmp_path):
     text = page("docs/tensor_parallel.md")
     script = tmp_path / "script.py"
     script.write_text(code_blocks(text, "python")[0])
@@ -118,12 +118,12 @@ def test_the_readme_quotes_an_error_as_it_is():
         resolve_placements("zero4")
 
 
-def test_bytes_on_the_wire_are_those_of_the_codecs():
+def test_bytes_on_the_transport_are_those_of_the_codecs():
     options, _ = section(page("docs/networks.md"), "Less on the wire").split("What it costs in loss", 1)
     table = rows(options)
     assert len(table) > 1
-    for word, _, told, _ in table:
-        assert f"{codec_named(word).nbytes(1 << 20) / (1 << 20):.3g}" == told
+    for word, _, reported, _ in table:
+        assert f"{codec_named(word).nbytes(1 << 20) / (1 << 20):.3g}" == reported
 
 
 def test_files_that_pages_name_exist():
@@ -133,8 +133,8 @@ def test_files_that_pages_name_exist():
 
 
 def test_rooms_are_those_of_the_tree():
-    told = [row[0].removesuffix(".py").rstrip("/") for row in rows(section(page("docs/design.md"), "Rooms"))]
-    assert told == [room for room in ROOMS if room != PUBLIC]
+    reported = [row[0].removesuffix(".py").rstrip("/") for row in rows(section(page("docs/design.md"), "Rooms"))]
+    assert reported == [room for room in ROOMS if room != PUBLIC]
     files = {path.stem for path in PACKAGE.glob("*.py")}
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert set(ROOMS) == files | folders
@@ -148,10 +148,10 @@ def test_strategies_are_those_of_the_engine(name, heading):
     assert [(row[0], row[1].split(" ")[0]) for row in table] == [(s.value, s.name) for s in ShardingStrategy]
     for short, _, *states in table:
         if any(states[1:]):
-            told = [state.split(" ")[0] for state in states]
+            reported = [state.split(" ")[0] for state in states]
             p = resolve_placements(short)
             held = [p.parameters, p.parameters_in_step, p.gradients, p.optimizer]
-            assert told == [placement.value for placement in held], short
+            assert reported == [placement.value for placement in held], short
 
 
 WIDTH, LAYERS, MICROBATCHES = 256, 3, 3
@@ -179,7 +179,7 @@ def count_traffic(strategy: str, reduce_each: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("reduce_each", [True, False])
 @pytest.mark.parametrize("formulas", rows(section(page("docs/strategies.md"), "Traffic")), ids=lambda row: row[0])
-def test_traffic_is_what_the_formulas_say(formulas, reduce_each):
+def test_traffic_is_what_the_formulas_state(formulas, reduce_each):
     strategy, *expressions = formulas
     whole = (LAYERS + 1) * UNIT_BYTES
     reductions = MICROBATCHES if reduce_each else 1
@@ -197,26 +197,26 @@ def named(text: str, heading: str) -> set[str]:
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13")
 def test_moving_over_covers_all_that_torch_has():
     """Every argument and public method of torch's, whether we have it or not, and what we lack is called so."""
-    from torch.distributed import fsdp as theirs
+    from torch.distributed import fsdp as peer
 
-    import fullshard as ours
+    import fullshard as own
 
     text = page("docs/moving_over.md")
     for heading, function in (
-        ("`FullyShardedDataParallel`: arguments", theirs.FullyShardedDataParallel),
-        ("`fully_shard`: arguments", theirs.fully_shard),
+        ("`FullyShardedDataParallel`: arguments", peer.FullyShardedDataParallel),
+        ("`fully_shard`: arguments", peer.fully_shard),
     ):
         assert named(text, heading) == set(inspect.signature(function).parameters)
     for name in ("FullyShardedDataParallel", "FSDPModule"):
         heading = f"`{name}`: methods"
-        public = {method for method in vars(getattr(theirs, name)) if not method.startswith("_")}
+        public = {method for method in vars(getattr(peer, name)) if not method.startswith("_")}
         assert named(text, heading) == public
         for row in rows(section(text, heading)):
-            there = [hasattr(getattr(ours, name), method.strip()) for method in row[0].split(",")]
+            there = [hasattr(getattr(own, name), method.strip()) for method in row[0].split(",")]
             assert all(there) if "missing" not in row[1] else not all(there), row[0]
 
 
-def test_the_table_of_steps_says_what_was_measured():
+def test_the_table_of_steps_states_what_was_measured():
     assert runpy.run_path(str(ROOT / "benchmarks/summary.py"))["table"]() in page("README.md")
 
 
@@ -285,11 +285,11 @@ def functions_defined() -> set[str]:
 @pytest.mark.parametrize(
     ("heading", "step"), [("Before the first step: `fully_shard`", 0), ("Forward", 4), ("Backward", 4)]
 )
-def test_one_step_is_told_in_the_order_in_which_it_happens(heading, step):
+def test_one_step_is_reported_in_the_order_in_which_it_happens(heading, step):
     """Every function that a section names is called in it, after the one named before."""
     named = re.findall(r"`([\w.]+)`", section(page("docs/one_step.md"), heading))
-    told = [name for name in named if name in functions_defined()]
-    assert len(told) > 8
+    reported = [name for name in named if name in functions_defined()]
+    assert len(reported) > 8
     called = iter(run_ranks(2, functions_called, heading, step)[0])
-    missing = next((name for name in told if all(name != item for item in called)), None)
+    missing = next((name for name in reported if all(name != item for item in called)), None)
     assert missing is None

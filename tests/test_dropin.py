@@ -58,9 +58,9 @@ def test_a_script_learns_after_only_its_imports_change(name, tmp_path):
 
 @pytest.mark.parametrize("name", [marked(name) for name in WITH_A_PEER])
 def test_a_moved_script_has_the_losses_of_the_original(name, tmp_path):
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    ours.mkdir()
-    theirs.mkdir()
-    for actual, expected in zip(losses_of(name, ours), losses_of(name, theirs, peer=True), strict=True):
+    own, others = tmp_path / "ours", tmp_path / "theirs"
+    own.mkdir()
+    others.mkdir()
+    for actual, expected in zip(losses_of(name, own), losses_of(name, others, peer=True), strict=True):
         assert_learnt(actual)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import ConfigError, FullyShardedDataParallel, StateError, clip_grad_norm_, dry, fully_shard
 from fullshard.device import current
-from fullshard.dry.lanes import OF_TORCH
+from fullshard.dry.streams import OF_TORCH
 from fullshard.plan.ledger import peak_during
 from fullshard.tape.recorder import Phase
 from fullshard.tape.tape import Allocation, Collective, Free, Operation, Recorded, Waited
@@ -46,7 +46,7 @@ def replicated(replicas: int, shards: int) -> Any:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def agree_on_pretended_lanes(option: str) -> None:
+def agree_on_pretended_streams(option: str) -> None:
     for strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
         expected = learn(strategy, option)
         with dry.taped(values=True) as tape:
@@ -55,11 +55,11 @@ def agree_on_pretended_lanes(option: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["", "bf16", pytest.param("fp16", marks=pytest.mark.slow), "offload"])
-def test_lanes_change_no_bit(option):
-    run_ranks(2, agree_on_pretended_lanes, option)
+def test_streams_change_no_bit(option):
+    run_ranks(2, agree_on_pretended_streams, option)
 
 
-def told(tape: dry.Tape) -> list[Any]:
+def reported(tape: dry.Tape) -> list[Any]:
     """What a tape tells from the first forward on, without the numbers of storages and marks: before it, values are
     looked at where there are any.
     """
@@ -69,11 +69,11 @@ def told(tape: dry.Tape) -> list[Any]:
         match entry:
             case Operation() | Collective():
                 spans = [[(access.start, access.stop) for access in (*entry.reads, *entry.writes)]]
-                left.append((entry.name, entry.lane, entry.origin, spans))
+                left.append((entry.name, entry.stream, entry.origin, spans))
             case Allocation() | Free():
-                left.append((type(entry), entry.nbytes, entry.lane, entry.origin))
+                left.append((type(entry), entry.nbytes, entry.stream, entry.origin))
             case Recorded() | Waited():
-                left.append((type(entry), entry.lane))
+                left.append((type(entry), entry.stream))
     return left
 
 
@@ -81,7 +81,7 @@ def told(tape: dry.Tape) -> list[Any]:
 def test_fake_tensors_leave_the_tape_that_real_ones_leave(strategy):
     for loop, option in (("steps", "bf16"), ("accumulation", "offload")):
         fakes, reals = (tape_of(strategy, loop, option, values=values) for values in (False, True))
-        assert told(fakes) == told(reals)
+        assert reported(fakes) == reported(reals)
         assert fakes.peak_bytes() == reals.peak_bytes() > 0
         assert fakes.peak_bytes(of_host=True) == reals.peak_bytes(of_host=True)
         assert (fakes.peak_bytes(of_host=True) > 0) == (option == "offload")
@@ -132,7 +132,7 @@ def peak_of_real_steps(strategy: str) -> tuple[int, int]:
 
     counted = peak_during(train)[1]
     gc.collect()
-    with dry.taped(lanes="cpu", values=True) as tape:
+    with dry.taped(streams="cpu", values=True) as tape:
         train()
     return counted, tape.peak_bytes()
 
@@ -153,18 +153,18 @@ def test_what_leaves_no_trace_is_freed():
     assert sum(entry.nbytes for entry in tape.of(Allocation)) == sum(entry.nbytes for entry in tape.of(Free))
 
 
-def waits_of(tape: dry.Tape, lane: str, on: str) -> list[int]:
-    """The places on the tape where `lane` waits for `on`."""
-    of_lane = {entry.mark: entry.lane for entry in tape.of(Recorded)}
+def waits_of(tape: dry.Tape, stream: str, on: str) -> list[int]:
+    """The places on the tape where `stream` waits for `on`."""
+    of_stream = {entry.mark: entry.stream for entry in tape.of(Recorded)}
     return [
         i
         for i, entry in enumerate(tape.entries)
-        if isinstance(entry, Waited) and entry.lane == lane and of_lane[entry.mark] == on
+        if isinstance(entry, Waited) and entry.stream == stream and of_stream[entry.mark] == on
     ]
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp"])
-def test_gathers_run_beside_computation_though_no_order_is_known(strategy):
+def test_gathers_run_next_to_computation_though_no_order_is_known(strategy):
     """In the first forward, and where one goes another way, a gather waits for the unit before last."""
     orders = [[0, 1, 2, 3], [3, 2, 1, 0]]
 
@@ -182,19 +182,23 @@ def test_gathers_run_beside_computation_though_no_order_is_known(strategy):
                 model.order = order
                 model(inputs())
     marks = {entry.mark: i for i, entry in enumerate(tape.entries) if isinstance(entry, Recorded)}
-    began, known, beside = -1, -1, []  # where the unit before began to compute; what the gather lane has waited for
+    began, known, alongside = (
+        -1,
+        -1,
+        [],
+    )  # where the unit before began to compute; what the gather stream has waited for
     for i, entry in enumerate(tape.entries):
-        if isinstance(entry, Waited) and entry.lane == "gather":
+        if isinstance(entry, Waited) and entry.stream == "gather":
             known = max(known, marks[entry.mark])
         elif isinstance(entry, Collective) and entry.origin.unit:
-            beside.append(known < began)
+            alongside.append(known < began)
             began = next(j for j in range(i, len(tape.entries)) if starts_computing(tape.entries[j], entry))
     # 0 is gathered after the root, since it came next last time, and stays; 3 is taken for the last one.
-    assert beside == [False, True, True, True, *(False, True, False, True)]
+    assert alongside == [False, True, True, True, *(False, True, False, True)]
 
 
 def starts_computing(entry: Any, gather: Collective) -> bool:
-    return isinstance(entry, Operation) and entry.lane == "compute" and entry.origin.unit == gather.origin.unit
+    return isinstance(entry, Operation) and entry.stream == "compute" and entry.origin.unit == gather.origin.unit
 
 
 def reductions(tape: dry.Tape) -> list[int]:
@@ -222,13 +226,13 @@ def test_sums_over_replicas_hold_nothing_up_until_the_one_after_next():
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp", "ddp"])
-def test_gradients_go_to_the_host_on_a_lane_of_their_own(strategy):
+def test_gradients_go_to_the_host_on_a_stream_of_their_own(strategy):
     tape = tape_of(strategy, "steps", "offload")
-    copies = [entry for entry in tape.of(Operation) if entry.copies and entry.lane in ("compute", "offload")]
-    to_host = {entry.lane for entry in copies if entry.origin.phase is Phase.POST_BACKWARD}
+    copies = [entry for entry in tape.of(Operation) if entry.copies and entry.stream in ("compute", "offload")]
+    to_host = {entry.stream for entry in copies if entry.origin.phase is Phase.POST_BACKWARD}
     assert to_host == {"offload"}
-    asked = [tape.entries[i].site for i in waits_of(tape, "host", "compute")]
-    assert all(site.startswith(OF_TORCH) for site in asked)
+    requested = [tape.entries[i].site for i in waits_of(tape, "host", "compute")]
+    assert all(site.startswith(OF_TORCH) for site in requested)
     assert len(waits_of(tape, "host", "offload")) == 3
 
 
@@ -239,8 +243,8 @@ def offloaded_under_ddp() -> None:
         for item in (model, expected):
             for _ in range(2):
                 item(inputs()).square().mean().backward()
-        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            assert_same(mine.grad.to_local(), theirs.grad.to_local())
+        for local, peer in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_same(local.grad.to_local(), peer.grad.to_local())
 
 
 def test_whole_gradients_are_where_their_offloaded_parameters_are():
@@ -295,7 +299,7 @@ def test_models_that_people_have_run_dry(values):
     dry.run(make_chain, inputs, world=8, values=values, make_optimizer=learning_rate, loss=clipped)
 
 
-def test_a_dry_run_says_what_it_cannot_do():
+def test_a_dry_run_states_what_it_cannot_do():
     with pytest.raises(ConfigError, match=r"aten\.nonzero .*depends on values.*values=True"):
         dry.run(make_chain, inputs, world=2, loss=lambda model, batch: model(batch).nonzero().float().sum())
     with pytest.raises(ConfigError, match="returned list, which is no tensor and has no loss"):
@@ -306,8 +310,8 @@ def test_a_dry_run_says_what_it_cannot_do():
     for arguments in ({"steps": 0}, {"microbatches": 0}):
         with pytest.raises(ConfigError, match="positive numbers are needed"):
             dry.run(make_chain, inputs, world=2, **arguments)
-    with pytest.raises(ConfigError, match=r"lanes='tpu'.*\"gpu\" or \"cpu\" is needed"):
-        dry.run(make_chain, inputs, world=2, lanes="tpu")
+    with pytest.raises(ConfigError, match=r"streams='tpu'.*\"gpu\" or \"cpu\" is needed"):
+        dry.run(make_chain, inputs, world=2, streams="tpu")
     with dry.world(2), pytest.raises(StateError, match="there is a real one"):
         dry.run(make_chain, inputs, world=2)
     assert not dist.is_initialized()

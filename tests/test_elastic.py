@@ -68,7 +68,7 @@ def reference(steps: int, out: Path) -> Path:
 
 def start(hosts: list[Host], steps: int, out: Path, first: Host, *more: str, **options_: Any) -> list[Launcher]:
     """The same command on every host, one rank each; it goes on with one or two hosts."""
-    with (out.parent / "said").open("a") as said:
+    with (out.parent / "said").open("a") as stated:
         return torchrun(
             hosts,
             *("--max-restarts=9", "-m", "fullshard.cli", *options(steps, out), *(more or TO_DISK)),
@@ -77,7 +77,7 @@ def start(hosts: list[Host], steps: int, out: Path, first: Host, *more: str, **o
             rendezvous="last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=8",
             first=first,
             stdout=subprocess.DEVNULL,
-            stderr=said,
+            stderr=stated,
             **{"environ": OWN_STORE, **options_},
         )
 
@@ -211,7 +211,7 @@ def test_copies_that_nobody_would_take_up_are_refused(tmp_path):
         check(parse_settings(["--safety-copy-every", "5"]), 2)
 
 
-def test_a_launcher_that_could_not_start_ranks_anew_is_refused():
+def test_a_launcher_that_could_not_start_ranks_again_is_refused():
     shared = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with pytest.raises(ConfigError, match=r"--max-restarts 3: .* Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         check_restarts(environ=shared)

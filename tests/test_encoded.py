@@ -62,10 +62,10 @@ def param_groups(model: nn.Module) -> list[ParamGroup]:
 
 def same_everywhere(tensors: list[Tensor]) -> None:
     """Nothing, if all ranks have the same bits."""
-    mine = torch.cat([tensor.detach().reshape(-1).view(torch.int32) for tensor in tensors])
-    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_of_them, mine)
-    assert all(torch.equal(mine, other) for other in all_of_them)
+    local = torch.cat([tensor.detach().reshape(-1).view(torch.int32) for tensor in tensors])
+    all_of_them = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, local)
+    assert all(torch.equal(local, other) for other in all_of_them)
 
 
 def unsharded(model: Any) -> list[Tensor]:
@@ -95,9 +95,9 @@ def learn(model: Any, *, steps: int = STEPS) -> list[Any]:
 # -- gathers ----------------------------------------------------------------------------------------------------------
 
 
-def rounded(model: Any, wire: str, world: int) -> list[Tensor]:
+def rounded(model: Any, transport: str, world: int) -> list[Tensor]:
     """The whole parameters of plain `model` as they come of parts that were encoded alone."""
-    codec, scratch, found = codec_named(wire), Pool(torch.device("cpu")), []
+    codec, scratch, found = codec_named(transport), Pool(torch.device("cpu")), []
     for param in model.parameters():
         parts = []
         for part in param.detach().chunk(world):
@@ -121,17 +121,17 @@ def in_place(model: nn.Module) -> set[str]:
     }
 
 
-def gathers_of(strategies: Any, wire: str) -> list[Any]:
+def gathers_of(strategies: Any, transport: str) -> list[Any]:
     plain, left = chain(leave), []
-    expected = rounded(plain, wire, dist.get_world_size())
+    expected = rounded(plain, transport, dist.get_world_size())
     for strategy in strategies:
-        model = sharded(strategy, MixedPrecisionPolicy(gather_wire=wire))
+        model = sharded(strategy, MixedPrecisionPolicy(gather_wire=transport))
         assert_same(wholes(model), wholes(plain), name="masters")
         alone, found = in_place(model), unsharded(model)
         same_everywhere(found)
-        for (name, _), mine, theirs in zip(plain.named_parameters(), found, expected, strict=True):
+        for (name, _), local, peer in zip(plain.named_parameters(), found, expected, strict=True):
             if name in alone:
-                assert torch.equal(mine, theirs), name
+                assert torch.equal(local, peer), name
         left.append(learn(model))
         same_everywhere(unsharded(model))
     return left
@@ -141,8 +141,8 @@ def gathers_of_all(shares: bool, strategies: Any) -> list[Any]:
     share_memory_between_ranks(shares)
     plain = learn(sharded("zero3", MixedPrecisionPolicy()))
     left = []
-    for wire in ("int8", "fp8"):
-        first, *others = gathers_of(strategies, wire)
+    for transport in ("int8", "fp8"):
+        first, *others = gathers_of(strategies, transport)
         for other in others:
             assert_same(other, first)
         assert not torch.equal(first[0][-1], plain[0][-1])
@@ -205,7 +205,7 @@ def one_step(model: Any) -> Recorder:
 
 
 def gathered_bytes(strategies: Any) -> list[int]:
-    policies = [MixedPrecisionPolicy(gather_wire=wire) for wire in ("int8", "fp8")]
+    policies = [MixedPrecisionPolicy(gather_wire=transport) for transport in ("int8", "fp8")]
     records = [one_step(matrices(strategy, policy)) for strategy in strategies for policy in policies]
     return [record.sent_bytes("all_gather") for record in records]
 
@@ -243,14 +243,14 @@ def doubles_and_integers() -> None:
     assert not torch.equal(found["first.weight"], expected["first.weight"])
 
 
-def encodes_masters(wire: str) -> None:
+def encodes_masters(transport: str) -> None:
     doubles_and_integers()
     plain = Plain()
-    expected = rounded(plain, wire, 2)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, gather_wire=wire)
+    expected = rounded(plain, transport, 2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, gather_wire=transport)
     found = unsharded(matrices("zero3", policy))
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine, theirs.bfloat16())  # encoded from the masters, not from what was cast already
+    for local, peer in zip(found, expected, strict=True):
+        assert torch.equal(local, peer.bfloat16())  # encoded from the masters, not from what was cast already
 
 
 def test_what_is_encoded_are_the_masters_and_never_doubles_nor_integers():
@@ -277,25 +277,25 @@ def all_grads(steps: int) -> list[list[list[Tensor]]]:
 REPEATS = 10
 
 
-def sums_are_off_by_one_message(strategies: Any, wires: Any) -> None:
+def sums_are_off_by_one_message(strategies: Any, transports: Any) -> None:
     """Gradients of the same batches add up over many backwards: so they do encoded, but for what one message lacks."""
-    theirs = all_grads(2)
+    peer = all_grads(2)
     world = dist.get_world_size()
-    true = [REPEATS * sum(grads) / world for grads in zip(*(grads for of in theirs for grads in of), strict=True)]
-    largest = max(grad.abs().max().item() for of_rank in theirs for grads in of_rank for grad in grads)
+    true = [REPEATS * sum(grads) / world for grads in zip(*(grads for of in peer for grads in of), strict=True)]
+    largest = max(grad.abs().max().item() for of_rank in peer for grads in of_rank for grad in grads)
     for strategy in strategies:
-        for wire in wires:
-            model = sharded(strategy, MixedPrecisionPolicy(reduce_wire=wire))
+        for transport in transports:
+            model = sharded(strategy, MixedPrecisionPolicy(reduce_wire=transport))
             for step in range(2 * REPEATS):
                 model(batch(step % 2)).square().mean().backward()
             found = [param.grad.full_tensor() for param in model.parameters()]
             same_everywhere(found)
-            steps = {"int8": 127, "int4": 7}[wire]
+            steps = {"int8": 127, "int4": 7}[transport]
             # Off by half a step of the largest of a block, which is a gradient and what was left over of it. Twice:
             # where sums are taken in two levels, or told as they were taken.
             bound = 2 * 1.01 * largest / (2 * steps - 1)
             off = max((a - b).abs().max().item() for a, b in zip(found, true, strict=True))
-            assert 0 < off <= bound, (strategy, wire, off, bound)
+            assert 0 < off <= bound, (strategy, transport, off, bound)
 
 
 @pytest.mark.slow
@@ -311,8 +311,8 @@ def test_sums_in_two_levels_are_off_by_as_little():
 def learn_reduced(shares: bool) -> list[Any]:
     share_memory_between_ranks(shares)
     left = []
-    for strategy, wire in (("zero3", "bf16"), ("zero1", "int8"), ("ddp", "int4")):
-        model = sharded(strategy, MixedPrecisionPolicy(reduce_wire=wire))
+    for strategy, transport in (("zero3", "bf16"), ("zero1", "int8"), ("ddp", "int4")):
+        model = sharded(strategy, MixedPrecisionPolicy(reduce_wire=transport))
         left.append(learn(model))
         same_everywhere(unsharded(model))
     by_hand = [sum_by_hand(torch.stack(grads)) for grads in zip(*(of[0] for of in all_grads(1)), strict=True)]
@@ -373,35 +373,35 @@ def test_bits_are_the_same_on_a_queue_and_however_many_parts_are_decoded_at_once
     run_ranks(3, however_it_is_done)
 
 
-def reduced_bytes(strategies: Any, wires: Any) -> list[tuple[int, int, int, int]]:
+def reduced_bytes(strategies: Any, transports: Any) -> list[tuple[int, int, int, int]]:
     left = []
     for strategy in strategies:
-        for wire in wires:
-            record = one_step(matrices(strategy, MixedPrecisionPolicy(reduce_wire=wire)))
+        for transport in transports:
+            record = one_step(matrices(strategy, MixedPrecisionPolicy(reduce_wire=transport)))
             names = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
             left.append(tuple(record.sent_bytes(name) for name in names))
     return left
 
 
-def test_a_reduction_sends_as_many_bits_as_it_is_told_and_a_scale_a_block():
+def test_a_reduction_sends_as_many_bits_as_it_is_reported_and_a_scale_a_block():
     part = {
         "bf16": MATRIX // 2 * 2,
         "int8": MATRIX // 2 + 4 * MATRIX // 2 // 128,
         "int4": MATRIX // 4 + 4 * MATRIX // 2 // 128,
     }
-    expected = [(2 * part[wire], 3 * MATRIX // 2 * 4, 0, 0) for wire in part]
-    expected += [(2 * part[wire], 2 * part[wire], 0, 0) for wire in part]
+    expected = [(2 * part[transport], 3 * MATRIX // 2 * 4, 0, 0) for transport in part]
+    expected += [(2 * part[transport], 2 * part[transport], 0, 0) for transport in part]
     assert run_ranks(2, reduced_bytes, ("zero3", "ddp"), tuple(part)) == [expected] * 2
 
 
 def what_is_not_finite() -> None:
     for strategy in ("zero3", "ddp"):
-        for wire in ("bf16", "int8", "int4"):
-            model = sharded(strategy, MixedPrecisionPolicy(reduce_wire=wire))
+        for transport in ("bf16", "int8", "int4"):
+            model = sharded(strategy, MixedPrecisionPolicy(reduce_wire=transport))
             for wrong in (torch.nan, torch.inf, 1.0):
                 model(inputs() * (wrong if dist.get_rank() == 1 else 1)).square().mean().backward()
                 finite = [param.grad.full_tensor().isfinite().all().item() for param in model.parameters()]
-                assert all(finite) if wrong == 1 else not any(finite), (strategy, wire, wrong)
+                assert all(finite) if wrong == 1 else not any(finite), (strategy, transport, wrong)
                 for param in model.parameters():
                     param.grad = None
 
@@ -434,11 +434,11 @@ def without_some_gradients() -> None:
                 for param in either.parameters():
                     param.grad = None
                 either(x, way).square().mean().backward()
-            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                if theirs.grad is None:
-                    assert mine.grad is None
+            for local, peer in zip(model.parameters(), plain.parameters(), strict=True):
+                if peer.grad is None:
+                    assert local.grad is None
                 else:
-                    assert (mine.grad.full_tensor() - theirs.grad).abs().max() <= theirs.grad.abs().max() / 60
+                    assert (local.grad.full_tensor() - peer.grad).abs().max() <= peer.grad.abs().max() / 60
 
 
 def test_parameters_may_lack_gradients_now_and_then():
@@ -447,8 +447,8 @@ def test_parameters_may_lack_gradients_now_and_then():
 
 def error_feedback_is_counted(strategies: Any) -> None:
     for strategy in strategies:
-        for wire in (None, "bf16", "int8"):
-            model = sharded(strategy, MixedPrecisionPolicy(reduce_wire=wire))
+        for transport in (None, "bf16", "int8"):
+            model = sharded(strategy, MixedPrecisionPolicy(reduce_wire=transport))
             optimizer = torch.optim.AdamW(model.parameters())
             model(inputs()).square().mean().backward()
             optimizer.step()
@@ -458,9 +458,9 @@ def error_feedback_is_counted(strategies: Any) -> None:
             formula = predict_ledger(model)
             assert measured.gradients == formula.gradients
             assert measured.parameters == formula.parameters
-            assert (kept > 0) == (wire == "int8")
+            assert (kept > 0) == (transport == "int8")
             assert set(model.state_dict()) == set(chain(leave).state_dict())
-            assert ("error feedback" in explain(model)) == (wire == "int8")
+            assert ("error feedback" in explain(model)) == (transport == "int8")
 
 
 @pytest.mark.slow
@@ -473,7 +473,7 @@ def test_what_is_kept_of_messages_is_counted_by_the_formula_as_it_is_measured():
 
 
 @pytest.mark.parametrize("policy", [MixedPrecision, MixedPrecisionPolicy])
-def test_what_is_no_wire_is_refused_by_name(policy):
+def test_what_is_no_transport_is_refused_by_name(policy):
     with pytest.raises(ConfigError, match=rf"{policy.__name__}\(gather_wire='int4'\): one of 'int8', 'fp8' is needed"):
         policy(gather_wire="int4")
     with pytest.raises(ConfigError, match=r"\(reduce_wire=torch.bfloat16\): one of 'bf16', 'int8', 'int4' is needed"):

@@ -82,7 +82,7 @@ from fullshard.optim import Muon, step_shards
 from fullshard.plan import calibration, hardware
 from fullshard.plan.costs import costs_of
 from fullshard.plan.ledger import predict_ledger
-from fullshard.report.elsewhere import HOMES, check_home
+from fullshard.report.destinations import DESTINATIONS, check_destination
 from fullshard.report.rank_file import path_of
 from fullshard.report.reading import read_run
 from fullshard.state.block_states import BlockStates
@@ -107,7 +107,7 @@ Steps = Iterator[None]
 class Mistake:
     steps: Callable[[], Steps]
     kind: type[Exception]
-    said: tuple[str, ...]  # patterns: what was found, what to do
+    stated: tuple[str, ...]  # patterns: what was found, what to do
     ranks: int  # 0: no process group
     sends: bool  # not the first thing that is sent: within a forward, or told to all by a rank that alone can see it
 
@@ -115,9 +115,9 @@ class Mistake:
 MISTAKES: dict[str, Mistake] = {}
 
 
-def mistake(kind: type[Exception], *said: str, ranks: int = 2, sends: bool = False) -> Callable[[Any], Any]:
+def mistake(kind: type[Exception], *stated: str, ranks: int = 2, sends: bool = False) -> Callable[[Any], Any]:
     def register(steps: Callable[[], Steps]) -> Callable[[], Steps]:
-        MISTAKES[steps.__name__] = Mistake(steps, kind, said, ranks, sends)
+        MISTAKES[steps.__name__] = Mistake(steps, kind, stated, ranks, sends)
         return steps
 
     return register
@@ -375,7 +375,7 @@ def a_report_from_before_the_first_step() -> Steps:
 
 
 @mistake(ConfigError, "log_to='paper': not known", "Take one of tensorboard, wandb, mlflow")
-def a_report_to_a_home_that_is_not_known() -> Steps:
+def a_report_to_an_unknown_destination() -> Steps:
     model = fully_shard(linear())
     yield
     fullshard.report(model, "nowhere", log_to="paper")
@@ -384,8 +384,8 @@ def a_report_to_a_home_that_is_not_known() -> Steps:
 @mistake(MissingLibraryError, "log_to='notes' needs notes", r"pip install 'fullshard\[notes\]'")
 def a_report_by_a_library_that_is_missing() -> Steps:
     yield
-    with mock.patch.dict(HOMES, {"notes": HOMES["mlflow"]}):
-        check_home("notes")
+    with mock.patch.dict(DESTINATIONS, {"notes": DESTINATIONS["mlflow"]}):
+        check_destination("notes")
 
 
 @mistake(ConfigError, "nowhere: no run is recorded there", "before the first step")
@@ -558,7 +558,7 @@ def a_group_that_the_model_is_not_sharded_over() -> Steps:
 @mistake(
     StateError, "Linear was called while its weight .0.weight of the root. is sharded", "register_fsdp_forward_method"
 )
-def a_layer_called_beside_its_unit() -> Steps:
+def a_layer_called_alongside_its_unit() -> Steps:
     model = fully_shard(nn.Sequential(linear(), nn.ReLU()))
     model(torch.ones(2, 8)).sum().backward()
     yield
@@ -686,7 +686,7 @@ def replicas_over_an_axis_to_shard_over() -> Steps:
 
 
 @mistake(ConfigError, r"set_all_reduce_hook\(stream=...\): .* has a replicate axis", "Leave stream out")
-def a_stream_for_a_hook_beside_replicas() -> Steps:
+def a_stream_for_a_hook_alongside_replicas() -> Steps:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(linear(), mesh=mesh)
     yield
@@ -730,7 +730,7 @@ def a_part_in_what_is_reduced_at_its_last_gradient() -> Steps:
 
 
 @mistake(ConfigError, "has states that are kept in groups of 2 ranks", "Make a unit of its own", ranks=4)
-def a_mesh_for_some_parameters_beside_groups() -> Steps:
+def a_mesh_for_some_parameters_alongside_groups() -> Steps:
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))["efsdp"]
     yield
     fully_shard(linear(), reshard_after_forward=2, shard_placement_fn=lambda _: ShardPlacementResult(None, other))
@@ -1166,7 +1166,7 @@ def low_precision_gradients() -> Steps:
 
 
 @mistake(ConfigError, r"MixedPrecisionPolicy\(gather_wire='int3'\)", "one of 'int8', 'fp8' is needed", ranks=0)
-def unknown_wire() -> Steps:
+def unknown_transport() -> Steps:
     yield
     MixedPrecisionPolicy(gather_wire="int3")
 
@@ -2331,7 +2331,7 @@ def load_positions_of_other_ranks() -> Steps:
     load(folder, model=linear(), data=Position())
 
 
-def theirs(metadata: bytes) -> Path:
+def peer(metadata: bytes) -> Path:
     """A checkpoint without a manifest, as if another program had written it."""
     folder = Path(tempfile.mkdtemp())
     (folder / ".metadata").write_bytes(metadata)
@@ -2341,20 +2341,20 @@ def theirs(metadata: bytes) -> Path:
 @mistake(CheckpointError, "expected the metadata of a checkpoint, found something else .expected a Metadata", ranks=0)
 def load_other_metadata() -> Steps:
     yield
-    load(theirs(pickle.dumps([])), model=linear())
+    load(peer(pickle.dumps([])), model=linear())
 
 
 @mistake(CheckpointError, r"it names posix.system, which no checkpoint needs", "Nothing in it was executed", ranks=0)
 def load_metadata_that_would_run_code() -> Steps:
     yield
-    load(theirs(b"cposix\nsystem\n."), model=linear())
+    load(peer(b"cposix\nsystem\n."), model=linear())
 
 
 @mistake(CheckpointError, "it refers to '/etc/passwd', which is not in the checkpoint's folder", ranks=0)
 def load_from_files_elsewhere() -> Steps:
     metadata = Metadata({}, storage_data={MetadataIndex("weight"): storage_info("/etc/passwd", 0, 1)})
     yield
-    load(theirs(pickle.dumps(metadata)), model=linear())
+    load(peer(pickle.dumps(metadata)), model=linear())
 
 
 @mistake(CheckpointError, "expected the metadata of a checkpoint, found none", "Name the folder", ranks=0)
@@ -2509,7 +2509,7 @@ def a_machine_that_was_not_measured() -> Steps:
 
 
 @dataclass(frozen=True)
-class Told:
+class Reported:
     """What one rank was told."""
 
     kind: type[BaseException] | None
@@ -2531,7 +2531,7 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def make(name: str) -> Told:
+def make(name: str) -> Reported:
     steps = MISTAKES[name].steps()
     next(steps)
     kind, message, places = None, "nothing was raised", []
@@ -2540,7 +2540,7 @@ def make(name: str) -> Told:
             next(steps, None)
         except Exception as error:
             kind, message, places = type(error), str(error), list(raised_at(error))
-    return Told(kind, message, places, record.names() + sent.names)
+    return Reported(kind, message, places, record.names() + sent.names)
 
 
 def raised_at(error: BaseException | None) -> Iterator[tuple[str, int]]:
@@ -2552,12 +2552,12 @@ def raised_at(error: BaseException | None) -> Iterator[tuple[str, int]]:
         error = error.__cause__
 
 
-def make_all(ranks: int) -> dict[str, Told]:
+def make_all(ranks: int) -> dict[str, Reported]:
     return {name: make(name) for name, mistake in MISTAKES.items() if mistake.ranks == ranks}
 
 
 @functools.cache
-def told(ranks: int) -> list[dict[str, Told]]:
+def reported(ranks: int) -> list[dict[str, Reported]]:
     """What each rank was told, mistake by mistake."""
     return run_ranks(ranks, make_all, ranks) if ranks else [make_all(ranks)]
 
@@ -2565,11 +2565,11 @@ def told(ranks: int) -> list[dict[str, Told]]:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
     expected = MISTAKES[name]
-    answers = [rank[name] for rank in told(expected.ranks)]
+    answers = [rank[name] for rank in reported(expected.ranks)]
     for answer in answers:
         assert answer.kind is not None, answer.message
         assert answer.kind is expected.kind, f"{answer.kind}: {answer.message}"
-        for pattern in expected.said:
+        for pattern in expected.stated:
             assert re.search(pattern, answer.message), answer.message
         assert answer.sent == [] or expected.sends
     assert len({re.sub("0x[0-9a-f]+", "", answer.message) for answer in answers}) == 1
@@ -2582,10 +2582,10 @@ SOURCE = Path(fullshard.__file__).parent
 ELSEWHERE = {
     *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
     *("optim/elementwise.py", "testing/parity/batches.py", "testing/parity/plain.py"),
-    *("testing/ranks.py", "testing/same.py", "disk", "engine/away.py", "engine/activations.py"),
+    *("testing/ranks.py", "testing/same.py", "disk", "engine/offloaded.py", "engine/activations.py"),
     "engine/findings.py",
-    *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
-    *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
+    *("liveness/store.py", "liveness/watchdog.py", "comm/peers.py", "comm/pretended.py", "dry"),
+    *("plan/prediction.py", "plan/forecast.py", "plan/background.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py"),
     *("checkpoint/keeper.py", "checkpoint/safety_copy.py"),
     *("checkpoint/manifest.py", "checkpoint/metadata_file.py", "regular_files.py"),
@@ -2604,8 +2604,8 @@ NO_MISTAKES = {"RankMismatchError", "PeerGoneError", "self._lost", "NonFiniteErr
 def raises(path: Path) -> Iterator[ast.Raise]:
     """Yield the statements that raise an error about a mistake of the caller."""
     tree = ast.parse(path.read_text())
-    elsewhere = FUNCTIONS_ELSEWHERE.get(path.relative_to(SOURCE).as_posix(), set())
-    functions = [node for node in ast.walk(tree) if getattr(node, "name", None) in elsewhere]
+    destinations = FUNCTIONS_ELSEWHERE.get(path.relative_to(SOURCE).as_posix(), set())
+    functions = [node for node in ast.walk(tree) if getattr(node, "name", None) in destinations]
     skipped = {id(node) for function in functions for node in ast.walk(function)}
     for node in ast.walk(tree):
         if id(node) in skipped:
@@ -2623,7 +2623,7 @@ def test_what_is_made_elsewhere_is_there():
 
 
 def test_every_mistake_that_is_looked_for_is_made_here():
-    made = {place for ranks in (0, 2, 4) for answer in told(ranks)[0].values() for place in answer.raised_at}
+    made = {place for ranks in (0, 2, 4) for answer in reported(ranks)[0].values() for place in answer.raised_at}
     missed = [
         f"{path.relative_to(SOURCE)}:{node.lineno}"
         for path in sorted(SOURCE.rglob("*.py"))

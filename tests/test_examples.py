@@ -128,7 +128,7 @@ def write_idx(path: Path, array: np.ndarray) -> None:
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-def test_digits_say_which_file_is_missing(tmp_path):
+def test_digits_state_which_file_is_missing(tmp_path):
     mnist = runpy.run_path(str(EXAMPLES / "4_digits.py"))["mnist"]
     with pytest.raises(SystemExit, match=r"neither train-images-idx3-ubyte nor train-images-idx3-ubyte.gz"):
         mnist(tmp_path)

@@ -73,7 +73,7 @@ SHARDED = {"nested": nested, "joint": joint}
 # -- against one process ----------------------------------------------------------------------------------------------
 
 
-def train_beside_one_process(kind: str, efsdp: int, ep: int, dim: int | None, strategy: str) -> None:
+def train_alongside_one_process(kind: str, efsdp: int, ep: int, dim: int | None, strategy: str) -> None:
     mesh, rank = expert_mesh(efsdp, ep), dist.get_rank()
     model = SHARDED[kind](place(model_of(), mesh), mesh, dim, strategy=strategy)
     alone, together = model_of(), model_of()
@@ -110,7 +110,7 @@ def train_beside_one_process(kind: str, efsdp: int, ep: int, dim: int | None, st
     ],
 )
 def test_a_mixture_of_experts_trains_to_the_bits_of_one_process(kind, efsdp, ep, dim, strategy):
-    run_ranks(4, train_beside_one_process, kind, efsdp, ep, dim, strategy)
+    run_ranks(4, train_alongside_one_process, kind, efsdp, ep, dim, strategy)
 
 
 # -- one unit, several meshes -----------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_unit_of_two_meshes_is_copied_cast_saved_and_loaded(tmp_path):
 # -- the divisor ------------------------------------------------------------------------------------------------------
 
 
-def divide_beside_tensor_parallelism() -> None:
+def divide_alongside_tensor_parallelism() -> None:
     """Ranks of tensor parallelism that have other tokens each are more than those of the root's mesh, which divides."""
     world = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
     mesh = expert_mesh()
@@ -219,8 +219,8 @@ def divide_beside_tensor_parallelism() -> None:
     assert_same({name: found[name] for name in expected}, expected)
 
 
-def test_gradients_of_experts_have_the_divisor_of_dense_ones_beside_tensor_parallelism():
-    run_ranks(4, divide_beside_tensor_parallelism)
+def test_gradients_of_experts_have_the_divisor_of_dense_ones_next_to_tensor_parallelism():
+    run_ranks(4, divide_alongside_tensor_parallelism)
 
 
 class Warnings(logging.Handler):
@@ -298,7 +298,7 @@ def follow_torch_by_factor() -> None:
                 assert torch.allclose(root.get_parameter(name).grad.full_tensor(), expected, rtol=1e-6), name
 
 
-def say_nothing_of_experts() -> None:
+def state_nothing_of_experts() -> None:
     with Warnings() as messages:
         for form in (nested, joint):
             model = form(place(model_of(), mesh := expert_mesh()), mesh)
@@ -306,7 +306,7 @@ def say_nothing_of_experts() -> None:
     assert not messages
 
 
-@pytest.mark.parametrize("task", [warn_of_smaller_divisors, follow_torch_by_factor, say_nothing_of_experts])
+@pytest.mark.parametrize("task", [warn_of_smaller_divisors, follow_torch_by_factor, state_nothing_of_experts])
 def test_plain_parameters_on_fewer_ranks_than_the_root_are_warned_of_with_both_divisors(task):
     run_ranks(4, task)
 
@@ -340,8 +340,8 @@ def step_stacks() -> list[int]:
         for value, (_, placements) in zip(placed, STACKS, strict=True)
     ]
     alone = [[nn.Parameter(matrix.clone()) for matrix in whole.view(-1, *whole.shape[-2:])] for whole in wholes]
-    ours = Muon(params, lr=0.02)
-    theirs = torch.optim.Muon([matrix for stack in alone for matrix in stack], lr=0.02)
+    own = Muon(params, lr=0.02)
+    peer = torch.optim.Muon([matrix for stack in alone for matrix in stack], lr=0.02)
     for number in range(3):
         for i, (param, stack) in enumerate(zip(params, alone, strict=True)):
             grad = numbers(tuple(param.shape), 100 * number + i)
@@ -349,8 +349,8 @@ def step_stacks() -> list[int]:
             for matrix, its in zip(stack, grad.view(-1, *grad.shape[-2:]), strict=True):
                 matrix.grad = its.clone()
         with recording() as record:
-            ours.step()
-        theirs.step()
+            own.step()
+        peer.step()
         for param, stack in zip(params, alone, strict=True):
             expected = torch.stack([matrix.detach() for matrix in stack]).view(param.shape)
             assert_same(param.full_tensor().detach(), expected)
@@ -459,10 +459,10 @@ def run_towers(strategy: str) -> None:
     optimizers = [torch.optim.AdamW(item.parameters(), lr=0.01) for item in (model, plain)]
     for number, having in enumerate(((0, 1), (0,), (1,), (), (0,), (1,), (0, 1))):
         batches = [(numbers((4, 8), 10 * number + r), numbers((3, 8), 99 * number + r)) for r in ranks]
-        mine = [(words, images if r in having else None) for r, (words, images) in enumerate(batches)]
-        model(*mine[rank]).backward()
+        local = [(words, images if r in having else None) for r, (words, images) in enumerate(batches)]
+        model(*local[rank]).backward()
         sums: dict[str, Tensor] = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
-        for each in mine:
+        for each in local:
             plain(*each).backward()
             for name, param in plain.named_parameters():
                 sums[name] += 0 if param.grad is None else param.grad
@@ -474,7 +474,7 @@ def run_towers(strategy: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
-        model(*mine[rank])
+        model(*local[rank])
     assert_same(wholes(model), wholes(plain))
 
 

@@ -15,7 +15,7 @@ from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import predict_ledger
 
 
-def tell(strategy: str, steps: int) -> tuple[str, Any]:
+def tell_(strategy: str, steps: int) -> tuple[str, Any]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = Chain()
     initialise(model)
@@ -31,7 +31,7 @@ def tell(strategy: str, steps: int) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_every_parameter_is_named_with_shape_dtypes_and_placement(strategy):
-    text, ledger = run_ranks(3, tell, strategy, 0)[1]
+    text, ledger = run_ranks(3, tell_, strategy, 0)[1]
     for name in ("norm.weight", "up.weight", "down.bias"):
         assert len(re.findall(rf"^    {re.escape(name)} \(", text, re.MULTILINE)) == 4
     assert "head.weight (5, 48): " in text
@@ -46,7 +46,7 @@ def test_every_parameter_is_named_with_shape_dtypes_and_placement(strategy):
 
 
 def test_the_order_is_the_recorded_one():
-    text, _ = run_ranks(2, tell, "zero3", 2)[0]
+    text, _ = run_ranks(2, tell_, "zero3", 2)[0]
     assert "order of forward: the root > layers.0 > layers.1 > layers.2 > layers.3" in text
     assert "order of backward: the root > layers.3 > layers.2 > layers.1 > layers.0" in text
 
@@ -76,20 +76,20 @@ def advice(width: int, layers: int) -> bool:
     return "units have less than 1.0 MiB" in explain(fully_shard(model))
 
 
-def test_units_that_are_too_small_are_told():
+def test_units_that_are_too_small_are_reported():
     """And one alone is not, nor is any on one rank."""
     cases = [((16, 3), True), ((16, 1), False), ((520, 3), False)]
-    for case, told in cases:
-        assert run_ranks(2, advice, *case) == [told, told]
+    for case, reported in cases:
+        assert run_ranks(2, advice, *case) == [reported, reported]
     assert run_ranks(1, advice, 16, 3) == [False]
 
 
-def away(folder: str) -> str:
+def offloaded(folder: str) -> str:
     policy = Offload(activations={"disk": 0.25, "cpu": 0.5}, folder=folder)
     return explain(chain(partial(fully_shard, offload_policy=policy)))
 
 
-def test_it_is_told_where_activations_are(tmp_path):
-    text = run_ranks(1, away, str(tmp_path))[0]
+def test_it_is_reported_where_activations_are(tmp_path):
+    text = run_ranks(1, offloaded, str(tmp_path))[0]
     assert f"what forward keeps of 25% of all units is in {tmp_path} until backward\n" in text
     assert "of 50% of all units is in the host's memory, where the CPU computes, until backward\n" in text

@@ -18,7 +18,7 @@ from fullshard._compat import all_gather_rows
 from fullshard.comm.codec import codec_named
 from fullshard.comm.native import NativeCollectives
 from fullshard.comm.routes import collectives_for
-from fullshard.comm.wire import PartSums
+from fullshard.comm.transport import PartSums
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import measure_ledger, predict_ledger
 from fullshard.tape.recorder import Origin, Phase
@@ -61,7 +61,7 @@ def in_large_world(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
-def test_rank_0_of_512_sends_and_holds_what_the_formulas_say(strategy):
+def test_rank_0_of_512_sends_and_holds_what_the_formulas_state(strategy):
     run_ranks(1, in_large_world, strategy)
 
 

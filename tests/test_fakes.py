@@ -54,7 +54,7 @@ def trained(x: Tensor) -> Any:
     return loss, weight.grad
 
 
-def told(result: Any, given: Tensor) -> list[Any]:
+def reported(result: Any, given: Tensor) -> list[Any]:
     """All that is known of fake tensors, and which share memory."""
     leaves = [tree_leaf for tree_leaf in tree_leaves(result) if isinstance(tree_leaf, Tensor)]
     storages = [given.untyped_storage()._cdata, *(leaf.untyped_storage()._cdata for leaf in leaves)]
@@ -83,7 +83,7 @@ def test_quick_fakes_are_as_torch_makes_them(run: Callable[[Tensor], Any]) -> No
         with mode:
             x = torch.empty(shape, dtype=dtype)
             x = x.t().clone(memory_format=torch.preserve_format).t() if transposed else x
-            return told(run(x), x)
+            return reported(run(x), x)
 
     for shape in ((6, 4), (6, 4), (5, 3)):
         for dtype in (torch.float32, torch.float64):
@@ -91,23 +91,23 @@ def test_quick_fakes_are_as_torch_makes_them(run: Callable[[Tensor], Any]) -> No
                 assert under(quick, shape, dtype, transposed) == under(slow, shape, dtype, transposed)
 
 
-def test_torch_is_asked_once_for_what_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_requested_once_for_what_is_identical(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views are never asked for, other operations once for each shape; no tensor is kept alive by that."""
     monkeypatch.setattr(QuickFakes, "_known", {})
-    asked: list[str] = []
+    requested: list[str] = []
     dispatch = QuickFakes.dispatch
 
     def count(self: QuickFakes, func: Any, *args: Any) -> Any:
-        asked.append(str(func))
+        requested.append(str(func))
         return dispatch(self, func, *args)
 
     monkeypatch.setattr(QuickFakes, "dispatch", count)
     with QuickFakes():
         x = torch.empty(4, 4)
-        asked.clear()
+        requested.clear()
         for _ in range(3):
             (x.t()[1:] @ x).view(-1)
-        assert asked == ["aten.mm.default"]
+        assert requested == ["aten.mm.default"]
         x.new_empty(4, 4).add_(x)
         storage = x.untyped_storage()._cdata
         assert not any(isinstance(part, Tensor) or part == storage for key in QuickFakes._known for part in key)

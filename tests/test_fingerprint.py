@@ -33,7 +33,7 @@ text = st.text(max_size=200)
 
 
 @given(units=st.lists(text, min_size=2, max_size=2), microbatches=st.lists(st.integers(0, 9), min_size=2, max_size=2))
-def test_fingerprints_are_alike_exactly_if_what_they_say_is(units, microbatches):
+def test_fingerprints_are_identical_exactly_if_what_they_state_is(units, microbatches):
     fingerprints = [
         fingerprint("all_gather", Origin(unit[-20:], Phase.FORWARD, microbatch), 3, 77)
         for unit, microbatch in zip(units, microbatches, strict=True)
@@ -156,7 +156,7 @@ def unused_on_one_rank(before: int, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_parameters_that_only_some_ranks_use_are_an_error_that_says_what_to_call(strategy):
+def test_parameters_that_only_some_ranks_use_are_an_error_that_states_what_to_call(strategy):
     messages = run_ranks(3, published, unused_on_one_rank, 0, strategy)
     assert len(set(messages)) == 1
     assert "set_reduce_scatter_unused_params(True)" in messages[0]
@@ -180,7 +180,7 @@ def count_unused_as_zero(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-def test_parameters_that_only_some_ranks_use_count_as_zero_if_asked(strategy):
+def test_parameters_that_only_some_ranks_use_count_as_zero_if_requested(strategy):
     run_ranks(2, count_unused_as_zero, strategy)
 
 
@@ -223,7 +223,7 @@ def go_on_after_a_mismatch() -> None:
     assert len(messages) == 1
 
 
-def test_after_a_mismatch_every_call_says_the_same():
+def test_after_a_mismatch_every_call_states_the_same():
     run_ranks(2, go_on_after_a_mismatch)
 
 
@@ -254,7 +254,7 @@ def first_rank_alone(call: str) -> str:
         ("export", "exporting;"),
     ],
 )
-def test_what_one_rank_calls_alone_is_told_to_all_at_once(call, name):
+def test_what_one_rank_calls_alone_is_reported_to_all_at_once(call, name):
     messages = run_ranks(2, first_rank_alone, call)
     assert messages[0] == messages[1]
     assert f"rank 0 started {name}" in messages[0]
@@ -282,12 +282,12 @@ def hosts_of_different_numbers_of_ranks() -> list[str]:
         gradients=Placement.SHARDED,
         optimizer=Placement.SHARDED,
     )
-    said = []
+    stated = []
     for strategy in ("hsdp", grouped):
         with pytest.raises(RankMismatchError) as found:
             fully_shard(nn.Linear(8, 8), strategy=strategy)
-        said.append(str(found.value))
-    return said
+        stated.append(str(found.value))
+    return stated
 
 
 def test_hosts_of_different_numbers_of_ranks_are_an_error_on_every_rank():

@@ -55,10 +55,10 @@ def spoilt(strategy: str, replicas: int = 1) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("strategy", "world", "replicas"), [("ddp", 3, 1), ("zero1", 3, 1), ("zero3", 3, 1), ("hsdp", 4, 2)]
 )
-def test_every_rank_is_told_parameter_unit_and_rank(strategy, world, replicas):
-    said = run_ranks(world, spoilt, strategy, replicas)
-    assert len({message for message, _ in said}) == 1, "the same on every rank"
-    message = said[0][0]
+def test_every_rank_is_reported_parameter_unit_and_rank(strategy, world, replicas):
+    stated = run_ranks(world, spoilt, strategy, replicas)
+    assert len({message for message, _ in stated}) == 1, "the same on every rank"
+    message = stated[0][0]
     assert "layers.1.up.weight (unit layers.1): " in message
     assert "NaN on rank 1" in message
     assert "infinite on rank 2" in message or "NaN on rank 2" in message

@@ -21,16 +21,16 @@ ROOMS: dict[str, list[str] | None] = {
     "layout": ["offsets", "shard_spec", "group_layout", "slots", "coverage"],
     "_fakes": None,
     "_compat": None,
-    "device": ["lanes", "host_memory", "accelerator", "memory", "awaited", "current", "travel"],
-    "disk": ["folder", "pace", "files", "buffers", "space", "tensors", "speed", "foresight"],
+    "device": ["streams", "host_memory", "accelerator", "memory", "awaited", "current", "travel"],
+    "disk": ["folder", "pace", "files", "buffers", "space", "tensors", "speed", "prediction"],
     "tape": ["recorder", "tape", "context"],
-    "liveness": ["whereabouts", "store", "ring", "watchdog"],
+    "liveness": ["rank_progress", "store", "ring", "watchdog"],
     "comm": [
-        "wire",
+        "transport",
         "fingerprint",
         "collectives",
         "pairwise",
-        "neighbours",
+        "peers",
         "shared_memory",
         "pretended",
         "native",
@@ -52,7 +52,7 @@ ROOMS: dict[str, list[str] | None] = {
         "pack",
         "group_buffers",
         "payload",
-        "group_wires",
+        "group_transports",
         "gather",
         "gradients",
         "gradients_on_disk",
@@ -72,13 +72,13 @@ ROOMS: dict[str, list[str] | None] = {
         "comparison",
         "late_params",
         "slot_sharing",
-        "homes",
+        "placements",
         "reduction_queue",
         "residency",
         "microbatches",
         "call",
         "expected",
-        "away",
+        "offloaded",
         "activations",
         "runtime",
         "hooks",
@@ -95,7 +95,7 @@ ROOMS: dict[str, list[str] | None] = {
         "summon",
         "streaming",
     ],
-    "optim": ["rebinding", "elementwise", "outside", "same_order", "put_off", "local_steps", "clipping", "muon"],
+    "optim": ["rebinding", "elementwise", "outside", "same_order", "defer", "local_steps", "clipping", "muon"],
     "checkpoint": None,
     "dry": None,
     "wrap": None,
@@ -111,7 +111,7 @@ ROOMS: dict[str, list[str] | None] = {
         "running_out",
         "facts",
         "rank_file",
-        "elsewhere",
+        "destinations",
         "reading",
         "figures",
         "rules",
@@ -215,11 +215,11 @@ def complaints(package: Path, rooms: Mapping[str, Sequence[str] | None]) -> list
 
 def target_room(name: str, package: str, places: dict[str, int]) -> str | None:
     """The room that an import of `name` leads to; None if it leads out of the package."""
-    top, *rest = name.split(".")
+    top, *remaining = name.split(".")
     if top != package:
         return None
     # `from fullshard import x` is a module if there is one of that name, and a public name otherwise.
-    return rest[0] if rest and (len(rest) > 1 or rest[0] in places) else PUBLIC
+    return remaining[0] if remaining and (len(remaining) > 1 or remaining[0] in places) else PUBLIC
 
 
 def test_imports_never_go_up():
@@ -234,7 +234,7 @@ def test_no_room_or_file_is_listed_that_is_not_there():
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "stated"),
     [
         ("from house.low import x", None),
         ("from house import low", None),
@@ -257,10 +257,10 @@ def test_no_room_or_file_is_listed_that_is_not_there():
         ("import torch\ntorch.distributed.fsdp.wrap()", "own engine"),
     ],
 )
-def test_the_check_sees_every_kind_of_import(tmp_path, source, said):
+def test_the_check_sees_every_kind_of_import(tmp_path, source, stated):
     found = complaints(house(tmp_path, {"mid.py": source}), dict.fromkeys(["low", "mid", "high", PUBLIC, "attic"]))
-    assert len(found) == (said is not None)
-    assert all(said in line and line.startswith("house/mid.py:") for line in found)
+    assert len(found) == (stated is not None)
+    assert all(stated in line and line.startswith("house/mid.py:") for line in found)
 
 
 def test_a_folder_is_one_room(tmp_path):

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import dry, fully_shard, predict_beside
 from fullshard.cli import main
 from fullshard.errors import ConfigError
-from fullshard.plan import beside
-from fullshard.plan.beside import say_if_too_large
+from fullshard.plan import background
+from fullshard.plan.background import warn_if_too_large
 from fullshard.plan.forecast import Forecast, Forecasting, Measured, Row, compare
 from fullshard.plan.hardware import hardware
 from fullshard.plan.memory_used import memory_for_a_rank
@@ -54,10 +54,10 @@ def test_every_number_that_both_have_is_compared():
     assert not compare(replace(FORECAST, step_s=0.0), Measured(step_s=9.0)).rows  # no machine was described
 
 
-def test_times_of_nothing_are_not_told():
+def test_times_of_nothing_are_not_reported():
     """What is predicted to take no time has no share by which it can be off; what is far off is told in times."""
     rows = [Row("gathers", "s", 2e-8, 0.05), Row("step", "s", 0.01, 0.07), Row("step", "s", 0.01, 0.5)]
-    assert [row.said_difference for row in rows] == ["", "+600.0%", "50 times"]
+    assert [row.difference_text for row in rows] == ["", "+600.0%", "50 times"]
     (cause,) = compare(replace(FORECAST, gather_s=2e-8), Measured(step_s=9.0, gather_s=8.9)).causes
     assert "instead of 0.0 ms" in cause and not re.search(r"\d{5}", cause)
 
@@ -73,11 +73,11 @@ def test_a_difference_is_explained_by_what_took_the_time():
     assert causes(step_s=1.09, needed_bytes=1090, input_s=0.09) == ""
 
 
-def test_what_is_too_large_is_said_with_what_would_fit():
-    said: list[str] = []
-    say_if_too_large(FORECAST, said.append)
-    say_if_too_large(replace(FORECAST, limit_bytes=999, would_fit=("--strategy zero3",)), said.append)
-    assert len(said) == 1 and "backward of layers.0" in said[0] and said[0].endswith("fit: --strategy zero3.")
+def test_what_is_too_large_is_stated_with_what_would_fit():
+    stated: list[str] = []
+    warn_if_too_large(FORECAST, stated.append)
+    warn_if_too_large(replace(FORECAST, limit_bytes=999, would_fit=("--strategy zero3",)), stated.append)
+    assert len(stated) == 1 and "backward of layers.0" in stated[0] and stated[0].endswith("fit: --strategy zero3.")
     assert memory_for_a_rank(torch.device("cpu"), 4) <= memory_for_a_rank(torch.device("cpu"), 1) / 4
 
 
@@ -89,7 +89,7 @@ def machine(memory_bytes: int) -> Machine:
     return Machine(device_type="cpu", device_name="", memory_bytes=memory_bytes, world=2, local_world=2, machines=1)
 
 
-def test_a_run_that_does_not_fit_is_told_what_would():
+def test_a_run_that_does_not_fit_is_reported_what_would():
     size = "--width", "128", "--layers", "4"
     sharded = forecast_run(settings_of(*size), machine(1 << 40)).needed_bytes
     found = forecast_run(settings_of(*size, "--strategy", "ddp"), machine(sharded))
@@ -104,7 +104,7 @@ def break_off(*_: object) -> Forecast:
 def of_script() -> None: ...
 
 
-def test_the_process_beside_says_why_it_has_nothing_to_say():
+def test_the_process_next_to_states_why_it_has_nothing_to_state():
     with pytest.raises(ConfigError, match=r"nothing could be predicted: .*a planted error"):
         Forecasting(break_off).result()
     function = of_script
@@ -123,19 +123,19 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-def train_beside() -> list[Any]:
-    said: list[Any] = []
+def train_alongside() -> list[Any]:
+    stated: list[Any] = []
     model = make_chain()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    predict_beside(model, optimizer, make_chain, inputs, hardware="h100-80", loss=loss_of, tell=said.append)
-    before = len(said)
+    predict_beside(model, optimizer, make_chain, inputs, hardware="h100-80", loss=loss_of, tell_=stated.append)
+    before = len(stated)
     for step in range(5):
         loss_of(model, inputs(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:
-            assert len(said) == before
-    return [before, *(getattr(item, "title", item) for item in said)]
+            assert len(stated) == before
+    return [before, *(getattr(item, "title", item) for item in stated)]
 
 
 def run_and_predict(out: Path) -> None:
@@ -146,10 +146,10 @@ def run_and_predict(out: Path) -> None:
 
 def both(out: Path) -> list[Any]:
     run_and_predict(out)
-    return train_beside()
+    return train_alongside()
 
 
-def test_a_run_shows_what_was_predicted_beside_what_was_measured(tmp_path, capsys):
+def test_a_run_shows_what_was_predicted_next_to_what_was_measured(tmp_path, capsys):
     first, second = run_ranks(2, both, tmp_path / "run")
     assert second == [0] and first[0] == 0 and first[1].startswith("predicted beside measured")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -189,7 +189,7 @@ def test_a_prediction_counts_the_model_s_own_work():
         read_off(dry.Tape(), hardware("h100-80"), 1)
 
 
-def test_what_is_told_is_told_in_whole(capsys):
+def test_what_is_reported_is_reported_in_whole(capsys):
     """A name in brackets, such as of a table of a description, is no markup."""
-    beside._print("ours.toml: [link] colour: unknown")
+    background._print("ours.toml: [link] colour: unknown")
     assert capsys.readouterr().out == "ours.toml: [link] colour: unknown\n"

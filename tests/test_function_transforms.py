@@ -70,25 +70,25 @@ def sharded(strategy: str) -> nn.Module:
 
 def learn(model: nn.Module, name: str, steps: int = 4) -> list[Any]:
     """By a loss with a derivative in it, after a plain one: the third step accumulates two."""
-    transform, optimizer, seen = TRANSFORMS[name], torch.optim.SGD(model.parameters(), lr=0.1), []
+    transform, optimizer, visited = TRANSFORMS[name], torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(steps):
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
         for part in x.chunk(2 if step == 2 else 1):
             derived = transform(model, part)
             (derived.square().mean() + model(part).square().mean()).backward()
-            seen.append(derived.detach())
+            visited.append(derived.detach())
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            seen.append(transform(model, x))
+            visited.append(transform(model, x))
     model.derives = True
     for step in range(2):
         y = model(torch.randn(8, 3, generator=torch.Generator().manual_seed(step)))
         y.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(y.detach())
-    return [*seen, *(p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters())]
+        visited.append(y.detach())
+    return [*visited, *(p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters())]
 
 
 def learn_as_plain(strategy: str) -> None:
@@ -124,23 +124,23 @@ def penalised(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def learn_with_penalty(model: nn.Module) -> list[Any]:
-    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer, visited = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(4):
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
         for part in x.chunk(2 if step == 2 else 1):
             loss = model(part).square().mean() + (penalised(model, part) - 1).square().mean()
             loss.backward(retain_graph=step == 3)
-            seen.append(loss.detach())
+            visited.append(loss.detach())
         if step == 3:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         y = model(x.requires_grad_())
-        seen.append(torch.autograd.grad(y.sum(), x)[0])
+        visited.append(torch.autograd.grad(y.sum(), x)[0])
         hessian = torch.autograd.functional.hvp(lambda x: model(x).square().sum(), x, torch.ones_like(x))[1]
-        seen.append(hessian.detach())
+        visited.append(hessian.detach())
         optimizer.zero_grad()
-    return [*seen, *(p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters())]
+    return [*visited, *(p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters())]
 
 
 def learn_with_penalty_as_plain(strategy: str) -> None:

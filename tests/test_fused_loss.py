@@ -108,9 +108,9 @@ def gradients() -> tuple[Tensor, str]:
     fully_shard(model)
     model.head.unshard()
     model(make_batch(dist.get_rank())).backward()
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as reported:
         model(make_batch(dist.get_rank()))
-    return model.head.weight.grad.full_tensor(), str(told.value)
+    return model.head.weight.grad.full_tensor(), str(reported.value)
 
 
 def test_a_head_that_is_a_unit_is_unsharded_for_it():
@@ -119,6 +119,6 @@ def test_a_head_that_is_a_unit_is_unsharded_for_it():
     alone = patched()
     for rank in range(2):
         alone(make_batch(rank)).backward()
-    for gradient, said in run_ranks(2, gradients):
+    for gradient, stated in run_ranks(2, gradients):
         assert_same(gradient, alone.head.weight.grad / 2)
-        assert "mixed torch.Tensor and DTensor" in said
+        assert "mixed torch.Tensor and DTensor" in stated

@@ -168,13 +168,13 @@ def test_memory_is_the_same_in_every_step():
     assert len(set(found[3:])) == 1
 
 
-def test_threads_may_queue_work_on_the_same_lane_at_once():
-    lane = accelerator_for(torch.device("cuda", 0)).lanes.gather
+def test_threads_may_queue_work_on_the_same_stream_at_once():
+    stream = accelerator_for(torch.device("cuda", 0)).streams.gather
     inside, found = threading.Barrier(2), list[bool]()
 
     def queue() -> None:
         before = torch.accelerator.current_stream()
-        with lane.queueing(), lane.queueing():
+        with stream.queueing(), stream.queueing():
             inside.wait(10)
             within = torch.accelerator.current_stream()
             inside.wait(10)

@@ -25,9 +25,9 @@ PLANTED = [
 ]
 
 
-def test_parts_that_fail_or_hang_are_told_so_and_the_others_run(tmp_path):
-    said: list[str] = []
-    found = check(PLANTED, tmp_path / "found.json", said.append)
+def test_parts_that_fail_or_hang_are_reported_so_and_the_others_run(tmp_path):
+    stated: list[str] = []
+    found = check(PLANTED, tmp_path / "found.json", stated.append)
     assert {name: each["verdict"] for name, each in found.items()} == {
         "hangs": HANGS,
         "fails": FAILS,
@@ -40,7 +40,7 @@ def test_parts_that_fail_or_hang_are_told_so_and_the_others_run(tmp_path):
     assert "a planted error" in found["fails"]["tail"]
     assert found["holds"]["numbers"] == {"number": 3}
     assert found["holds"]["tail"] == ""
-    assert "twice as much" in said[2]
+    assert "twice as much" in stated[2]
 
 
 def test_what_a_part_has_started_ends_with_it(tmp_path):
@@ -64,20 +64,20 @@ def test_limits_leave_ten_minutes():
     assert sum(part.limit_s for part in parts(dry=False) if part.name != "several GPUs") < 620
 
 
-def test_tests_that_came_before_a_hang_are_told():
-    said = (
-        "tests/test_gpu.py::test_a[late lanes] PASSED    [ 10%]\n"
+def test_tests_that_came_before_a_hang_are_reported():
+    stated = (
+        "tests/test_gpu.py::test_a[late streams] PASSED    [ 10%]\n"
         "tests/test_gpu.py::test_b FAILED [ 20%]\n"
         "tests/test_gpu.py::test_c \n"
     )
-    assert outcomes_in(said) == {"test_a[late lanes]": "PASSED", "test_b": "FAILED"}
-    assert verdict_of(None, outcomes_in(said), is_test=True) == HANGS
+    assert outcomes_in(stated) == {"test_a[late streams]": "PASSED", "test_b": "FAILED"}
+    assert verdict_of(None, outcomes_in(stated), is_test=True) == HANGS
     assert verdict_of(0, {"test_a": "SKIPPED"}, is_test=True) == LEFT_OUT
     assert verdict_of(1, {"test_a": "PASSED"}, is_test=True) == FAILS
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
-def test_without_a_gpu_it_says_so_in_one_line():
+def test_without_a_gpu_it_states_so_in_one_line():
     ran = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
     assert ran.returncode == 2
     assert ran.stderr.count("\n") == 1 and "--dry" in ran.stderr

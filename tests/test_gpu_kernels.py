@@ -70,9 +70,9 @@ FUSED: dict[str, tuple[Callable[[], Tensor], list[str]]] = {
 def test_what_cuda_fuses_is_one_operation_and_afterwards_torch_is_as_it_was(case):
     call, expected = FUSED[case]
     assert names(call) == expected
-    of_cpu = names(call, lanes="cpu")
+    of_cpu = names(call, streams="cpu")
     assert of_cpu != expected
-    assert names(call, lanes="cpu") == of_cpu
+    assert names(call, streams="cpu") == of_cpu
     with torch.autocast("cpu", torch.bfloat16):  # which CPUs leave as it is
         assert F.layer_norm(torch.ones(2, 8, dtype=torch.bfloat16), (8,)).dtype == torch.bfloat16
 
@@ -103,8 +103,8 @@ def test_optimizers_are_foreach_and_their_counts_of_steps_are_the_hosts():
 
     with dry.taped() as tape:
         step()
-    lanes = [(operation.name.removeprefix("aten._"), operation.lane) for operation in tape.of(Operation)]
-    assert ("foreach_add_", HOST) in lanes and ("local_scalar_dense", HOST) in lanes
-    assert ("foreach_addcmul_", "compute") in lanes and ("local_scalar_dense", "compute") not in lanes
+    streams = [(operation.name.removeprefix("aten._"), operation.stream) for operation in tape.of(Operation)]
+    assert ("foreach_add_", HOST) in streams and ("local_scalar_dense", HOST) in streams
+    assert ("foreach_addcmul_", "compute") in streams and ("local_scalar_dense", "compute") not in streams
     assert not list(tape.of(Waited))  # as a number in the memory of the GPU would have it
-    assert "aten._foreach_addcmul_" not in [item.name for item in tape_of(step, lanes="cpu")]
+    assert "aten._foreach_addcmul_" not in [item.name for item in tape_of(step, streams="cpu")]

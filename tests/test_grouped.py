@@ -187,14 +187,14 @@ def test_the_ledger_s_formula_is_what_is_measured(placements):
 def refuse() -> None:
     model = Chain()
     initialise(model)
-    for options, said in [
+    for options, stated in [
         ({"reshard_after_forward": 3}, "groups of 3 ranks were asked for, but the shard axis has 4"),
         ({"reshard_after_forward": 0}, "reshard_after_forward=0"),
         ({"reshard_after_forward": "host"}, "reshard_after_forward='host'"),
         ({"reshard_after_forward": 2, "strategy": "zero1"}, "parameters are whole between steps"),
         ({"strategy": grouped(G, G, G), "mesh": init_device_mesh("cpu", (1, 4))}, "gradients are grouped"),
     ]:
-        with recording() as record, pytest.raises(ConfigError, match=said):
+        with recording() as record, pytest.raises(ConfigError, match=stated):
             fully_shard(model, **options)
         assert not record.collectives()
 

@@ -20,7 +20,7 @@ def test_the_usual_accelerators_are_known():
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_what_ships_says_what_it_is_and_where_that_is_from(name):
+def test_what_ships_states_what_it_is_and_where_that_is_from(name):
     machine = hardware(name)
     assert (machine.name, machine.kind) == (name, "gpu")
     assert machine.title
@@ -54,15 +54,15 @@ def test_newer_accelerators_are_faster():
 
 
 def test_a_description_has_whatever_it_leaves_out_from_what_it_is_like(tmp_path):
-    ours = hardware(
+    own = hardware(
         written(
             tmp_path / "ours.toml", 'like = "h100-80"\nname = "ours"\nranks_per_host = 4\n[network]\nbytes_per_s = 25e9'
         )
     )
     base = hardware("h100-80")
-    assert (ours.name, ours.ranks_per_host, ours.network.bytes_per_s) == ("ours", 4, 25e9)
-    assert ours.network.step_s == base.network.step_s  # of a table, too
-    assert (ours.link, ours.fitted, ours.attention) == (base.link, base.fitted, base.attention)
+    assert (own.name, own.ranks_per_host, own.network.bytes_per_s) == ("ours", 4, 25e9)
+    assert own.network.step_s == base.network.step_s  # of a table, too
+    assert (own.link, own.fitted, own.attention) == (base.link, base.fitted, base.attention)
 
 
 def test_what_is_like_a_file_reads_that_file(tmp_path):
@@ -83,7 +83,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ('name = "ours"', r"says nothing of kind.*link.*like = "),
         ('like = "h100-80"\nflops = 1', r"flops: unknown"),
@@ -92,8 +92,8 @@ def test_an_unknown_name_lists_the_known_ones():
         ("like = ", r"is no TOML"),
     ],
 )
-def test_a_wrong_description_is_told_what_to_do(tmp_path, text, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_wrong_description_is_reported_what_to_do(tmp_path, text, reported):
+    with pytest.raises(ConfigError, match=reported):
         hardware(written(tmp_path / "ours.toml", text))
 
 

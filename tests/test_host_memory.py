@@ -64,7 +64,7 @@ def test_a_group_that_has_more_than_the_machine_changes_nothing(kernel):
     assert host_memory.host_room() == 8 << 20
 
 
-def test_a_kernel_that_does_not_tell_is_no_error(kernel):
+def test_a_kernel_that_does_not_report_is_no_error(kernel):
     (kernel / "meminfo").write_text("MemTotal:  16384 kB\n")
     assert host_memory.available_bytes() is None and host_memory.host_room() is None
     (kernel / "meminfo").unlink()

@@ -55,8 +55,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
     for step in (1, 2):
         torch.manual_seed(step)
-        ours = model()
-        save(folder, model=ours, step=step, optimizer=torch.optim.AdamW(ours.parameters()), extra={"a": [1, "b"]})
+        own = model()
+        save(folder, model=own, step=step, optimizer=torch.optim.AdamW(own.parameters()), extra={"a": [1, "b"]})
     return folder
 
 
@@ -269,10 +269,10 @@ def test_an_attack_on_classes_does_not_disturb_later_loads(folder):
 def test_what_torch_has_written_is_read_as_torch_reads_it(protocol, tmp_path):
     state = {"a": {"b": torch.ones(2, 3), "c": torch.tensor(1, dtype=torch.int8)}, "d": [1, {"e": 2.5}], "f": "x"}
     dcp.save(state, checkpoint_id=tmp_path / "theirs")
-    theirs = pickle.loads((tmp_path / "theirs" / ".metadata").read_bytes())
-    ours = metadata_file.loads(pickle.dumps(theirs, protocol=protocol))
-    theirs.storage_meta = None
-    assert ours == theirs
+    peer = pickle.loads((tmp_path / "theirs" / ".metadata").read_bytes())
+    own = metadata_file.loads(pickle.dumps(peer, protocol=protocol))
+    peer.storage_meta = None
+    assert own == peer
 
 
 # -- parts cover every tensor exactly ---------------------------------------------------------------------------------
@@ -350,20 +350,20 @@ def repeat(metadata: Metadata, key: str) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("edit", [halve, repeat])
 @pytest.mark.parametrize("key", ["model.0.weight", "optimizer.state.1.weight.exp_avg"])
-@pytest.mark.parametrize("theirs", [False, True])
-def test_metadata_without_a_part_is_refused_before_anything_is_overwritten(edit, key, theirs, folder):
-    ours = model()
-    optimizer = torch.optim.AdamW(ours.parameters())
-    ours(torch.ones(1, 3)).sum().backward()
+@pytest.mark.parametrize("peer", [False, True])
+def test_metadata_without_a_part_is_refused_before_anything_is_overwritten(edit, key, peer, folder):
+    own = model()
+    optimizer = torch.optim.AdamW(own.parameters())
+    own(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    save(folder, model=ours, step=2, optimizer=optimizer)
+    save(folder, model=own, step=2, optimizer=optimizer)
     checkpoint = newest(folder)
     forge(checkpoint, ".metadata", edited(checkpoint / ".metadata", lambda item: edit(item, key)))
-    if theirs:
+    if peer:
         (checkpoint / MANIFEST).unlink()
-        forge_away = pickle.loads((checkpoint / ".metadata").read_bytes())
-        del forge_away.state_dict_metadata["fullshard"]
-        (checkpoint / ".metadata").write_bytes(pickle.dumps(forge_away))
+        forge_offloaded = pickle.loads((checkpoint / ".metadata").read_bytes())
+        del forge_offloaded.state_dict_metadata["fullshard"]
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(forge_offloaded))
     fresh = model()
     for param in fresh.parameters():
         nn.init.constant_(param, 7.0)
@@ -639,5 +639,5 @@ def test_escape_sequences_in_files_are_not_printed(command, tmp_path, capsys):
     save_file({f"w{ESCAPES}": torch.ones(2)}, tmp_path / f"{ESCAPES}.safetensors")
     for path in (tmp_path, tmp_path / "theirs", tmp_path / f"{ESCAPES}.safetensors"):
         main(["checkpoint", command, str(path)])
-        said = capsys.readouterr()
-        assert not set(said.out + said.err) & set(ESCAPES[:1] + ESCAPES[-2:])
+        stated = capsys.readouterr()
+        assert not set(stated.out + stated.err) & set(ESCAPES[:1] + ESCAPES[-2:])

@@ -113,11 +113,11 @@ OPTIMIZERS = [
 
 def learn_scales() -> None:
     for make in OPTIMIZERS:
-        (ours, our_shapes), (plain, shapes) = learn_scale(make, True), learn_scale(make, False)
+        (own, our_shapes), (plain, shapes) = learn_scale(make, True), learn_scale(make, False)
         if make.keywords.get("fused"):  # fused kernels round by where a value lies
-            torch.testing.assert_close(ours, plain)
+            torch.testing.assert_close(own, plain)
         else:
-            assert_same(ours, plain)
+            assert_same(own, plain)
         assert our_shapes == shapes
 
 
@@ -207,10 +207,10 @@ def test_a_hook_may_change_weights_that_are_being_gathered():
 def add_tensors_of_an_equal_mesh() -> None:
     """The mesh that scripts make beside torch's FSDP, which has no names either."""
     model = fully_shard(nn.Linear(8, 8, bias=False))
-    ours = distribute_tensor(torch.ones(8, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
+    own = distribute_tensor(torch.ones(8, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
     with torch.no_grad():
-        model.weight.copy_(ours)
-        assert_same((model.weight + ours).full_tensor(), torch.full((8, 8), 2.0))
+        model.weight.copy_(own)
+        assert_same((model.weight + own).full_tensor(), torch.full((8, 8), 2.0))
 
 
 def test_parameters_mix_with_tensors_on_an_equal_mesh():
@@ -243,14 +243,14 @@ def slice_and_split() -> None:
     assert model[1]._is_fsdp_managed_module
     with implicit_replication():
         model[1](torch.ones(2, 8))  # torch knows what to do
-    beside = nn.Sequential(fully_shard(nn.Linear(8, 8)), nn.Linear(8, 8))
-    beside._ddp_params_and_buffers_to_ignore = ["0.weight", "0.bias"]
-    wrapped = DistributedDataParallel(beside)
+    alongside = nn.Sequential(fully_shard(nn.Linear(8, 8)), nn.Linear(8, 8))
+    alongside._ddp_params_and_buffers_to_ignore = ["0.weight", "0.bias"]
+    wrapped = DistributedDataParallel(alongside)
     wrapped(torch.full((2, 8), float(dist.get_rank()))).sum().backward()
     grads = [torch.empty(8, 8) for _ in range(2)]
-    dist.all_gather(grads, beside[1].weight.grad)
+    dist.all_gather(grads, alongside[1].weight.grad)
     assert_same(grads[0], grads[1])
-    assert isinstance(beside[0].weight.grad, DTensor)
+    assert isinstance(alongside[0].weight.grad, DTensor)
 
 
 def test_slices_are_plain_and_ddp_may_have_the_rest():
@@ -267,15 +267,15 @@ def learn_statistics(kind: str) -> list[Any]:
     else:
         fully_shard(model[1], broadcast_buffers=kind == "shared")
         fully_shard(model, broadcast_buffers=kind == "shared")
-    seen = []
+    visited = []
     for step in range(3):
         batch = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         output = model(batch)
-        seen += [output.detach(), *(buffer.clone() for buffer in model.buffers())]
+        visited += [output.detach(), *(buffer.clone() for buffer in model.buffers())]
         output.square().mean().backward()
         with torch.no_grad():
-            seen += [model(batch), model(batch + 1)]
-    return seen
+            visited += [model(batch), model(batch + 1)]
+    return visited
 
 
 def compare_statistics() -> None:
@@ -291,7 +291,7 @@ def compare_statistics() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
-def test_buffers_are_the_first_ranks_as_under_ddp_if_asked():
+def test_buffers_are_the_first_ranks_as_under_ddp_if_requested():
     run_ranks(2, compare_statistics)
 
 
@@ -311,13 +311,13 @@ loss_of(model(torch.ones(2, 8)), model[1])
 """
 
 
-def test_a_function_of_a_sharded_weight_is_told_which_and_what_to_do():
+def test_a_function_of_a_sharded_weight_is_reported_which_and_what_to_do():
     ended = subprocess.run([sys.executable, "-c", MIXES], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "mixed torch.Tensor and DTensor" in ended.stderr
-    said = ended.stderr.rsplit("[fullshard] ", 1)[1]
-    assert said.startswith("In reach there: 1.weight of the root, 1.bias of the root, weight of 0 and others.")
-    assert "call unshard() on the unit before" in said
+    stated = ended.stderr.rsplit("[fullshard] ", 1)[1]
+    assert stated.startswith("In reach there: 1.weight of the root, 1.bias of the root, weight of 0 and others.")
+    assert "call unshard() on the unit before" in stated
 
 
 def scatter_without_an_optimizer() -> None:
@@ -369,24 +369,24 @@ def test_optimizer_state_is_named_and_numbered():
     run_ranks(2, rekey)
 
 
-def share_lanes() -> None:
+def share_streams() -> None:
     first, second = fully_shard(nn.Linear(8, 8)), fully_shard(nn.Linear(8, 8))
     share_comm_ctx([first, second])
     second(first(torch.ones(2, 8))).sum().backward()
-    assert unit_of(first).lanes is unit_of(second).lanes
+    assert unit_of(first).streams is unit_of(second).streams
     share_comm_ctx([])
 
 
-def test_roots_may_share_their_lanes():
-    run_ranks(2, share_lanes)
+def test_roots_may_share_their_streams():
+    run_ranks(2, share_streams)
 
 
 def use_torch_s_own_values() -> None:
-    from torch.distributed import fsdp as theirs
+    from torch.distributed import fsdp as peer
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    dims = theirs.DataParallelMeshDims(shard="dp")
+    dims = peer.DataParallelMeshDims(shard="dp")
     result = ShardPlacementResult(Shard(1), FSDPMeshInfo(mesh["dp"], shard_mesh_dim=0))
     found = []
     for options in ({"mesh": mesh, "dp_mesh_dims": dims}, {"shard_placement_fn": lambda _: result}):
@@ -402,9 +402,9 @@ def test_torch_s_own_descriptions_of_meshes_are_taken():
 
 def give_hints() -> list[str]:
     model = fully_shard(nn.Linear(8, 8))
-    said: list[str] = []
+    stated: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: stated.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("fullshard.fully_shard")
     logger.addHandler(handler)
     for _ in range(2):
@@ -413,18 +413,18 @@ def give_hints() -> list[str]:
         model.set_symm_mem_for_comm()
         model.set_separate_reduce_scatter_group()
     logger.removeHandler(handler)
-    return said
+    return stated
 
 
-def test_hints_that_have_no_effect_say_so_once():
-    said = run_fresh_ranks(1, give_hints)[0]
-    assert len(said) == 4
-    assert all("has no effect: " in line for line in said)
+def test_hints_that_have_no_effect_state_so_once():
+    stated = run_fresh_ranks(1, give_hints)[0]
+    assert len(stated) == 4
+    assert all("has no effect: " in line for line in stated)
 
 
-def check_called_alike(theirs: Any, mine: Any, name: str) -> None:
-    """Every argument of `theirs`, at the same position, and left out where it may be."""
-    wanted, has = inspect.signature(theirs).parameters, inspect.signature(mine).parameters
+def check_called_identically(peer: Any, own_part: Any, name: str) -> None:
+    """Every argument of `peer`, at the same position, and left out where it may be."""
+    wanted, has = inspect.signature(peer).parameters, inspect.signature(own_part).parameters
     for position, (argument, parameter) in enumerate(wanted.items()):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
@@ -442,18 +442,18 @@ def test_every_public_name_of_torch_s_is_there_and_called_as_there(module):
     """Names, functions, what makes the classes, and their methods; docs/moving_over.md names the methods that are
     missing, and tests/test_docs.py holds that.
     """
-    theirs = importlib.import_module(module)
-    mine = importlib.import_module(module.replace("torch.distributed.fsdp", "fullshard"))
-    names = getattr(theirs, "__all__", [name for name, var in vars(theirs).items() if is_public(name, var, theirs)])
+    peer = importlib.import_module(module)
+    own_part = importlib.import_module(module.replace("torch.distributed.fsdp", "fullshard"))
+    names = getattr(peer, "__all__", [name for name, var in vars(peer).items() if is_public(name, var, peer)])
     assert len(names) > 5
     for name in names:
-        assert hasattr(mine, name), name
-        them, us = getattr(theirs, name), getattr(mine, name)
+        assert hasattr(own_part, name), name
+        them, us = getattr(peer, name), getattr(own_part, name)
         if not (inspect.isclass(them) and issubclass(them, Enum)):
-            check_called_alike(them, us, name)
+            check_called_identically(them, us, name)
         for method in vars(them) if inspect.isclass(them) else ():
             if not method.startswith("_") and callable(getattr(them, method)) and hasattr(us, method):
-                check_called_alike(getattr(them, method), getattr(us, method), f"{name}.{method}")
+                check_called_identically(getattr(them, method), getattr(us, method), f"{name}.{method}")
 
 
 def is_public(name: str, item: Any, module: Any) -> bool:

@@ -82,7 +82,7 @@ def test_an_installation_that_was_cut_short_is_taken_up_again(clone, target):
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
 @pytest.mark.parametrize("target", ["train", "test"])
-def test_what_is_needed_otherwise_is_installed_anew(clone, target, changed):
+def test_what_is_needed_otherwise_is_installed_again(clone, target, changed):
     installed_by(clone, target)
     for stamp in (clone / ".venv").glob(".installed*"):
         os.utime(stamp, (2000, 2000))

@@ -127,10 +127,10 @@ def stopped_and_resumed(folder: str) -> tuple[list[float], list[float], list[str
     expected = whole.train()
     run = Run(sharded(state_dict_type="FULL_STATE_DICT"))
     run.train(stop=4)
-    seen = []
-    run.accelerator.register_save_state_pre_hook(lambda models, weights, place: seen.extend(models))
+    visited = []
+    run.accelerator.register_save_state_pre_hook(lambda models, weights, place: visited.extend(models))
     run.accelerator.save_state(folder)
-    assert seen == [run.model]
+    assert visited == [run.model]
     resumed = Run(sharded("zero2"), model=llama(num_hidden_layers=2))
     for param in resumed.model.parameters():
         param.data.zero_()
@@ -222,8 +222,8 @@ def two_models(make: Callable[..., Any]) -> list[float]:
     for batch in accelerator.prepare(DataLoader(Sentences(16), batch_size=2)):
         outputs = [model(**batch) for model in models]
         with torch.no_grad():
-            seen = onlooker(**batch).logits
-        loss = sum(output.loss + (output.logits - seen).square().mean() for output in outputs)
+            visited = onlooker(**batch).logits
+        loss = sum(output.loss + (output.logits - visited).square().mean() for output in outputs)
         accelerator.backward(loss)
         for model, optimizer in zip(models, optimizers, strict=True):
             accelerator.clip_grad_value_(model.parameters(), 0.01)
@@ -285,8 +285,8 @@ def units(accelerator_of: Callable[..., Any], **options: Any) -> list[str]:
 
 def settings_by_every_way(config: str) -> dict[str, Any]:
     found: dict[str, Any] = {"plugin": units(sharded())}
-    theirs = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=3000)
-    found["accelerate's plugin"] = units(lambda **options: Accelerator(fsdp_plugin=theirs, **options))
+    peer = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=3000)
+    found["accelerate's plugin"] = units(lambda **options: Accelerator(fsdp_plugin=peer, **options))
     found["one unit"] = units(sharded(auto_wrap_policy="NO_WRAP"))
     os.environ.update(
         ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
@@ -304,7 +304,7 @@ def settings_by_every_way(config: str) -> dict[str, Any]:
     return found
 
 
-def test_every_way_of_setting_says_what_becomes_a_unit():
+def test_every_way_of_setting_states_what_becomes_a_unit():
     layers = ["FSDPLlamaForCausalLM", "FSDPLlamaDecoderLayer", "FSDPLlamaDecoderLayer"]
     for found in run_ranks(2, settings_by_every_way, ""):
         assert found["plugin"] == layers
@@ -373,7 +373,7 @@ def test_units_of_any_model_run_again_in_backward():
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "stated"),
     [
         ({"shard_everything": True}, "no key shard_everything"),
         ({"xla": True}, "xla=True cannot be honoured: .*XLA"),
@@ -403,8 +403,8 @@ def test_units_of_any_model_run_again_in_backward():
         ({"param_init_fn": print}, "param_init_fn"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(config, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_honoured_is_refused_by_name(config, stated):
+    with pytest.raises(ConfigError, match=stated):
         ShardingPlugin.from_config(config)
 
 
@@ -429,19 +429,19 @@ def test_what_cannot_be_honoured_is_refused_by_name(config, said):
         ({"state_dict_type": "full_state_dict"}, "state_dict_type", "FULL_STATE_DICT"),
     ],
 )
-def test_keys_mean_what_they_say(config, field, value):
+def test_keys_mean_what_they_state(config, field, value):
     assert getattr(ShardingPlugin.from_config(config), field) == value
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "stated"),
     [
         ({"mixed_precision": "fp8"}, "fp8"),
         ({"parallelism_config": object()}, "parallelism_config"),
     ],
 )
-def test_what_excludes_sharding_is_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_excludes_sharding_is_refused(options, stated):
+    with pytest.raises(ConfigError, match=stated):
         Accelerator(fsdp_plugin=ShardingPlugin(), **options)
 
 
@@ -456,7 +456,7 @@ def test_the_private_names_are_those_of_the_version_that_was_checked():
     ]
 
 
-def test_a_library_that_is_missing_or_older_is_told(monkeypatch):
+def test_a_library_that_is_missing_or_older_is_reported(monkeypatch):
     with pytest.raises(MissingLibraryError, match=r"nowhere 1.0 or newer, and found none. .*fullshard\[nowhere\]"):
         required.require("nowhere", "1.0", extra="nowhere")
     monkeypatch.setattr(required, "version", lambda library: "1.9.3rc1")
@@ -465,8 +465,10 @@ def test_a_library_that_is_missing_or_older_is_told(monkeypatch):
         required.require("anything", "1.10", extra="anything")
 
 
-def test_the_page_tells_of_every_key():
+def test_the_page_reports_of_every_key():
     page = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
     table = page.split("## Keys of `fsdp_config`")[1].split("\n## ")[0]
-    told = {name for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
-    assert told == {*HONOURED, *REFUSED}
+    reported = {
+        name for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    }
+    assert reported == {*HONOURED, *REFUSED}

@@ -80,14 +80,14 @@ def killed_once(command: list[str], there: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_trainer_as_ddp_and_after_a_kill(tmp_path):
-    ours, plain = ([*TORCHRUN, str(EXAMPLES / "transformers" / name)] for name in ("after.py", "before.py"))
+    own, plain = ([*TORCHRUN, str(EXAMPLES / "transformers" / name)] for name in ("after.py", "before.py"))
     expected = run([*plain, "--output_dir", str(tmp_path / "ddp"), *SMALL])
-    whole = run([*ours, "--output_dir", str(tmp_path / "whole"), *SMALL])
+    whole = run([*own, "--output_dir", str(tmp_path / "whole"), *SMALL])
     assert losses(whole) == losses(expected)
     assert len(losses(whole)) == STEPS
     killed = tmp_path / "killed"
-    killed_once([*ours, "--output_dir", str(killed), *SMALL], killed / "checkpoint-6" / "trainer_state.json")
-    resumed = run([*ours, "--output_dir", str(killed), *SMALL, "--resume"])
+    killed_once([*own, "--output_dir", str(killed), *SMALL], killed / "checkpoint-6" / "trainer_state.json")
+    resumed = run([*own, "--output_dir", str(killed), *SMALL, "--resume"])
     assert len(losses(resumed)) in range(3, STEPS - 5, 3)
     assert losses(resumed) == losses(whole)[-len(losses(resumed)) :]
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "whole", killed)]
@@ -98,14 +98,14 @@ def test_trainer_as_ddp_and_after_a_kill(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_accelerate_as_ddp_and_after_a_kill(tmp_path):
-    ours = [*LAUNCH, str(EXAMPLES / "accelerate" / "after.py")]
+    own = [*LAUNCH, str(EXAMPLES / "accelerate" / "after.py")]
     plain = [*TORCHRUN, str(EXAMPLES / "accelerate" / "before.py")]
     expected = run([*plain, "--output_dir", str(tmp_path / "ddp"), *SMALL], ACCELERATE_USE_CPU="true")
-    whole = run([*ours, "--output_dir", str(tmp_path / "whole"), *SMALL])
+    whole = run([*own, "--output_dir", str(tmp_path / "whole"), *SMALL])
     rounded = [[round(float(loss), 3) for _, loss in losses(printed)] for printed in (expected, whole)]
     assert rounded[0] == rounded[1]
     assert len(rounded[0]) == STEPS
     killed = tmp_path / "killed"
-    killed_once([*ours, "--output_dir", str(killed), *SMALL], killed / "step_9")
-    command = [*ours, "--output_dir", str(killed), *SMALL, "--resume_from_checkpoint", str(killed / "step_6")]
+    killed_once([*own, "--output_dir", str(killed), *SMALL], killed / "step_9")
+    command = [*own, "--output_dir", str(killed), *SMALL, "--resume_from_checkpoint", str(killed / "step_6")]
     assert losses(run(command)) == losses(whole)[6:]

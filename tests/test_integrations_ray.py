@@ -65,16 +65,16 @@ def test_fewer_and_more_workers_learn_the_same(disturbed, expected):
 
 
 def test_the_example_learns_from_rows_of_ray_data(tmp_path):
-    said = run_by_itself(str(EXAMPLES / "digits.py"), "--workers", "2", "--epochs", "2", "--storage", str(tmp_path))
-    reported = ast.literal_eval(said.strip().splitlines()[-1])
+    stated = run_by_itself(str(EXAMPLES / "digits.py"), "--workers", "2", "--epochs", "2", "--storage", str(tmp_path))
+    reported = ast.literal_eval(stated.strip().splitlines()[-1])
     assert reported["epoch"] == 1
     assert reported["loss"] < 1.5
 
 
 def test_tune_finds_the_better_learning_rate(tmp_path):
-    told = ("--workers", "1", "--epochs", "1", "--rates", "1e-6", "3e-3", "--storage", str(tmp_path))
-    said = run_by_itself(str(EXAMPLES / "learning_rates.py"), *told)
-    best = ast.literal_eval(said.strip().splitlines()[-1])
+    arguments = ("--workers", "1", "--epochs", "1", "--rates", "1e-6", "3e-3", "--storage", str(tmp_path))
+    stated = run_by_itself(str(EXAMPLES / "learning_rates.py"), *arguments)
+    best = ast.literal_eval(stated.strip().splitlines()[-1])
     assert best["lr"] == 3e-3
     assert best["loss"] < 2
 

@@ -174,18 +174,18 @@ def both_ways(folder: str, names: list[str]) -> dict[str, list[Any]]:
         variant = dict(VARIANTS[name])
         config = variant.pop("config", {})
         arguments = variant.pop("arguments", {})
-        seen = []
+        visited = []
         for trainer, fsdp in ((transformers.Trainer, {}), (Trainer, {**SHARDED, "fsdp_config": config})):
             watch, made = Script(folder, {**arguments, **fsdp}, trainer=trainer, **variant).run()
             assert watch.steps == 4
             model = made.accelerator.unwrap_model(made.model, keep_torch_compile=False)
             assert ("FSDP" in type(model).__name__) == (trainer is Trainer)
-            seen.append((watch.losses, watch.evaluated))
-        found[name] = seen
+            visited.append((watch.losses, watch.evaluated))
+        found[name] = visited
     return found
 
 
-def assert_alike(by_variant: dict[str, list[Any]]) -> None:
+def assert_identical(by_variant: dict[str, list[Any]]) -> None:
     for name, (expected, actual) in by_variant.items():
         losses, evaluated = expected
         assert len(set(losses)) == 4, name
@@ -198,7 +198,7 @@ OFTEN = ["accumulating", "evaluated", "zero2"]
 
 def test_losses_and_metrics_are_those_of_ddp(tmp_path):
     for found in run_ranks(2, both_ways, str(tmp_path), OFTEN):
-        assert_alike(found)
+        assert_identical(found)
 
 
 @pytest.mark.slow
@@ -206,19 +206,19 @@ def test_losses_and_metrics_are_those_of_ddp(tmp_path):
 def test_losses_and_metrics_of_more_scripts_are_those_of_ddp(tmp_path, third):
     more = [name for name in VARIANTS if name not in OFTEN]
     for found in run_ranks(2, both_ways, str(tmp_path), more[third::3], timeout=150):
-        assert_alike(found)
+        assert_identical(found)
 
 
 def predicted(folder: str) -> list[list[Any]]:
     """A sequence-to-sequence training that generates within: ranks end their sentences at different lengths."""
-    seen = []
+    visited = []
     generation = GenerationConfig(max_new_tokens=6, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
     arguments = {**EVALUATED, "predict_with_generate": True, "generation_config": generation}
     for trainer, fsdp in ((transformers.Seq2SeqTrainer, {}), (Seq2SeqTrainer, SHARDED)):
         others = {"eval_dataset": Sentences(10), "compute_metrics": count_words}
         watch, _ = Script(folder, {**arguments, **fsdp}, others, model=t5(), trainer=trainer).run()
-        seen.append([watch.losses, watch.evaluated])
-    return seen
+        visited.append([watch.losses, watch.evaluated])
+    return visited
 
 
 def count_words(prediction: Any) -> dict[str, float]:
@@ -228,7 +228,7 @@ def count_words(prediction: Any) -> dict[str, float]:
 @pytest.mark.slow
 def test_what_is_generated_within_training_is_that_of_ddp(tmp_path):
     for expected, actual in run_ranks(2, predicted, str(tmp_path)):
-        assert_alike({"generated": [expected, actual]})
+        assert_identical({"generated": [expected, actual]})
         assert all(metrics["eval_sum"] > 0 for metrics in actual[1])
 
 
@@ -339,7 +339,7 @@ def refusals(folder: str) -> list[str]:
 
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path):
     for found in run_ranks(2, refusals, str(tmp_path)):
-        assert [said for (_, said), message in zip(REFUSED, found, strict=True) if said not in message] == []
+        assert [stated for (_, stated), message in zip(REFUSED, found, strict=True) if stated not in message] == []
 
 
 def read_straight(folder: str, weights: str) -> dict[str, Any]:
@@ -353,12 +353,12 @@ def read_straight(folder: str, weights: str) -> dict[str, Any]:
     plugin = ShardingPlugin()
     _, sharding = peak_during(lambda: shard(model, plugin, computes_in=None))
     units = units_in(model)
-    resting = storage_bytes(model.parameters(), [unit.slot.storage for unit in units])
+    stored = storage_bytes(model.parameters(), [unit.slot.storage for unit in units])
     unit = max(sum(4 * param.layout.spec.numel for param in unit.params) for unit in units)
     return {
         "losses": losses,
         "building": building - largest,
-        "sharding": sharding - resting - unit,
+        "sharding": sharding - stored - unit,
         "whole": sum(4 * param.numel() for param in model.parameters()),
         "generation": model.generation_config.max_new_tokens,
     }
@@ -485,12 +485,12 @@ def test_without_fsdp_nothing_is_sharded(tmp_path):
 def enabled_late() -> str:
     import fullshard.integrations.transformers as integration
 
-    class Theirs(transformers.Trainer):
+    class PeerTrainer(transformers.Trainer):
         """A trainer that another library has derived."""
 
     with pytest.raises(StateError, match="Theirs was made from transformers' Trainer before"):
         integration.enable()
-    return Theirs.__name__
+    return PeerTrainer.__name__
 
 
 def enabled_early() -> bool:
@@ -498,14 +498,14 @@ def enabled_early() -> bool:
 
     integration.enable()
     integration.enable()
-    from transformers import Seq2SeqTrainer as AlsoTheirs
-    from transformers import Trainer as Theirs
+    from transformers import Seq2SeqTrainer as OtherPeerTrainer
+    from transformers import Trainer as PeerTrainer
 
-    class Derived(Theirs):
+    class Derived(PeerTrainer):
         """A trainer that another library derives afterwards."""
 
     integration.enable()
-    return Theirs is Trainer and AlsoTheirs is Seq2SeqTrainer and issubclass(Derived, Trainer)
+    return PeerTrainer is Trainer and OtherPeerTrainer is Seq2SeqTrainer and issubclass(Derived, Trainer)
 
 
 def test_enable_replaces_the_trainers_for_all_that_import_them_later():

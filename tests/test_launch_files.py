@@ -28,12 +28,12 @@ def check_command(command: list[str], hosts: str | None, world: int) -> None:
     """Hold that this torchrun and the trainer behind it know what they are told."""
     assert command[0] == "torchrun"
     parser = get_args_parser()
-    told = parser.parse_args(command[1:])
-    assert told.module
-    assert (told.training_script, told.training_script_args[0]) == ("fullshard.cli", "train")
-    assert told.nproc_per_node == "8"
-    assert hosts in (None, told.nnodes)
-    settings = parse_settings(told.training_script_args[1:])
+    reported = parser.parse_args(command[1:])
+    assert reported.module
+    assert (reported.training_script, reported.training_script_args[0]) == ("fullshard.cli", "train")
+    assert reported.nproc_per_node == "8"
+    assert hosts in (None, reported.nnodes)
+    settings = parse_settings(reported.training_script_args[1:])
     assert settings.checkpoints.resume == "auto"
     assert settings.checkpoints.checkpoint_every > 0
     assert settings.run.out is not None
@@ -60,8 +60,8 @@ def start_job(folder: Path, srun: str) -> subprocess.Popen[bytes]:
 def test_the_slurm_script_starts_the_trainer_and_hands_on_its_exit_code(tmp_path):
     with start_job(tmp_path, f'test "${OWN_STORE}" = 1 && exit 3') as job:
         assert job.wait() == 3
-    *told, _ = (tmp_path / "told").read_text().split("\0")
-    command = told[told.index("torchrun") :]
+    *reported, _ = (tmp_path / "told").read_text().split("\0")
+    command = reported[reported.index("torchrun") :]
     assert "--rdzv-endpoint=a1:29400" in command
     check_command(command, hosts="1:2", world=16)
     assert not (tmp_path / "queued").exists()

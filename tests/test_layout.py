@@ -49,9 +49,9 @@ def aligned(elements: int, itemsize: int) -> bool:
     return elements * itemsize % ALIGNMENT_BYTES == 0
 
 
-def stretches_are_disjoint(stretches: list[slice], room: int) -> bool:
+def regions_are_disjoint(regions: list[slice], room: int) -> bool:
     """Whether stretches follow one another without overlap, within 0 and `room`."""
-    filled = sorted((s.start, s.stop) for s in stretches if s.start < s.stop)
+    filled = sorted((s.start, s.stop) for s in regions if s.start < s.stop)
     return all(a[1] <= b[0] for a, b in pairwise([(0, 0), *filled, (room, room)]))
 
 
@@ -69,10 +69,10 @@ def test_every_element_is_owned_once(shape, world):
     owners = torch.zeros(shape, dtype=torch.int)
     for rank in range(world):
         span = spec.span(rank)
-        mine = owners if spec.dim is None else owners.narrow(spec.dim, span.start, len(span))
-        mine += 1
-        assert tuple(mine.shape) == spec.shard_shape(rank)
-        assert mine.numel() == spec.shard_numel(rank) <= spec.part_numel
+        local = owners if spec.dim is None else owners.narrow(spec.dim, span.start, len(span))
+        local += 1
+        assert tuple(local.shape) == spec.shard_shape(rank)
+        assert local.numel() == spec.shard_numel(rank) <= spec.part_numel
     assert (owners == (1 if shape else world)).all()  # a scalar is whole on every rank
 
 
@@ -88,7 +88,7 @@ def test_no_cut_makes_smaller_parts_where_rows_are_fewer_than_ranks(shape, world
 
 
 @given(st.lists(CHOICES, max_size=8), WORLDS, ITEMSIZES)
-def test_parameters_are_cut_along_the_dims_that_are_asked_for(choices, world, itemsize):
+def test_parameters_are_cut_along_the_dims_that_are_requested_for(choices, world, itemsize):
     layout = lay_out([c[0] for c in choices], world, itemsize, [c[1] for c in choices])
     for (shape, dim), param_layout in zip(choices, layout.params, strict=True):
         assert param_layout.spec == (choose_spec(shape, world) if dim is None else ShardSpec(shape, dim, world))
@@ -97,12 +97,12 @@ def test_parameters_are_cut_along_the_dims_that_are_asked_for(choices, world, it
 
 @given(LAYOUTS)
 def test_whole_regions_are_disjoint(layout):
-    assert stretches_are_disjoint([param_layout.region for param_layout in layout.params], layout.unsharded_numel)
+    assert regions_are_disjoint([param_layout.region for param_layout in layout.params], layout.unsharded_numel)
 
 
 @given(LAYOUTS)
 def test_parts_are_disjoint_and_the_pack_lies_behind_those_in_place(layout):
-    assert stretches_are_disjoint([param_layout.part for param_layout in layout.params], layout.shard_numel)
+    assert regions_are_disjoint([param_layout.part for param_layout in layout.params], layout.shard_numel)
     for param_layout in layout.params:
         inside = layout.pack.start <= param_layout.part.start and param_layout.part.stop <= layout.pack.stop
         assert inside if not param_layout.in_place else param_layout.part.stop <= layout.pack.start

@@ -29,8 +29,8 @@ def two_ledgers(strategy: str) -> tuple[Ledger, Ledger]:
         loss_of(model, my_part(batch(step))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    foretold = predict_ledger(model, activations=predict_activations(small_gpt, lambda m: loss_of(m, tokens())))
-    return measure_ledger(model, optimizer, lambda: loss_of(model, tokens())), foretold
+    predicted = predict_ledger(model, activations=predict_activations(small_gpt, lambda m: loss_of(m, tokens())))
+    return measure_ledger(model, optimizer, lambda: loss_of(model, tokens())), predicted
 
 
 def ledgers_of_every_strategy() -> list[tuple[Ledger, Ledger]]:
@@ -41,11 +41,11 @@ def ledgers_of_every_strategy() -> list[tuple[Ledger, Ledger]]:
 def test_measured_bytes_are_those_of_the_formula(world):
     """State by state, on every rank, under every strategy."""
     for ledgers in run_ranks(world, ledgers_of_every_strategy):
-        for strategy, (measured, foretold) in zip(ONE_AXIS, ledgers, strict=True):
-            assert measured == foretold, strategy
+        for strategy, (measured, predicted) in zip(ONE_AXIS, ledgers, strict=True):
+            assert measured == predicted, strategy
 
 
-def another_strategy_foretold() -> bool:
+def another_strategy_predicted() -> bool:
     sharded = shard(small_gpt(), strategy="zero3")
     whole = shard(small_gpt(), strategy="ddp")
     return predict_ledger(sharded, strategy="ddp") == predict_ledger(whole)
@@ -53,7 +53,7 @@ def another_strategy_foretold() -> bool:
 
 def test_one_strategy_foretells_another():
     """The formula for `ddp` is the same, whatever the model is sharded by."""
-    assert all(run_ranks(2, another_strategy_foretold))
+    assert all(run_ranks(2, another_strategy_predicted))
 
 
 def test_a_model_without_units_is_refused():

@@ -84,7 +84,7 @@ class Answering(nn.Linear):
         return Answer(super().forward(question.scores))
 
 
-def forget_what_went_through() -> None:
+def forget_what_passed_through() -> None:
     import_module("torch.distributed.pipelining._backward")  # then the engine looks for its functions among the callers
     gc.disable()
     model = fully_shard(nn.Sequential(fully_shard(Answering(8, 8)), fully_shard(Answering(8, 8))))
@@ -100,7 +100,7 @@ def forget_what_went_through() -> None:
 
 def test_what_goes_through_a_model_is_freed_without_the_garbage_collector():
     """Else activations would pile up until it comes by, and peak memory would be a matter of chance."""
-    run_ranks(2, forget_what_went_through)
+    run_ranks(2, forget_what_passed_through)
 
 
 def change_dtype() -> tuple[bool, Tensor, Tensor]:
@@ -229,7 +229,7 @@ def use_all(folder: Path, cycle: int, features: frozenset[str]) -> None:
             step(model if dist.get_rank() == 0 else fully_shard(nn.Linear(8, 8)))
 
 
-def come_and_go(folder: Path, cycles: int, features: frozenset[str]) -> dict[str, tuple[int, int]]:
+def arrived_and_go(folder: Path, cycles: int, features: frozenset[str]) -> dict[str, tuple[int, int]]:
     """What there is more of after all cycles than after any of the first three. In each cycle a process group is made,
     used and destroyed. Its threads may take some seconds to end.
     """
@@ -257,4 +257,4 @@ FEATURES = frozenset({"clip", "save", "async_save", "safety copy", "summon", "st
 
 def test_nothing_outlives_its_process_group_for_more_than_a_cycle(tmp_path):
     """No more descriptors, threads, children and shared memory after seven cycles than after the first three."""
-    assert run_ranks(2, come_and_go, tmp_path, 7, FEATURES, timeout=120) == [{}, {}]
+    assert run_ranks(2, arrived_and_go, tmp_path, 7, FEATURES, timeout=120) == [{}, {}]

@@ -183,22 +183,22 @@ class OnMeta(Module):
 
 def look_inside() -> dict[str, Any]:
     """Units, reductions of a step with two microbatches, and what a module on the meta device becomes."""
-    module, said = Module(), {}
+    module, stated = Module(), {}
     with recording() as record:
         fit(FullShardStrategy(), module, accumulate_grad_batches=2, max_epochs=1, limit_val_batches=0)
-    said["units"] = sorted(unit.name for unit in units_in(module))
+    stated["units"] = sorted(unit.name for unit in units_in(module))
     names = [event.name for event in record.events if event.origin.unit == "net.layers.0"]
-    said["reductions"] = names.count("reduce_scatter")
+    stated["reductions"] = names.count("reduce_scatter")
     late = OnMeta()
-    said["parameters"] = fit(FullShardStrategy(), late, max_epochs=1)[2]
+    stated["parameters"] = fit(FullShardStrategy(), late, max_epochs=1)[2]
     again = trainer(FullShardStrategy(), max_epochs=1)
     with quiet():
-        said["metrics"] = [again.validate(late, data(8), verbose=False) for _ in range(2)]
-        said["predicted"] = isinstance(late.net, nn.Module)
+        stated["metrics"] = [again.validate(late, data(8), verbose=False) for _ in range(2)]
+        stated["predicted"] = isinstance(late.net, nn.Module)
     low = Module()
     fit(FullShardStrategy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), low, max_epochs=1)
-    said["contract"] = {str(unit.options.precision.param_dtype) for unit in units_in(low)}
-    return said
+    stated["contract"] = {str(unit.options.precision.param_dtype) for unit in units_in(low)}
+    return stated
 
 
 def test_modules_are_units_and_microbatches_are_reduced_once():
@@ -276,7 +276,7 @@ def test_a_fit_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
     assert run_ranks(1, resume_alone, str(tmp_path)) == [8]  # with another number of ranks: all batches of an epoch
 
 
-def come_from_ddp(folder: str) -> Any:
+def arrived_from_ddp(folder: str) -> Any:
     """A file of DDP's, gone on with here and by DDP itself."""
     options = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 1}
     fit(DDPStrategy(), **options, callbacks=[ModelCheckpoint(folder, filename="ddp")])
@@ -286,8 +286,8 @@ def come_from_ddp(folder: str) -> Any:
 
 @pytest.mark.slow
 def test_a_file_of_another_strategy_is_loaded(tmp_path):
-    for theirs, ours in run_ranks(2, come_from_ddp, str(tmp_path)):
-        assert_same(list(ours), list(theirs))
+    for peer, own in run_ranks(2, arrived_from_ddp, str(tmp_path)):
+        assert_same(list(own), list(peer))
 
 
 class Meddling(Module):
@@ -301,7 +301,7 @@ class Secretive(Module):
 
 
 def refuse(folder: str) -> list[str]:
-    said = []
+    stated = []
     cases: list[tuple[type[Exception], Callable[[], Any]]] = [
         (ConfigError, lambda: FullShardStrategy(find_unused_parameters=True)),
         (ConfigError, lambda: fit(FullShardStrategy(), sync_batchnorm=True)),
@@ -311,8 +311,8 @@ def refuse(folder: str) -> list[str]:
     for kind, call in cases:
         with pytest.raises(kind) as raised:
             call()
-        said.append(str(raised.value))
-    return said
+        stated.append(str(raised.value))
+    return stated
 
 
 def save_once(folder: str, module: Module) -> None:
@@ -322,12 +322,12 @@ def save_once(folder: str, module: Module) -> None:
 
 def test_what_cannot_be_honoured_is_an_error(tmp_path):
     for errors in run_ranks(2, refuse, str(tmp_path)):
-        for error, said in zip(
+        for error, stated in zip(
             errors,
             ["find_unused_parameters", "sync_batchnorm", "on_save_checkpoint has changed", "secret"],
             strict=True,
         ):
-            assert said in error
+            assert stated in error
 
 
 # -- Fabric -----------------------------------------------------------------------------------------------------------
@@ -403,12 +403,12 @@ def test_private_hooks_are_there():
     assert TESTED_WITH == L.__version__, "see that all of this file passes, then say so here"
 
 
-def test_a_missing_or_old_library_is_told():
-    for library, oldest, said in (
+def test_a_missing_or_old_library_is_reported():
+    for library, oldest, stated in (
         ("no-such-library", "1", "found none"),
         ("lightning", "99.1", f"found {L.__version__}"),
     ):
-        with pytest.raises(MissingLibraryError, match=said):
+        with pytest.raises(MissingLibraryError, match=stated):
             require(library, oldest, extra="lightning")
 
 

@@ -296,7 +296,7 @@ def test_what_is_ignored_stays_whole_and_learns_its_own_gradients(base, ignores,
 # -- whole again ------------------------------------------------------------------------------------------------------
 
 
-def tell_all(base: str) -> None:
+def report_all(base: str) -> None:
     expected = adapted(leave, base).state_dict()
     wrapper = FullyShardedDataParallel(adapted(leave, base), sync_module_states=True)
     assert_same(dict(wrapper.state_dict()), dict(expected))
@@ -318,5 +318,5 @@ def own_parameters(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("base", ["int8", "e4m3", "masked"])
-def test_weights_of_any_dtype_are_told_summoned_and_loaded(base):
-    run_ranks(2, tell_all, base)
+def test_weights_of_any_dtype_are_reported_summoned_and_loaded(base):
+    run_ranks(2, report_all, base)

@@ -94,8 +94,8 @@ def train_in_float8() -> None:
             local = value._local_tensor
             assert isinstance(local, Weight) is name.endswith("weight")
             whole = value.full_tensor()
-            theirs = alone.state_dict()[name]
-            assert torch.equal(whole, theirs._tensor if isinstance(theirs, Weight) else theirs)
+            peer = alone.state_dict()[name]
+            assert torch.equal(whole, peer._tensor if isinstance(peer, Weight) else peer)
     assert_same(learn(shard_each(float8_model(), fully_shard), after=scale_ahead), expected)
     uneven = learn(float8_model(67))
     assert_same(learn(shard_each(float8_model(67), fully_shard)), uneven)
@@ -204,8 +204,8 @@ def cannot_be_cut() -> str:
 
 @needs("torchao")
 def test_nf4_is_cut_where_its_blocks_allow():
-    for said in run_ranks(3, cannot_be_cut, timeout=120):
-        assert "0.base.weight is a NF4Tensor of shape (256, 128), which cannot be cut into 3 parts" in said
+    for stated in run_ranks(3, cannot_be_cut, timeout=120):
+        assert "0.base.weight is a NF4Tensor of shape (256, 128), which cannot be cut into 3 parts" in stated
 
 
 def peft_model() -> nn.Module:
@@ -226,8 +226,8 @@ def adapt_with_peft() -> None:
     assert_same(learn(model), expected)
     state = {name: value.full_tensor() for name, value in model.state_dict().items() if isinstance(value, DTensor)}
     saved = get_peft_model_state_dict(model, state_dict=state)
-    theirs = get_peft_model_state_dict(alone)
-    assert_same(saved, theirs)
+    peer = get_peft_model_state_dict(alone)
+    assert_same(saved, peer)
     fresh = peft_model()
     set_peft_model_state_dict(fresh, saved)
     with warnings.catch_warnings():
@@ -525,14 +525,14 @@ def round_at_random(folder: Path, strategy: str) -> list[Any]:
 
 
 @needs("torchao")
-def test_rounding_at_random_is_alike_on_all_replicas_and_goes_on_where_it_stopped(tmp_path):
+def test_rounding_at_random_is_identical_on_all_replicas_and_goes_on_where_it_stopped(tmp_path):
     for strategy in ("zero3", "ddp"):
         first, *others = run_ranks(2, round_at_random, tmp_path, strategy)
         assert_same(others, [first] * len(others))
 
 
 @needs("bitsandbytes")
-def test_what_an_optimizer_is_told_of_one_parameter_holds_for_its_shards():
+def test_what_an_optimizer_is_reported_of_one_parameter_holds_for_its_shards():
     run_ranks(2, keep_one_in_32_bits)
 
 
@@ -559,14 +559,14 @@ def load_otherwise(folder: Path) -> list[str]:
     plain = torch.optim.AdamW(model.parameters())
     take_steps(model, plain, range(1))
     save(folder / "plain", model=model, optimizer=plain, step=1)
-    said = []
+    stated = []
     for path, other in (("in-blocks", plain), ("plain", optimizer)):
         with pytest.raises(CheckpointError) as caught:
             load(folder / path, model=model, optimizer=other)
-        said.append(str(caught.value))
+        stated.append(str(caught.value))
     with pytest.raises(ConfigError) as refused:
         optim_state_dict_to_load(model, plain, states)
-    return [*said, str(refused.value)]
+    return [*stated, str(refused.value)]
 
 
 @needs("bitsandbytes")

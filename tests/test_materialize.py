@@ -118,19 +118,19 @@ def tied_across_units(**options: Any) -> nn.Module:
     return wrap({Block, nn.Embedding, nn.Linear}, **options)
 
 
-def shard_on_meta(strategy: str = "zero3", tied_apart: bool = False) -> Model:
+def shard_on_meta(strategy: str = "zero3", tied_separately: bool = False) -> Model:
     model = on_meta()
     for block in model.blocks:
         fully_shard(block, strategy=strategy)
-    if tied_apart:
+    if tied_separately:
         fully_shard(model.embedding, strategy=strategy)
         fully_shard(model.head, strategy=strategy)
     return fully_shard(model, strategy=strategy)
 
 
-def unit_by_unit(sharding_strategy: str = "zero3", tied_apart: bool = False) -> nn.Module:
+def unit_by_unit(sharding_strategy: str = "zero3", tied_separately: bool = False) -> nn.Module:
     """`fully_shard`, memory for the shards, then one unit after another whole."""
-    model = shard_on_meta(sharding_strategy, tied_apart).to_empty(device="cpu")
+    model = shard_on_meta(sharding_strategy, tied_separately).to_empty(device="cpu")
     for unit in units_in(model):
         with summon_full_params(unit.modules[0], recurse=False), torch.no_grad():
             for module in own_modules_of(unit.modules[0]):
@@ -149,7 +149,7 @@ WAYS: dict[str, Callable[..., nn.Module]] = {
     "by a function": by_function,
     "tied across units": tied_across_units,
     "unit by unit": unit_by_unit,
-    "unit by unit, tied across units": partial(unit_by_unit, tied_apart=True),
+    "unit by unit, tied across units": partial(unit_by_unit, tied_separately=True),
 }
 
 
@@ -198,9 +198,9 @@ def test_values_are_the_same_at_every_world_size_and_under_every_strategy():
 def most_bytes(build: Callable[[], nn.Module]) -> tuple[int, int, int]:
     """The most bytes held while a model is built; those of its shards and buffers; those of its largest unit, whole."""
     model, peak = peak_during(build)
-    resting = storage_bytes((*model.parameters(), *model.buffers()))
+    stored = storage_bytes((*model.parameters(), *model.buffers()))
     whole = [sum(4 * param.layout.spec.numel for param in unit.params) for unit in units_in(model)]
-    return peak, resting, max(whole)
+    return peak, stored, max(whole)
 
 
 def load(state: dict[str, Tensor], assign: bool) -> nn.Module:
@@ -231,9 +231,9 @@ def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(tmp_path, world):
     """Counted after every operation, in every way of giving values; what is loaded from a mapped file is not held."""
     total = sum(param.nbytes for param in Model().parameters())
     for found in run_ranks(world, measure_every_way, str(tmp_path / "model.pt")):
-        for name, (peak, resting, unit) in found.items():
-            assert 0.9 * total / world < resting < 1.1 * total / world + 4096
-            assert peak <= resting + unit + 4096, name  # padding, and what is made of no parameter
+        for name, (peak, stored, unit) in found.items():
+            assert 0.9 * total / world < stored < 1.1 * total / world + 4096
+            assert peak <= stored + unit + 4096, name  # padding, and what is made of no parameter
 
 
 # -- other beginnings -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fullshard import DataParallelMeshDims, explain, fully_shard, replicate
 from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
-from fullshard.liveness.whereabouts import here
+from fullshard.liveness.rank_progress import here
 from fullshard.testing import assert_same
 
 
@@ -47,13 +47,13 @@ def compare_with_slices() -> None:
     flat, hybrid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
     full = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
     parts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
-    apart = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_shard", "tp", "cp"))
+    separate = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_shard", "tp", "cp"))
     zero3 = trained(chain(partial(fully_shard, mesh=flat)), rank)
     hsdp = trained(chain(partial(fully_shard, mesh=hybrid, strategy="hsdp")), rank)
     ddp = trained(chain(partial(fully_shard, mesh=flat, strategy="ddp")), rank)
     assert_same(trained(chain(by_name(full, ("dp_shard", "cp"))), rank), zero3)
     assert_same(trained(chain(by_name(full, ("cp", "dp_shard"))), rank), zero3)
-    assert_same(trained(chain(by_name(apart, ("dp_shard", "cp"))), rank), zero3)
+    assert_same(trained(chain(by_name(separate, ("dp_shard", "cp"))), rank), zero3)
     model = chain(by_name(parts, ("dp_shard", "cp"), "dp_replicate"))
     assert_same(trained(model, rank), hsdp)
     assert next(model.parameters()).device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
@@ -110,7 +110,7 @@ def compare_tensor_parallel() -> None:
     assert_same(found["hybrid"], found["slice"])
 
 
-def test_tensor_parallelism_beside_axes_by_name_is_as_beside_a_slice():
+def test_tensor_parallelism_next_to_axes_by_name_is_as_next_to_a_slice():
     run_ranks(4, compare_tensor_parallel)
 
 
@@ -132,7 +132,7 @@ def train_on_all_axes(names: tuple[str, ...], shape: tuple[int, ...], axes: tupl
     data = [Replicate() if name == "tp" else Shard(0) for name in names]
     model, plain = perceptrons(), perceptrons()
     on_all_axes(model, mesh)
-    seen = [param.placements for param in model.parameters()]
+    visited = [param.placements for param in model.parameters()]
     dims = DataParallelMeshDims(tuple(name for name in names if name not in ("tp", replicate)), replicate)
     for block in model:
         fully_shard(block, mesh=mesh, dp_mesh_dims=dims)
@@ -141,7 +141,7 @@ def train_on_all_axes(names: tuple[str, ...], shape: tuple[int, ...], axes: tupl
     model.unshard()
     model[0].unshard()
     shown = list(model[0].parameters())
-    assert [param.placements for param in shown] == seen[: len(shown)]
+    assert [param.placements for param in shown] == visited[: len(shown)]
     assert all(param.device_mesh == mesh for param in shown)
     model[0].reshard()
     assert model[0].up.weight.device_mesh.mesh_dim_names == axes
@@ -150,8 +150,8 @@ def train_on_all_axes(names: tuple[str, ...], shape: tuple[int, ...], axes: tupl
         tokens = batch_of(step)
         model(distribute_tensor(tokens, mesh, data)).square().mean().backward()
         plain(tokens).square().mean().backward()
-        ours, theirs = ([whole(param.grad) for param in item.parameters()] for item in (model, plain))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
+        own, peer = ([whole(param.grad) for param in item.parameters()] for item in (model, plain))
+        torch.testing.assert_close(own, peer, rtol=1e-4, atol=1e-7)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

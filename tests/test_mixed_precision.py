@@ -37,9 +37,9 @@ def by_hand(compute: torch.dtype, reduce: torch.dtype) -> list[Any]:
         loss.backward()
         for master, param in zip(plain.parameters(), low.parameters(), strict=True):
             assert param.grad is not None
-            mine = param.grad.to(reduce)
-            terms = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(terms, mine)
+            local = param.grad.to(reduce)
+            terms = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+            dist.all_gather(terms, local)
             master.grad = (sum(terms[1:], terms[0]) / len(terms)).to(master.dtype)
             param.grad = None
         left += [loss.detach(), whole_grads(plain)]
@@ -104,39 +104,39 @@ class Looking(nn.Module):
         self.inner = nn.Linear(48, 48)
         self.register_buffer("mean", torch.ones(48))
         self.register_buffer("count", torch.ones(1, dtype=torch.int64))
-        self.seen: dict[str, torch.dtype] = {}
+        self.visited: dict[str, torch.dtype] = {}
 
     def forward(self, x: Tensor, mask: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
-        self.seen = {"weight": self.inner.weight.dtype, "x": x.dtype, "mask": mask.dtype, "scale": scale.dtype}
-        self.seen |= {"mean": self.mean.dtype, "count": self.count.dtype}
+        self.visited = {"weight": self.inner.weight.dtype, "x": x.dtype, "mask": mask.dtype, "scale": scale.dtype}
+        self.visited |= {"mean": self.mean.dtype, "count": self.count.dtype}
         return {"out": F.linear(x.to(self.inner.weight.dtype), self.inner.weight), "mask": mask}
 
 
 def look(shard: Any) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
     model = shard(Looking())
     found = model(torch.ones(2, 48), torch.ones(2, dtype=torch.bool), scale=torch.ones(1, dtype=torch.float64))
-    return getattr(model, "module", model).seen, {name: tensor.dtype for name, tensor in found.items()}
+    return getattr(model, "module", model).visited, {name: tensor.dtype for name, tensor in found.items()}
 
 
 def look_at_all() -> None:
     bf16 = partial(MixedPrecisionPolicy, param_dtype=BF16)
-    seen, given = look(partial(fully_shard, mp_policy=bf16()))
-    assert (seen["weight"], seen["x"], seen["scale"], seen["mask"]) == (BF16, BF16, BF16, torch.bool)
-    assert (seen["mean"], seen["count"]) == (FP32, torch.int64)
+    visited, given = look(partial(fully_shard, mp_policy=bf16()))
+    assert (visited["weight"], visited["x"], visited["scale"], visited["mask"]) == (BF16, BF16, BF16, torch.bool)
+    assert (visited["mean"], visited["count"]) == (FP32, torch.int64)
     assert given == {"out": BF16, "mask": torch.bool}
-    seen, given = look(partial(fully_shard, mp_policy=bf16(cast_forward_inputs=False, output_dtype=FP32)))
-    assert (seen["weight"], seen["x"], seen["scale"]) == (BF16, FP32, torch.float64)
+    visited, given = look(partial(fully_shard, mp_policy=bf16(cast_forward_inputs=False, output_dtype=FP32)))
+    assert (visited["weight"], visited["x"], visited["scale"]) == (BF16, FP32, torch.float64)
     assert given == {"out": FP32, "mask": torch.bool}
 
     wrap = partial(FullyShardedDataParallel)
-    seen, _ = look(partial(wrap, mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=FP16)))
-    assert (seen["weight"], seen["x"], seen["mean"], seen["count"]) == (BF16, BF16, FP16, torch.int64)
+    visited, _ = look(partial(wrap, mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=FP16)))
+    assert (visited["weight"], visited["x"], visited["mean"], visited["count"]) == (BF16, BF16, FP16, torch.int64)
     policy = MixedPrecision(param_dtype=BF16, cast_root_forward_inputs=False)
-    seen, _ = look(partial(wrap, mixed_precision=policy))
-    assert (seen["weight"], seen["x"]) == (BF16, FP32)
+    visited, _ = look(partial(wrap, mixed_precision=policy))
+    assert (visited["weight"], visited["x"]) == (BF16, FP32)
 
 
-def test_inputs_outputs_and_buffers_are_cast_as_the_policy_says_and_integers_never():
+def test_inputs_outputs_and_buffers_are_cast_as_the_policy_states_and_integers_never():
     run_ranks(1, look_at_all)
 
 

@@ -23,7 +23,9 @@ from fullshard.tape.context import Kept, kept
 from fullshard.testing import assert_same
 
 
-def cast_between_wires(strategy: str, first: torch.dtype, then: torch.dtype, policy: MixedPrecisionPolicy) -> list[int]:
+def cast_between_transports(
+    strategy: str, first: torch.dtype, then: torch.dtype, policy: MixedPrecisionPolicy
+) -> list[int]:
     """Bytes that this rank sends in a step after a cast, and in one of a model that was always of that dtype."""
     sent = []
     for dtypes in ((first, then), (then,)):
@@ -41,10 +43,10 @@ def cast_between_wires(strategy: str, first: torch.dtype, then: torch.dtype, pol
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
-def test_a_cast_changes_what_is_encoded_as_the_policy_says(strategy, dtypes):
+def test_a_cast_changes_what_is_encoded_as_the_policy_states(strategy, dtypes):
     """Float64 is never encoded; the layout alone does not tell which wires a parameter group needs."""
     policy = MixedPrecisionPolicy(gather_wire="int8", reduce_wire="int8")
-    for cast, always in run_ranks(2, cast_between_wires, strategy, *dtypes, policy):
+    for cast, always in run_ranks(2, cast_between_transports, strategy, *dtypes, policy):
         assert cast == always > 0
 
 
@@ -98,8 +100,8 @@ def test_shards_that_are_found_moved_in_an_evaluation_can_be_trained():
 
 def make_a_new_world() -> tuple[dict[str, int], dict[str, int]]:
     closed: list[str] = []
-    mine = Kept[str, str]("test", closed.append)
-    mine.get_or_make("a", lambda: "first")
+    local = Kept[str, str]("test", closed.append)
+    local.get_or_make("a", lambda: "first")
     model = chain(fully_shard)
     model(inputs()).sum().backward()
     before = kept()
@@ -107,7 +109,7 @@ def make_a_new_world() -> tuple[dict[str, int], dict[str, int]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
-    assert mine.get_or_make("a", lambda: "second") == "second"
+    assert local.get_or_make("a", lambda: "second") == "second"
     assert closed == ["first"]
     after = kept()
     chain(fully_shard)(inputs()).sum().backward()
@@ -215,15 +217,15 @@ def test_units_in_wrappers_are_changed_like_plain_modules():
 
 
 def share_what_is_sharded() -> list[str]:
-    said = []
+    stated = []
     for model in (sharded_chain(fully_shard), Around(sharded_chain(FullyShardedDataParallel))):
         with pytest.raises(StateError) as caught:
             model.share_memory()
-        said.append(str(caught.value))
+        stated.append(str(caught.value))
         model(inputs()).sum().backward()
-    return said
+    return stated
 
 
 def test_shared_memory_is_refused_with_the_remedy():
-    for said in run_ranks(2, share_what_is_sharded):
-        assert all("Call share_memory() on the module before it is sharded" in message for message in said)
+    for stated in run_ranks(2, share_what_is_sharded):
+        assert all("Call share_memory() on the module before it is sharded" in message for message in stated)

@@ -61,10 +61,10 @@ def report() -> Report:
 
 
 def test_a_host_s_ranks_are_those_that_hsdp_shards_over(reports):
-    for rank, seen in enumerate(reports):
-        assert seen.shards_with == [other for other, theirs in enumerate(reports) if theirs.host == seen.host]
-        assert rank in seen.shards_with
-        assert len(seen.shards_with) == RANKS
+    for rank, visited in enumerate(reports):
+        assert visited.shards_with == [other for other, peer in enumerate(reports) if peer.host == visited.host]
+        assert rank in visited.shards_with
+        assert len(visited.shards_with) == RANKS
 
 
 # -- the hosts themselves ---------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def train_on_one_host() -> dict[str, Any]:
 
 def test_two_hosts_train_to_the_bits_of_one(reports):
     expected = run_ranks(HOSTS * RANKS, train_on_one_host)
-    assert_same([seen.numbers for seen in reports], expected)
+    assert_same([visited.numbers for visited in reports], expected)
 
 
 def fullshard_train(text: Path, *more: str) -> list[str]:
@@ -200,18 +200,18 @@ def sent_in_a_step(strategy: Any) -> float:
 
 
 @pytest.mark.parametrize("formula", rows(section(page("docs/networks.md"), "Bytes")), ids=lambda row: row[0])
-def test_what_crosses_between_hosts_is_what_the_formulas_say(formula, reports):
+def test_what_crosses_between_hosts_is_what_the_formulas_state(formula, reports):
     name, expression = formula[:2]
     whole = (LAYERS + 1) * UNIT_BYTES
     known = {"P": whole, "G": whole, "root": UNIT_BYTES, "k": MICROBATCHES, "s": 1, "h": HOSTS, "g": RANKS}
     expected = eval(expression, known)
-    for seen in reports:
-        assert expected <= seen.sent[name] <= OVERHEAD * expected
+    for visited in reports:
+        assert expected <= visited.sent[name] <= OVERHEAD * expected
 
 
 def test_hsdp_sends_less_between_hosts_than_zero3(reports):
-    for seen in reports:
-        assert seen.sent["hsdp"] < seen.sent["zero3"] / 4
+    for visited in reports:
+        assert visited.sent["hsdp"] < visited.sent["zero3"] / 4
 
 
 # -- a host goes away -------------------------------------------------------------------------------------------------
@@ -240,22 +240,22 @@ def steps_of(path: Path) -> int:
     return int((path.read_text() if path.exists() else "") or 0)
 
 
-def test_a_short_silence_is_survived_and_after_a_long_one_every_rank_ends_and_says_why(hosts, tmp_path):
+def test_a_short_silence_is_survived_and_after_a_long_one_every_rank_ends_and_states_why(hosts, tmp_path):
     """Also those that do not reach the store. Started without torchrun, whose agent on that host ends minutes later."""
     ranks = range(HOSTS * RANKS)
-    trains, said = ([tmp_path / f"{what}{rank}" for rank in ranks] for what in ("trains", "said"))
+    trains, stated = ([tmp_path / f"{what}{rank}" for rank in ranks] for what in ("trains", "said"))
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
     rendezvous = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
     started = []
     for rank in ranks:
         command = [sys.executable, "-c", TRAIN_FOR_EVER, str(trains[rank]), str(SILENCE_S)]
-        with said[rank].open("w") as output:
+        with stated[rank].open("w") as output:
             options = {"env": {**environ, **rendezvous, "RANK": str(rank)}, "stderr": output}
             started.append(hosts[rank // RANKS].start(*command, **options))
 
     def await_step(number: int) -> None:
         while not all(steps_of(path) > number for path in trains):
-            assert [process.poll() for process in started] == [None] * len(ranks), said[0].read_text()
+            assert [process.poll() for process in started] == [None] * len(ranks), stated[0].read_text()
             time.sleep(0.1)
 
     try:
@@ -271,6 +271,6 @@ def test_a_short_silence_is_survived_and_after_a_long_one_every_rank_ends_and_sa
         for host in hosts:
             host.stop_all()
     assert all(codes), codes
-    assert all(" was lost: " in text.read_text() for text in said)
+    assert all(" was lost: " in text.read_text() for text in stated)
     for rank, lost in ((0, 3), (2, 1)):  # each watches the one before it
-        assert f"rank {lost} was lost: its host does not answer" in said[rank].read_text()
+        assert f"rank {lost} was lost: its host does not answer" in stated[rank].read_text()

@@ -10,19 +10,19 @@ import pytest
 import torch
 from shared_ranks import run_ranks
 from small_models import ONE_AXIS, Chain, Layer, all_but_one, chain, inputs, small_gpt
-from test_offload_to_disk import LOOPS, adamw, few_bytes_a_portion, learn, momentum
+from test_offload_to_disk import LOOPS, adamw, few_bytes_per_chunk, learn, momentum
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import CPUOffloadPolicy, Offload, OffloadPolicy, dry, fully_shard
 from fullshard._compat import make_dtensor, set_local_tensor
-from fullshard.engine.homes import fractions_of, homes_of
+from fullshard.engine.placements import fractions_of, placements_of
 from fullshard.engine.registry import units_in
 from fullshard.optim import local_steps
 from fullshard.plan.explain import explain
 from fullshard.plan.ledger import predict_ledger, predict_tiers
 from fullshard.plan.memory import State, memory_peak
-from fullshard.policy.offload import Home
+from fullshard.policy.offload import StatePlacement
 from fullshard.tape.recorder import Phase
 from fullshard.tape.tape import HOST, Operation
 from fullshard.testing import assert_same
@@ -59,14 +59,16 @@ def compare(cases: Sequence[Case]) -> None:
             found = trained_under(strategy, LOOPS[number], make, policy)
         assert_same(found, expected[key], name=f"{strategy}, {key}, {policy}")
         assert not dry.races(tape)
-        assert any(operation.lane == HOST and operation.origin.phase is Phase.STEP for operation in tape.of(Operation))
+        assert any(
+            operation.stream == HOST and operation.origin.phase is Phase.STEP for operation in tape.of(Operation)
+        )
 
 
 def test_every_fraction_gives_the_bits_of_none():
     run_ranks(2, compare, FEW)
 
 
-MAKERS = [adamw, momentum]  # no lanes are pretended for Muon
+MAKERS = [adamw, momentum]  # no streams are pretended for Muon
 
 
 @pytest.mark.slow
@@ -81,7 +83,7 @@ def compare_with_disk(folder: str) -> None:
     expected = trained_under("zero3", LOOPS[1], adamw, None)
     states = Offload(optimizer={"cpu": 0.3, "disk": 0.5}, folder=folder)
     shards = Offload(parameters={"cpu": 0.3, "disk": 0.3}, folder=folder)
-    with few_bytes_a_portion():
+    with few_bytes_per_chunk():
         for policy in (states, shards):
             assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)  # where the CPU computes
             with dry.taped(values=True):
@@ -94,11 +96,20 @@ def test_units_on_a_disk_are_none_of_those_on_the_cpu(tmp_path):
             partial(fully_shard, offload_policy=Offload(parameters={"cpu": 0.3, "disk": 0.3}, folder=tmp_path))
         )
         units = units_in(model)
-        homes = homes_of(units)
-    where = {home: sum(unit.whole_nbytes for unit in units if homes[unit] is home) for home in Home}
-    assert where[Home.DISK] > 0 < where[Home.CPU]
-    assert {unit for unit in units if homes[unit] is Home.DISK} == {unit for unit in units if unit.rests_on_disk}
-    assert where[Home.CPU] >= 0.3 * sum(where.values()) > where[Home.CPU] - max(unit.whole_nbytes for unit in units)
+        placements = placements_of(units)
+    where = {
+        destination: sum(unit.whole_nbytes for unit in units if placements[unit] is destination)
+        for destination in StatePlacement
+    }
+    assert where[StatePlacement.DISK] > 0 < where[StatePlacement.CPU]
+    assert {unit for unit in units if placements[unit] is StatePlacement.DISK} == {
+        unit for unit in units if unit.is_on_disk
+    }
+    assert (
+        where[StatePlacement.CPU]
+        >= 0.3 * sum(where.values())
+        > where[StatePlacement.CPU] - max(unit.whole_nbytes for unit in units)
+    )
 
 
 def test_a_part_on_the_cpu_and_a_part_on_a_disk(tmp_path):
@@ -114,9 +125,9 @@ def tape_of(policy: OffloadPolicy | None, **loop: Any) -> dry.Tape:
     return dry.run(partial(chain, partial(fully_shard, offload_policy=policy)), inputs, world=2, steps=STEPS, **loop)
 
 
-def crossings(tape: dry.Tape, lane: str) -> list[Operation]:
-    """The copies between the host and the device on a lane."""
-    return [operation for operation in tape.of(Operation) if operation.crosses and operation.lane == lane]
+def crossings(tape: dry.Tape, stream: str) -> list[Operation]:
+    """The copies between the host and the device on a stream."""
+    return [operation for operation in tape.of(Operation) if operation.crosses and operation.stream == stream]
 
 
 def names(operations: Sequence[Operation]) -> list[str]:
@@ -127,7 +138,7 @@ def shard_nbytes() -> int:
     """Of a layer on one of two ranks, with padding."""
     with dry.world(2), dry.taped():
         unit = units_in(fully_shard(Layer()))[0]
-        return sum(group.plan.rest_nbytes for group in unit.param_groups)
+        return sum(group.plan.stored_nbytes for group in unit.param_groups)
 
 
 def test_shards_come_up_once_a_step_where_the_device_has_a_copy_and_for_each_gather_where_not():
@@ -149,7 +160,7 @@ def test_gradients_go_down_unit_by_unit_while_backward_goes_on():
     entries = [
         operation
         for operation in tape.of(Operation)
-        if operation.lane == "compute" and operation.origin.phase is Phase.BACKWARD
+        if operation.stream == "compute" and operation.origin.phase is Phase.BACKWARD
     ]
     order = {id(entry): number for number, entry in enumerate(tape.entries)}
     first = min(order[id(item)] for item in down)
@@ -162,25 +173,25 @@ def test_the_cpu_steps_what_is_there_and_the_device_the_rest():
     tape = tape_of(Offload(optimizer={"cpu": 0.45}), max_norm=1.0)
     steps = [operation for operation in tape.of(Operation) if operation.name == "aten._fused_adamw_"]
     nbytes = shard_nbytes()
-    of_lane = {lane: [step for step in steps if step.lane == lane] for lane in ("compute", HOST)}
-    assert len(of_lane["compute"]) == STEPS
-    assert len(of_lane[HOST]) == 2 * (STEPS - 1)  # unit by unit; the last step is put off still
+    of_stream = {stream: [step for step in steps if step.stream == stream] for stream in ("compute", HOST)}
+    assert len(of_stream["compute"]) == STEPS
+    assert len(of_stream[HOST]) == 2 * (STEPS - 1)  # unit by unit; the last step is put off still
     assert all(
-        2 * 3.5 * nbytes <= item.nbytes <= 2 * 4.5 * nbytes for item in of_lane[HOST]
+        2 * 3.5 * nbytes <= item.nbytes <= 2 * 4.5 * nbytes for item in of_stream[HOST]
     )  # values, gradients, states
 
 
 def test_the_cpu_steps_a_unit_when_the_device_computes_those_before_it():
     tape = tape_of(Offload(optimizer={"cpu": 0.45}), max_norm=1.0)
-    told = []
+    reported = []
     for operation in tape.of(Operation):
         unit, phase = operation.origin.unit, operation.origin.phase
         if operation.name == "aten._fused_adamw_":
-            told.append(f"{operation.lane} steps")
-        elif operation.crosses and operation.lane == "gather":
-            told.append(f"{unit} comes up")
-        elif operation.flops and phase is Phase.FORWARD and f"{unit} computes" not in told[-1:]:
-            told.append(f"{unit} computes")
+            reported.append(f"{operation.stream} steps")
+        elif operation.crosses and operation.stream == "gather":
+            reported.append(f"{unit} comes up")
+        elif operation.flops and phase is Phase.FORWARD and f"{unit} computes" not in reported[-1:]:
+            reported.append(f"{unit} computes")
     layer = "layers.{} computes".format
     last = [
         layer(0),
@@ -192,7 +203,7 @@ def test_the_cpu_steps_a_unit_when_the_device_computes_those_before_it():
         layer(2),
         layer(3),
     ]
-    assert told[-len(last) - 2 :] == [*last, " computes", "compute steps"]
+    assert reported[-len(last) - 2 :] == [*last, " computes", "compute steps"]
 
 
 # -- nobody can tell --------------------------------------------------------------------------------------------------
@@ -272,30 +283,32 @@ def acted_between(act: Any, policy: OffloadPolicy | None) -> list[Any]:
 
 
 def compare_acts() -> None:
-    put_off = mock.Mock(side_effect=local_steps.put_off)
+    defer = mock.Mock(side_effect=local_steps.defer)
     for act in ACTS:
         expected = acted_between(act, None)
-        with dry.taped(values=True) as tape, mock.patch.object(local_steps, "put_off", put_off):
+        with dry.taped(values=True) as tape, mock.patch.object(local_steps, "defer", defer):
             assert_same(acted_between(act, Offload(optimizer={"cpu": 0.45})), expected, name=act.__name__)
-            assert put_off.call_count > 0
-            assert all(call.args[1].name != "layers.3" for call in put_off.call_args_list)
+            assert defer.call_count > 0
+            assert all(call.args[1].name != "layers.3" for call in defer.call_args_list)
         assert not dry.races(tape), act.__name__
-        put_off.reset_mock()
+        defer.reset_mock()
 
 
-def test_nobody_can_tell_that_a_step_is_put_off():
+def test_nobody_can_report_that_a_step_is_put_off():
     run_ranks(1, compare_acts)
 
 
 def test_memory_of_the_device_is_less_by_the_formula():
     plain, tape = tape_of(None), tape_of(Offload(optimizer={"cpu": 0.45}))
     before, after = (memory_peak(item).by_state for item in (plain, tape))
-    away = 2 * shard_nbytes()
+    offloaded = 2 * shard_nbytes()
     assert before[State.PARAMETERS] == after[State.PARAMETERS]  # a copy is as large as the shards
-    assert abs(before[State.OPTIMIZER] - after[State.OPTIMIZER] - 2 * away) < 100  # counts of steps, and no padding
+    assert (
+        abs(before[State.OPTIMIZER] - after[State.OPTIMIZER] - 2 * offloaded) < 100
+    )  # counts of steps, and no padding
     assert after[State.SHARDED_GRADIENTS] < 1000  # what is on its way down counts as messages
     assert tape.peak_bytes() < plain.peak_bytes()
-    assert 4 * away <= tape.peak_bytes(of_host=True) <= 4.2 * away
+    assert 4 * offloaded <= tape.peak_bytes(of_host=True) <= 4.2 * offloaded
 
 
 def test_the_ledger_and_explain_know_what_is_on_the_cpu():
@@ -318,19 +331,21 @@ def test_the_ledger_and_explain_know_what_is_on_the_cpu():
 # -- which units ------------------------------------------------------------------------------------------------------
 
 
-def homes(policy: Any, **options: Any) -> list[Home]:
+def placements(policy: Any, **options: Any) -> list[StatePlacement]:
     with dry.world(2), dry.taped():
         model = chain(lambda module: module if isinstance(module, Layer) else None) or Chain()
         fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({Layer}), offload_policy=policy, **options)
-        return list(homes_of(units_in(model)).values())
+        return list(placements_of(units_in(model)).values())
 
 
-def test_the_last_units_are_on_the_cpu_until_there_are_as_many_as_was_asked_for():
-    device, stepped, on_cpu = Home.DEVICE, Home.STEPPED_ON_CPU, Home.CPU
-    assert homes(Offload(optimizer={"cpu": 0.3})) == [device] * 3 + [stepped] * 2
-    assert homes(Offload(optimizer={"cpu": 0.5}, parameters={"cpu": 0.1})) == [device] * 2 + [stepped] * 2 + [on_cpu]
-    assert homes(Offload(parameters={"cpu": 1})) == homes(CPUOffloadPolicy()) == [on_cpu] * 5
-    assert homes(Offload(optimizer={"cpu": 1})) == [stepped] * 5
+def test_the_last_units_are_on_the_cpu_until_there_are_as_many_as_was_requested_for():
+    device, stepped, on_cpu = StatePlacement.DEVICE, StatePlacement.STEPPED_ON_CPU, StatePlacement.CPU
+    assert placements(Offload(optimizer={"cpu": 0.3})) == [device] * 3 + [stepped] * 2
+    assert placements(Offload(optimizer={"cpu": 0.5}, parameters={"cpu": 0.1})) == [device] * 2 + [stepped] * 2 + [
+        on_cpu
+    ]
+    assert placements(Offload(parameters={"cpu": 1})) == placements(CPUOffloadPolicy()) == [on_cpu] * 5
+    assert placements(Offload(optimizer={"cpu": 1})) == [stepped] * 5
 
 
 def test_fractions_have_one_unit_more_there_each():
@@ -339,14 +354,14 @@ def test_fractions_have_one_unit_more_there_each():
         fractions = fractions_of(units)
     assert fractions == sorted(fractions) and len(fractions) == len(units) and fractions[-1] == 1
     for count, fraction in enumerate(fractions, 1):
-        assert homes(Offload(optimizer={"cpu": fraction})).count(Home.STEPPED_ON_CPU) == count
+        assert placements(Offload(optimizer={"cpu": fraction})).count(StatePlacement.STEPPED_ON_CPU) == count
 
 
 def test_names_choose_policies():
-    device, stepped, on_cpu = Home.DEVICE, Home.STEPPED_ON_CPU, Home.CPU
+    device, stepped, on_cpu = StatePlacement.DEVICE, StatePlacement.STEPPED_ON_CPU, StatePlacement.CPU
     chosen = {"layers.3.*": CPUOffloadPolicy(), "layers.*": Offload(optimizer={"cpu": 0.3}), "": OffloadPolicy()}
-    assert homes(chosen) == [device, device, device, stepped, on_cpu]
-    assert homes({"layers.1": Offload(optimizer={"cpu": 1})}) == [device, device, stepped, device, device]
+    assert placements(chosen) == [device, device, device, stepped, on_cpu]
+    assert placements({"layers.1": Offload(optimizer={"cpu": 1})}) == [device, device, stepped, device, device]
 
 
 def test_a_tensor_has_the_device_of_what_it_holds():

@@ -128,8 +128,8 @@ def on_the_disk(optimizer: torch.optim.Optimizer) -> list[bool]:
     return [isinstance(state.to_local(), OnDisk) for state in states if state.ndim]
 
 
-def few_bytes_a_portion() -> Any:
-    return mock.patch.object(on_disk, "PORTION_NBYTES", 60_000)
+def few_bytes_per_chunk() -> Any:
+    return mock.patch.object(on_disk, "CHUNK_NBYTES", 60_000)
 
 
 # -- the bits of none -------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ MAKERS, WORLDS, FRACTIONS = [adamw, momentum, muon], [1, 2, 3], [0.0, 0.25, 0.5,
 CASES = all_but_one(MAKERS, WORLDS, ONE_AXIS, range(3), FRACTIONS)
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def compare(folder: Path, make: Make, cases: Sequence[tuple[str, int, float]]) -> None:
     """Strategies give the same bits, so one without offload is enough for each loop."""
 
@@ -179,7 +179,7 @@ def test_an_optimizer_that_needs_whole_parameters_may_have_them_one_by_one(tmp_p
     run_ranks(2, compare, tmp_path, adafactor, with_fraction(1.0, [("ddp", 0), ("ddp", 1)]))
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def step_in_every_way(folder: Path) -> None:
     """Hooks of the user's, closures, schedulers, implementations, steps without some gradients, new groups."""
 
@@ -243,7 +243,7 @@ def test_steps_with_hooks_closures_and_gaps_are_those_of_a_run_without(tmp_path)
     run_ranks(1, step_in_every_way, tmp_path)
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def hook_the_steps_of_one_rank(folder: Path) -> None:
     """Ranks send the same, and a first step holds no more, whichever of them have hooks."""
 
@@ -270,7 +270,7 @@ def test_hooks_of_one_rank_alone_change_nothing(tmp_path):
 # -- how much, and in how much memory ---------------------------------------------------------------------------------
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def weigh(folder: Path) -> None:
     for fraction in (0.0, 0.25, 0.5, 1.0):
         model = build(fraction, folder)
@@ -304,7 +304,7 @@ def weigh(folder: Path) -> None:
             item.to_local().nbytes for item in kept if isinstance(item, DTensor) and isinstance(item.to_local(), OnDisk)
         )
         assert in_memory == total - on_it
-        assert states.nbytes - ALIGNMENT * len(states.portions) <= on_it <= states.nbytes
+        assert states.nbytes - ALIGNMENT * len(states.chunks) <= on_it <= states.nbytes
 
         predicted = predict_ledger(model)
         padding = ALIGNMENT * BUFFERS
@@ -318,7 +318,7 @@ def weigh(folder: Path) -> None:
             text,
         )
 
-        largest = max(states.portions)
+        largest = max(states.chunks)
         assert states.buffer_nbytes <= BUFFERS * (largest + ALIGNMENT)
         temporaries = 3 * largest  # of the optimizer's arithmetic, on the parameters of one portion
         assert first <= BUFFERS * (2 * largest + ALIGNMENT) + temporaries + in_memory
@@ -326,7 +326,7 @@ def weigh(folder: Path) -> None:
         assert not any(buffer.numel() for its in states._buffers.values() for buffer in its), "gone after the step"
 
 
-def test_whole_units_go_to_the_disk_and_a_step_holds_three_portions(tmp_path):
+def test_whole_units_go_to_the_disk_and_a_step_holds_three_chunks(tmp_path):
     run_ranks(2, weigh, tmp_path)
     run_ranks(1, weigh, tmp_path)
 
@@ -357,10 +357,10 @@ def weigh_first_steps(folder: Path) -> None:
         optimizer = make([param for param in model.parameters() if param.ndim == 2], lr=1e-2)
         model(torch.randn(4, 256)).square().mean().backward()
         _, peak = peak_during(optimizer.step)
-        portions = states_on_disk(optimizer).portions
-        assert len(portions) == 12
+        chunks = states_on_disk(optimizer).chunks
+        assert len(chunks) == 12
         arithmetic = 12 if make is Muon else 5  # Newton-Schulz steps have several matrices at once
-        assert peak <= (BUFFERS + arithmetic) * (max(portions) + ALIGNMENT), make
+        assert peak <= (BUFFERS + arithmetic) * (max(chunks) + ALIGNMENT), make
 
 
 def twelve_layers(fraction: float, folder: Path) -> nn.Module:
@@ -373,8 +373,8 @@ def test_the_first_step_has_no_more_in_memory_than_later_ones(tmp_path):
     run_ranks(1, weigh_first_steps, tmp_path)
 
 
-@pytest.mark.parametrize("lanes", ["cpu", "gpu"])
-def test_a_dry_run_has_the_memory_of_the_formula_and_makes_no_file(tmp_path, monkeypatch, lanes):
+@pytest.mark.parametrize("streams", ["cpu", "gpu"])
+def test_a_dry_run_has_the_memory_of_the_formula_and_makes_no_file(tmp_path, monkeypatch, streams):
     monkeypatch.setattr(fullshard.disk.space, "DiskFile", None)
     peaks, costs = {}, {}
     for fraction in (0.0, 0.5, 1.0):
@@ -386,29 +386,33 @@ def test_a_dry_run_has_the_memory_of_the_formula_and_makes_no_file(tmp_path, mon
 
         for fused in (False, True):
             optimizer = partial(torch.optim.AdamW, fused=fused)
-            tape = dry.run(make, lambda: torch.randn(4, 256), world=2, steps=2, lanes=lanes, make_optimizer=optimizer)
+            tape = dry.run(
+                make, lambda: torch.randn(4, 256), world=2, steps=2, streams=streams, make_optimizer=optimizer
+            )
             assert not dry.races(tape)
-            peaks[fraction, fused] = tape.peak_bytes() + (lanes == "gpu") * tape.peak_bytes(of_host=True)
+            peaks[fraction, fused] = tape.peak_bytes() + (streams == "gpu") * tape.peak_bytes(of_host=True)
             saved = costs[fraction].nbytes - costs[fraction].buffer_nbytes
             found = peaks[0.0, fused] - peaks[fraction, fused]
-            gone = costs[fraction].buffer_nbytes if lanes == "cpu" else 0  # between steps, as page-locked memory is not
+            gone = (
+                costs[fraction].buffer_nbytes if streams == "cpu" else 0
+            )  # between steps, as page-locked memory is not
             assert -gone <= saved - found <= 2 * ALIGNMENT * BUFFERS, (fraction, fused)
 
 
 # -- whoever looks ----------------------------------------------------------------------------------------------------
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def look(folder: Path) -> None:
     models = [build(fraction, folder) for fraction in (None, 1.0)]
     plain, offloaded = ([model, adamw(model)[0]] for model in models)
     for model, optimizer in (plain, offloaded):
         learn(model, [optimizer])
-    known, resting = (
+    known, stored = (
         next(item["exp_avg"] for param, item in optimizer.state.items() if param.shape == (192, 97))
         for _, optimizer in (plain, offloaded)
     )
-    local = resting.to_local()
+    local = stored.to_local()
     assert isinstance(local, OnDisk)
     for name, read in {
         "sum": lambda item: item.sum().full_tensor(),
@@ -423,7 +427,7 @@ def look(folder: Path) -> None:
         "many": lambda item: torch._foreach_mul([item.to_local()], 2.0),
         "pickled": lambda item: pickled(item.to_local()),
     }.items():
-        assert_same(read(resting), read(known), name=name)
+        assert_same(read(stored), read(known), name=name)
     for name, write in {
         "add_": lambda item: item.add_(1.0),
         "copy_": lambda item: item.copy_(item * 3),
@@ -432,11 +436,11 @@ def look(folder: Path) -> None:
         "detached": lambda item: item.detach().to_local().neg_(),
         "out": lambda item: torch.neg(item.to_local(), out=item.to_local()),
     }.items():
-        for item in (resting, known):
+        for item in (stored, known):
             with torch.no_grad():
                 write(item)
-        assert isinstance(resting.to_local(), OnDisk)
-        assert_same(resting.full_tensor(), known.full_tensor(), name=name)
+        assert isinstance(stored.to_local(), OnDisk)
+        assert_same(stored.full_tensor(), known.full_tensor(), name=name)
     with pytest.raises(RuntimeError, match="numpy"):
         local.numpy()
     assert repr(local) == f"OnDisk({tuple(local.shape)}, torch.float32)"
@@ -462,22 +466,22 @@ SAVED = {("adamw", 0.6): async_save, ("adamw", 1.0): save, ("muon", 1.0): async_
 LOADED = [("adamw", 0.6, 1.0), ("adamw", 0.6, None), ("adamw", 1.0, 0.4), ("muon", 1.0, 0.3)]
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def save_all(folder: Path) -> None:
     for (name, fraction), saves in SAVED.items():
         model = build(fraction, folder, blocks=2)
         [optimizer] = optimizers = MAKES[name](model)
         learn(model, optimizers, range(2))
-        told = everything(model, optimizer)
+        reported = everything(model, optimizer)
         saved = saves(folder / f"{name} {fraction}", model=model, optimizer=optimizer, step=2)
         left = learn(model, optimizers, range(2, 4))  # while it is written
         if saves is async_save:
             saved.wait()
         if dist.get_rank() == 0:
-            torch.save({**told, "next": left[-2:]}, folder / f"{name} {fraction}.pt")
+            torch.save({**reported, "next": left[-2:]}, folder / f"{name} {fraction}.pt")
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def load_all(folder: Path) -> None:
     for name, saved, fraction in LOADED:
         expected = torch.load(folder / f"{name} {saved}.pt", weights_only=False)
@@ -497,7 +501,7 @@ def test_checkpoints_are_loaded_with_another_fraction_or_none_and_another_world_
         run_ranks(world, load_all, tmp_path)
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def hand_over(folder: Path) -> None:
     """By every other way that states are taken and given."""
     model = build(1.0, folder)
@@ -532,7 +536,7 @@ def test_state_dicts_of_states_on_the_disk_are_right_and_are_loaded(tmp_path):
 # -- what can go wrong ------------------------------------------------------------------------------------------------
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def fail(folder: Path) -> None:
     model = build(1.0, folder)
     [optimizer] = adamw(model)
@@ -561,11 +565,11 @@ def fail(folder: Path) -> None:
         model, optimizer = other, stepping
 
 
-def test_a_disk_that_fails_is_told_with_numbers_and_the_checkpoint_goes_on(tmp_path):
+def test_a_disk_that_fails_is_reported_with_numbers_and_the_checkpoint_goes_on(tmp_path):
     run_ranks(1, fail, tmp_path)
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def fail_on_one_rank(folder: Path) -> None:
     """In the first step, which takes the room, and in later ones, by each call of the system."""
     full, broken = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EIO))
@@ -643,7 +647,7 @@ while True:
     dies_at = moments.randint(1, 25) if killed < kills else 0
     child = os.fork()
     if not child:
-        with laws.few_bytes_a_portion():
+        with laws.few_bytes_per_chunk():
             found = train(dies_at)
         torch.save(found, folder / "found.pt")
         os._exit(0)
@@ -670,14 +674,14 @@ def straight(folder: Path) -> Any:
 def test_a_run_killed_while_it_streams_goes_on_from_a_whole_step(tmp_path, kills):
     """Each kill is within a read or a write, of which half is done."""
     paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), str(kills), str(random.Random(kills).random())[2:]],
         env={**os.environ, **paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=500,
     )
-    assert told.returncode == 0, told.stderr
-    assert told.stdout == f"killed {kills}\n"
+    assert reported.returncode == 0, reported.stderr
+    assert reported.stdout == f"killed {kills}\n"
     [expected] = run_ranks(1, straight, tmp_path)
     assert_same(torch.load(tmp_path / "found.pt", weights_only=False), expected)

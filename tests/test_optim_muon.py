@@ -77,9 +77,9 @@ def test_on_plain_tensors_it_is_torch_s_muon_bit_for_bit(dtype, options):
 
 def test_bfloat16_parameters_agree_closely_with_torch_s():
     """torch adds with a learning rate in bfloat16, and rounds as elements lie in memory; here the cut must not show."""
-    ours, theirs = (stepped(kind, torch.bfloat16, {"lr": 0.02}) for kind in (Muon, torch.optim.Muon))
-    assert_same(ours[1], theirs[1])
-    torch.testing.assert_close(ours[0], theirs[0], rtol=2**-7, atol=2**-7)
+    own, peer = (stepped(kind, torch.bfloat16, {"lr": 0.02}) for kind in (Muon, torch.optim.Muon))
+    assert_same(own[1], peer[1])
+    torch.testing.assert_close(own[0], peer[0], rtol=2**-7, atol=2**-7)
 
 
 def test_a_bfloat16_momentum_stays_as_it_is_where_it_is_what_is_orthogonalised():
@@ -134,9 +134,9 @@ def test_work_is_divided_evenly_and_into_batches_within_the_limit(work, owners, 
     best = min(busiest(division) for division in product(range(owners), repeat=len(work)))
     assert 3 * busiest([owner_of[i] for i in range(len(work))]) <= 4 * best
     for batch in batches:
-        assert all(len(mine) <= 1 or sum(nbytes[i] for i in mine) <= limit for mine in batch)
+        assert all(len(local) <= 1 or sum(nbytes[i] for i in local) <= limit for local in batch)
     for batch, following in pairwise(batches):
-        first = max((i for mine in following for i in mine), key=lambda i: (costs[i], -i))
+        first = max((i for local in following for i in local), key=lambda i: (costs[i], -i))
         assert batch[owner_of[first]]
         assert sum(nbytes[i] for i in (*batch[owner_of[first]], first)) > limit
 
@@ -316,7 +316,7 @@ ROUND = [(64, 32), (32, 64), (48, 48), (128, 16), (16, 16), (80, 16)]  # for 2 a
     ("placed", "world", "shapes"),
     [("ddp", 3, SHAPES), ("zero3", 3, SHAPES), ("ddp", 2, SHAPES), ("hsdp", 4, ROUND)],
 )
-def test_traffic_is_what_the_formulas_say(placed, world, shapes):
+def test_traffic_is_what_the_formulas_state(placed, world, shapes):
     """Each rank sends its part to each owner once, in one message, and the owner each other rank's back."""
     records = run_ranks(world, step_once, shapes, placed)
     known = {"N": 2 if placed == "hsdp" else world, "R": 2}
@@ -421,8 +421,8 @@ def step_a_mixture() -> None:
                 optimizer.step()
                 scheduler.step()
             optimizers.append(optimizer)
-        for ours, theirs in zip(*(optimizer.param_groups for optimizer in optimizers), strict=True):
-            assert_same([whole(our) for our in ours["params"]], [their.detach() for their in theirs["params"]])
+        for own, peer in zip(*(optimizer.param_groups for optimizer in optimizers), strict=True):
+            assert_same([whole(our) for our in own["params"]], [their.detach() for their in peer["params"]])
 
 
 def test_groups_meshes_and_plain_matrices_may_be_mixed():
@@ -461,25 +461,25 @@ def step_without(missing: Sequence[int | None]) -> str:
     lacks = missing[dist.get_rank()]
     for param in params if lacks == -1 else params[lacks : lacks + 1]:
         param.grad = None
-    with pytest.raises(RankMismatchError) as told:
+    with pytest.raises(RankMismatchError) as reported:
         Muon(params).step()
     dist.barrier()  # by now all has arrived that the others have sent
-    return str(told.value)
+    return str(reported.value)
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"),
+    ("missing", "stated"),
     [
         ((1, 2), ["without parameter 1", "without parameter 2"]),
         ((1, 9), ["without parameter 1", "288 bytes"]),
         ((9, -1), ["288 bytes", " 0 bytes, without parameter 0, parameter 1, parameter 2"]),
     ],
 )
-def test_ranks_with_gradients_of_different_parameters_are_told_so(missing, said):
+def test_ranks_with_gradients_of_different_parameters_are_reported_so(missing, stated):
     """All of them, with each one's side; no message of one arrives as another."""
     answers = run_fresh_ranks(2, step_without, missing)
     assert answers[0] == answers[1]
-    for text in ("all_to_all of Muon", "in step", *said):
+    for text in ("all_to_all of Muon", "in step", *stated):
         assert text in answers[0]
 
 

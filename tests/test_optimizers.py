@@ -131,12 +131,12 @@ def state_from_before() -> str:
 
 
 def test_state_from_before_sharding_is_refused():
-    for said in run_ranks(2, state_from_before):
+    for stated in run_ranks(2, state_from_before):
         assert (
             "AdamW has state for norm.weight of layers.0 from before that was sharded: step, exp_avg, exp_avg_sq"
-            in said
+            in stated
         )
-        assert "optim_state_dict_to_load" in said
+        assert "optim_state_dict_to_load" in stated
 
 
 # -- a step within backward -------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def steps_between_uses_agree() -> None:
     agree_with_plain(stepping_between_uses, "ddp", "zero1", "zero2", "zero3")
 
 
-def test_a_layer_used_twice_is_computed_anew_with_what_a_hook_has_made_of_it():
+def test_a_layer_used_twice_is_computed_again_with_what_a_hook_has_made_of_it():
     run_ranks(2, steps_between_uses_agree)
 
 
@@ -267,9 +267,9 @@ def operations_on_dtensors(name: str) -> None:
     states = {param: dict(optimizer.state[param]) for param in params}
     optimizer.zero_grad()
     backward(model, 2)
-    with OnDTensors() as seen:
+    with OnDTensors() as visited:
         optimizer.step()
-    assert seen.names == []
+    assert visited.names == []
     assert optimizer.param_groups[0]["params"] is params
     assert list(optimizer.state) == params == list(model.parameters())
     for param, before in states.items():
@@ -295,10 +295,10 @@ class Careful(torch.optim.SGD):
 def see_dtensors() -> None:
     """What users are given within a step, and what they find when one has failed."""
     model = chain(fully_shard)
-    seen: list[bool] = []
+    visited: list[bool] = []
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        seen.append(all(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"]))
+        visited.append(all(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"]))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps(model, optimizer, 2)
@@ -311,8 +311,8 @@ def see_dtensors() -> None:
     for _ in range(2):
         with OnDTensors() as dispatched:
             derived.step()
-        seen.append(bool(dispatched.names))
-    assert seen == [True] * 5
+        visited.append(bool(dispatched.names))
+    assert visited == [True] * 5
 
     params = optimizer.param_groups[0]["params"]
     shape = params[0].grad._local_tensor.shape
@@ -423,7 +423,7 @@ def lion(model: nn.Module, sharded: bool, kind: type[Lion] = Lion) -> Any:
     return step_shards(optimizer) if sharded else optimizer
 
 
-def step_as_told() -> None:
+def step_as_configured() -> None:
     plain, model = chain(lambda module: module), chain(fully_shard)
     optimizers = lion(plain, False), lion(model, True)
     assert step_shards(optimizers[1]) is optimizers[1]
@@ -446,8 +446,8 @@ def step_as_told() -> None:
         full_optim_state_dict(model, blocked)
 
 
-def test_elementwise_optimizers_of_others_step_shards_if_told():
-    run_ranks(2, step_as_told)
+def test_elementwise_optimizers_of_others_step_shards_if_reported():
+    run_ranks(2, step_as_configured)
 
 
 def refuse_what_needs_wholes(name: str) -> None:
@@ -456,8 +456,8 @@ def refuse_what_needs_wholes(name: str) -> None:
     optimizer = getattr(torch.optim, name)(matrices)
     model(inputs()).square().mean().backward()
     if name in ("Adafactor", "Rprop"):
-        said = "step_shards" if name == "Rprop" else "strategy='ddp'"
-        with pytest.raises(ConfigError, match=f"{name} .*{said}"):
+        stated = "step_shards" if name == "Rprop" else "strategy='ddp'"
+        with pytest.raises(ConfigError, match=f"{name} .*{stated}"):
             optimizer.step()
     if name == "Rprop":
         step_shards(optimizer).step()
@@ -635,16 +635,16 @@ def test_optimizers_that_need_wholes_are_found_by_a_trial(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "args", "said"),
+    ("kind", "args", "stated"),
     [
         (Drawn, (), "its steps are random"),
         (NeedsMore, (object(),), "could not be tried on test tensors"),
         (Later, (), "its state 'rows' has shape"),
     ],
 )
-def test_optimizers_that_a_trial_says_nothing_of_are_warned_about(kind, args, said, caplog):
+def test_optimizers_that_a_trial_states_nothing_of_are_warned_about(kind, args, stated, caplog):
     step_shards(of_layers(kind, *args))
-    assert said in caplog.text
+    assert stated in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -713,8 +713,8 @@ def step_by_lbfgs() -> None:
 
         for _ in range(2):
             optimizer.step(closure)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+    for own, peer in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.full_tensor(), peer.detach())
 
 
 def test_lbfgs_takes_its_sums_over_ranks():

@@ -90,7 +90,7 @@ def test_a_tracker_sees_what_is_used_and_agrees_only_with_that(expected, order):
     tracker = OrderTracker(expected)
     for unit in order:
         tracker.record(unit)
-    assert tracker.seen == order
+    assert tracker.visited == order
     assert tracker.agrees_on(range(99)) == (order == expected)
 
 

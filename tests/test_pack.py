@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard import fully_shard
 from fullshard.device.accelerator import pretending, pretending_to_capture
 from fullshard.dry import Tape
-from fullshard.dry.lanes import DryAccelerator
+from fullshard.dry.streams import DryAccelerator
 from fullshard.engine.pack import Pack, Unpacking
 from fullshard.engine.registry import units_in
 from fullshard.layout.group_layout import GroupLayout
@@ -76,7 +76,7 @@ def check_unpacking(pack: Pack, layout: GroupLayout, shapes: list[tuple[int, ...
 def pack_all_kinds(world: int, cases: int) -> None:
     in_a_world(world)
     draw = random.Random(world)
-    seen = Counter[str]()
+    visited = Counter[str]()
     for _ in range(cases):
         shapes = [tuple(draw.choice([1, 2, 3, 7, 16]) for _ in range(draw.randint(0, 3))) for _ in range(6)]
         dims = [draw.choice([None, draw.randrange(len(shape))]) if shape else None for shape in shapes]
@@ -89,12 +89,12 @@ def pack_all_kinds(world: int, cases: int) -> None:
                 pack.write(message.fill_(torch.nan), grads)
             torch.testing.assert_close(message, expected, rtol=0, atol=0)
         check_unpacking(pack, layout, shapes)
-        seen.update(f"dim {layout.params[i].spec.dim}" for i in layout.packed)
-    assert {"dim None", "dim 0", "dim 1", "dim 2"} <= seen.keys()
+        visited.update(f"dim {layout.params[i].spec.dim}" for i in layout.packed)
+    assert {"dim None", "dim 0", "dim 1", "dim 2"} <= visited.keys()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_every_part_lies_where_the_layout_says_all_else_is_zero_and_it_comes_back(world):
+def test_every_part_lies_where_the_layout_states_all_else_is_zero_and_it_comes_back(world):
     """Whatever the shapes, the dims they are cut along, and the gradients that are missing."""
     run_ranks(1, pack_all_kinds, world, 40)
 

@@ -54,7 +54,7 @@ def cases() -> dict[str, Case]:
     large = made_run(ranks=64, steps=1000, units=500, late=17, prefix="module.language_model.model.decoder.")
     return {
         "healthy": Case(
-            made_run(tell_every=5),
+            made_run(report_every=5),
             says=("No cause of lost time",),
             leaves_out=("Out of memory", "Beside", "Where it rests", "Offload"),
         ),
@@ -85,7 +85,7 @@ def pages(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> d
     return {name: write(case.run, case.findings, folder / name, against=case.against) for name, case in cases.items()}
 
 
-def test_a_page_is_one_small_file_and_asks_for_no_other(pages: dict[str, Path]) -> None:
+def test_a_page_is_one_small_file_and_requests_for_no_other(pages: dict[str, Path]) -> None:
     for name, path in pages.items():
         text = path.read_text(encoding="utf-8")
         assert path.stat().st_size < MOST_BYTES, name
@@ -100,36 +100,36 @@ def test_a_page_is_one_small_file_and_asks_for_no_other(pages: dict[str, Path]) 
 def test_what_is_written_is_the_run(cases: dict[str, Case], pages: dict[str, Path]) -> None:
     for name, path in pages.items():
         run = cases[name].run
-        told = json.loads((path.parent / DATA).read_text())
-        assert told["name"] == run.name
-        parts = {item["part"]: item["mean_s"] for item in told["step"]["parts"]}
+        reported = json.loads((path.parent / DATA).read_text())
+        assert reported["name"] == run.name
+        parts = {item["part"]: item["mean_s"] for item in reported["step"]["parts"]}
         assert list(parts) == list(PARTS)
         settled = run.parts_s[:, 1:] if len(run.steps) >= 5 else run.parts_s
         for place, part in enumerate(PARTS):
             assert parts[part] == pytest.approx(settled[..., place].mean(), rel=1e-4), (name, part)
-        assert told["step"]["sum_s"] == pytest.approx(told["step"]["clock_s"], rel=0.02)
+        assert reported["step"]["sum_s"] == pytest.approx(reported["step"]["clock_s"], rel=0.02)
 
 
 def test_thinning_keeps_the_peak_the_late_rank_and_the_units_that_are_waited_for() -> None:
     run = made_run(ranks=300, steps=900, units=10, late=211)
-    told = shown(run, ())
+    reported = shown(run, ())
     assert run.memory is not None
     total = np.sum(list(run.memory.by_state.values()), axis=0)
-    memory = told["memory"]
+    memory = reported["memory"]
     assert memory["labels"][memory["peak"]] == run.memory.labels[run.memory.peak]
     assert sum(values[memory["peak"]] for values in memory["by_state"].values()) == total.max()
-    assert 211 in [item["rank"] for item in told["timeline"]["ranks"]]
-    assert told["ranks"]["rows"][0]["rank"] == told["ranks"]["slowest"]["rank"] == 211
-    assert told["ranks"]["slowest"]["part"] == "backward"
-    row = next(place for place, name in enumerate(told["ranks"]["map"]["ranks"]) if name == "210 to 214")
-    assert int(np.argmax(np.mean(told["ranks"]["map"]["late_s"], axis=1))) == row
-    assert len(told["over_steps"]["at"]) <= 400
-    assert len(told["timeline"]["ranks"]) < told["timeline"]["of_ranks"] == 300
-    told = shown(made_run(ranks=1, units=700), ())
-    assert told["units"]["rows"][0]["fqn"] == "layers.7"
-    assert len(told["units"]["rows"]) < told["units"]["of"] == 700
-    waits = sum(item["gather_exposed_s"] + item["reduce_exposed_s"] for item in told["units"]["rows"])
-    assert waits + told["units"]["left_out_s"] == pytest.approx(told["units"]["waited_s"], rel=1e-4)
+    assert 211 in [item["rank"] for item in reported["timeline"]["ranks"]]
+    assert reported["ranks"]["rows"][0]["rank"] == reported["ranks"]["slowest"]["rank"] == 211
+    assert reported["ranks"]["slowest"]["part"] == "backward"
+    row = next(place for place, name in enumerate(reported["ranks"]["map"]["ranks"]) if name == "210 to 214")
+    assert int(np.argmax(np.mean(reported["ranks"]["map"]["late_s"], axis=1))) == row
+    assert len(reported["over_steps"]["at"]) <= 400
+    assert len(reported["timeline"]["ranks"]) < reported["timeline"]["of_ranks"] == 300
+    reported = shown(made_run(ranks=1, units=700), ())
+    assert reported["units"]["rows"][0]["fqn"] == "layers.7"
+    assert len(reported["units"]["rows"]) < reported["units"]["of"] == 700
+    waits = sum(item["gather_exposed_s"] + item["reduce_exposed_s"] for item in reported["units"]["rows"])
+    assert waits + reported["units"]["left_out_s"] == pytest.approx(reported["units"]["waited_s"], rel=1e-4)
 
 
 def test_means_over_steps_keep_the_time_of_all_steps() -> None:
@@ -143,30 +143,32 @@ def test_means_over_steps_keep_the_time_of_all_steps() -> None:
 
 def test_rows_of_tiers_add_up_to_what_there_is() -> None:
     run = offloaded(made_run())
-    told = shown(run, ())["tiers"]
-    bytes_of = {row["name"]: row["nbytes"] for row in told["rows"]}
+    reported = shown(run, ())["tiers"]
+    bytes_of = {row["name"]: row["nbytes"] for row in reported["rows"]}
     assert list(bytes_of)[:3] == ["on the device", "on the CPU", "on the disk"]
     for tier in run.tiers:
         assert bytes_of[f"on the {tier.name}"] == sum(tier.at_rest.values())
         assert bytes_of.get(f"from the {tier.name}, a step", 0) == pytest.approx(sum(tier.comes.values()), rel=1e-5)
         assert bytes_of.get(f"to the {tier.name}, a step", 0) == pytest.approx(sum(tier.goes.values()), rel=1e-5)
-    assert told["away_bytes"] == bytes_of["on the CPU"] + bytes_of["on the disk"]
-    assert told["moved_bytes"] == pytest.approx(sum(row["nbytes"] for row in told["rows"] if row["moves"]), rel=1e-5)
-    for row in told["rows"]:
+    assert reported["away_bytes"] == bytes_of["on the CPU"] + bytes_of["on the disk"]
+    assert reported["moved_bytes"] == pytest.approx(
+        sum(row["nbytes"] for row in reported["rows"] if row["moves"]), rel=1e-5
+    )
+    for row in reported["rows"]:
         assert sum(row["by_state"].values()) == pytest.approx(row["nbytes"], rel=1e-5)
-        assert set(row["by_state"]) <= set(told["states"])
+        assert set(row["by_state"]) <= set(reported["states"])
     assert [line.split(":")[0] for line in tier_lines(run)] == list(bytes_of)[:3]
     assert shown(made_run(), ())["tiers"] is None
     assert tier_lines(made_run()) == []
 
 
 def test_what_was_not_measured_is_none_and_not_zero() -> None:
-    told = shown(bare_run(), ())
+    reported = shown(bare_run(), ())
     for section in ("timeline", "units", "memory", "held", "shards", "training", "over_steps"):
-        assert told[section] is None
-    (row,) = told["ranks"]["rows"]
+        assert reported[section] is None
+    (row,) = reported["ranks"]["rows"]
     assert row["late_s"] is row["busy"] is None
-    json.dumps(told, allow_nan=False)
+    json.dumps(reported, allow_nan=False)
 
 
 def test_a_run_out_of_memory_in_its_first_step_has_a_page(tmp_path: Path) -> None:
@@ -184,15 +186,15 @@ def test_a_run_out_of_memory_in_its_first_step_has_a_page(tmp_path: Path) -> Non
 def test_cuts_of_shards_come_back_as_they_were() -> None:
     run = made_run(ranks=3, units=2)
     odd = replace(run.shards[0], fqn="odd", rows=((0, 1000), (1000, 1000), (1000, 3072)))
-    told = shown(replace(run, shards=(*run.shards, odd)), ())["shards"]
-    for item in told["parameters"]:
+    reported = shown(replace(run, shards=(*run.shards, odd)), ())["shards"]
+    for item in reported["parameters"]:
         (shard,) = [one for one in (*run.shards, odd) if one.fqn == item["fqn"]]
         count = item["shape"][item["dim"]]
         even = (
             [min((rank + 1) * item["cut"], count) for rank in range(3)] if isinstance(item["cut"], int) else item["cut"]
         )
         assert even == [stop for _, stop in shard.rows]
-    assert sum(told["owned_bytes"]) == told["nbytes"]
+    assert sum(reported["owned_bytes"]) == reported["nbytes"]
 
 
 def test_the_trace_holds_every_span(cases: dict[str, Case], pages: dict[str, Path]) -> None:
@@ -203,18 +205,18 @@ def test_the_trace_holds_every_span(cases: dict[str, Case], pages: dict[str, Pat
     threads = {
         (event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"
     }
-    told = [
+    reported = [
         (span["pid"], threads[span["pid"], span["tid"]], span["cat"], span["ts"], span["args"]["unit"])
         for span in spans
     ]
-    assert told == [
-        (rank, item.lane, item.name, round(item.start_s * 1e6, 3), item.unit or "the root")
+    assert reported == [
+        (rank, item.stream, item.name, round(item.start_s * 1e6, 3), item.unit or "the root")
         for rank, of_rank in run.spans.items()
         for item in of_rank
     ]
 
 
-def asked(address: str, path: str, host: str | None = None) -> tuple[int, bytes]:
+def requested(address: str, path: str, host: str | None = None) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(address.removeprefix("http://").rstrip("/"), timeout=30)
     connection.request("GET", path, headers={} if host is None else {"Host": host})
     answer = connection.getresponse()
@@ -226,21 +228,21 @@ def test_only_the_page_is_served_and_only_to_this_machine(tmp_path: Path) -> Non
     (tmp_path / "model.safetensors").write_text("secret")
     with serving(tmp_path) as address:
         assert address.startswith("http://127.0.0.1:")
-        assert asked(address, "/") == (200, path.read_bytes())
-        assert asked(address, f"/{DATA}") == (200, (tmp_path / DATA).read_bytes())
+        assert requested(address, "/") == (200, path.read_bytes())
+        assert requested(address, f"/{DATA}") == (200, (tmp_path / DATA).read_bytes())
         for other in ("/model.safetensors", "/../secret", "/%2e%2e/secret"):
-            assert asked(address, other)[0] == 404
-        assert asked(address, "/", host="elsewhere.example:80")[0] == 403
-        _, before = asked(address, "/version")
+            assert requested(address, other)[0] == 404
+        assert requested(address, "/", host="elsewhere.example:80")[0] == 403
+        _, before = requested(address, "/version")
         os.utime(path, ns=(1, 1))
-        assert asked(address, "/version") == (200, b"1") != (200, before)
+        assert requested(address, "/version") == (200, b"1") != (200, before)
 
 
-def test_the_page_is_written_anew_when_and_only_when_there_is_more() -> None:
+def test_the_page_is_written_again_when_and_only_when_there_is_more() -> None:
     states = iter([0, 0, 1, 1, 2])
-    rests = iter([True, True, True, True, False])
+    is_stored = iter([True, True, True, True, False])
     written: list[int] = []
-    follow(lambda: next(states), lambda: written.append(1), lambda: next(rests))
+    follow(lambda: next(states), lambda: written.append(1), lambda: next(is_stored))
     assert len(written) == 2
 
 
@@ -309,11 +311,11 @@ def test_a_browser_shows_all_of_it(cases: dict[str, Case], pages: dict[str, Path
                 assert page.evaluate(EMPTY_CURVES) == [], where
                 assert page.evaluate(UNSEEN, SECTIONS) == [], where
                 assert page.evaluate("window.harmed") is None, where
-                seen = page.inner_text("body")
+                visited = page.inner_text("body")
                 for words in cases[name].says:
-                    assert words in seen, (where, words)
+                    assert words in visited, (where, words)
                 for words in cases[name].leaves_out:
-                    assert words not in seen, (where, words)
+                    assert words not in visited, (where, words)
                 page.context.close()
 
 
@@ -323,12 +325,12 @@ def test_a_plan_is_drawn_as_a_run_is(tmp_path: Path) -> None:
     assert main([*argv, "--strategies", "zero3", "--html", str(path), "--json", str(tmp_path / "plan.json")]) == 0
     text = path.read_text()
     drawn = json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])
-    assert {"compute", "gather", "reduce"} <= set(drawn["timeline"]["lanes"])
-    (lanes,) = drawn["timeline"]["ranks"]
-    ends = [start + took for start, took in zip(lanes["start_us"], lanes["took_us"], strict=True)]
-    for lane in set(lanes["lane"]):  # a lane does one thing after the other
-        places = [place for place, number in enumerate(lanes["lane"]) if number == lane]
-        assert all(ends[before] <= lanes["start_us"][after] + 2 for before, after in pairwise(places))
+    assert {"compute", "gather", "reduce"} <= set(drawn["timeline"]["streams"])
+    (streams,) = drawn["timeline"]["ranks"]
+    ends = [start + took for start, took in zip(streams["start_us"], streams["took_us"], strict=True)]
+    for stream in set(streams["stream"]):  # a stream does one thing after the other
+        places = [place for place, number in enumerate(streams["stream"]) if number == stream]
+        assert all(ends[before] <= streams["start_us"][after] + 2 for before, after in pairwise(places))
     memory = drawn["memory"]
     assert memory["at_s"] == sorted(memory["at_s"])
     assert memory["at_s"][-1] <= max(ends) * 1e-6 + 1e-5
@@ -379,7 +381,7 @@ def test_what_can_be_clicked_works(pages: dict[str, Path]) -> None:
         assert first_unit() == "layers.0"
 
         tall = page.evaluate("document.querySelector('[data-chart=timeline]').offsetHeight")
-        page.select_option("#lanes-of", "3")
+        page.select_option("#streams-of", "3")
         assert page.evaluate("document.querySelector('[data-chart=timeline]').offsetHeight") < tall
         zoom = "echarts.getInstanceByDom(document.querySelector('[data-chart=timeline]')).getOption().dataZoom[0]"
         page.click("#zoom-in")
@@ -421,29 +423,29 @@ def test_a_page_that_is_followed_shows_what_is_new(tmp_path: Path) -> None:
         page.wait_for_selector("text=steps 1 to 20", timeout=30_000)
 
 
-def test_hostile_names_are_told_as_they_are(pages: dict[str, Path]) -> None:
-    told = json.loads((pages["hostile names"].parent / DATA).read_text())
-    assert told["name"] == HOSTILE
-    assert told["units"]["rows"][0]["fqn"].endswith(HOSTILE)
+def test_hostile_names_are_reported_as_they_are(pages: dict[str, Path]) -> None:
+    reported = json.loads((pages["hostile names"].parent / DATA).read_text())
+    assert reported["name"] == HOSTILE
+    assert reported["units"]["rows"][0]["fqn"].endswith(HOSTILE)
 
 
 # ---- the command
 
 
-def test_the_command_writes_the_page_and_says_the_verdict(
+def test_the_command_writes_the_page_and_states_the_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = {tmp_path / "x": late_run(), tmp_path / "y": made_run(name="runs/other")}
     monkeypatch.setattr(fullshard.cli.report, "read_run", runs.__getitem__)
     assert main(["report", str(tmp_path / "x"), "--against", str(tmp_path / "y")]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(verdict(runs[tmp_path / "x"], find_causes(runs[tmp_path / "x"])))
-    assert told.endswith(f"written to {tmp_path / 'x' / PAGE}\n")
+    reported = capsys.readouterr().out
+    assert reported.startswith(verdict(runs[tmp_path / "x"], find_causes(runs[tmp_path / "x"])))
+    assert reported.endswith(f"written to {tmp_path / 'x' / PAGE}\n")
     assert "Beside runs/other" in (tmp_path / "x" / PAGE).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "stated"),
     [
         ([], "RUN must be named"),
         (["{empty}"], "no run is recorded there"),
@@ -451,10 +453,10 @@ def test_the_command_writes_the_page_and_says_the_verdict(
     ],
 )
 def test_a_folder_without_a_run_is_one_line(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], stated: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", *(word.format(empty=tmp_path) for word in words)]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert stated in err
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

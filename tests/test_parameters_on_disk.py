@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks
 from small_models import BLOCKS, SmallGPT, all_but_one, batch, loss_of, my_part, small_gpt, trained, wholes
-from test_offload_to_disk import LOOPS, Make, adamw, few_bytes_a_portion, learn, momentum, muon, on_the_disk
+from test_offload_to_disk import LOOPS, Make, adamw, few_bytes_per_chunk, learn, momentum, muon, on_the_disk
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -26,8 +26,8 @@ from fullshard import DiskError, Offload, dry, fully_shard
 from fullshard.checkpoint import async_save, load, restore_snapshot, save, snapshot
 from fullshard.disk.buffers import MOST_WRITING, buffers_of
 from fullshard.disk.files import ALIGNMENT, aligned
-from fullshard.disk.foresight import Traffic
 from fullshard.disk.pace import pace_of
+from fullshard.disk.prediction import Traffic
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.registry import units_in
 from fullshard.plan.explain import explain
@@ -61,7 +61,7 @@ def locals_of(model: nn.Module) -> list[Tensor]:
     return [param.to_local() for param in model.parameters() if isinstance(param, DTensor)]
 
 
-def resting(model: nn.Module) -> list[bool]:
+def stored(model: nn.Module) -> list[bool]:
     return [isinstance(local, OnDisk) for local in locals_of(model)]
 
 
@@ -76,7 +76,7 @@ def plain_sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
 Case = tuple[str, float, Make, int]  # strategy, fraction, optimizers, loop
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def compare(folder: Path, cases: Sequence[Case]) -> None:
     """Strategies on one axis give the same bits, so one without offload is enough for each optimizer and loop."""
     expected: dict[Any, list[Any]] = {}
@@ -99,10 +99,10 @@ def trained_with(
     left = learn(model, optimizers, **loop)
     units = units_in(model)
     sizes = [unit.whole_nbytes for unit in units]
-    there = [size for unit, size in zip(units, sizes, strict=True) if unit.rests_on_disk]
+    there = [size for unit, size in zip(units, sizes, strict=True) if unit.is_on_disk]
     assert (fraction or 0) * sum(sizes) <= sum(there) <= (fraction or 0) * sum(sizes) + max(sizes)
     for unit in units:
-        assert {isinstance(param.local, OnDisk) for param in unit.params} <= {unit.rests_on_disk}
+        assert {isinstance(param.local, OnDisk) for param in unit.params} <= {unit.is_on_disk}
     if fraction == 1.0 and make is not plain_sgd:
         assert all(all(on_the_disk(optimizer)) for optimizer in optimizers)
     return left
@@ -132,12 +132,12 @@ def test_every_fraction_gives_the_bits_of_none_in_every_case(tmp_path, world):
 # -- whoever looks ----------------------------------------------------------------------------------------------------
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def look(folder: Path) -> None:
     there, plain = build(1.0, folder), build(None, folder)
-    assert all(resting(there)) and storage_bytes(there.parameters()) == 0
+    assert all(stored(there)) and storage_bytes(there.parameters()) == 0
     before = copy.deepcopy(there)
-    assert all(resting(before))
+    assert all(stored(before))
 
     with torch.no_grad():
         for param in (*there.parameters(), *plain.parameters()):
@@ -168,7 +168,7 @@ def look(folder: Path) -> None:
     for model in (there, plain):
         model.load_state_dict(state)
         model.double()
-    assert all(resting(there)) and {local.dtype for local in locals_of(there)} == {torch.float64}
+    assert all(stored(there)) and {local.dtype for local in locals_of(there)} == {torch.float64}
     assert_same(wholes(there), wholes(plain), name="loaded, and cast")
 
 
@@ -179,7 +179,7 @@ def test_whoever_looks_sees_true_values_and_whoever_writes_changes_them(tmp_path
 # -- checkpoints, and models without values ---------------------------------------------------------------------------
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def save_all(folder: Path) -> None:
     model = build(1.0, folder)
     [optimizer] = adamw(model)
@@ -195,18 +195,18 @@ def save_all(folder: Path) -> None:
         torch.save(left[-2:], folder / "left.pt")
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def load_all(folder: Path) -> None:
     left = torch.load(folder / "left.pt", weights_only=False)
     for name, fraction in (("save", None), ("save", 0.5), ("async_save", 1.0)):
         model = build(fraction, folder)
         [optimizer] = adamw(model)
         load(folder / name, model=model, optimizer=optimizer)
-        assert any(resting(model)) == bool(fraction)
+        assert any(stored(model)) == bool(fraction)
         with torch.device("meta"):
             empty = small_gpt(BLOCKS)
         load(folder / name, model=shard(empty, fraction, folder))
-        assert any(resting(empty)) == bool(fraction)
+        assert any(stored(empty)) == bool(fraction)
         assert_same(wholes(empty), wholes(model), name="a model that had no values")
         if dist.get_world_size() == 2:
             assert_same(learn(model, [optimizer], range(2, 4))[-2:], left, name=f"{name}, {fraction}")
@@ -230,7 +230,7 @@ def layers(fraction: float | None, folder: Path) -> nn.Module:
     return fully_shard(nn.Sequential(*each), offload_policy=policy)
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def weigh(folder: Path) -> None:
     torch.manual_seed(0)
     shards = aligned((WIDTH * WIDTH + WIDTH) * 4 // dist.get_world_size()) + 2 * ALIGNMENT
@@ -253,7 +253,7 @@ def weigh(folder: Path) -> None:
     model(torch.randn(4, WIDTH)).square().mean().backward()
     assert 0 < buffers_of(torch.device("cpu")).idle_nbytes <= (2 * MOST_WRITING + 1) * shards
     states = states_on_disk(optimizer)
-    assert states is not None and len(states.portions) == 2 * LAYERS
+    assert states is not None and len(states.chunks) == 2 * LAYERS
 
     model(torch.randn(4, WIDTH)).square().mean().backward()
     grads = [param.grad.to_local() for param in model.parameters()]
@@ -269,16 +269,16 @@ def test_memory_is_that_of_few_units_from_the_making_of_the_model_on(tmp_path):
     run_ranks(2, weigh, tmp_path)
 
 
-@pytest.mark.parametrize("lanes", ["cpu", "gpu"])
-def test_a_dry_run_knows_it_and_makes_no_file(tmp_path, monkeypatch, lanes):
+@pytest.mark.parametrize("streams", ["cpu", "gpu"])
+def test_a_dry_run_knows_it_and_makes_no_file(tmp_path, monkeypatch, streams):
     monkeypatch.setattr(fullshard.disk.space, "DiskFile", None)
     peaks = {}
     for fraction in (None, 0.5, 1.0):
         tape = dry.run(
-            partial(layers, fraction, tmp_path), lambda: torch.randn(4, WIDTH), world=2, steps=2, lanes=lanes
+            partial(layers, fraction, tmp_path), lambda: torch.randn(4, WIDTH), world=2, steps=2, streams=streams
         )
         assert not dry.races(tape)
-        peaks[fraction] = tape.peak_bytes() + (lanes == "gpu") * tape.peak_bytes(of_host=True)
+        peaks[fraction] = tape.peak_bytes() + (streams == "gpu") * tape.peak_bytes(of_host=True)
     shards = (WIDTH * WIDTH + WIDTH) * 4 // 2
     assert peaks[None] - peaks[1.0] >= 4 * shards * (LAYERS - 8), "parameters, gradients and two states"
     assert peaks[None] > peaks[0.5] > peaks[1.0]
@@ -287,7 +287,7 @@ def test_a_dry_run_knows_it_and_makes_no_file(tmp_path, monkeypatch, lanes):
 # -- when the disk fails ----------------------------------------------------------------------------------------------
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def fail(folder: Path) -> None:
     for call in ("preadv", "pwritev"):
         model = build(1.0, folder)
@@ -307,12 +307,12 @@ def fail(folder: Path) -> None:
             setattr(os, call, real)
 
 
-def test_a_disk_that_fails_is_an_error_that_says_so(tmp_path):
+def test_a_disk_that_fails_is_an_error_that_states_so(tmp_path):
     run_ranks(1, fail, tmp_path)
 
 
-@few_bytes_a_portion()
-def fail_where_nobody_is_told(folder: Path) -> None:
+@few_bytes_per_chunk()
+def fail_unreported(folder: Path) -> None:
     """An evaluation of a stage whose backwards are finalized by hand, which this has none of."""
     model = build(1.0, folder)
     model.set_manual_backward_finalization(True)
@@ -321,11 +321,11 @@ def fail_where_nobody_is_told(folder: Path) -> None:
         loss_of(model, my_part(batch(0)))
 
 
-def test_a_disk_that_fails_is_an_error_at_once_where_no_backward_comes_to_tell_of_it(tmp_path):
-    run_ranks(1, fail_where_nobody_is_told, tmp_path)
+def test_a_disk_that_fails_is_an_error_at_once_where_no_backward_comes_to_report_of_it(tmp_path):
+    run_ranks(1, fail_unreported, tmp_path)
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def fail_on_one_rank(folder: Path) -> None:
     """Where shards are read for a forward, for one without gradients, and for a backward, whose gradients are written
     by several microbatches.
@@ -369,7 +369,7 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_of_them_and_no_loss(tm
     run_ranks(2, fail_on_one_rank, tmp_path)
 
 
-@few_bytes_a_portion()
+@few_bytes_per_chunk()
 def raise_in_forward(folder: Path) -> None:
     model = build(1.0, folder)
     rows = my_part(batch(0))
@@ -378,8 +378,8 @@ def raise_in_forward(folder: Path) -> None:
     raising = mock.patch.object(model, "forward", side_effect=by_hand)
     with recording() as record, raising, pytest.raises(RuntimeError, match="by hand"):
         model(rows)
-    told = whole.names()[-1]
-    assert told == "all_reduce" and told not in record.names(), "nobody else need come"
+    reported = whole.names()[-1]
+    assert reported == "all_reduce" and reported not in record.names(), "nobody else need come"
     assert_same(loss_of(model, rows), before)
 
 
@@ -413,13 +413,13 @@ def moved(folder: Path, microbatches: int, clips: bool) -> tuple[float, float]:
         if step == 0:
             before = pace_of(folder).total
     found, cost = pace_of(folder).total.since(before), predict_on_disk(model)
-    foretold = Traffic.of_optimizer(1, bytes_each=cost.nbytes) + Traffic.of_parameters(
+    forecast = Traffic.of_optimizer(1, bytes_each=cost.nbytes) + Traffic.of_parameters(
         cost.shard_nbytes, gathers=2 * microbatches, clips=clips
     )
-    return found.read_bytes / (4 * foretold.read_bytes), found.written_bytes / (4 * foretold.written_bytes)
+    return found.read_bytes / (4 * forecast.read_bytes), found.written_bytes / (4 * forecast.written_bytes)
 
 
-def test_a_step_moves_the_bytes_that_are_foretold(tmp_path):
+def test_a_step_moves_the_bytes_that_are_predicted(tmp_path):
     for number, (microbatches, clips) in enumerate([(1, False), (3, True)]):
         for found in run_ranks(2, moved, tmp_path / str(number), microbatches, clips):
             assert found == pytest.approx((1, 1), rel=0.1)

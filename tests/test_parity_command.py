@@ -297,7 +297,7 @@ def test_what_differs_first_is_named(make_model, ranks, first):
         report.raise_if_different()
 
 
-def test_what_happens_late_is_told_with_its_step():
+def test_what_happens_late_is_reported_with_its_step():
     report = check_parity(
         writes_to_a_weight_before_the_third_call,
         make_batch,
@@ -329,7 +329,7 @@ class RefusesToBeSharded(Net):
         return super().forward(given, target)
 
 
-def test_ranks_that_fail_are_rows_and_their_cause_is_told_once():
+def test_ranks_that_fail_are_rows_and_their_cause_is_reported_once():
     report = check_parity(RefusesToBeSharded, make_batch, ranks=2, strategies=["ddp", "zero3"], **QUICK)
     assert [row.failure.splitlines()[0] for row in report.rows] == ["ValueError: not like this"] * 2
     assert not report.is_equal
@@ -407,14 +407,14 @@ class DivergesInBackward(Diverges):
 
 
 @pytest.mark.parametrize(
-    ("model", "said"), [(Diverges, "the loss of microbatch 0"), (DivergesInBackward, "the gradient of")]
+    ("model", "stated"), [(Diverges, "the loss of microbatch 0"), (DivergesInBackward, "the gradient of")]
 )
-def test_plain_training_that_is_not_finite_is_an_error(model, said, capsys):
-    with pytest.raises(ConfigError, match=f"plain training gives {said}.* = (nan|inf|-inf) in step 1"):
+def test_plain_training_that_is_not_finite_is_an_error(model, stated, capsys):
+    with pytest.raises(ConfigError, match=f"plain training gives {stated}.* = (nan|inf|-inf) in step 1"):
         check_parity(model, make_inputs, ranks=2, strategies=["zero3"], **QUICK)
     argv = ["--model", f"{__file__}:{model.__name__}", "--batch", f"{__file__}:make_inputs", "--ranks", "2"]
     assert main(["parity", *argv, "--strategies", "zero3"]) == 2
-    assert said in capsys.readouterr().err
+    assert stated in capsys.readouterr().err
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
@@ -469,7 +469,7 @@ def test_what_is_within_the_tolerance_is_tolerated_and_nothing_else(value, gap):
     ],
     ids=str,
 )
-def test_strangers_are_infinitely_far_apart(actual, largest):
+def test_strangers_are_infinitely_far_separate(actual, largest):
     difference = Difference.between(actual, torch.ones(2), Tolerance(atol=0.1))
     assert difference == Difference(largest, False, False)
 
@@ -487,7 +487,7 @@ def test_the_sign_of_a_zero_is_a_bit():
     assert Difference.between(None, None, EXACT) == Difference()
 
 
-def test_the_first_to_be_told_is_not_tolerated_then_names_a_parameter_then_came_first():
+def test_the_first_to_be_reported_is_not_tolerated_then_names_a_parameter_then_came_first():
     compared = Compared(rank=0, tolerance=Tolerance(atol=1.0))
     zero = torch.zeros(1)
     for kind, name, step, gap in [
@@ -511,14 +511,14 @@ def test_rows_are_shown_as_they_come(terminal):
     rows = [ParityRow.of(cases[0], []), ParityRow.failed(cases[1], "ValueError: no")]
     console = Console(file=io.StringIO(), force_terminal=terminal, width=60)
     assert list(shown(iter(rows), cases, console)) == rows
-    said = re.sub(r"\x1b\[[\d?;]*\w", "", console.file.getvalue())
+    stated = re.sub(r"\x1b\[[\d?;]*\w", "", console.file.getvalue())
     if terminal:
-        assert "2/2 zero3, 2 ranks" in said
+        assert "2/2 zero3, 2 ranks" in stated
     else:
-        assert said == "zero1, 2 ranks: the same bits\nzero3, 2 ranks: failed\n"
+        assert stated == "zero1, 2 ranks: the same bits\nzero3, 2 ranks: failed\n"
 
 
-def test_a_row_says_that_it_is_tolerated():
+def test_a_row_states_that_it_is_tolerated():
     case, compared = Case("ddp", 2, 1), Compared(rank=0, tolerance=Tolerance(atol=1.0))
     compared.add(Kind.LOSS, "0", 1, torch.ones(()), torch.zeros(()))
     assert str(ParityRow.of(case, [compared])) == "ddp, 2 ranks: within the tolerance"
@@ -529,7 +529,7 @@ def test_a_row_says_that_it_is_tolerated():
 HERE = ["--batch", f"{__file__}:make_batch", "--ranks", "2", "--steps", "2", "--wrap", "Layer"]
 
 
-def test_the_command_says_yes_with_a_table_and_json(tmp_path, capsys):
+def test_the_command_states_yes_with_a_table_and_json(tmp_path, capsys):
     path = tmp_path / "parity.json"
     argv = ["--model", f"{__file__}:Net", "--strategies", "zero1,hsdp", "--json", str(path)]
     assert main(["parity", *HERE, *argv]) == 0
@@ -546,7 +546,7 @@ def test_the_command_says_yes_with_a_table_and_json(tmp_path, capsys):
     assert result["rows"][0]["parameter"] == 0
 
 
-def test_the_command_says_no_with_the_parameter_and_exit_code_1(tmp_path, capsys):
+def test_the_command_states_no_with_the_parameter_and_exit_code_1(tmp_path, capsys):
     path = tmp_path / "parity.json"
     argv = ["--model", f"{__file__}:ReadsItsRank", "--strategies", "zero2", "--json", str(path)]
     assert main(["parity", *HERE, *argv]) == 1
@@ -593,7 +593,7 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, words, capsys):
         (["--model", "{here}:Net", "--batch", "{here}:make_inputs"], "unexpected keyword argument 'x'"),
     ],
 )
-def test_plain_training_that_fails_is_told_with_its_traceback_and_exit_code_2(argv, words, capsys):
+def test_plain_training_that_fails_is_reported_with_its_traceback_and_exit_code_2(argv, words, capsys):
     assert main(["parity", *HERE, *(item.format(here=__file__) for item in argv)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -684,4 +684,4 @@ def test_strategies_have_the_bits_of_tensor_parallelism_alone():
     ]
     assert [row.is_bit_for_bit for row in report.rows if row.strategy != "none"] == [True, True], str(report)
     assert report.is_equal, str(report)
-    assert "2 agree bit for bit with the same ranks with nothing sharded" in report.said
+    assert "2 agree bit for bit with the same ranks with nothing sharded" in report.stated

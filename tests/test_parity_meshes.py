@@ -109,7 +109,7 @@ def test_stages_parts_of_sequences_and_experts_have_the_bits_of_the_same_ranks_u
     assert [(row.strategy, row.is_bit_for_bit) for row in report.rows] == [("none", False), ("zero3", True)]
 
 
-def test_a_model_that_counts_positions_on_each_part_anew_is_told():
+def test_a_model_that_counts_positions_on_each_part_again_is_reported():
     """By the first row, and by the parameter; sharding changes nothing further."""
     report = compared(1, ["zero3"], careless_loss, cp=2)
     assert [(row.strategy, row.is_equal) for row in report.rows] == [("none", False), ("zero3", True)]

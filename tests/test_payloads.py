@@ -114,7 +114,7 @@ def strategies_agree() -> None:
     assert_same(learn(Weight, 1, partial(fully_shard, mesh=mesh, strategy="hsdp"))[0], learn(Weight, 1, leave)[0])
 
 
-def test_replicas_of_shards_learn_alike():
+def test_replicas_of_shards_learn_identical():
     run_ranks(4, strategies_agree)
 
 
@@ -158,7 +158,7 @@ def rows_agree() -> None:
     assert_same(learn_rows(fully_shard(CutLinear(placed), mesh=mesh["dp"])), learn_rows(CutLinear(Weight(rows))))
 
 
-def test_beside_tensor_parallelism_rows_learn_as_without():
+def test_next_to_tensor_parallelism_rows_learn_as_without():
     run_ranks(4, rows_agree)
 
 
@@ -195,9 +195,9 @@ def memory() -> None:
     units = units_in(model)[1:]
     with recording() as record:
         loss = model(inputs(0)).square().mean()
-    assert all(param_group.present_apart_nbytes == 0 for unit in units for param_group in unit.param_groups)
+    assert all(param_group.present_separate_nbytes == 0 for unit in units for param_group in unit.param_groups)
     assert all(
-        sum(param_group.apart_nbytes for param_group in unit.param_groups) > 3 * WIDTH * HIDDEN for unit in units
+        sum(param_group.separate_nbytes for param_group in unit.param_groups) > 3 * WIDTH * HIDDEN for unit in units
     )
     balance = {unit.name: 0 for unit in units}
     for event in record.events:
@@ -205,7 +205,7 @@ def memory() -> None:
             balance[event.origin.unit] += event.nbytes if event.name == "allocate" else -event.nbytes
     assert set(balance.values()) == {0}
     loss.backward()
-    assert all(param_group.present_apart_nbytes == 0 for unit in units for param_group in unit.param_groups)
+    assert all(param_group.present_separate_nbytes == 0 for unit in units for param_group in unit.param_groups)
 
 
 def test_what_was_gathered_is_freed_between_forward_and_backward():
@@ -220,8 +220,8 @@ def see_what_is_called() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     layer = fully_shard(LowLinear(WIDTH, HIDDEN), mesh=mesh, strategy="hsdp", mp_policy=policy)
     Weight.calls.clear()
-    seen = []
-    layer.register_forward_pre_hook(lambda module, _: seen.append(module.weight))
+    visited = []
+    layer.register_forward_pre_hook(lambda module, _: visited.append(module.weight))
     for number in range(3):
         layer.weight._local_tensor.note = f"step {number}"  # on a short shard, too
         layer(inputs(number).bfloat16())
@@ -230,8 +230,8 @@ def see_what_is_called() -> None:
     before = (rows, WIDTH), 2, (HIDDEN, WIDTH), (WIDTH, 1), layer, policy
     after = [(f"step {number}", torch.bfloat16, number == 0) for number in range(3)]
     assert Weight.calls == [before, after[0], before, after[1], before, after[2]]
-    assert all(item is seen[0] and isinstance(item, Operand) and isinstance(item, nn.Parameter) for item in seen)
-    assert tuple(seen[0].shape) == (HIDDEN, WIDTH)
+    assert all(item is visited[0] and isinstance(item, Operand) and isinstance(item, nn.Parameter) for item in visited)
+    assert tuple(visited[0].shape) == (HIDDEN, WIDTH)
     assert isinstance(layer.weight, DTensor) and type(layer.weight._local_tensor) is Weight
 
 
@@ -293,6 +293,6 @@ def test_they_can_be_built_without_memory():
     run_ranks(2, build_on_meta)
 
 
-def test_codes_are_what_they_say():
+def test_codes_are_what_they_state():
     values = torch.randn(5, 7)
     assert (decode(*encode(values)) - values).abs().max() < 0.02

@@ -134,8 +134,8 @@ class Pipeline:
 def matches_one_process(pipeline: Pipeline, check: Any, dtype: torch.dtype | None = None) -> None:
     """Two steps, the second with what an optimizer made of the first."""
     whole = layers()
-    ours = torch.optim.SGD(list(pipeline.named().values()), lr=1.0)
-    theirs = torch.optim.SGD(whole.parameters(), lr=1.0)
+    own = torch.optim.SGD(list(pipeline.named().values()), lr=1.0)
+    peer = torch.optim.SGD(whole.parameters(), lr=1.0)
     for step in range(2):
         pipeline.step(step)
         plain_step(whole, step, pipeline.data_ranks, dtype)
@@ -143,7 +143,7 @@ def matches_one_process(pipeline: Pipeline, check: Any, dtype: torch.dtype | Non
         for name, param in pipeline.named().items():
             if param.requires_grad:
                 check(param.grad.full_tensor(), expected[name])
-        for optimizer in (ours, theirs):
+        for optimizer in (own, peer):
             optimizer.step()
             optimizer.zero_grad()
     for name, param in pipeline.named().items():
@@ -381,7 +381,7 @@ def count_differently() -> None:
         stage.perform_reduce_grad(1)
 
 
-def test_ranks_with_different_numbers_of_microbatches_are_told_so():
+def test_ranks_with_different_numbers_of_microbatches_are_reported_so():
     testing.run_ranks(2, count_differently)
 
 

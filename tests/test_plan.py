@@ -32,7 +32,7 @@ from fullshard.planner.found import largest_rows
 from fullshard.planner.page import page
 from fullshard.planner.question import Question
 from fullshard.planner.readings import LIMITS
-from fullshard.planner.report import as_dict, foresee, nearest_lines, said, what_ifs
+from fullshard.planner.report import as_dict, nearest_lines, predict_load, stated, what_ifs
 from fullshard.planner.search import least_hosts, nearest, search
 from fullshard.planner.settings import MachineSettings, PlanSettings
 from fullshard.planner.shorten import block_lists, shortened
@@ -67,7 +67,7 @@ def gpt(layers: int = 6, seq: int = 32) -> Subject:
         pytest.param("hpz", "every-1", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_short_model_tells_of_the_whole_one(strategy, kept, accumulates):
+def test_a_short_model_reports_of_the_whole_one(strategy, kept, accumulates):
     """Memory by state, and time, with rows and microbatches that were never run.
 
     Times bend where the host and the accelerator are about equally fast: with one row `ddp` is told 1.5 % too short.
@@ -86,7 +86,7 @@ def test_a_short_model_tells_of_the_whole_one(strategy, kept, accumulates):
 
 
 @pytest.mark.parametrize(("strategy", "kept"), [("zero3", "none"), ("ddp", "every-2"), ("zero2", "every-1")])
-def test_a_short_model_that_the_cpu_steps_tells_of_the_whole_one(strategy, kept):
+def test_a_short_model_that_the_cpu_steps_reports_of_the_whole_one(strategy, kept):
     program = Program(strategy=strategy, checkpointing=kept, accumulates=True, cpu=1.0)
     short, whole = (sketch(gpt(9), H100, program, shortens=shortens).figures(2, 5) for shortens in (True, False))
     for name in ("peak_bytes", "needed_bytes", "host_bytes", "step_s"):
@@ -107,7 +107,7 @@ class BatchFirst(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["causal", "batch first"])
-def test_steps_of_few_rows_tell_of_more(name):
+def test_steps_of_few_rows_report_of_more(name):
     """Memory, and time of the same steps taken with 5 rows."""
     subject = gpt(layers=3, seq=1024)
     if name == "batch first":
@@ -122,10 +122,10 @@ def test_steps_of_few_rows_tell_of_more(name):
         assert sum(getattr(each, item, 0) for each in few.tapes[0].at(5)) == sum(
             getattr(each, item, 0) for each in many.one
         )
-    told, taken = few.figures(5, 1), replace(few, _tapes=[many], _found={}).figures(5, 1)
+    reported, taken = few.figures(5, 1), replace(few, _tapes=[many], _found={}).figures(5, 1)
     assert few.tapes[0].rows == (2 if name == "batch first" else 1)
-    assert told.peak_bytes == pytest.approx(taken.peak_bytes, rel=0.01)
-    assert told.step_s == pytest.approx(taken.step_s, rel=0.01)
+    assert reported.peak_bytes == pytest.approx(taken.peak_bytes, rel=0.01)
+    assert reported.step_s == pytest.approx(taken.step_s, rel=0.01)
 
 
 def test_lists_of_like_blocks_are_found_and_put_back():
@@ -134,9 +134,9 @@ def test_lists_of_like_blocks_are_found_and_put_back():
     model["switched"] = nn.ModuleList(nn.Dropout() for _ in range(7))
     assert [(block_list.fqn, block_list.length) for block_list in block_lists(model)] == [("first", 7)]
     before = list(model["first"])
-    for blocks, rest in shortened(model, {"first": 3}):
+    for blocks, remaining in shortened(model, {"first": 3}):
         assert len(blocks) == 3
-        blocks.extend(rest)
+        blocks.extend(remaining)
     assert list(model["first"]) == before
 
 
@@ -151,14 +151,14 @@ def test_no_program_takes_less_than_its_states():
 # ------------------------------------------------------------------------------------------------------- the search
 
 
-def asked(**changes: Any) -> Question:
+def requested(**changes: Any) -> Question:
     usual = {"subject": gpt(), "cluster": TWO_HOSTS, "global_batch": 64, "strategies": ("zero3", "hsdp")}
     return Question(**{**usual, "checkpointing": ("none",), "exhaustive": True, **changes})
 
 
 @pytest.fixture(scope="module")
 def plan() -> Any:
-    return search(asked())
+    return search(requested())
 
 
 def test_the_recommended_plan_fits_and_is_the_fastest_that_does(plan):
@@ -184,16 +184,16 @@ def test_where_forks_cannot_run_backward_the_plan_is_the_same(plan, monkeypatch)
     """As beside a GPU, in a process that has run backward."""
     for in_fork in (planner_workers._run_backward, planner_workers._sketched):
         monkeypatch.setattr(planner_workers, in_fork.__name__, fail_like_autograd_in_a_fork)
-    other = search(asked())
+    other = search(requested())
     assert [(item.sketch.program, item.figures) for item in other.found] == [
         (item.sketch.program, item.figures) for item in plan.found
     ]
-    assert not planner_workers._ASKED
+    assert not planner_workers._REQUESTED
 
 
 def test_what_is_foreseen_is_not_simulated_again(plan):
     with Workers(plan.question) as workers:
-        foresee(plan, workers)
+        predict_load(plan, workers)
         assert len(workers._ahead) == (workers.at_once > 1)  # none where forks cannot run backward
         for question, program, future in workers._ahead:
             assert question.cluster.hosts == 4 and program == plan.best.sketch.program
@@ -204,15 +204,15 @@ def test_what_is_foreseen_is_not_simulated_again(plan):
         assert what_ifs(plan, workers) == foreseen
 
 
-def test_twice_the_hosts_that_cannot_share_the_batch_are_told_so():
-    question = asked(global_batch=16, strategies=("zero3",))
+def test_twice_the_hosts_that_cannot_share_the_batch_are_reported_so():
+    question = requested(global_batch=16, strategies=("zero3",))
     with Workers(question) as workers:
         of_network, of_twice = what_ifs(search(question, workers), workers)
     assert of_network.figures is not None and of_twice.figures is None
     assert str(of_twice) == "Twice the hosts: --global-batch 16: 32 ranks cannot share 16 rows evenly. Take 32."
 
 
-def test_without_gradients_to_keep_zero1_and_zero2_are_alike():
+def test_without_gradients_to_keep_zero1_and_zero2_are_identical():
     """So one of them is looked at."""
     for accumulates in (False, True):
         one, two = (
@@ -255,20 +255,20 @@ def test_a_slower_network_is_never_faster(plan):
 
 @pytest.mark.slow
 def test_what_may_be_the_fastest_is_found_without_simulating_all(plan):
-    found = search(asked(exhaustive=False))
+    found = search(requested(exhaustive=False))
     assert found.best.figures.step_s <= 1.03 * plan.best.figures.step_s
 
 
-def test_nothing_fits_and_that_is_said():
+def test_nothing_fits_and_that_is_stated():
     tiny = replace(H100, hardware=replace(H100.hardware, memory_bytes=1e4, host_memory_bytes=1e4), share=1.0)
-    found = search(asked(cluster=tiny, strategies=("zero3",), global_batch=8))
+    found = search(requested(cluster=tiny, strategies=("zero3",), global_batch=8))
     assert found.best is None
-    assert "Nothing fits" in said(found)[-1] and "--fits-on" in said(found)[-1]
+    assert "Nothing fits" in stated(found)[-1] and "--fits-on" in stated(found)[-1]
 
 
 def test_where_nothing_fits_the_least_is_on_the_disk_that_does(plan, monkeypatch):
     """Memory falls by the share of states, but for buffers; the step waits for the disk, and no longer than that."""
-    monkeypatch.setattr("fullshard.planner.sketch.PORTION_NBYTES", 1000)
+    monkeypatch.setattr("fullshard.planner.sketch.CHUNK_NBYTES", 1000)
     made = next(item.sketch for item in plan.found if item.sketch.program.strategy == "zero3")
     states = made.states_bytes
     assert states == pytest.approx(states_bytes_of(made), rel=0.02)
@@ -276,9 +276,9 @@ def test_where_nothing_fits_the_least_is_on_the_disk_that_does(plan, monkeypatch
     for share in (0.25, 0.5, 1.0):
         part = made.with_on_disk(share)
         figures = part.figures(1, made.program.accumulates + 1)
-        away = share * states - part.disk_buffers_bytes
-        assert figures.needed_bytes == pytest.approx(whole.needed_bytes - away)
-        assert figures.by_state[State.OPTIMIZER] == pytest.approx(max(0, whole.by_state[State.OPTIMIZER] - away))
+        offloaded = share * states - part.disk_buffers_bytes
+        assert figures.needed_bytes == pytest.approx(whole.needed_bytes - offloaded)
+        assert figures.by_state[State.OPTIMIZER] == pytest.approx(max(0, whole.by_state[State.OPTIMIZER] - offloaded))
         nbytes = share * states * TWO_HOSTS.per_host
         assert 0 <= figures.step_s - whole.step_s <= TYPICAL.seconds(nbytes, nbytes)
         assert figures.limits["disk"] == pytest.approx(figures.step_s - whole.step_s)
@@ -302,30 +302,32 @@ TIGHT = ["--size", "xl", "--layers", "6", "--per-host", "1", "--gpu-memory", "0.
 TIGHT += ["--strategies", "ddp", "--checkpointing", "every-1"]
 
 
-def test_the_disk_is_considered_where_nothing_else_fits_and_said(tmp_path, capsys):
+def test_the_disk_is_considered_where_nothing_else_fits_and_stated(tmp_path, capsys):
     """Where the host's memory has no room for what would be on the CPU."""
     (tmp_path / "small.toml").write_text('like = "h100-80"\nname = "small"\nhost_memory_bytes = 0.25e9')
     argv = [*TIGHT, "--hardware", str(tmp_path / "small.toml")]
-    code, said = told(capsys, *argv)
-    assert code == 0, said
-    assert "1 of which a host's memory cannot hold enough, with states on the CPU" in said
-    assert "of the optimizer's state on a disk" in said and "TB written a day" in said
-    assert 'offload_policy=Offload(optimizer={"disk": 0.' in said and "--offload-optimizer 0." in said
-    code, said = told(capsys, *argv, "--why", "ddp")
-    assert code == 1 and re.search(r"Nearest to fitting: .*% of states on disk.* fits, with", said), said
+    code, stated = reported(capsys, *argv)
+    assert code == 0, stated
+    assert "1 of which a host's memory cannot hold enough, with states on the CPU" in stated
+    assert "of the optimizer's state on a disk" in stated and "TB written a day" in stated
+    assert 'offload_policy=Offload(optimizer={"disk": 0.' in stated and "--offload-optimizer 0." in stated
+    code, stated = reported(capsys, *argv, "--why", "ddp")
+    assert code == 1 and re.search(r"Nearest to fitting: .*% of states on disk.* fits, with", stated), stated
 
 
 def test_states_are_on_the_cpu_before_any_are_on_a_disk(capsys):
-    code, said = told(capsys, *TIGHT)
-    assert code == 0 and "disk" not in said, said
-    assert "ddp, 29% on CPU" in said and "29% of the optimizer's state on the CPU" in said
-    assert 'offload_policy=Offload(optimizer={"cpu": 0.29})' in said and "--offload-optimizer-cpu 0.29" in said
-    assert re.search(r"The CPUs of a host step it in 0.4\d GB of page-locked memory, of 2,000.0 GB: .* 150 GB/s", said)
+    code, stated = reported(capsys, *TIGHT)
+    assert code == 0 and "disk" not in stated, stated
+    assert "ddp, 29% on CPU" in stated and "29% of the optimizer's state on the CPU" in stated
+    assert 'offload_policy=Offload(optimizer={"cpu": 0.29})' in stated and "--offload-optimizer-cpu 0.29" in stated
+    assert re.search(
+        r"The CPUs of a host step it in 0.4\d GB of page-locked memory, of 2,000.0 GB: .* 150 GB/s", stated
+    )
 
 
 def tight(question: Question, part: float) -> Question:
     """With usable memory between what `zero3` needs with all of the optimizer's state on the CPU, 0, and with none."""
-    every, none = (question.asked(Program(strategy="zero3", cpu=share)).needed_bytes(1) for share in (1.0, 0.0))
+    every, none = (question.requested(Program(strategy="zero3", cpu=share)).needed_bytes(1) for share in (1.0, 0.0))
     assert every < none
     memory = question.cluster.hardware.memory_bytes
     return replace(question, cluster=replace(question.cluster, share=(every + part * (none - every)) / memory))
@@ -334,7 +336,7 @@ def tight(question: Question, part: float) -> Question:
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
 def test_the_least_is_on_the_cpu_that_fits(part):
     """By dry runs of the whole model: it does with that fraction, and not with a unit less, or none."""
-    one_shape = asked(cluster=H100, global_batch=8, strategies=("zero3",))
+    one_shape = requested(cluster=H100, global_batch=8, strategies=("zero3",))
     question = tight(one_shape, part)
     usable, found = question.cluster.usable_bytes, search(question).best
     assert found is not None and found.sketch.program.strategy == "zero3"
@@ -373,7 +375,7 @@ def run_pasted(question: Question, found: Any) -> dry.Tape:
 
 def test_the_cpu_steps_once_a_step_however_many_microbatches():
     """And a slower one makes the step longer, but for what the device hides."""
-    made = asked(cluster=H100).asked(Program(strategy="zero3", accumulates=True, cpu=1.0))
+    made = requested(cluster=H100).requested(Program(strategy="zero3", accumulates=True, cpu=1.0))
     machine = H100.hardware
     slow = made.on(replace(machine, host_memory_bytes_per_s=machine.host_memory_bytes_per_s / 100))
     (few, many), (slow_few, slow_many) = ([item.figures(1, count).step_s for count in (2, 12)] for item in (made, slow))
@@ -383,7 +385,7 @@ def test_the_cpu_steps_once_a_step_however_many_microbatches():
 
 def test_where_the_cpu_computes_none_are_elsewhere():
     cluster = Cluster(hardware=measured_here(), hosts=1, per_host=2, share=1e-6)
-    assert not any(item.sketch.program.cpu for item in search(asked(cluster=cluster, strategies=("zero3",))).found)
+    assert not any(item.sketch.program.cpu for item in search(requested(cluster=cluster, strategies=("zero3",))).found)
 
 
 def test_programs_are_those_of_the_machines():
@@ -424,7 +426,7 @@ def unit_policy(unit: Any) -> Offload:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kept", CHECKPOINTING)
-def test_lines_to_paste_run_and_do_what_they_say(strategy, kept):
+def test_lines_to_paste_run_and_do_what_they_state(strategy, kept):
     program = Program(
         strategy=strategy,
         checkpointing=kept,
@@ -470,13 +472,13 @@ def test_lines_to_paste_are_of_what_was_planned(models):
     assert isinstance(names["optimizer"], torch.optim.SGD)
     assert "clip_grad_norm_(model.parameters(), 0.5)" in python_lines(subject, program, figures, H100, 0.5)
     reduced_once = replace(program, syncs_each=False)
-    for norm, told in ((0.5, 0.5), (None, 0.0), (1.0, 1.0)):
+    for norm, reported in ((0.5, 0.5), (None, 0.0), (1.0, 1.0)):
         flags = train_flags(gpt(), reduced_once, figures, H100, norm)
         assert flags is not None
-        assert parse_settings(flags.split(" train ")[1].split()).optimization.clip == told
+        assert parse_settings(flags.split(" train ")[1].split()).optimization.clip == reported
         for each in (program, reduced_once):
             arguments = keys_for_the_trainer(replace(subject, is_transformers=True), each, figures, norm)
-            assert arguments.get("max_grad_norm", 1.0) == told
+            assert arguments.get("max_grad_norm", 1.0) == reported
             kwargs = arguments.get("accelerator_config", {}).get("gradient_accumulation_kwargs", {})
             assert kwargs.get("sync_each_batch", False) == each.syncs_each
     assert train_flags(subject, reduced_once, figures, H100) is None
@@ -503,10 +505,10 @@ def test_pasted_models_have_the_same_values_on_every_rank():
     assert all(torch.equal(one, two) for one, two in zip(made[0].values(), made[1].values(), strict=True))
 
 
-def test_bytes_are_told_in_units_that_show_them(capsys):
+def test_bytes_are_reported_in_units_that_show_them(capsys):
     """Nothing that is there is told as 0.00 GB, or as 0.0 in the table."""
     for question in (["--why", "zero3"], []):
-        code, out = told(capsys, "--size", "nano", "--layers", "2", "--seq", "32", "--clip", "0", *question)
+        code, out = reported(capsys, "--size", "nano", "--layers", "2", "--seq", "32", "--clip", "0", *question)
         assert code == 0 and "0.00 GB" not in out and not re.search(r" 0\.0 +0%", out)
 
 
@@ -520,8 +522,8 @@ def test_keys_for_the_trainer_are_its_own():
     for program in (hsdp, Program(strategy="hpz", offload=True), Program(strategy="zero3", cpu=0.3)):
         figures: Any = SimpleNamespace(candidate=Candidate(program=program, rows=2, microbatches=3))
         found = keys_for_the_trainer(subject, program, figures, 1.0)
-        told = (Path(__file__).parent.parent / "docs/transformers.md").read_text()
-        assert all(f"`{key}`" in told for key in found["fsdp_config"])
+        reported = (Path(__file__).parent.parent / "docs/transformers.md").read_text()
+        assert all(f"`{key}`" in reported for key in found["fsdp_config"])
         assert found["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["GPT2Block"]
 
 
@@ -631,13 +633,13 @@ def models(tmp_path, monkeypatch):
     return name
 
 
-def told(capsys: Any, *argv: str) -> tuple[int, str]:
+def reported(capsys: Any, *argv: str) -> tuple[int, str]:
     code = run([*USUAL, *argv])
     return code, capsys.readouterr().out
 
 
 def test_a_user_s_own_model(models, capsys):
-    code, out = told(
+    code, out = reported(
         capsys,
         "--model",
         f"{models}.py:make_model",
@@ -666,7 +668,7 @@ def test_a_model_of_a_configuration(tmp_path, capsys):
     config = {"model_type": "gpt2", "n_layer": 6, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 64}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    code, out = told(capsys, "--config", str(path), "--seq", "16")
+    code, out = reported(capsys, "--config", str(path), "--seq", "16")
     assert code == 0
     assert "TrainingArguments(" in out and "GPT2Block" in out and "tokens/s" in out
     names: dict[str, Any] = {}
@@ -676,19 +678,19 @@ def test_a_model_of_a_configuration(tmp_path, capsys):
 
 def test_other_questions(capsys, tmp_path):
     size = ["--size", "nano", "--layers", "6", "--seq", "32"]
-    code, out = told(capsys, *size, "--fits-on")
+    code, out = reported(capsys, *size, "--fits-on")
     assert code == 0 and "Fewest ranks that will do: 1 (" in out
-    code, out = told(capsys, *size, "--largest-batch", "--html", str(tmp_path / "plan.html"))
+    code, out = reported(capsys, *size, "--largest-batch", "--html", str(tmp_path / "plan.html"))
     assert code == 0 and "Largest microbatch: " in out
     assert (tmp_path / "plan.html").stat().st_size > 1000
-    code, out = told(capsys, *size, "--why", "zero3", "--gpu-memory", "0.000001")
+    code, out = reported(capsys, *size, "--why", "zero3", "--gpu-memory", "0.000001")
     assert code == 1 and " over." in out and "The peak of tensors is" in out and "largest tensors" in out
 
 
 def test_the_largest_microbatch_is_that_of_all_programs():
     """However few are simulated: those that need the least for a row come first."""
     tight = replace(TWO_HOSTS, share=0.005)
-    question = asked(cluster=tight, global_batch=None, largest=True, checkpointing=("none", "every-1"), most=2)
+    question = requested(cluster=tight, global_batch=None, largest=True, checkpointing=("none", "every-1"), most=2)
     found, every = search(replace(question, exhaustive=False)), search(question)
     assert len(found.found) == 2 < len(every.found)
     assert max(item.largest for item in found.found) == max(item.largest for item in every.found)
@@ -696,10 +698,12 @@ def test_the_largest_microbatch_is_that_of_all_programs():
 
 def test_the_fewest_ranks_are_those_on_which_it_just_fits():
     """On one rank fewer, the leanest way needs more than there is; hosts need be no power of two."""
-    one = replace(asked().cluster, hosts=1, per_host=1)
-    question = asked(cluster=one, global_batch=None, strategies=("ddp", "zero3"), checkpointing=("none",))
+    one = replace(requested().cluster, hosts=1, per_host=1)
+    question = requested(cluster=one, global_batch=None, strategies=("ddp", "zero3"), checkpointing=("none",))
     leanest = Program(strategy="zero3")
-    needs = {hosts: replace(question, cluster=one.with_hosts(hosts)).asked(leanest).needed_bytes(1) for hosts in (2, 3)}
+    needs = {
+        hosts: replace(question, cluster=one.with_hosts(hosts)).requested(leanest).needed_bytes(1) for hosts in (2, 3)
+    }
     share = (needs[2] + needs[3]) / 2 / one.hardware.memory_bytes
     found = least_hosts(replace(question, cluster=replace(one, share=share)))
     assert found is not None and found.best is not None
@@ -709,8 +713,10 @@ def test_the_fewest_ranks_are_those_on_which_it_just_fits():
 def test_what_comes_nearest_to_fitting_is_named():
     """By more checkpoints, if those are enough; they come in the order of what they need."""
     program = Program(strategy="zero2")
-    question = asked(subject=gpt(seq=512), global_batch=None, checkpointing=("none", "every-1"))
-    needs = [question.asked(replace(program, checkpointing=kept)).needed_bytes(1) for kept in question.checkpointing]
+    question = requested(subject=gpt(seq=512), global_batch=None, checkpointing=("none", "every-1"))
+    needs = [
+        question.requested(replace(program, checkpointing=kept)).needed_bytes(1) for kept in question.checkpointing
+    ]
     share = sum(needs) / 2 / question.cluster.hardware.memory_bytes
     tight = replace(question, cluster=replace(question.cluster, share=share))
     with Workers(tight) as workers:
@@ -720,13 +726,13 @@ def test_what_comes_nearest_to_fitting_is_named():
     assert line.startswith("Nearest to fitting: zero2, checkpoints every-1, rows 1 x 1: ") and "fits, with" in line
 
 
-def test_values_are_measured_if_asked(models, capsys):
+def test_values_are_measured_if_requested(models, capsys):
     argv = ["--model", f"{models}.py:Asks", "--batch", f"{models}.py:make_batch", "--global-batch", "8"]
     with pytest.raises(
         ConfigError, match=r"cannot be planned without values .*training_\d+.py:\d+: return x\[x.sum.*--measure"
     ):
-        told(capsys, *argv)
-    assert told(capsys, *argv, "--measure")[0] == 0
+        reported(capsys, *argv)
+    assert reported(capsys, *argv, "--measure")[0] == 0
 
 
 def test_a_model_that_counts_on_its_blocks_is_not_shortened(models):
@@ -738,7 +744,7 @@ OWN = ["--model", "my_training:make_model", "--batch", "my_training:make_batch"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "stated"),
     [
         (
             ["--model", "my_training:Wrong", "--batch", "my_training:make_batch"],
@@ -797,22 +803,22 @@ OWN = ["--model", "my_training:make_model", "--batch", "my_training:make_batch"]
     ],
     ids=lambda item: " ".join(item) if isinstance(item, list) else None,
 )
-def test_bad_input_is_answered(models, monkeypatch, tmp_path, argv, said):
+def test_bad_input_is_answered(models, monkeypatch, tmp_path, argv, stated):
     monkeypatch.setattr(watch, "_ENDLESS", 100)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     named = [item.replace("my_training", models) for item in argv]
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=stated):
         run(["--hardware", "h100-80", *named] if "--hardware" not in argv else named)
 
 
-def test_a_librarys_mistake_is_told_with_its_line_and_our_own_is_not(models, tmp_path):
+def test_a_librarys_mistake_is_reported_with_its_line_and_our_own_is_not(models, tmp_path):
     """A bug of ours is to be seen whole."""
     library = tmp_path / "site-packages" / "theirs.py"
     library.parent.mkdir()
     library.write_text("import torch\n\n\ndef loss(model, batch):\n    return torch.ones(3) @ batch[:, :7].t()\n")
-    theirs = named_subject(f"{models}:make_model", f"{models}:make_batch", f"{library}:loss")
+    peer = named_subject(f"{models}:make_model", f"{models}:make_batch", f"{library}:loss")
     with pytest.raises(ConfigError, match=r"theirs\.py:5: return torch\.ones\(3\).*RuntimeError.*--measure"):
-        sketch(theirs, H100, Program(strategy="zero3"))
+        sketch(peer, H100, Program(strategy="zero3"))
     with (
         mock.patch.object(steps, "without_sync", side_effect=IndexError("ours")),
         pytest.raises(IndexError, match="ours"),

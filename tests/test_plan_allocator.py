@@ -20,8 +20,8 @@ kinds = pytest.mark.parametrize("expandable", [False, True])
 def blocks_after(allocator: CachingAllocator, wishes: Any) -> list[Any]:
     """The blocks that are in use after requests, each of which also frees the oldest block or not."""
     held: list[Any] = []
-    for nbytes, lane, frees in wishes:
-        held.append((allocator.allocate(nbytes, lane), nbytes, lane))
+    for nbytes, stream, frees in wishes:
+        held.append((allocator.allocate(nbytes, stream), nbytes, stream))
         if frees:
             allocator.free(held.pop(0)[0])
     return held
@@ -29,7 +29,7 @@ def blocks_after(allocator: CachingAllocator, wishes: Any) -> list[Any]:
 
 @kinds
 @given(wishes=requests)
-def test_blocks_are_large_enough_and_apart(expandable, wishes):
+def test_blocks_are_large_enough_and_separate(expandable, wishes):
     allocator = CachingAllocator(expandable=expandable)
     held = blocks_after(allocator, wishes)
     spans = sorted((block.start, block.start + block.nbytes) for block, _, _ in held)
@@ -46,8 +46,8 @@ def test_what_is_freed_is_used_again(expandable, wishes):
         allocator.free(block)
     assert allocator.allocated == 0
     reserved = allocator.reserved
-    for nbytes, lane, _ in wishes:
-        allocator.free(allocator.allocate(nbytes, lane))
+    for nbytes, stream, _ in wishes:
+        allocator.free(allocator.allocate(nbytes, stream))
     assert allocator.reserved == reserved
 
 
@@ -75,12 +75,12 @@ def test_the_device_has_no_more_than_its_room(wishes, room):
     assert allocator.failures or allocator.reserved <= room * MIB
     assert allocator.allocated == sum(block.nbytes for block, _, _ in held) <= allocator.reserved
     if endless.reserved <= room * MIB:
-        assert (allocator.retries, allocator.asked) == (0, endless.asked) and len(held) == len(as_many)
+        assert (allocator.retries, allocator.requested) == (0, endless.requested) and len(held) == len(as_many)
 
 
 def test_segments_that_are_wholly_free_make_room():
     allocator = CachingAllocator(room=64 * MIB)
-    one, other = (allocator.allocate(30 * MIB, lane) for lane in ("compute", "reduce"))
+    one, other = (allocator.allocate(30 * MIB, stream) for stream in ("compute", "reduce"))
     allocator.free(one)
     allocator.allocate(32 * MIB, "reduce")
     assert (allocator.retries, allocator.given_back, allocator.failures) == (1, 1, 0)
@@ -89,7 +89,7 @@ def test_segments_that_are_wholly_free_make_room():
     assert not other.is_free
 
 
-def test_a_lane_never_has_memory_of_another():
+def test_a_stream_never_has_memory_of_another():
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(30 * MIB, "compute"))
     allocator.allocate(30 * MIB, "reduce")

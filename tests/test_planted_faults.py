@@ -10,19 +10,19 @@ MEASURED = [fault for fault in FAULTS if not fault.of_cores]
 
 
 @pytest.fixture(scope="module")
-def told():
+def reported():
     return {answer.plant.title: answer for answer in answers(pretended_clock=True)}
 
 
 @pytest.mark.parametrize("plant", MEASURED, ids=lambda item: item.title)
-def test_a_planted_fault_is_told(told, plant):
+def test_a_planted_fault_is_reported(reported, plant):
     """It costs more than whatever else there is."""
-    assert told[plant.title].is_right, told[plant.title].findings
+    assert reported[plant.title].is_right, reported[plant.title].findings
 
 
 @pytest.mark.parametrize("plant", HEALTHY, ids=lambda item: item.title)
-def test_a_healthy_run_has_no_cause(told, plant):
-    assert told[plant.title].is_right, told[plant.title].findings
+def test_a_healthy_run_has_no_cause(reported, plant):
+    assert reported[plant.title].is_right, reported[plant.title].findings
 
 
 def test_there_are_enough_of_both():

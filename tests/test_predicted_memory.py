@@ -34,7 +34,7 @@ def steps(strategy: str) -> None:
         optimizer.zero_grad()
 
 
-def told(tape: dry.Tape) -> tuple[int, list[Any], Counter[str]]:
+def reported(tape: dry.Tape) -> tuple[int, list[Any], Counter[str]]:
     """The peak; what was sent; and how often each operation was done from the first forward on."""
     sent = [
         (collective.name, collective.origin, collective.sent_bytes, collective.messages, collective.ranks)
@@ -48,14 +48,14 @@ def told(tape: dry.Tape) -> tuple[int, list[Any], Counter[str]]:
 def real_steps(strategies: tuple[str, ...]) -> list[Any]:
     found = []
     for strategy in strategies:
-        with dry.taped(lanes="cpu", values=True) as tape:
+        with dry.taped(streams="cpu", values=True) as tape:
             steps(strategy)
-        found.append(told(tape))
+        found.append(reported(tape))
     return found
 
 
 def dry_steps(strategy: str, world: int, rank: int, **options: Any) -> dry.Tape:
-    with dry.world(world, rank=rank, **options), dry.taped(lanes="cpu") as tape:
+    with dry.world(world, rank=rank, **options), dry.taped(streams="cpu") as tape:
         steps(strategy)
     return tape
 
@@ -66,7 +66,7 @@ def test_a_dry_run_of_cpu_ranks_is_what_they_do(world):
     for i, strategy in enumerate(STRATEGIES):
         for rank in {0, world - 1}:
             tape = dry_steps(strategy, world, rank)
-            peak, sent, done = told(tape)
+            peak, sent, done = reported(tape)
             real_peak, really_sent, really_done = reals[rank][i]
             assert sent == really_sent, strategy
             assert done == really_done, strategy
@@ -83,12 +83,12 @@ def shared_bytes(tape: dry.Tape, purpose: str) -> set[int]:
 
 
 def test_ranks_of_one_host_share_memory_and_others_send():
-    here, apart = dry_steps("zero3", 4, 0), dry_steps("zero3", 4, 0, ranks_per_host=2)
+    here, separate = dry_steps("zero3", 4, 0), dry_steps("zero3", 4, 0, ranks_per_host=2)
     assert shared_bytes(here, "messages") == shared_bytes(here, "unsharded parameters") == {4}
     assert not list(here.of(Collective))
-    assert not shared_bytes(apart, "messages") | shared_bytes(apart, "unsharded parameters")
-    assert {entry.name for entry in apart.of(Collective)} == {"send", "recv_"}
-    assert here.collectives()[0].sent_bytes == apart.collectives()[0].sent_bytes > 0
+    assert not shared_bytes(separate, "messages") | shared_bytes(separate, "unsharded parameters")
+    assert {entry.name for entry in separate.of(Collective)} == {"send", "recv_"}
+    assert here.collectives()[0].sent_bytes == separate.collectives()[0].sent_bytes > 0
 
 
 def test_a_rank_counts_its_part_of_what_ranks_have_in_common():
@@ -106,7 +106,7 @@ def test_a_rank_counts_its_part_of_what_ranks_have_in_common():
 def test_no_pretended_rank_is_left_to_those_that_have_a_gpu():
     from fullshard.comm import routes
 
-    with dry.world(2), dry.taped(lanes="gpu"):
+    with dry.world(2), dry.taped(streams="gpu"):
         steps("zero3")
         assert not any(isinstance(value, PretendedCollectives) for value in routes._of_group._values.values())
 
@@ -133,10 +133,10 @@ class Experts(nn.Module):
         return torch.nn.functional.grouped_mm(x, self.weight, offs=torch.tensor([4, 8], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("lanes", ["gpu", "cpu"])
-def test_models_that_ask_for_values_end(lanes):
-    dry.run(lambda: fully_shard(Truncated()), lambda: torch.randn(4, 8), world=2, lanes=lanes)
-    tape = dry.run(lambda: fully_shard(Experts()), lambda: torch.randn(8, 16), world=2, lanes=lanes)
+@pytest.mark.parametrize("streams", ["gpu", "cpu"])
+def test_models_that_ask_for_values_end(streams):
+    dry.run(lambda: fully_shard(Truncated()), lambda: torch.randn(4, 8), world=2, streams=streams)
+    tape = dry.run(lambda: fully_shard(Experts()), lambda: torch.randn(8, 16), world=2, streams=streams)
     assert [entry.writes for entry in tape.of(Operation) if entry.name == "aten._grouped_mm"]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks import published
-from benchmarks.published import Beside, Shape, Step, Task, as_in_2023, mpt_rows, second_step, summary
+from benchmarks.published import Comparison, Shape, Step, Task, as_in_2023, mpt_rows, second_step, summary
 
 from fullshard.plan.costs import costs_of
 from fullshard.plan.timeline import lay_out
@@ -20,7 +20,7 @@ def rows():
     return mpt_rows(published.REDUCE_DTYPES)
 
 
-def test_a_step_of_few_blocks_tells_of_one_of_many():
+def test_a_step_of_few_blocks_reports_of_one_of_many():
     task = Task(shape=SHAPE, world=32)
     whole = lay_out(second_step(task, 6, 3), COSTS).end
     assert Step.of(task).seconds(COSTS, 6, 3) == pytest.approx(whole, rel=0.005)
@@ -33,8 +33,8 @@ def test_each_microbatch_reduces_and_fsdp1_has_its_copies_there():
     assert len(reduced) == 2 * 4  # three blocks and the root, in each of two
     added = [entry for entry in entries if isinstance(entry, Operation) and entry.name.startswith("fsdp1")]
     assert len(added) == 2 * len(reduced)
-    ours = second_step(replace(task, is_fsdp1=False), 3, 2)
-    assert len(ours) == len(entries) - len(added)
+    own = second_step(replace(task, is_fsdp1=False), 3, 2)
+    assert len(own) == len(entries) - len(added)
 
 
 def test_checkpointing_costs_a_forward_at_most():
@@ -60,8 +60,8 @@ def test_the_switch_of_a_set_reaches_its_tasks():
 
 
 def test_the_summary_of_exact_predictions_is_all_zeros(rows):
-    told = summary([Beside(row=row, predicted=row.measured) for row in rows])
-    assert (told["mean"], told["p95"], told["rank"]) == (0, 0, pytest.approx(1))
+    reported = summary([Comparison(row=row, predicted=row.measured) for row in rows])
+    assert (reported["mean"], reported["p95"], reported["rank"]) == (0, 0, pytest.approx(1))
 
 
 def test_models_of_pytorchs_runs_have_the_sizes_that_were_published():
@@ -70,6 +70,6 @@ def test_models_of_pytorchs_runs_have_the_sizes_that_were_published():
         with torch.device("meta"):
             model = published.T5(shape, 1) if isinstance(shape, published.T5Shape) else published.Gpt(shape, 1)
         blocks = run.blocks * sum(param.numel() for param in model.blocks.parameters())
-        said = {"GPT 175B": 175e9, "GPT 1T": 1010e9, "T5 11B": 11.3e9}
-        size = next(size for name, size in said.items() if run.name.startswith(name))
+        stated = {"GPT 175B": 175e9, "GPT 1T": 1010e9, "T5 11B": 11.3e9}
+        size = next(size for name, size in stated.items() if run.name.startswith(name))
         assert blocks + model.tokens.weight.numel() == pytest.approx(size, rel=0.01)

@@ -1,4 +1,4 @@
-"""No race on pretended lanes, and each wait of the engine is needed: without it there is one."""
+"""No race on pretended streams, and each wait of the engine is needed: without it there is one."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Placement, Placements, clip_grad_norm_, dry, fully_shard
 from fullshard.device.accelerator import accelerator_for, pretending_to_capture
-from fullshard.dry.lanes import OF_TORCH
+from fullshard.dry.streams import OF_TORCH
 from fullshard.engine import activations
 from fullshard.optim import Muon
 from fullshard.policy.offload import Offload
@@ -345,30 +345,30 @@ def evaluating_and_writing(model: Any) -> None:
         model(inputs())
 
 
-def stepping_beside_compute(model: Any) -> None:
-    """The optimizer steps on a lane of the user's, and the next forward waits for its event."""
-    optimizer, lanes = sgd(model), accelerator_for(torch.device("cpu")).lanes
+def stepping_alongside_compute(model: Any) -> None:
+    """The optimizer steps on a stream of the user's, and the next forward waits for its event."""
+    optimizer, streams = sgd(model), accelerator_for(torch.device("cpu")).streams
     batches = [inputs(number) for number in range(3)]  # memory of compute's, which waits at the forward only
     for given in batches:
         loss = model(given).float().square().mean()
         optimizer.zero_grad()
         loss.backward()
-        with lanes.offload.after(lanes.compute):
+        with streams.offload.after(streams.compute):
             optimizer.step()
-        model.set_post_optim_event(lanes.offload.mark())
-    lanes.compute.wait(lanes.offload.mark())
+        model.set_post_optim_event(streams.offload.mark())
+    streams.compute.wait(streams.offload.mark())
     for param in model.parameters():
         param.to_local().sum()
 
 
 def transforming(model: Any) -> None:
-    """A forward under `torch.func` that follows an optimizer on a lane of the user's."""
-    optimizer, lanes = sgd(model), accelerator_for(torch.device("cpu")).lanes
+    """A forward under `torch.func` that follows an optimizer on a stream of the user's."""
+    optimizer, streams = sgd(model), accelerator_for(torch.device("cpu")).streams
     given = inputs()
     model(given).float().square().mean().backward()
-    with lanes.offload.after(lanes.compute):
+    with streams.offload.after(streams.compute):
         optimizer.step()
-    model.set_post_optim_event(lanes.offload.mark())
+    model.set_post_optim_event(streams.offload.mark())
     torch.func.grad(lambda x: model(x).float().square().mean())(given)
 
 
@@ -402,7 +402,7 @@ LOOPS: dict[str, tuple[Loop, type[Layer]]] = {
     "writing before backward": (writing_before_backward, Layer),
     "Muon": (with_muon, Layer),
     "capture": (captured, Layer),
-    "optimizer on another stream": (stepping_beside_compute, Layer),
+    "optimizer on another stream": (stepping_alongside_compute, Layer),
     "transforms": (transforming, Layer),
     "evaluation and writing": (evaluating_and_writing, Layer),
 }
@@ -420,7 +420,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "disk bf16": {"mp_policy": BF16, "offload_policy": Offload(parameters={"disk": 1.0}, folder=tempfile.gettempdir())},
 }
 # Of what is away, all of it, and little at once: a storage of the layers here has 1 to 5 KB.
-AWAY = {"SMALLEST_BYTES": 1, "WINDOW_BYTES": 12_000}
+OFFLOADED = {"SMALLEST_BYTES": 1, "WINDOW_BYTES": 12_000}
 COMMON_LOOPS = ("steps", "accumulation", "replicas withheld", "failing backward")
 COMMON_OPTIONS = ("", "bf16", "offload", "states offloaded", "disk")
 
@@ -437,7 +437,7 @@ def scenarios() -> Iterator[Scenario]:
 
 def tape_of(strategy: str, loop: str, option: str, *, values: bool = True, rank: int = 0) -> dry.Tape:
     run, layer = LOOPS[loop]
-    with dry.world(8, rank=rank), mock.patch.multiple(activations, **AWAY):
+    with dry.world(8, rank=rank), mock.patch.multiple(activations, **OFFLOADED):
         mesh = {"mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))}
         with dry.taped(values=values) as tape:
             options = {"strategy": GROUPED.get(strategy, strategy), **OPTIONS[option]}
@@ -461,7 +461,7 @@ REDUNDANT = {
 
 
 class Sites(NamedTuple):
-    """Where lanes wait, by the line that asks for it and the line that calls its function."""
+    """Where streams wait, by the line that asks for it and the line that calls its function."""
 
     met: frozenset[str]
     needed: frozenset[str]  # without which there is a race
@@ -477,12 +477,12 @@ class Sites(NamedTuple):
 
 @cache
 def looked_through(among: tuple[Scenario, ...]) -> Sites:
-    """Where lanes wait in these scenarios, none of which has a race."""
+    """Where streams wait in these scenarios, none of which has a race."""
     met, needed = set[str](), set[str]()
     for scenario in among:
         tape = tape_of(*scenario)
         assert not dry.races(tape), scenario
-        assert {entry.lane for entry in tape.of(Collective)} >= {"reduce"}
+        assert {entry.stream for entry in tape.of(Collective)} >= {"reduce"}
         met |= {wait.site for wait in tape.of(Waited)}
         needed |= {site for site in met - needed if dry.races(tape, without=site)}
     return Sites(frozenset(met), frozenset(needed))
@@ -496,7 +496,7 @@ common = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 @common
-def test_no_lane_touches_what_another_still_uses(strategy):
+def test_no_stream_touches_what_another_still_uses(strategy):
     looked_through(of_strategy(strategy, common=True))
 
 
@@ -508,7 +508,7 @@ def test_nor_on_ranks_other_than_the_first(rank):
 
 @common
 @pytest.mark.slow
-def test_no_lane_does_so_in_whatever_loop(strategy):
+def test_no_stream_does_so_in_whatever_loop(strategy):
     looked_through(of_strategy(strategy, common=False))
 
 
@@ -550,12 +550,12 @@ def test_every_wait_is_needed():
 
 
 def waits_in_source() -> Iterator[str]:
-    """Where lanes wait, as "file:line"."""
+    """Where streams wait, as "file:line"."""
     package = Path(fullshard.__file__).parent
     for path in package.rglob("*.py"):
         if path.parent.name not in ("device", "dry"):
             for number, line in enumerate(path.read_text().splitlines(), 1):
-                if re.search(r"lanes\.\w+\.(wait|after)\(", line):
+                if re.search(r"streams\.\w+\.(wait|after)\(", line):
                     yield f"{path.name}:{number}"
 
 
@@ -569,7 +569,7 @@ def test_every_wait_is_needed_by_some_loop_of_all():
 
 
 def two_accesses(*between: Any) -> dry.Tape:
-    """A tape of a write on one lane and a read on another, with something between them."""
+    """A tape of a write on one stream and a read on another, with something between them."""
     tape, here = dry.Tape(), Origin("", Phase.FORWARD)
     tape.note(Operation("write", "compute", here, (), (Access(1, 0, 8),)))
     for entry in between:
@@ -586,14 +586,14 @@ def test_what_a_wait_puts_in_order_is_no_race():
     assert not dry.races(two_accesses(marked, through_host))  # what the host queues after it has waited comes later
     (race,) = dry.races(two_accesses(marked))
     assert str(race) == (
-        "both use storage 1: write on lane compute (the root, forward), then read on lane gather (the root, forward) "
-        "without a wait between them"
+        "both use storage 1: write on stream compute (the root, forward), then read on stream gather (the root, "
+        "forward) without a wait between them"
     )
     assert len(dry.races(two_accesses(waited_before_marking := Recorded(2, "gather", here), marked))) == 1
     assert waited_before_marking
 
 
-def test_memory_that_is_freed_is_handed_out_again_by_the_lane_that_owns_it():
+def test_memory_that_is_freed_is_handed_out_again_by_the_stream_that_owns_it():
     here = Origin("", Phase.FORWARD)
     read = Operation("read", "reduce", here, (Access(1, 0, 8),), ())
     entries = [Allocation(1, 8, "compute", here), read, Free(1, 8, "compute", here)]

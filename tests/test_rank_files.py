@@ -60,32 +60,32 @@ def load_anothers(options: dict[str, Any]) -> list[str]:
     moved = {name: value.cpu() for name, value in model.state_dict().items()}
     files = of_rank(0, (dumped(model.state_dict()), dumped(moved)))
     stepped(model, optimizer)
-    before, said = values(model), []
+    before, stated = values(model), []
     for data in files:
         try:
             model.load_state_dict(opened(data))
-            said.append("")
+            stated.append("")
         except CheckpointError as error:
-            said.append(str(error))
+            stated.append(str(error))
             assert_same(values(model), before)
-    return said
+    return stated
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "zero2"}])
 def test_another_ranks_file_is_refused_with_the_remedy(options):
     first, second = run_ranks(2, load_anothers, options)
     assert first == ["", ""]
-    assert all(second), [said[:60] for said in second]
-    for said in second:
-        assert "holds the part at coordinate (0,) of a mesh of shape (2,), but rank 1 is at (1,)" in said
-        assert "fullshard.checkpoint.save" in said
+    assert all(second), [stated[:60] for stated in second]
+    for stated in second:
+        assert "holds the part at coordinate (0,) of a mesh of shape (2,), but rank 1 is at (1,)" in stated
+        assert "fullshard.checkpoint.save" in stated
     assert second[0].startswith("0.weight of shape (8, 3)")
 
 
 def load_anothers_states(options: dict[str, Any]) -> list[str]:
     """What is raised on this rank about rank 0's optimizer state: by an optimizer before its first step, and after."""
     model, optimizer = built(**options)
-    data, said = of_rank(0, dumped(optimizer.state_dict())), []
+    data, stated = of_rank(0, dumped(optimizer.state_dict())), []
     for steps in (0, 1):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for _ in range(steps):
@@ -95,21 +95,21 @@ def load_anothers_states(options: dict[str, Any]) -> list[str]:
         try:
             optimizer.load_state_dict(opened(data))
             optimizer.step()
-            said.append("")
+            stated.append("")
         except CheckpointError as error:
-            said.append(str(error))
+            stated.append(str(error))
             assert_same(values(model), before)
         optimizer.zero_grad()
-    return said
+    return stated
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "zero2"}])
 def test_another_ranks_optimizer_state_is_refused_with_the_remedy(options):
     first, second = run_ranks(2, load_anothers_states, options)
     assert first == ["", ""]
-    for said in second:
-        assert said.startswith("'exp_avg' of 0.weight of shape (8, 3) holds the part at coordinate (0,)"), said
-        assert "fullshard.checkpoint.save" in said
+    for stated in second:
+        assert stated.startswith("'exp_avg' of 0.weight of shape (8, 3) holds the part at coordinate (0,)"), stated
+        assert "fullshard.checkpoint.save" in stated
 
 
 def load_own() -> None:
@@ -150,8 +150,8 @@ def read_first(folder: Path) -> str:
 @pytest.mark.parametrize("world", [1, 3])
 def test_files_of_another_number_of_ranks_are_refused_on_every_rank(world, tmp_path):
     run_ranks(2, write_first, tmp_path)
-    for said in run_ranks(world, read_first, tmp_path):
-        assert "on a mesh of shape (2,), which does not exist in this run" in said
+    for stated in run_ranks(world, read_first, tmp_path):
+        assert "on a mesh of shape (2,), which does not exist in this run" in stated
 
 
 def replicas() -> None:

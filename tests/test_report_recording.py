@@ -25,7 +25,7 @@ import fullshard
 from fullshard import fully_shard, recording
 from fullshard.cli.report import run as report_command
 from fullshard.device.accelerator import Accelerator
-from fullshard.device.lanes import LANES, Lane, Lanes
+from fullshard.device.streams import STREAMS, Stream, Streams
 from fullshard.plan.ledger import measure_ledger
 from fullshard.plan.memory import State
 from fullshard.report import recording as recording_module
@@ -74,11 +74,11 @@ def turn(record: Recorder, clock: Clock, seconds: float, phase: Phase, unit: str
 
 def collective(record: Recorder, clock: Clock, name: str, phase: Phase, unit: str, *seconds: float) -> Event:
     """One that takes so long to start, is beside the program for so long, and is waited for so long."""
-    start, beside, wait = seconds
+    start, alongside, wait = seconds
     event = record.add(Event(name, Origin(unit, phase), "gather", sent_bytes=100, start=clock.now))
     clock.after(start)
     event.launched = clock.now
-    clock.after(beside)
+    clock.after(alongside)
     event.awaited = clock.now
     clock.after(wait)
     event.end = clock.now
@@ -113,11 +113,11 @@ def test_a_step_is_split_by_turns_and_what_is_waited_for_is_cut_out(clock):
         assert (counts.gathers, counts.gathered_bytes, counts.gathers_ahead, counts.reductions) == (1, 100, 0, 1)
         assert (counts.gather_s, counts.gather_exposed_s) == pytest.approx((0.5, 0.5))
         assert (counts.reduce_s, counts.reduce_exposed_s) == pytest.approx((3.5, 0.5))
-        compute = sorted(piece[3:] for piece in step.pieces if piece.lane == "compute")
+        compute = sorted(piece[3:] for piece in step.pieces if piece.stream == "compute")
         assert all(end == pytest.approx(start) for (_, end), (start, _) in pairwise(compute))
 
 
-def test_whatever_is_told_the_parts_add_up_to_the_clock_without_pauses(clock):
+def test_whatever_is_reported_the_parts_add_up_to_the_clock_without_pauses(clock):
     """And in any order: turns, collectives within each other, checkpoints, what the loop says, pauses."""
     for seed in range(200):
         rng = random.Random(seed)
@@ -159,23 +159,23 @@ def test_whatever_is_told_the_parts_add_up_to_the_clock_without_pauses(clock):
 
 @dataclass
 class Stamped:
-    """A stamp on a lane that lags behind the program; it cannot be read until the lane has come so far."""
+    """A stamp on a stream that lags behind the program; it cannot be read until the stream has come so far."""
 
     at: float
-    lane: "LaggingLane"
+    stream: "LaggingStream"
 
     def query(self) -> bool:
-        return self.lane.reached >= self.at
+        return self.stream.reached >= self.at
 
     def synchronize(self) -> None:
-        self.lane.reached = max(self.lane.reached, self.at)
+        self.stream.reached = max(self.stream.reached, self.at)
 
     def elapsed_time(self, other: "Stamped") -> float:
-        assert other.query(), "nobody waits for a lane"
+        assert other.query(), "nobody waits for a stream"
         return 1e3 * (other.at - self.at)
 
 
-class LaggingLane(Lane):
+class LaggingStream(Stream):
     is_stream = True
     reached = float("inf")
 
@@ -187,23 +187,23 @@ class LaggingLane(Lane):
         return Stamped(2 * self._clock.now, self)
 
 
-def test_where_lanes_lag_the_times_are_theirs_and_read_when_they_are_there(clock):
+def test_where_streams_lag_the_times_are_their_own_and_read_when_they_are_there(clock):
     accelerator = Accelerator()
-    accelerator.has_lanes = True
-    lanes = Lanes(*[LaggingLane(name, clock) for name in LANES])
-    accelerator.lanes = lanes
+    accelerator.has_streams = True
+    streams = Streams(*[LaggingStream(name, clock) for name in STREAMS])
+    accelerator.streams = streams
     taken: list[StepTaken] = []
     record = recorder(taken, accelerator)
-    lanes.compute.reached = 0.0  # and the others are there already
+    streams.compute.reached = 0.0  # and the others are there already
     for _ in range(2):
         turn(record, clock, 1.0, FORWARD)
         event = record.add(Event("all_gather", Origin("a", FORWARD), "gather", start=clock.now, sent_bytes=8))
-        event.began = lanes.gather.stamp()
+        event.began = streams.gather.stamp()
         clock.after(1.0)
-        event.ended, event.launched, event.awaited, event.end = lanes.gather.stamp(), *[clock.now] * 3
-        waited = Event("wait", Origin("a", FORWARD), "compute", began=lanes.compute.stamp(), start=clock.now)
+        event.ended, event.launched, event.awaited, event.end = streams.gather.stamp(), *[clock.now] * 3
+        waited = Event("wait", Origin("a", FORWARD), "compute", began=streams.compute.stamp(), start=clock.now)
         clock.after(0.25)
-        waited.ended, waited.end = lanes.compute.stamp(), clock.now
+        waited.ended, waited.end = streams.compute.stamp(), clock.now
         record.add(waited)
         turn(record, clock, 0.5, BACKWARD)
         turn(record, clock, 2.0, STEP)
@@ -211,7 +211,7 @@ def test_where_lanes_lag_the_times_are_theirs_and_read_when_they_are_there(clock
     assert not taken
     record.finish()  # which waits
     assert len(taken) == 2
-    for step in taken:  # lanes take twice as long as the program
+    for step in taken:  # streams take twice as long as the program
         expected = dict.fromkeys(PARTS, 0.0) | {"input": 2.0, "forward": 3.0, "gather": 0.5, "backward": 4.0}
         assert step.parts_s == pytest.approx(expected | {"optimizer": 0.5})
         assert (step.units["a"].gather_s, step.units["a"].gather_exposed_s) == pytest.approx((2.0, 0.5))
@@ -283,7 +283,7 @@ def train(folder: str | None, steps: int, *, torn: bool = False) -> Any:
         losses,
         counted,
         ledger,
-        [fullshard_unit.param_groups[0].plan.rest_nbytes for fullshard_unit in fullshard_units(model)],
+        [fullshard_unit.param_groups[0].plan.stored_nbytes for fullshard_unit in fullshard_units(model)],
     )
 
 
@@ -299,23 +299,23 @@ STEPS = 9
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    told = run_ranks(2, train, str(folder), STEPS)
-    return folder, told, read_run(folder)
+    reported = run_ranks(2, train, str(folder), STEPS)
+    return folder, reported, read_run(folder)
 
 
 def test_a_run_that_is_recorded_has_the_bits_of_one_that_is_not(trained):
-    _, told, _ = trained
+    _, reported, _ = trained
     plain = run_ranks(2, train, None, STEPS)
-    for mine, theirs in zip(told, plain, strict=True):
-        assert [item.item() for item in mine[1]] == [their.item() for their in theirs[1]]
-        assert mine[2] == theirs[2]
+    for local, peer in zip(reported, plain, strict=True):
+        assert [item.item() for item in local[1]] == [their.item() for their in peer[1]]
+        assert local[2] == peer[2]
 
 
 def test_steps_add_up_to_the_clock(trained):
     """Which a loop reads for itself, at the end of each of its optimizer's steps."""
-    _, told, run = trained
+    _, reported, run = trained
     assert run.steps.tolist() == list(range(3, STEPS + 1))  # those before are not timed
-    for rank, (ends, *_) in enumerate(told):
+    for rank, (ends, *_) in enumerate(reported):
         assert run.step_s[rank].sum() == pytest.approx(ends[-1] - ends[1], rel=0.02)
     assert run.parts_s.sum(axis=2) == pytest.approx(run.step_s)
     assert (run.parts_s[:, :, PARTS.index("forward")] > 0).all()
@@ -323,9 +323,9 @@ def test_steps_add_up_to_the_clock(trained):
     assert (run.busy_s > 0).all() and (run.held_bytes > 0).all()
 
 
-def test_units_are_told_of_as_the_engine_has_them(trained):
-    _, told, run = trained
-    counted = told[0][2][-1]
+def test_units_are_reported_of_as_the_engine_has_them(trained):
+    _, reported, run = trained
+    counted = reported[0][2][-1]
     assert (sum(unit.gathers for unit in run.units), sum(unit.gathered_bytes for unit in run.units)) == pytest.approx(
         counted
     )
@@ -345,16 +345,16 @@ def test_spans_of_all_ranks_are_of_one_step_and_lie_within_it(trained):
     assert run.shown_step in (4, 8) and sorted(run.spans) == [0, 1]
     column = run.steps.tolist().index(run.shown_step)
     for rank, spans in run.spans.items():
-        assert {span.lane for span in spans} == {"compute", "gather", "reduce"}
+        assert {span.stream for span in spans} == {"compute", "gather", "reduce"}
         assert {"forward", "backward", "wait", "optimizer", "all_gather", "reduce_scatter"} <= {s.name for s in spans}
-        on_compute = [span for span in spans if span.lane == "compute"]
+        on_compute = [span for span in spans if span.stream == "compute"]
         shown_s = sum(span.end_s - span.start_s for span in on_compute)
         assert shown_s == pytest.approx(run.step_s[rank, column], rel=0.01)
 
 
 def test_memory_by_state_is_that_of_the_ledger(trained):
-    _, told, run = trained
-    ledger, memory = told[0][3], run.memory
+    _, reported, run = trained
+    ledger, memory = reported[0][3], run.memory
     assert memory is not None
     most = {State(state): int(values.max()) for state, values in memory.by_state.items()}
     assert most[State.PARAMETERS] == ledger.parameters
@@ -367,9 +367,9 @@ def test_memory_by_state_is_that_of_the_ledger(trained):
     assert len(memory.at_s) == len(memory.labels) and (np.diff(memory.at_s) >= 0).all()
 
 
-def test_what_a_loop_tells_belongs_to_its_step(trained):
-    _, told, run = trained
-    means = np.mean([[loss.item() for loss in losses] for _, losses, *_ in told], axis=0)
+def test_what_a_loop_reports_belongs_to_its_step(trained):
+    _, reported, run = trained
+    means = np.mean([[loss.item() for loss in losses] for _, losses, *_ in reported], axis=0)
     assert run.training["loss"] == pytest.approx(means[2:])
     assert run.training["learning rate"] == pytest.approx(0.05)
 
@@ -540,62 +540,62 @@ def test_a_disk_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path,
     assert [record.message.count("nothing more is recorded") for record in caplog.records] == [1, 1]
 
 
-STAND_INS = {
+STUBS = {
     "wandb": """
 import json
 class Run:
-    def log(self, numbers): told.append((numbers.pop("step"), numbers))
-    def finish(self): told.append("closed")
+    def log(self, numbers): reported.append((numbers.pop("step"), numbers))
+    def finish(self): reported.append("closed")
 def init(**given):
-    told.append((given["name"], given["config"]))
+    reported.append((given["name"], given["config"]))
     return Run()
-told = []
+reported = []
 """,
     "mlflow": """
-told = []
-def start_run(run_name): told.append(run_name)
-def log_params(params): told[-1] = told[-1], params
-def log_metrics(numbers, step): told.append((step, numbers))
-def end_run(): told.append("closed")
+reported = []
+def start_run(run_name): reported.append(run_name)
+def log_params(params): reported[-1] = reported[-1], params
+def log_metrics(numbers, step): reported.append((step, numbers))
+def end_run(): reported.append("closed")
 """,
-    "tensorboard": "told = []\n",
+    "tensorboard": "reported = []\n",
 }
 WRITER = """
-from tensorboard import told
+from tensorboard import reported
 class SummaryWriter:
-    def __init__(self, folder): told.append(folder)
-    def add_text(self, name, text): told[-1] = told[-1].split("/")[-2], {"batch": text.split(": ")[1]}
-    def add_scalar(self, name, value, step): told.append((step, {name: value}))
-    def close(self): told.append("closed")
+    def __init__(self, folder): reported.append(folder)
+    def add_text(self, name, text): reported[-1] = reported[-1].split("/")[-2], {"batch": text.split(": ")[1]}
+    def add_scalar(self, name, value, step): reported.append((step, {name: value}))
+    def close(self): reported.append("closed")
 """
 
 
-def told_elsewhere(home: str, folder: Path) -> list[Any]:
+def reported_elsewhere(destination: str, folder: Path) -> list[Any]:
     model = chain(fully_shard)
     optimizer = sgd(model)
-    with fullshard.report(model, folder, settings={"batch": 6}, log_to=home) as report:
+    with fullshard.report(model, folder, settings={"batch": 6}, log_to=destination) as report:
         for number in range(1, 4):
             model(inputs(number)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             report.log(loss=float(number))
-    return list(sys.modules[home].told)
+    return list(sys.modules[destination].reported)
 
 
-@pytest.mark.parametrize("home", ["tensorboard", "wandb", "mlflow"])
-def test_numbers_go_to_the_home_that_is_named(home, tmp_path, monkeypatch):
+@pytest.mark.parametrize("destination", ["tensorboard", "wandb", "mlflow"])
+def test_numbers_go_to_the_destination_that_is_named(destination, tmp_path, monkeypatch):
     """By the calls that its library documents: the libraries are stand-ins here."""
-    for name, source in STAND_INS.items():
+    for name, source in STUBS.items():
         (tmp_path / f"{name}.py").write_text(source)
         monkeypatch.delitem(sys.modules, name, raising=False)
     writer = ModuleType("torch.utils.tensorboard")
     monkeypatch.syspath_prepend(str(tmp_path))
     exec(WRITER, vars(writer))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
-    first, *told, last = run_alone(partial(told_elsewhere, home, tmp_path / "x"))
+    first, *reported, last = run_alone(partial(reported_elsewhere, destination, tmp_path / "x"))
     assert (first, last) == (("x", {"batch": "6"}), "closed")
     by_step: dict[int, dict[str, float]] = {}
-    for step, numbers in told:
+    for step, numbers in reported:
         by_step.setdefault(step, {}).update(numbers)
     assert sorted(by_step) == [1, 2, 3]
     for step, numbers in by_step.items():

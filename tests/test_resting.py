@@ -10,17 +10,17 @@ from shared_ranks import run_ranks
 from torch import nn
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, OffloadPolicy, dry, explain, fully_shard, report
-from fullshard.device.travel import Journeys, travel
+from fullshard.device.travel import Transfers, travel
 from fullshard.disk.files import ALIGNMENT
 from fullshard.plan.ledger import (
     TIERS,
     Ledger,
-    plans_at_home,
+    plans_without_offload,
     predict_ledger,
     predict_on_disk,
     predict_tiers,
 )
-from fullshard.plan.resting import activations_away, measure_tiers, predict_travel
+from fullshard.plan.stored import measure_tiers, offloaded_activations, predict_travel
 from fullshard.report.reading import read_run
 from fullshard.report.steps import WATCHED_STEP
 
@@ -48,7 +48,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, microbatches: int, 
 
 def travelled(
     policy: OffloadPolicy | None, microbatches: int, clips: bool, **options: Any
-) -> tuple[Journeys, Journeys]:
+) -> tuple[Transfers, Transfers]:
     """What two steps have moved, each; and what one moves by formula."""
     model = layers(policy, **options)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -58,28 +58,30 @@ def travelled(
     for _ in range(2):
         step(model, optimizer, microbatches, clips)
     found = {
-        key: (item.came / 2, item.went / 2) for key, item in travel.since(before).items() if item.came or item.went
+        key: (item.arrived / 2, item.passed / 2)
+        for key, item in travel.since(before).items()
+        if item.arrived or item.passed
     }
-    foretold = predict_travel(model, microbatches=microbatches, clips=clips, activations=activations_away(model))
-    return found, {key: (item.came, item.went) for key, item in foretold.items()}
+    predicted = predict_travel(model, microbatches=microbatches, clips=clips, activations=offloaded_activations(model))
+    return found, {key: (item.arrived, item.passed) for key, item in predicted.items()}
 
 
 LOOPS = [(1, False), (2, True)]
 
 
-def agree(found: Journeys, foretold: Journeys, microbatches: int, clips: bool, where: Any) -> None:
+def agree(found: Transfers, predicted: Transfers, microbatches: int, clips: bool, where: Any) -> None:
     """To a byte; but what is on its way out when backward asks for it does not come, one storage here; and to scale
     what lies on a disk reads the blocks at its ends.
     """
-    assert found.keys() == foretold.keys(), where
-    for (tier, state), (came, went) in found.items():
+    assert found.keys() == predicted.keys(), where
+    for (tier, state), (arrived, passed) in found.items():
         less, more = 0, 0
         if state == "activations":
             less = microbatches * KEPT
         elif clips and (tier, state) == ("disk", "gradients"):
             more = LAYERS * 2 * ALIGNMENT
-        assert went == foretold[tier, state][1], (tier, state, where)
-        assert foretold[tier, state][0] - less <= came <= foretold[tier, state][0] + more, (tier, state, where)
+        assert passed == predicted[tier, state][1], (tier, state, where)
+        assert predicted[tier, state][0] - less <= arrived <= predicted[tier, state][0] + more, (tier, state, where)
 
 
 @mock.patch("fullshard.engine.activations.WINDOW_BYTES", KEPT)
@@ -88,11 +90,11 @@ def to_disk(folder: Path) -> None:
         for strategy in ("zero3", "zero2"):
             for name, share in (("parameters", 1.0), ("parameters", 0.5), ("optimizer", 0.5), ("activations", 1.0)):
                 policy = Offload(folder=folder / f"{number}-{strategy}-{name}-{share}", **{name: {"disk": share}})
-                found, foretold = travelled(policy, microbatches, clips, strategy=strategy)
-                agree(found, foretold, microbatches, clips, (found, foretold, microbatches, strategy, policy))
+                found, predicted = travelled(policy, microbatches, clips, strategy=strategy)
+                agree(found, predicted, microbatches, clips, (found, predicted, microbatches, strategy, policy))
 
 
-def test_a_step_moves_to_and_from_a_disk_what_the_law_says(tmp_path):
+def test_a_step_moves_to_and_from_a_disk_what_the_law_states(tmp_path):
     run_ranks(2, to_disk, tmp_path)
 
 
@@ -107,17 +109,19 @@ def to_cpu() -> None:
             for policy in ON_CPU:
                 for precision in (None, BF16)[: 1 + (strategy == "zero3")]:
                     with dry.taped(values=True):
-                        found, foretold = travelled(policy, microbatches, clips, strategy=strategy, mp_policy=precision)
+                        found, predicted = travelled(
+                            policy, microbatches, clips, strategy=strategy, mp_policy=precision
+                        )
                     agree(
                         found,
-                        foretold,
+                        predicted,
                         microbatches,
                         clips,
-                        (found, foretold, microbatches, strategy, policy, precision),
+                        (found, predicted, microbatches, strategy, policy, precision),
                     )
 
 
-def test_a_step_moves_to_and_from_the_cpu_what_the_law_says():
+def test_a_step_moves_to_and_from_the_cpu_what_the_law_states():
     run_ranks(2, to_cpu)
 
 
@@ -128,7 +132,7 @@ def summed(tiers: dict[str, Ledger], state: str) -> int:
     return sum(getattr(tier, state) for tier in tiers.values())
 
 
-def tiers_of(folder: Path, beside: bool) -> None:
+def tiers_of(folder: Path, alongside: bool) -> None:
     """Every byte is in one tier, and all tiers together have what a run without offload has in memory."""
     plain = predict_ledger(layers(None))
     cases = [{"optimizer": {"disk": 0.5}}, {"parameters": {"disk": 0.5}}, {"parameters": {"disk": 1.0}}]
@@ -139,12 +143,12 @@ def tiers_of(folder: Path, beside: bool) -> None:
         assert tuple(tiers) == TIERS
         assert tiers["device"] == predict_ledger(model)
         on_disk = predict_on_disk(model)
-        copies = sum(plan.copy_nbytes for _, plan, _ in plans_at_home(model))
+        copies = sum(plan.copy_nbytes for _, plan, _ in plans_without_offload(model))
         assert summed(tiers, "parameters") == plain.parameters + copies, case
         assert summed(tiers, "gradients") == plain.gradients, case
         assert summed(tiers, "optimizer_state") == plain.optimizer_state + on_disk.buffer_nbytes, case
         assert all(nbytes >= 0 for tier in tiers.values() for nbytes in asdict(tier).values()), case
-        if not beside:
+        if not alongside:
             assert tiers["cpu"].total == 0
         share = case.get("parameters", {}).get("disk", 0.0)
         assert tiers["disk"].parameters == tiers["disk"].gradients == round(share * plain.parameters)
@@ -156,7 +160,7 @@ def tiers_of(folder: Path, beside: bool) -> None:
 
 def pretended(folder: Path) -> None:
     with dry.taped(values=True):
-        tiers_of(folder, beside=True)
+        tiers_of(folder, alongside=True)
 
 
 def test_tiers_add_up_to_a_run_without_offload(tmp_path):
@@ -182,9 +186,9 @@ def reported(folder: Path, share: float) -> tuple[Any, Any, str]:
 
 
 def test_a_report_has_what_rests_on_the_disk_and_what_a_step_moves(tmp_path):
-    told, (tiers, moved), text = run_ranks(1, reported, tmp_path, 0.5)[0]
-    assert [item.name for item in told] == ["device", "disk"]
-    device, disk = told
+    reported_tiers, (tiers, moved), text = run_ranks(1, reported, tmp_path, 0.5)[0]
+    assert [item.name for item in reported_tiers] == ["device", "disk"]
+    device, disk = reported_tiers
     for item, ledger in ((device, tiers["device"]), (disk, tiers["disk"])):
         for state in ("parameters", "gradients", "optimizer state"):
             assert item.at_rest.get(state, 0) == getattr(ledger, state.replace(" ", "_")), (item.name, state)
@@ -193,12 +197,12 @@ def test_a_report_has_what_rests_on_the_disk_and_what_a_step_moves(tmp_path):
     assert disk.comes.keys() == {state for _, state in moved}
     for (_, state), element in moved.items():  # what is read ahead of the first forward that counts was read before it
         ahead = WIDTH * WIDTH * 4 / COUNTED if state == "parameters" else 0
-        assert element.came - ahead <= disk.comes[state] <= element.came, state
-    assert disk.goes == {state: item.went for (_, state), item in moved.items()}
+        assert element.arrived - ahead <= disk.comes[state] <= element.arrived, state
+    assert disk.goes == {state: item.passed for (_, state), item in moved.items()}
     assert "on the disk" in text and "in a step of one microbatch" in text
 
 
 def test_a_report_of_a_run_without_offload_has_nothing_new(tmp_path):
-    told, _, text = run_ranks(1, reported, tmp_path, 0.0)[0]
-    assert told == ()
+    reported_tiers, _, text = run_ranks(1, reported, tmp_path, 0.0)[0]
+    assert reported_tiers == ()
     assert "on the disk" not in text and "microbatch" not in text

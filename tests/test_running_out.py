@@ -16,7 +16,7 @@ from fullshard.report import recording, running_out
 from fullshard.report.causes import find_causes, verdict
 from fullshard.report.reading import read_run
 from fullshard.report.recording import report
-from fullshard.report.running_out import _BALLAST_NBYTES, Limit, _container, asked_bytes, is_out_of_memory
+from fullshard.report.running_out import _BALLAST_NBYTES, Limit, _container, is_out_of_memory, requested_bytes
 from fullshard.testing import run_ranks
 
 MB = 1 << 20
@@ -71,57 +71,57 @@ class Logged(logging.Handler):
 
 def on_rank(folder: Path) -> dict[str, dict]:
     """All cases, in one process."""
-    told = {"planted": train_until_it_raises(folder / "planted", [8] * 6, last=5)}
+    reported = {"planted": train_until_it_raises(folder / "planted", [8] * 6, last=5)}
     size = int(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line).split()[1])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size * 1024 + 400 * MB, before[1]))
-    told["limited"] = train_until_it_raises(folder / "limited", [8, 8, 8, 1_000_000])
+    reported["limited"] = train_until_it_raises(folder / "limited", [8, 8, 8, 1_000_000])
     resource.setrlimit(resource.RLIMIT_AS, before)
     used = chain([0] * 40, repeat(99))
     limit = Limit(100, lambda: next(used), raises=False)
     with patch.object(running_out, "_limits", lambda device: [limit]), patch.object(running_out, "_LOOK_EVERY_S", 0.0):
         logged = Logged()
         logging.getLogger(recording.__name__).addHandler(logged)
-        told["near"] = {**train_until_it_raises(folder / "near", [8] * 6), "logged": logged.messages}
-    return told
+        reported["near"] = {**train_until_it_raises(folder / "near", [8] * 6), "logged": logged.messages}
+    return reported
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def reported(tmp_path_factory):
     return run_ranks(1, on_rank, tmp_path_factory.mktemp("out"))[0]
 
 
-def test_an_error_of_the_allocator_names_the_page_and_the_largest_holders(told):
+def test_an_error_of_the_allocator_names_the_page_and_the_largest_holders(reported):
     """What fails in the fifth forward of a block is told with that block, its phase, and what was asked for."""
-    state, (note,) = told["planted"]["state"], told["planted"]["notes"]
-    assert (state.asked_bytes, state.where, state.rank) == (3 << 29, "2, forward", 0)
+    state, (note,) = reported["planted"]["state"], reported["planted"]["notes"]
+    assert (state.requested_bytes, state.where, state.rank) == (3 << 29, "2, forward", 0)
     assert sum(state.by_state.values()) > 0
     assert state.by_state[State.OPTIMIZER.value] >= 2 * 4 * WIDTH * (WIDTH + 1) * 4  # two moments of four blocks
     assert list(state.largest) == sorted(state.largest, key=lambda item: -item.nbytes)
     assert all(item.what in note for item in state.largest[:3])
     assert "planted" in note
-    assert "ran out of memory in 2, forward" in told["planted"]["verdict"]
+    assert "ran out of memory in 2, forward" in reported["planted"]["verdict"]
 
 
-def test_a_limit_of_the_process_is_told_with_what_it_left(told):
+def test_a_limit_of_the_process_is_reported_with_what_it_left(reported):
     """It fails where the loop makes a batch, of a million rows."""
-    state = told["limited"]["state"]
+    state = reported["limited"]["state"]
     assert state.where == "the loop"
-    assert state.asked_bytes == 1_000_000 * WIDTH * 4
-    assert state.used_bytes <= state.limit_bytes < state.used_bytes + state.asked_bytes + _BALLAST_NBYTES
-    assert told["limited"]["notes"]
+    assert state.requested_bytes == 1_000_000 * WIDTH * 4
+    assert state.used_bytes <= state.limit_bytes < state.used_bytes + state.requested_bytes + _BALLAST_NBYTES
+    assert reported["limited"]["notes"]
 
 
 @pytest.mark.parametrize(
-    ("message", "asked"),
+    ("message", "requested"),
     [
         ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", 20 * MB),
         ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12", 4096),
         ("out of memory", None),
     ],
 )
-def test_what_was_asked_for_is_read_off_the_message(message, asked):
-    assert asked_bytes(RuntimeError(message)) == asked
+def test_what_was_requested_for_is_read_off_the_message(message, requested):
+    assert requested_bytes(RuntimeError(message)) == requested
 
 
 @pytest.mark.parametrize("error", [ValueError("can't allocate memory"), RuntimeError("shape mismatch"), KeyError()])
@@ -152,8 +152,8 @@ def test_a_container_counts_what_it_cannot_drop(tmp_path, line, folder, files):
     assert not limit.raises
 
 
-def test_a_container_that_is_nearly_full_is_told_once(told):
+def test_a_container_that_is_nearly_full_is_reported_once(reported):
     """The page is written while there is memory for it; the run goes on."""
-    assert told["near"]["notes"] == []
-    assert told["near"]["state"].used_bytes == 99
-    assert sum("about to run out of memory" in item for item in told["near"]["logged"]) == 1
+    assert reported["near"]["notes"] == []
+    assert reported["near"]["state"].used_bytes == 99
+    assert sum("about to run out of memory" in item for item in reported["near"]["logged"]) == 1

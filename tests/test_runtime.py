@@ -177,24 +177,24 @@ class Peeking(Chain):
     """Gives the stream after every layer, too."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        seen = []
+        visited = []
         for layer in self.layers:
             x = layer(x)
-            seen.append(x)
-        return self.head(x), seen
+            visited.append(x)
+        return self.head(x), visited
 
 
 def backward_through_a_part(shard: Shard) -> list[Any]:
     model = chain(shard, Peeking())
     left = []
     for step in range(STEPS):
-        _, seen = model(inputs(step))
-        seen[1].square().mean().backward()  # the last layers and the head have no part in it
+        _, visited = model(inputs(step))
+        visited[1].square().mean().backward()  # the last layers and the head have no part in it
         left.append(whole_grads(model))
         model.zero_grad()
-        _, seen = model(inputs(step))
-        seen[2].sum().backward(retain_graph=True)
-        seen[3].sum().backward()
+        _, visited = model(inputs(step))
+        visited[2].sum().backward(retain_graph=True)
+        visited[3].sum().backward()
         left.append(whole_grads(model))
         model.zero_grad()
     return left
@@ -216,8 +216,8 @@ def gradients_of_inputs_of_a_layer(shard: Shard) -> list[Any]:
     model = chain(shard, Peeking())
     left = []
     for step in range(STEPS):
-        out, seen = model(inputs(step))
-        left += torch.autograd.grad(out.sum(), [seen[1]], retain_graph=True)
+        out, visited = model(inputs(step))
+        left += torch.autograd.grad(out.sum(), [visited[1]], retain_graph=True)
         out.square().mean().backward()
         left.append(whole_grads(model))
         model.zero_grad()
@@ -489,12 +489,12 @@ def views_of_weights(shard: Shard) -> list[Any]:
 
 def hooks_of_users(shard: Shard) -> list[Any]:
     model = chain(shard)
-    seen: list[Any] = []
+    visited: list[Any] = []
     for layer in model.layers:
-        layer.register_full_backward_hook(lambda _, given, got: seen.extend([given[0].clone(), got[0].clone()]))
+        layer.register_full_backward_hook(lambda _, given, got: visited.extend([given[0].clone(), got[0].clone()]))
         layer.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
         layer.register_forward_hook(lambda _, args, out: out + args[0])
-    return [*learn(model, loss_of=lambda m, s: m(inputs(s).requires_grad_()).square().mean()), *seen]
+    return [*learn(model, loss_of=lambda m, s: m(inputs(s).requires_grad_()).square().mean()), *visited]
 
 
 @pytest.mark.parametrize(
@@ -733,7 +733,7 @@ def after_a_capture(shard: Shard) -> list[Any]:
 
 
 @under_strategies
-def test_steps_of_a_cuda_graph_are_computed_with_though_nothing_tells_of_them(strategies):
+def test_steps_of_a_cuda_graph_are_computed_with_though_nothing_reports_of_them(strategies):
     run_ranks(2, agree_with_plain, after_a_capture, *strategies)
 
 
@@ -784,7 +784,7 @@ class Generating(Chain):
         return self.head(x)
 
 
-def a_method_beside_forward(shard: Shard) -> list[Any]:
+def a_method_alongside_forward(shard: Shard) -> list[Any]:
     model = chain(shard, Generating())
     register_fsdp_forward_method(model, "generate")
     with torch.no_grad():
@@ -816,9 +816,9 @@ def whole_by_hand(shard: Shard) -> list[Any]:
     return left
 
 
-@pytest.mark.parametrize("scenario", [a_method_beside_forward, whole_by_hand])
+@pytest.mark.parametrize("scenario", [a_method_alongside_forward, whole_by_hand])
 @under_strategies
-def test_what_units_are_asked_for_by_hand_gives_plain_bits(scenario, strategies):
+def test_what_units_are_requested_for_by_hand_gives_plain_bits(scenario, strategies):
     run_ranks(2, agree_with_plain, scenario, *strategies)
 
 
@@ -970,7 +970,7 @@ def build_differently(difference: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("difference", "said"),
+    ("difference", "stated"),
     [
         ("units", "layers.3"),
         ("shape", "up.weight (200, 48)"),
@@ -978,11 +978,11 @@ def build_differently(difference: str) -> str:
         ("dtype", "stored float64"),
     ],
 )
-def test_ranks_with_different_models_raise_the_same_error(difference, said):
+def test_ranks_with_different_models_raise_the_same_error(difference, stated):
     """Instead of a hang: every rank is told which unit differs first, and how."""
     messages = run_ranks(3, build_differently, difference)
     assert len(set(messages)) == 1
-    assert said in messages[0]
+    assert stated in messages[0]
     assert "rank 0" in messages[0]
     assert "rank 1" in messages[0]
 

@@ -121,7 +121,7 @@ def test_a_model_that_is_not_sharded_needs_no_process_group(tmp_path):
         assert_same(other.state_dict(), model.state_dict())
 
 
-def test_files_are_as_large_as_was_asked_and_the_index_tells_them(tmp_path):
+def test_files_are_as_large_as_was_requested_and_the_index_reports_them(tmp_path):
     model = chain(lambda module: module)
     out = export_safetensors(model, tmp_path / "out", max_shard_size="60KB")
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -169,7 +169,7 @@ def cast(folder: Path) -> None:
         assert_same(wholes(other), low)
 
 
-def test_dtypes_are_kept_or_cast_as_asked(tmp_path):
+def test_dtypes_are_kept_or_cast_as_requested(tmp_path):
     run_ranks(2, cast, tmp_path)
 
 
@@ -206,10 +206,10 @@ def measure(folder: Path) -> None:
         built = wrapped_on_meta(strategy)
         read.clear()
         _, peak = peak_during(lambda built=built, strategy=strategy: load_safetensors(built, folder / strategy))
-        resting = storage_bytes(built.parameters(), [unit.slot.storage for unit in units_in(built)])
-        mine = max(param.to_local().nbytes for param in built.parameters())
-        assert peak <= resting + unit + 4096
-        assert max(read) == mine
+        offloaded_states = storage_bytes(built.parameters(), [unit.slot.storage for unit in units_in(built)])
+        local = max(param.to_local().nbytes for param in built.parameters())
+        assert peak <= offloaded_states + unit + 4096
+        assert max(read) == local
         assert_same(wholes(built), wholes(model))
         total = sum(param.nbytes for param in built.parameters())
         assert sum(read) == sum(param.to_local().nbytes for param in built.parameters())
@@ -277,14 +277,14 @@ def visit_transformers(folder: Path) -> None:
         assert_same(opened(tokens).logits.detach(), expected)
         low = export_safetensors(model, folder / f"{name}-low", dtype=torch.bfloat16)
         assert transformers.AutoModelForCausalLM.from_pretrained(low).dtype == torch.bfloat16
-        theirs = folder / f"{name}-theirs"
+        peer = folder / f"{name}-theirs"
         if dist.get_rank() == 0:
-            plain.save_pretrained(theirs, max_shard_size="20KB")
+            plain.save_pretrained(peer, max_shard_size="20KB")
         dist.barrier()
         wrapped = FullyShardedDataParallel(mark(build()).eval(), auto_wrap_policy=ModuleWrapPolicy({type(blocks[0])}))
-        load_safetensors(wrapped, theirs)
+        load_safetensors(wrapped, peer)
         again = export_safetensors(wrapped, folder / f"{name}-again")
-        configs = [json.loads((folder / "config.json").read_text()) for folder in (out, again, theirs)]
+        configs = [json.loads((folder / "config.json").read_text()) for folder in (out, again, peer)]
         assert configs[0] == configs[1] == configs[2]
         assert_same(files_of(again), files_of(out))
 
@@ -299,7 +299,7 @@ def parallel() -> nn.Module:
     return nn.Sequential(nn.Linear(13, 18), nn.ReLU(), nn.Linear(18, 7))
 
 
-def go_beside_tensor_parallelism(folder: Path) -> None:
+def go_alongside_tensor_parallelism(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     expected = parallel().state_dict()
     models = []
@@ -314,7 +314,7 @@ def go_beside_tensor_parallelism(folder: Path) -> None:
 
 
 def test_what_tensor_parallelism_has_placed_goes_out_and_comes_in(tmp_path):
-    run_ranks(4, go_beside_tensor_parallelism, tmp_path)
+    run_ranks(4, go_alongside_tensor_parallelism, tmp_path)
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -366,8 +366,8 @@ def test_what_is_not_there_is_left_as_it_is_if_allowed(tmp_path):
     plain = Untied(tied=False)
     save_file({"head.weight": plain.head.weight.detach(), "more": torch.ones(2)}, tmp_path / "some.safetensors")
     model = mark(Untied(tied=False))
-    told = load_safetensors(model, tmp_path / "some.safetensors", strict=False)
-    assert told == Unmatched(("embedding.weight",), ("more",))
+    reported = load_safetensors(model, tmp_path / "some.safetensors", strict=False)
+    assert reported == Unmatched(("embedding.weight",), ("more",))
     assert_same(model.head.weight.detach(), plain.head.weight.detach())
     assert (model.embedding.weight == SENTINEL).all()
     with torch.device("meta"):
@@ -380,12 +380,12 @@ def test_what_is_not_there_is_left_as_it_is_if_allowed(tmp_path):
 # -- mistakes and damage ----------------------------------------------------------------------------------------------
 
 
-def refuse(model: nn.Module, path: Path, *said: str, **options: Any) -> str:
+def refuse(model: nn.Module, path: Path, *stated: str, **options: Any) -> str:
     """What loading says, nothing being overwritten."""
     before = {name: whole.clone() for name, whole in wholes(model).items()}
     with pytest.raises(CheckpointError) as caught:
         load_safetensors(model, path, **options)
-    for words in said:
+    for words in stated:
         assert words in str(caught.value), caught.value
     assert_same(wholes(model), before)
     return str(caught.value)
@@ -411,8 +411,8 @@ def misfit(folder: Path) -> str:
 
 
 def test_all_that_does_not_fit_is_one_error_on_every_rank(tmp_path):
-    said = run_ranks(3, misfit, tmp_path)
-    assert said == said[:1] * 3
+    stated = run_ranks(3, misfit, tmp_path)
+    assert stated == stated[:1] * 3
 
 
 def lose(folder: Path) -> str:
@@ -429,10 +429,10 @@ def lose(folder: Path) -> str:
 
 
 def test_a_file_that_one_rank_does_not_see_is_an_error_on_every_rank(tmp_path):
-    said = [re.sub("^loading [^:]*: ", "", run_rank) for run_rank in run_ranks(2, lose, tmp_path)]
-    assert said[0] == said[1]
-    assert said[0].startswith("rank 1: ")
-    assert "expected a safetensors file, found one that cannot be read (No such file or directory" in said[0]
+    stated = [re.sub("^loading [^:]*: ", "", run_rank) for run_rank in run_ranks(2, lose, tmp_path)]
+    assert stated[0] == stated[1]
+    assert stated[0].startswith("rank 1: ")
+    assert "expected a safetensors file, found one that cannot be read (No such file or directory" in stated[0]
 
 
 @pytest.fixture(scope="module")
@@ -505,7 +505,7 @@ def test_of_what_cannot_be_verified_a_damaged_header_is_an_error_that_names_it(e
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "stated"),
     [
         (lambda folder: (folder / "model-00002-of-00003.safetensors").unlink(), "model-00002-of-00003.safetensors"),
         (lambda folder: os.truncate(folder / "model-00001-of-00003.safetensors", 700), "incomplete metadata"),
@@ -518,17 +518,17 @@ def test_of_what_cannot_be_verified_a_damaged_header_is_an_error_that_names_it(e
         (lambda folder: shutil.rmtree(folder), "expected a safetensors file"),
     ],
 )
-def test_what_is_damaged_is_named(exported, tmp_path, damage, said):
+def test_what_is_damaged_is_named(exported, tmp_path, damage, stated):
     folder = shutil.copytree(exported, tmp_path / "copy")
     damage(folder)
-    refuse(mark(small()), folder, f"loading {folder}: {folder}", said)
+    refuse(mark(small()), folder, f"loading {folder}: {folder}", stated)
 
 
 def point_elsewhere(folder: Path, name: str) -> None:
     index = folder / "model.safetensors.index.json"
-    told = json.loads(index.read_text())
-    told["weight_map"]["head.weight"] = name
-    index.write_text(json.dumps(told))
+    reported = json.loads(index.read_text())
+    reported["weight_map"]["head.weight"] = name
+    index.write_text(json.dumps(reported))
 
 
 def test_a_folder_without_files_or_with_too_many_is_refused(tmp_path):
@@ -561,10 +561,10 @@ def fail_to_write(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_an_export_that_fails_leaves_nothing_and_every_rank_is_told(tmp_path):
-    said = run_ranks(2, fail_to_write, tmp_path / "out")
-    assert said[0] == said[1]
-    assert "out: rank 0: OSError: [Errno 28] No space left on device" in said[0]
+def test_an_export_that_fails_leaves_nothing_and_every_rank_is_reported(tmp_path):
+    stated = run_ranks(2, fail_to_write, tmp_path / "out")
+    assert stated[0] == stated[1]
+    assert "out: rank 0: OSError: [Errno 28] No space left on device" in stated[0]
 
 
 def export_and_die(folder: Path, operation: int) -> None:
@@ -592,7 +592,7 @@ def test_an_export_killed_at_any_operation_is_there_wholly_or_not_at_all(tmp_pat
     assert operation > 8
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path):
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path):
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]

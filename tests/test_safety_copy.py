@@ -101,9 +101,9 @@ def test_whichever_host_is_lost_its_state_comes_back_from_the_next_one(tmp_path)
 def go_on_without_each(memory: Path) -> None:
     """On the two hosts that are left of three."""
     for lost in range(3):
-        mine = memory / f"host{[number for number in range(3) if number != lost][dist.get_rank()]}"
-        here = mine.with_name(f"{mine.name} without {lost}")
-        shutil.copytree(mine, here)
+        local = memory / f"host{[number for number in range(3) if number != lost][dist.get_rank()]}"
+        here = local.with_name(f"{local.name} without {lost}")
+        shutil.copytree(local, here)
         copies = SafetyCopies(here)
         model, optimizer = begun("zero2")
         found = copies.newest()
@@ -187,7 +187,7 @@ def test_the_same_at_every_operation_on_files(tmp_path):
 
 
 def run_out_of_memory(memory: Path) -> list[str]:
-    said = []
+    stated = []
     copies = SafetyCopies(host(memory))
     model, optimizer = begun()
     copies.save(model=model, optimizer=optimizer, step=1, extra={"seen": 1}).wait()
@@ -202,18 +202,20 @@ def run_out_of_memory(memory: Path) -> list[str]:
             pending = copies.save(model=model, optimizer=optimizer, step=2, extra={"seen": 2})
             with pytest.raises(CheckpointError) as caught:
                 pending.wait()
-            said.append(str(caught.value))
+            stated.append(str(caught.value))
     (entry,) = entries(host(memory))
     assert entry.step == copies.newest().manifest.step == 1
     assert not list(host(memory).glob("*partial*"))
-    return said
+    return stated
 
 
 def test_a_host_without_room_is_one_error_on_every_rank_and_costs_nothing_that_was_there(tmp_path):
     first, other = run_ranks(2, run_out_of_memory, tmp_path)
     assert first == other
-    for said in first:
-        assert "copying step 2 to the memory of the hosts: rank 1: OSError: [Errno 28] No space left on device" in said
+    for stated in first:
+        assert (
+            "copying step 2 to the memory of the hosts: rank 1: OSError: [Errno 28] No space left on device" in stated
+        )
 
 
 def receive_something_else(memory: Path) -> str:
@@ -236,8 +238,8 @@ def receive_something_else(memory: Path) -> str:
 
 
 def test_what_comes_otherwise_than_it_was_sent_is_not_taken(tmp_path):
-    for said in run_ranks(2, receive_something_else, tmp_path):
-        assert "expected the checksum" in said
+    for stated in run_ranks(2, receive_something_else, tmp_path):
+        assert "expected the checksum" in stated
 
 
 # -- the keeper -------------------------------------------------------------------------------------------------------
@@ -410,7 +412,7 @@ def keeper_of(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_folder_outlives_the_process_that_has_asked_for_it(launcher, tmp_path):
+def test_a_folder_outlives_the_process_that_has_requested_for_it(launcher, tmp_path):
     """And the signals that a scheduler sends to all that belongs to a job, before it kills."""
     code = "import sys, fullshard.checkpoint.keeper as it; it.kept_folder(int(sys.argv[1]), it.Path(sys.argv[2]))"
     subprocess.run([sys.executable, "-c", code, str(launcher.pid), tmp_path], check=True)
@@ -434,7 +436,7 @@ def test_what_a_killed_keeper_leaves_is_kept_again_or_removed(launcher, tmp_path
     launcher.wait()
     assert folder.exists()
     with subprocess.Popen(["sleep", "1000"]) as other:
-        theirs = kept_folder(other.pid, tmp_path)
+        peer = kept_folder(other.pid, tmp_path)
         assert not folder.exists()
         other.kill()
-    wait_until_gone(theirs)
+    wait_until_gone(peer)

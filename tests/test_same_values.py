@@ -19,7 +19,7 @@ from fullshard.comm.collectives import Collectives
 from fullshard.testing import assert_same
 
 
-class Said(logging.Handler):
+class Messages(logging.Handler):
     """What was logged, as texts, within a `with`."""
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ def forwards(remedy: str) -> list[str]:
     if remedy == "write":
         for param in model.parameters():
             nn.init.ones_(param)
-    with Said() as texts:
+    with Messages() as texts:
         for _ in range(3):
             model(torch.ones(2, 48))
     return texts
 
 
 @pytest.mark.parametrize("remedy", ["none", "seed", "broadcast", "load", "write"])
-def test_ranks_that_drew_different_values_are_told_once(remedy):
+def test_ranks_that_drew_different_values_are_reported_once(remedy):
     first, second = run_ranks(2, forwards, remedy)
     assert second == []
     assert len(first) == (remedy == "none")
@@ -71,7 +71,7 @@ def test_ranks_that_drew_different_values_are_told_once(remedy):
         assert "torch.manual_seed" in first[0]
 
 
-def never_alike(options: dict[str, Any]) -> None:
+def never_identical(options: dict[str, Any]) -> None:
     if options["strategy"] == "hsdp":
         options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(build(dist.get_rank()), **options)
@@ -80,8 +80,8 @@ def never_alike(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
-def test_values_that_nothing_would_make_alike_are_an_error(strategy):
-    run_ranks(2, never_alike, {"strategy": strategy})
+def test_values_that_nothing_would_make_identical_are_an_error(strategy):
+    run_ranks(2, never_identical, {"strategy": strategy})
 
 
 def train_with_a_head(care: str) -> list[str]:
@@ -95,7 +95,7 @@ def train_with_a_head(care: str) -> list[str]:
         fully_shard(nn.Sequential(head, nn.Linear(2, 2)), ignored_params=head.parameters())
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step, 1))  # 0 in the first step
-    with Said() as texts:
+    with Messages() as texts:
         for step in range(9):
             (head(model(inputs(step))).square().mean() * (1 + dist.get_rank())).backward()
             if care == "averaged":
@@ -108,7 +108,7 @@ def train_with_a_head(care: str) -> list[str]:
 
 
 @pytest.mark.parametrize("care", ["none", "sharded", "ignored", "averaged"])
-def test_parameters_outside_units_that_diverge_are_told_once(care):
+def test_parameters_outside_units_that_diverge_are_reported_once(care):
     first, second = run_ranks(2, train_with_a_head, care)
     assert second == []
     assert len(first) == (care == "none")
@@ -135,16 +135,16 @@ def one_of_four_differs(what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "stated"),
     [
         ("model", "Unit 0 is on rank 0: the root (0.weight (16, 48)"),
         ("values", "different values: 4 parameters, such as 0.weight on rank 1 and rank 3. Each would go on"),
     ],
 )
-def test_a_rank_that_differs_is_told_to_all_replicas_alike(what, said):
+def test_a_rank_that_differs_is_reported_to_all_replicas_identical(what, stated):
     messages = run_ranks(4, one_of_four_differs, what)
     assert len(set(messages)) == 1
-    assert said in messages[0]
+    assert stated in messages[0]
     assert "rank 3" in messages[0]
 
 
@@ -153,7 +153,7 @@ def one_of_four_has_another_head() -> list[str]:
     head = nn.Linear(5, 1)
     nn.init.constant_(head.weight, dist.get_rank() == 3)
     optimizer = torch.optim.SGD([*model.parameters(), head.weight], lr=0.1)
-    with Said() as texts:
+    with Messages() as texts:
         for step in range(3):
             model(inputs(step)).square().mean().backward()
             optimizer.step()
@@ -162,8 +162,8 @@ def one_of_four_has_another_head() -> list[str]:
 
 
 def test_a_rank_that_alone_has_another_head_keeps_no_replica_waiting():
-    said = run_ranks(4, one_of_four_has_another_head)
-    assert [len(texts) for texts in said] == [1, 0, 1, 0]  # one of each replica
+    stated = run_ranks(4, one_of_four_has_another_head)
+    assert [len(texts) for texts in stated] == [1, 0, 1, 0]  # one of each replica
 
 
 def compared_nbytes(layers: int) -> dict[str, list[int]]:
@@ -187,7 +187,7 @@ def compared_nbytes(layers: int) -> dict[str, list[int]]:
     return sent
 
 
-def test_ranks_that_agree_tell_one_another_as_little_of_a_large_model_as_of_a_small_one():
+def test_ranks_that_agree_report_one_another_as_little_of_a_large_model_as_of_a_small_one():
     (small, _), (large, _) = (run_ranks(2, compared_nbytes, layers) for layers in (1, 20))
     assert small == large
     assert set(small) == {"comparison of models", "comparison of parameters in no unit"}
@@ -368,7 +368,7 @@ def train_adapters_in_hooks(how: str) -> list[str]:
     model.layers[1].register_forward_hook(lambda _, args, output: output + adapter(args[0]))
     params = [model.head.weight] if how == "add_param_group" else [*adapter.parameters()]
     optimizer = torch.optim.SGD(params, lr=0.1)
-    with Said() as texts:
+    with Messages() as texts:
         for step in range(9):
             model(inputs(step) * (1 + dist.get_rank())).square().mean().backward()
             if how == "averaged":
@@ -382,7 +382,7 @@ def train_adapters_in_hooks(how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["alike", "drawn", "add_param_group", "averaged"])
-def test_adapters_in_hooks_that_diverge_are_told_once(how):
+def test_adapters_in_hooks_that_diverge_are_reported_once(how):
     first, second = run_ranks(2, train_adapters_in_hooks, how)
     assert second == []
     assert len(first) == (how != "averaged")

@@ -32,9 +32,9 @@ from fullshard import (
     share_memory_between_ranks,
     share_memory_between_units,
 )
-from fullshard.comm import neighbours
+from fullshard.comm import peers
 from fullshard.comm.collectives import Collectives
-from fullshard.comm.neighbours import ADDRESS_NBYTES, CannotShareError, Neighbours, connect
+from fullshard.comm.peers import ADDRESS_NBYTES, CannotShareError, HostPeers, connect
 from fullshard.comm.routes import collectives_for
 from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.device.memory import Slot
@@ -47,17 +47,17 @@ from fullshard.testing import assert_same, run_ranks
 ORIGIN = Origin("block", Phase.FORWARD)
 
 
-def wire(group: dist.ProcessGroup | None = None) -> SharedMemoryCollectives:
+def transport(group: dist.ProcessGroup | None = None) -> SharedMemoryCollectives:
     found = collectives_for(group or dist.group.WORLD, torch.device("cpu"))
     assert isinstance(found, SharedMemoryCollectives)
     return found
 
 
-def gather(wire: Collectives, numel: int = 1000) -> Tensor:
-    whole = torch.empty(wire.world * numel)
-    part = torch.full((numel,), float(wire.rank))
-    wire.channel_for("test", 1).all_gather([whole], [part], origin=ORIGIN).wait()
-    return whole.view(wire.world, numel)[:, -1]
+def gather(transport: Collectives, numel: int = 1000) -> Tensor:
+    whole = torch.empty(transport.world * numel)
+    part = torch.full((numel,), float(transport.rank))
+    transport.channel_for("test", 1).all_gather([whole], [part], origin=ORIGIN).wait()
+    return whole.view(transport.world, numel)[:, -1]
 
 
 # -- threads for ranks, without a process group -----------------------------------------------------------------------
@@ -72,9 +72,9 @@ class Ranks:
         self.barrier = Barrier(world)
         self.results: list[Any] = [None] * world
 
-    def exchange(self, rank: int, mine: bytes) -> list[bytes]:
-        assert len(mine) == ADDRESS_NBYTES
-        self.published[rank] = mine
+    def exchange(self, rank: int, local: bytes) -> list[bytes]:
+        assert len(local) == ADDRESS_NBYTES
+        self.published[rank] = local
         self.barrier.wait()
         published = list(self.published)
         self.barrier.wait()
@@ -82,7 +82,7 @@ class Ranks:
 
     def connect(self, rank: int) -> None:
         try:
-            self.results[rank] = connect(rank, lambda mine: self.exchange(rank, mine), self.timeout_s)
+            self.results[rank] = connect(rank, lambda local: self.exchange(rank, local), self.timeout_s)
         except CannotShareError as error:
             self.results[rank] = str(error)
 
@@ -106,11 +106,11 @@ def meet() -> Iterator[Callable[[Ranks], list[Any]]]:
 
     yield meet_
     for result in met:
-        if isinstance(result, Neighbours):
+        if isinstance(result, HostPeers):
             result.close()
 
 
-def test_data_lies_where_the_teller_says_until_it_was_read(meet):
+def test_data_lies_where_the_teller_states_until_it_was_read(meet):
     first, second = meet(Ranks(2))
     sent = torch.arange(5.0)
     block = first.take(sent.nbytes)
@@ -138,7 +138,7 @@ def test_blocks_are_used_again_and_replaced_by_larger_ones(meet):
     ("patience_s", "is_due", "waits"), [(60.0, True, True), (0.01, True, False), (3600.0, False, False)]
 )
 def test_one_with_patience_has_the_same_block_again_if_it_is_due(meet, monkeypatch, patience_s, is_due, waits):
-    monkeypatch.setattr(neighbours, "_PATIENCE_S", patience_s)
+    monkeypatch.setattr(peers, "_PATIENCE_S", patience_s)
     first, second = meet(Ranks(2))
     block = first.take(100)
     first.publish((1, 0), block)
@@ -165,7 +165,7 @@ def test_free_blocks_can_be_given_up_and_others_not(meet):
     assert [len(other.blocks) for other in second._others.values()] == [1]
 
 
-def test_who_can_be_sure_not_to_wait_is_told_so_once_all_have_told(meet):
+def test_who_can_be_sure_not_to_wait_is_reported_so_once_all_have_reported(meet):
     first, second, third = meet(Ranks(3))
     assert not first.have_all_published((1, 0))
     second.publish((1, 0), second.take(8))
@@ -175,7 +175,7 @@ def test_who_can_be_sure_not_to_wait_is_told_so_once_all_have_told(meet):
     assert len(first.published((1, 0))) == 2
 
 
-def test_what_is_told_of_one_collective_is_not_taken_for_another(meet):
+def test_what_is_reported_of_one_collective_is_not_taken_for_another(meet):
     first, second = meet(Ranks(2))
     for collective in (1, 2):  # the first is never asked for, as after an exception
         block = first.take(8)
@@ -186,7 +186,7 @@ def test_what_is_told_of_one_collective_is_not_taken_for_another(meet):
     assert [second.next_fingerprints() for _ in range(2)] == [{0: b"\1"}, {0: b"\2"}]
 
 
-def test_one_that_does_not_come_is_waited_for_as_long_as_the_group_says(meet):
+def test_one_that_does_not_come_is_waited_for_as_long_as_the_group_states(meet):
     first, _ = meet(Ranks(2, timeout_s=0.2))
     with pytest.raises(dist.DistError, match=r"Timed out: rank 0 .* rank 1 for 0.2 s"):
         first.published((1, 0))
@@ -240,7 +240,7 @@ def test_a_full_socket_is_emptied_by_the_one_that_waits(meet):
     first, second = meet(Ranks(2))
     count = 2000
 
-    def talk(me: Neighbours) -> None:
+    def talk(me: HostPeers) -> None:
         for collective in range(count):
             me.have_read([])
             me.publish((collective, 0), blocks[me.rank], fingerprint=bytes(192))
@@ -258,10 +258,10 @@ def test_a_full_socket_is_emptied_by_the_one_that_waits(meet):
 
 def test_a_stranger_is_not_taken_for_a_rank(meet):
     class Visited(Ranks):
-        def exchange(self, rank: int, mine: bytes) -> list[bytes]:
-            addresses = super().exchange(rank, mine)
+        def exchange(self, rank: int, local: bytes) -> list[bytes]:
+            addresses = super().exchange(rank, local)
             if rank == 1 and not strangers:
-                name = neighbours.json.loads(addresses[0])["name"]
+                name = peers.json.loads(addresses[0])["name"]
                 for greeting in (b"x" * 20, b"short"):
                     strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                     strangers[-1].connect(name)
@@ -279,19 +279,19 @@ def test_a_stranger_is_not_taken_for_a_rank(meet):
 
 def test_ranks_on_several_hosts_share_nothing_and_agree_on_that(meet, monkeypatch):
     hosts = iter("abb")
-    monkeypatch.setattr(neighbours, "host_identity", lambda: next(hosts))
+    monkeypatch.setattr(peers, "host_identity", lambda: next(hosts))
     assert meet(Ranks(3)) == ["they are on 2 hosts"] * 3
 
 
 def test_one_that_cannot_connect_is_enough(meet, monkeypatch):
-    connect_all = neighbours._meet
+    connect_all = peers._meet
 
     def fail(sockets: Any, listener: Any, addresses: Any, rank: int) -> None:
         connect_all(sockets, listener, addresses, rank)
         if rank == 1:
             raise OSError("out of sockets")
 
-    monkeypatch.setattr(neighbours, "_meet", fail)
+    monkeypatch.setattr(peers, "_meet", fail)
     assert meet(Ranks(3)) == ["rank 1 could not connect: out of sockets"] * 3
 
 
@@ -299,8 +299,8 @@ def test_one_that_cannot_connect_is_enough(meet, monkeypatch):
 
 
 def gather_on_hosts(host: str) -> tuple[bool, Tensor]:
-    neighbours.host_identity = lambda: host.format(rank=dist.get_rank())
-    return wire().neighbours is None, gather(wire())
+    peers.host_identity = lambda: host.format(rank=dist.get_rank())
+    return transport().peers is None, gather(transport())
 
 
 @pytest.mark.parametrize(("host", "falls_back"), [("{rank}", True), ("one", False)])
@@ -313,7 +313,7 @@ def test_ranks_on_several_hosts_send_messages(host, falls_back):
 
 def switched_off_on_one_rank() -> bool:
     share_memory_between_ranks(dist.get_rank() == 0)
-    return wire().neighbours is None
+    return transport().peers is None
 
 
 def test_one_rank_that_has_it_switched_off_is_enough():
@@ -344,8 +344,8 @@ def train_and_count() -> tuple[int, int]:
     counts = []
     for count in (4, 20):
         steps(model, range(count))
-        assert wire().neighbours is not None
-        counts.append(len(wire().neighbours.blocks))
+        assert transport().peers is not None
+        counts.append(len(transport().peers.blocks))
     return counts[0], counts[1]
 
 
@@ -360,11 +360,11 @@ def test_training_needs_one_block_and_not_more_with_time():
 def complete_before_the_next() -> list[list[bool]]:
     """By step and unit: whether its reduction was complete when that of the next began. No rank is late."""
     model = chain(fully_shard)
-    seen: list[list[bool]] = []
+    visited: list[list[bool]] = []
     finish = ReductionQueue.finish
 
     def finish_and_note(queue: ReductionQueue, **options: Any) -> None:
-        seen[-1] += [reduction.is_complete for reduction in queue._under_way.values()]
+        visited[-1] += [reduction.is_complete for reduction in queue._under_way.values()]
         finish(queue, **options)
 
     def meet_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -375,12 +375,12 @@ def complete_before_the_next() -> list[list[bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReductionQueue, "finish", finish_and_note)
         for number in range(3):
-            seen.append([])
+            visited.append([])
             steps(model, [number])
-    return seen
+    return visited
 
 
-def test_whole_gradients_do_not_wait_for_the_next_unit_once_others_have_told_theirs():
+def test_whole_gradients_do_not_wait_for_the_next_unit_once_others_have_reported_their_own():
     """With the last unit nothing comes after which could look."""
     for by_step in run_ranks(2, complete_before_the_next):
         for complete in by_step:
@@ -390,7 +390,7 @@ def test_whole_gradients_do_not_wait_for_the_next_unit_once_others_have_told_the
 
 def train_without_end_of_patience() -> None:
     """Units with two messages a reduction, and gathers that go through blocks as reductions do."""
-    neighbours._PATIENCE_S = 3600.0
+    peers._PATIENCE_S = 3600.0
     share_memory_between_units(False)
     model = Chain()
     initialise(model)
@@ -535,11 +535,11 @@ def test_training_gives_the_same_bits_with_and_without(axes):
 
 def wait_long() -> float:
     """Seconds of processor time that rank 0 takes while it waits for rank 1."""
-    gather(wire())
+    gather(transport())
     before = resource.getrusage(resource.RUSAGE_THREAD)
     if dist.get_rank() == 1:
         time.sleep(2)
-    gather(wire())
+    gather(transport())
     after = resource.getrusage(resource.RUSAGE_THREAD)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -596,9 +596,9 @@ def test_nothing_is_left_behind_when_a_rank_is_killed(how):
         for rank in range(2)
     ]
     try:
-        said = [rank.stdout.readline().split() for rank in ranks]
-        assert [words[0] for words in said] == ["ready", "ready"]
-        assert shared_descriptors(int(said[0][1])) > 0  # else this test would look for the wrong thing
+        stated = [rank.stdout.readline().split() for rank in ranks]
+        assert [words[0] for words in stated] == ["ready", "ready"]
+        assert shared_descriptors(int(stated[0][1])) > 0  # else this test would look for the wrong thing
         ranks[1].kill()
         ranks[1].wait()
         started = time.monotonic()
@@ -624,12 +624,12 @@ def sockets() -> set[str]:
     return set(re.findall(r"([1-9]\d*) @fullshard", Path("/proc/net/unix").read_text()))
 
 
-def sockets_of_other_runs(ours: str) -> set[str]:
-    """The inodes of sockets that processes hold whose environment does not have `ours`."""
+def sockets_of_other_runs(own: str) -> set[str]:
+    """The inodes of sockets that processes hold whose environment does not have `own`."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone by now
-            if ours.encode() not in (process / "environ").read_bytes():
+            if own.encode() not in (process / "environ").read_bytes():
                 found |= {os.readlink(path).removeprefix("socket:[").rstrip("]") for path in (process / "fd").iterdir()}
     return found
 
@@ -639,16 +639,16 @@ def two_groups() -> tuple[Tensor, Tensor]:
     rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     rank = dist.get_rank()
-    wires = [wire(rows[rank // 2]), wire(columns[rank % 2])]
+    transports = [transport(rows[rank // 2]), transport(columns[rank % 2])]
     wholes = [torch.empty(2), torch.empty(2)]
     for _ in range(3):
         pending = [
             each.channel_for("test", 1).all_gather([whole], [torch.tensor([float(rank)])], origin=ORIGIN)
-            for each, whole in zip(wires, wholes, strict=True)
+            for each, whole in zip(transports, wholes, strict=True)
         ]
         for one in pending if rank % 2 else reversed(pending):
             one.wait()
-    assert all(each.neighbours is not None for each in wires)
+    assert all(each.peers is not None for each in transports)
     return wholes[0], wholes[1]
 
 

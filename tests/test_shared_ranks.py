@@ -76,7 +76,7 @@ def test_ranks_that_are_not_as_they_were_found_are_replaced(switch):
     assert set(flipped).isdisjoint(run_ranks(2, train))
 
 
-def test_a_failure_is_told_and_the_next_call_has_new_ranks():
+def test_a_failure_is_reported_and_the_next_call_has_new_ranks():
     before = run_ranks(2, train)
     with pytest.raises(RanksFailed, match="1 of 2 failed") as caught:
         run_ranks(2, fail_on_one)

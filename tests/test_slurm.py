@@ -62,15 +62,15 @@ def submit(slurm: Slurm, out: Path, programs: Path) -> int:
     """The number of the recipe's job."""
     path = f"{programs}:{os.environ['PATH']}"
     variables = {"OUT": str(out), "PATH": path, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    said = f"--output={out.parent}/said"
-    return int(slurm.run("sbatch", "--parsable", "--nodes=2", said, str(RECIPE), **variables))
+    stated = f"--output={out.parent}/said"
+    return int(slurm.run("sbatch", "--parsable", "--nodes=2", stated, str(RECIPE), **variables))
 
 
 def wait_for_resumes(out: Path, count: int) -> None:
     """Until the run has said so many times that it goes on."""
     deadline = time.monotonic() + 100
-    while (said := (out.parent / "said").read_text()).count("Going on after step") < count:
-        assert time.monotonic() < deadline, said[-4000:]
+    while (stated := (out.parent / "said").read_text()).count("Going on after step") < count:
+        assert time.monotonic() < deadline, stated[-4000:]
         time.sleep(0.1)
 
 
@@ -83,7 +83,7 @@ def wait_until_done(slurm: Slurm, job: int) -> None:
     assert state["ExitCode"] == "0:0"
 
 
-def test_a_job_that_is_told_to_stop_or_loses_its_first_node_is_queued_again(programs, tmp_path):
+def test_a_job_that_is_reported_to_stop_or_loses_its_first_node_is_queued_again(programs, tmp_path):
     """It goes on with what it has saved, and learns what a run learns that nobody disturbs."""
     out, calm = tmp_path / "out", tmp_path / "calm"
     with cluster(tmp_path) as slurm:

@@ -136,22 +136,22 @@ def adam(net: nn.Module) -> torch.optim.Optimizer:
 # -- the ways of sharding ---------------------------------------------------------------------------------------------
 
 
-def by_function(net: Model, *, tied_apart: bool = False, **options: Any) -> Model:
+def by_function(net: Model, *, tied_separately: bool = False, **options: Any) -> Model:
     """A unit a cell and one of the rest; the tied weights across two more, if told so."""
     ignored = {"ignored_params": list(net.aside.parameters()), **options}
     for cell in net.cells:
         fully_shard(cell, **options)
-    if tied_apart:
+    if tied_separately:
         fully_shard(net.embedding, **options)
         fully_shard(net.head, **options)
     return fully_shard(net, **ignored)
 
 
-def by_wrapper(net: Model, *, tied_apart: bool = False, strategy: str = "zero3", mesh: Any = None, **options: Any):
+def by_wrapper(net: Model, *, tied_separately: bool = False, strategy: str = "zero3", mesh: Any = None, **options: Any):
     return FullyShardedDataParallel(
         net,
         sharding_strategy=strategy,
-        auto_wrap_policy=ModuleWrapPolicy({Cell, nn.Embedding} if tied_apart else {Cell}),
+        auto_wrap_policy=ModuleWrapPolicy({Cell, nn.Embedding} if tied_separately else {Cell}),
         ignored_modules=[net.aside],
         device_mesh=mesh,
         **options,
@@ -193,8 +193,8 @@ def by_wrapper_alone(module: nn.Module, *, strategy: str = "zero3", **options: A
 SHARDINGS = {
     "fully_shard": by_function,
     "wrapper": by_wrapper,
-    "fully_shard, tied across units": partial(by_function, tied_apart=True),
-    "wrapper, tied across units": partial(by_wrapper, tied_apart=True),
+    "fully_shard, tied across units": partial(by_function, tied_separately=True),
+    "wrapper, tied across units": partial(by_wrapper, tied_separately=True),
     "nested wrappers": by_nested_wrappers,
     "checkpoints in fully_shard": partial(checkpointed_before, by_function),
     "checkpoints in the wrapper": partial(checkpointed_before, by_wrapper),
@@ -454,7 +454,7 @@ def load_what_does_not_fit(spoil: Callable[[dict[str, Any]], None]) -> list[str]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "stated"),
     [
         (drop, 'Missing key(s) in state_dict: "cells.1.up.bias".'),
         (add, 'Unexpected key(s) in state_dict: "cells.1.left".'),
@@ -462,11 +462,11 @@ def load_what_does_not_fit(spoil: Callable[[dict[str, Any]], None]) -> list[str]
         (misshape_a_shard, "cells.1.up.weight is of shape (33, 20) in the model, but of (34, 20) in the state dict."),
     ],
 )
-def test_what_does_not_fit_is_named_on_every_rank_as_the_user_calls_it(spoil, said):
+def test_what_does_not_fit_is_named_on_every_rank_as_the_user_calls_it(spoil, stated):
     """Before anything is sent, whatever wrappers stand between."""
     for messages in run_ranks(2, load_what_does_not_fit, spoil):
         for name, message in zip(SHARDINGS, messages, strict=True):
-            assert said in message, f"{name}: {message}"
+            assert stated in message, f"{name}: {message}"
 
 
 def load_by_assignment() -> None:
@@ -602,9 +602,9 @@ def use_state_dicts_within_forward() -> None:
     for shard in (by_function, by_wrapper):
         net = shard(model())
         for use in (net.state_dict, lambda net=net: net.load_state_dict({})):
-            said = use_within_forward(net.cells[0], use, lambda net=net: net(tokens()))
-            assert "state dict within a forward or backward of " in said
-            assert "Save and load between steps." in said
+            stated = use_within_forward(net.cells[0], use, lambda net=net: net(tokens()))
+            assert "state dict within a forward or backward of " in stated
+            assert "Save and load between steps." in stated
         learn(net, adam(net), range(1))
 
 

@@ -39,8 +39,8 @@ def test_there_are_no_other_names():
 
 
 def test_placements_stand_for_themselves():
-    mine = Placements(parameters=W, parameters_in_step=W, gradients=S, optimizer=S)
-    assert resolve_placements(mine) is mine
+    local = Placements(parameters=W, parameters_in_step=W, gradients=S, optimizer=S)
+    assert resolve_placements(local) is local
 
 
 @pytest.mark.parametrize("wrong", ["zero4", "ZERO3", "FULL_SHARD", "", None, 3, ("zero3",)])

@@ -157,7 +157,7 @@ def write(writeback: bool) -> None:
 
 
 @pytest.mark.parametrize("writeback", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_changes_are_kept_as_asked_and_computed_with(writeback):
+def test_changes_are_kept_as_requested_and_computed_with(writeback):
     """Under every strategy, also where whole parameters stay in memory between steps."""
     run_ranks(2, write, writeback)
 
@@ -167,14 +167,14 @@ def test_changes_are_kept_as_asked_and_computed_with(writeback):
 
 def summon_on_the_first_rank() -> list[bool]:
     """Whether this rank's modules had whole parameters, and that it held nothing of others' meanwhile."""
-    seen = []
+    visited = []
     for way in FEW:
         model = sharded(way)
         with storage_watch() as watch, summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
             gc.collect()
             found = dict(model.named_parameters())
-            seen.append(not isinstance(found["norm.weight"], DTensor))
-            if seen[-1]:
+            visited.append(not isinstance(found["norm.weight"], DTensor))
+            if visited[-1]:
                 assert_same(found, dict(plain().named_parameters()))
                 assert {param.device.type for param in found.values()} == {"cpu"}
                 assert watch.live_bytes() >= sum(param.nbytes for param in plain().parameters())
@@ -188,13 +188,13 @@ def summon_on_the_first_rank() -> list[bool]:
                     sleep(0.01)
                 assert watch.live_bytes() == 0, way
         assert_same(wholes(model), dict(plain().state_dict()), name=str(way))
-    return seen
+    return visited
 
 
 def test_rank0_only_leaves_other_ranks_their_shards_and_costs_them_no_memory():
     first, *others = run_ranks(3, summon_on_the_first_rank)
     assert all(first)
-    assert not any(any(seen) for seen in others)
+    assert not any(any(visited) for visited in others)
 
 
 def summon_gradients() -> None:
@@ -223,7 +223,7 @@ def summon_gradients() -> None:
             assert_same(loss_of(model, same_batch(1)), loss_of(reference, same_batch(1)), name=str(way))
 
 
-def test_gradients_are_whole_too_and_changes_to_them_are_kept_as_asked():
+def test_gradients_are_whole_too_and_changes_to_them_are_kept_as_requested():
     """And stepped with, under every strategy."""
     run_ranks(2, summon_gradients)
 
@@ -424,21 +424,21 @@ def test_after_a_failure_parameters_can_be_summoned(phase):
 def summon_within(phase: str) -> None:
     for front in ("fully_shard", "wrapper"):
         model = sharded((front, "zero3"))
-        said = []
+        stated = []
 
-        def summon(*_: Any, model: nn.Module = model, said: list[str] = said) -> None:
+        def summon(*_: Any, model: nn.Module = model, stated: list[str] = stated) -> None:
             with pytest.raises(StateError) as error, summon_full_params(model):
                 pass
-            said.append(str(error.value))
+            stated.append(str(error.value))
 
         block = model.blocks[0]
         register = block.register_forward_hook if phase == "forward" else block.register_full_backward_hook
         handle = register(summon)
         loss_of(model, same_batch(0)).backward()
         handle.remove()
-        assert len(said) == 1
-        assert "summon_full_params within a forward or backward of" in said[0]
-        assert "Call it between steps." in said[0]
+        assert len(stated) == 1
+        assert "summon_full_params within a forward or backward of" in stated[0]
+        assert "Call it between steps." in stated[0]
 
 
 @pytest.mark.parametrize("phase", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
@@ -468,7 +468,7 @@ def summon_wrongly() -> None:
     assert isinstance(model.weight, DTensor)
 
 
-def test_what_cannot_be_done_is_said():
+def test_what_cannot_be_done_is_stated():
     run_ranks(2, summon_wrongly)
 
 

@@ -114,7 +114,7 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["replicate", "shard"] if mesh.ndim == 3 else mesh["shard"]
 
 
-def mine(mesh: DeviceMesh | None, tokens: Tensor) -> Tensor:
+def own_part(mesh: DeviceMesh | None, tokens: Tensor) -> Tensor:
     """This rank's sequences: those of its place on `mesh`; all, where there is none."""
     if mesh is None:
         return tokens
@@ -176,8 +176,8 @@ def train(
     for step in steps:
         if step == steps[-1]:
             with nullcontext() if by_hand else model.no_sync():
-                loss_of(model, mine(mesh, batch(100 + step))).backward()
-        loss = loss_of(model, mine(mesh, batch(step)))
+                loss_of(model, own_part(mesh, batch(100 + step))).backward()
+        loss = loss_of(model, own_part(mesh, batch(step)))
         loss.backward()
         if by_hand and mesh is not None:
             average(model, mesh)
@@ -256,7 +256,7 @@ def train_in_odd_units() -> None:
         optimizer, left = momentum(model), []
         for step in STEPS:
             x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-            loss = model(mine(mesh["data"], x)).square().mean()
+            loss = model(own_part(mesh["data"], x)).square().mean()
             loss.backward()
             if by_hand:
                 average(model, mesh["data"])
@@ -320,16 +320,16 @@ def spoil_one_part() -> str:
     if dist.get_rank() == 3:  # what goes back from here is added up over the ranks of tensor parallelism
         model.blocks[1].up.register_forward_hook(spoil)
     with pytest.raises(NonFiniteError) as caught:
-        loss_of(model, mine(mesh["shard"], batch(0))).backward()
+        loss_of(model, own_part(mesh["shard"], batch(0))).backward()
     return str(caught.value)
 
 
-def test_every_rank_is_told_where_gradients_are_not_finite():
-    said = run_ranks(4, spoil_one_part)
-    assert len(set(said)) == 1
-    assert re.search(r"blocks.1.up.weight \(unit blocks.1\): \d+ NaN on rank 3[;.]", said[0])
-    assert re.search(r"blocks.1.norm.weight \(unit blocks.1\): \d+ NaN on rank 2, \d+ NaN on rank 3[;.]", said[0])
-    assert "blocks.2" not in said[0]
+def test_every_rank_is_reported_where_gradients_are_not_finite():
+    stated = run_ranks(4, spoil_one_part)
+    assert len(set(stated)) == 1
+    assert re.search(r"blocks.1.up.weight \(unit blocks.1\): \d+ NaN on rank 3[;.]", stated[0])
+    assert re.search(r"blocks.1.norm.weight \(unit blocks.1\): \d+ NaN on rank 2, \d+ NaN on rank 3[;.]", stated[0])
+    assert "blocks.2" not in stated[0]
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def count_a_step() -> None:
         shard(model, mesh["shard"])
         for step in range(2):
             with recording() as record:
-                loss_of(model, mine(mesh["shard"], batch(step))).backward()
+                loss_of(model, own_part(mesh["shard"], batch(step))).backward()
         records.append(record)
     without, along = records
     assert along.names() == without.names()
@@ -511,7 +511,7 @@ def build_on_meta() -> None:
             model.to(torch.float64)
             ready = shard(parallel(mesh["tp"], sequence=True).to(torch.float64), mesh["shard"])
         for each in (model, ready):
-            loss_of(each, mine(mesh["shard"], batch(step))).backward()
+            loss_of(each, own_part(mesh["shard"], batch(step))).backward()
         assert_same(whole_grads(model), whole_grads(ready))
         model.zero_grad()
 
@@ -589,8 +589,8 @@ class Experts(nn.Module):
         if self.group is None:
             return x + torch.stack([(x @ weights[i]).tanh() for i in range(4)]).sum(0)
         tokens = Exchange.apply(x, self.group, gathered, own_sum)
-        mine = torch.stack([(tokens @ weights[i]).tanh() for i in range(len(weights))]).sum(0)
-        return x + Exchange.apply(mine, self.group, own_sum, gathered)
+        own_part = torch.stack([(tokens @ weights[i]).tanh() for i in range(len(weights))]).sum(0)
+        return x + Exchange.apply(own_part, self.group, own_sum, gathered)
 
 
 def train_experts(divided_by_hand: bool) -> None:

@@ -42,9 +42,9 @@ def surroundings() -> dict[str, object]:
 
 def leave_a_trace() -> bool:
     """Whether an earlier call in this process left a mark."""
-    seen = hasattr(torch, "mark_of_an_earlier_test")
+    visited = hasattr(torch, "mark_of_an_earlier_test")
     torch.mark_of_an_earlier_test = True  # type: ignore[attr-defined]
-    return seen
+    return visited
 
 
 def tied_views() -> dict[str, Tensor]:
@@ -92,10 +92,10 @@ def test_results_come_in_rank_order(world):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_ranks_can_talk_and_tensors_travel_by_value(world):
-    mine = torch.ones(5)
-    for received in run_ranks(world, summed, mine):
+    local = torch.ones(5)
+    for received in run_ranks(world, summed, local):
         assert_same(received, torch.full((5,), world * (world + 1) / 2))
-    assert_same(mine, torch.ones(5))  # the ranks worked on copies
+    assert_same(local, torch.ones(5))  # the ranks worked on copies
 
 
 def test_modules_travel_too():
@@ -114,11 +114,11 @@ def test_shared_storages_dtypes_and_empty_tensors_survive():
 def test_ranks_see_torchrun_variables_and_the_callers_environment(monkeypatch):
     run_ranks(1, own_rank)  # the fork server exists from here on, with the environment of this moment
     monkeypatch.setenv("FULLSHARD_TEST_MARK", "later")
-    seen = run_ranks(2, surroundings)
-    for rank, one in enumerate(seen):
+    visited = run_ranks(2, surroundings)
+    for rank, one in enumerate(visited):
         assert list(one["environ"].values()) == [str(rank), "2", str(rank), "2", "later"]
         assert (one["threads"], one["backend"]) == (1, "gloo")
-    assert len({os.getpid(), *(one["pid"] for one in seen)}) == 3
+    assert len({os.getpid(), *(one["pid"] for one in visited)}) == 3
 
 
 def test_nothing_leaks_from_one_call_into_the_next():
@@ -128,7 +128,7 @@ def test_nothing_leaks_from_one_call_into_the_next():
 
 
 @pytest.mark.parametrize("failing", [[0], [2], [0, 1, 2]])
-def test_every_failing_rank_is_told_and_the_others_are_stopped_at_once(failing):
+def test_every_failing_rank_is_reported_and_the_others_are_stopped_at_once(failing):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(3, raise_on, failing)
@@ -142,7 +142,7 @@ def test_every_failing_rank_is_told_and_the_others_are_stopped_at_once(failing):
         assert "in raise_on" in failure.traceback and ranks.__file__ not in failure.traceback
 
 
-def test_a_timeout_says_who_was_still_running_and_where():
+def test_a_timeout_states_who_was_still_running_and_where():
     with pytest.raises(RanksFailed, match=r"ranks 1, 2 of 3 did not end within 2 s") as caught:
         run_ranks(3, return_on_rank_0_and_hang_elsewhere, timeout=2.0)
     assert caught.value.running == [1, 2]
@@ -150,11 +150,11 @@ def test_a_timeout_says_who_was_still_running_and_where():
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "stated"),
     [("signal", "killed by SIGKILL"), ("os._exit", "ended with exit code 3"), ("sys.exit", "SystemExit: 3")],
 )
-def test_a_rank_that_dies_is_not_waited_for(how, said):
-    with pytest.raises(RanksFailed, match=said) as caught:
+def test_a_rank_that_dies_is_not_waited_for(how, stated):
+    with pytest.raises(RanksFailed, match=stated) as caught:
         run_ranks(2, die, how)
     assert next(iter(caught.value.failures)) == 1  # the cause comes first; rank 0 may have lost its connection since
 
@@ -168,15 +168,15 @@ def test_a_warning_is_an_error_on_the_ranks_if_it_is_one_here():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "stated"),
     [
         ((0, own_rank), "world=0"),
         ((2, lambda: 1), "top level"),
         ((2, run_layer, lambda: 1, 2), "top level"),
     ],
 )
-def test_callers_mistakes_are_told_before_a_process_starts(arguments, said):
-    with pytest.raises(ConfigError, match=said):
+def test_callers_mistakes_are_reported_before_a_process_starts(arguments, stated):
+    with pytest.raises(ConfigError, match=stated):
         run_ranks(*arguments)
 
 
@@ -232,7 +232,7 @@ def test_one_flipped_bit_is_found_wherever_it_is(values, data):
 
 
 @pytest.mark.parametrize(
-    ("actual", "expected", "said"),
+    ("actual", "expected", "stated"),
     [
         ({"a": {"b": torch.zeros(2)}}, {"a": {"b": torch.tensor([0.0, 0.5])}}, r"\['a'\]\['b'\]: 1 of 2.*at most 0.5"),
         ([torch.zeros(2, 2)], [torch.tensor([[0.0, 0.0], [3.0, 1.0]])], r"\[0\]: 2 of 4.*at most 3 \(at \(1, 0\)"),
@@ -252,8 +252,8 @@ def test_one_flipped_bit_is_found_wherever_it_is(values, data):
         (None, {}, "NoneType instead of a mapping"),
     ],
 )
-def test_the_first_difference_is_named(actual, expected, said):
-    with pytest.raises(AssertionError, match=said):
+def test_the_first_difference_is_named(actual, expected, stated):
+    with pytest.raises(AssertionError, match=stated):
         assert_same(actual, expected)
 
 
@@ -279,18 +279,18 @@ def compare_cut(rows: int, place: int) -> str:
     expected = torch.arange(3.0 * rows).reshape(rows, 3)
     changed = expected.clone()
     changed[place, 2] = -1.0
-    ours, same, theirs = (distribute_tensor(item, mesh, [Shard(0)]) for item in (changed, expected, expected))
-    assert_same(same, theirs)
+    own, same, peer = (distribute_tensor(item, mesh, [Shard(0)]) for item in (changed, expected, expected))
+    assert_same(same, peer)
     assert_same(same, expected)
     try:
-        assert_same(ours, theirs)
+        assert_same(own, peer)
     except AssertionError as difference:
         return str(difference)
     return "no difference"
 
 
 @pytest.mark.parametrize("place", [0, 4])
-def test_tensors_that_are_cut_are_compared_whole_and_every_rank_is_told(place):
-    told = run_ranks(3, compare_cut, 5, place)  # not as many rows on every rank
-    assert len(set(told)) == 1
-    assert f"1 of 15 elements differ, by at most {3 * place + 3:.3g} (at ({place}, 2): -1.0 instead of" in told[0]
+def test_tensors_that_are_cut_are_compared_whole_and_every_rank_is_reported(place):
+    reported = run_ranks(3, compare_cut, 5, place)  # not as many rows on every rank
+    assert len(set(reported)) == 1
+    assert f"1 of 15 elements differ, by at most {3 * place + 3:.3g} (at ({place}, 2): -1.0 instead of" in reported[0]

@@ -1,4 +1,4 @@
-"""Times read off a tape: lanes in order, nothing before what it waits for, and no second is lost."""
+"""Times read off a tape: streams in order, nothing before what it waits for, and no second is lost."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +16,7 @@ from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Ope
 
 HERE = Origin("blocks.0", Phase.FORWARD)
 MIB = 2**20
-LANES = ("compute", "gather", "reduce")
+STREAMS = ("compute", "gather", "reduce")
 COSTS = Costs(
     flops_per_s=1.0,
     memory_bytes_per_s=1.0,
@@ -29,20 +29,20 @@ COSTS = Costs(
 )  # a second for each byte, and for each thing that the host asks for
 
 
-def work(lane: str, nbytes: int) -> Operation:
-    return Operation("work", lane, HERE, (Access(1, 0, nbytes),), ())
+def work(stream: str, nbytes: int) -> Operation:
+    return Operation("work", stream, HERE, (Access(1, 0, nbytes),), ())
 
 
-def gather(lane: str, nbytes: int, ranks: tuple[int, ...] = (0, 1)) -> Collective:
+def gather(stream: str, nbytes: int, ranks: tuple[int, ...] = (0, 1)) -> Collective:
     reads, writes = (Access(1, 0, nbytes // len(ranks)),), (Access(2, 0, nbytes),)
-    return Collective("all_gather", lane, HERE, reads, writes, ranks, (nbytes // len(ranks),))
+    return Collective("all_gather", stream, HERE, reads, writes, ranks, (nbytes // len(ranks),))
 
 
-def spans(timeline: Timeline, lane: str) -> list[tuple[float, float]]:
-    return [(item.start, item.end) for item in timeline.placed if item.entry.lane == lane]
+def spans(timeline: Timeline, stream: str) -> list[tuple[float, float]]:
+    return [(item.start, item.end) for item in timeline.placed if item.entry.stream == stream]
 
 
-def test_lanes_run_beside_each_other_and_the_host_asks_in_order():
+def test_streams_run_next_to_each_other_and_the_host_requests_in_order():
     timeline = lay_out([work("compute", 5), gather("gather", 8), work("compute", 1)], COSTS)
     assert spans(timeline, "compute") == [(1, 6), (6, 7)]
     assert spans(timeline, "gather") == [(2, 6)]  # half of it comes from the other rank
@@ -50,7 +50,7 @@ def test_lanes_run_beside_each_other_and_the_host_asks_in_order():
     assert timeline.starved_s("compute") == 1
 
 
-def test_what_a_lane_waits_for_is_told():
+def test_what_a_stream_waits_for_is_reported():
     entries = [
         gather("gather", 20),
         Recorded(1, "gather", HERE),
@@ -59,7 +59,7 @@ def test_what_a_lane_waits_for_is_told():
     ]
     timeline = lay_out(entries, COSTS)
     (stall,) = timeline.stalls
-    assert (stall.lane, stall.start, stall.end) == ("compute", 2, 11)
+    assert (stall.stream, stall.start, stall.end) == ("compute", 2, 11)
     assert stall.cause is timeline.placed[0]
     assert timeline.exposed_by("compute") == {"all_gather of blocks.0 (forward)": 9}
     assert (timeline.busy_s("compute"), timeline.exposed_s("compute"), timeline.starved_s("compute")) == (2, 9, 2)
@@ -72,17 +72,17 @@ def test_a_mark_behind_a_mark_names_what_was_waited_for_first():
     ]
     (stall,) = lay_out(entries, COSTS).stalls
     assert stall.cause is not None
-    assert stall.cause.entry.lane == "gather"
+    assert stall.cause.entry.stream == "gather"
 
 
 def test_a_communicator_carries_one_collective_at_a_time():
     both = [gather("gather", 20), gather("reduce", 20)]
     assert spans(lay_out(both, COSTS), "reduce") == [(11, 21)]
-    apart = [gather("gather", 20), gather("reduce", 20, ranks=(2, 3))]
-    assert spans(lay_out(apart, COSTS), "reduce") == [(2, 12)]
+    separate = [gather("gather", 20), gather("reduce", 20, ranks=(2, 3))]
+    assert spans(lay_out(separate, COSTS), "reduce") == [(2, 12)]
 
 
-def test_the_host_that_waits_asks_for_nothing():
+def test_the_host_that_waits_requests_for_nothing():
     entries = [work("compute", 9), Recorded(1, "compute", HERE), Waited(1, "host", "here", HERE), work("compute", 1)]
     timeline = lay_out(entries, COSTS)
     assert spans(timeline, "compute") == [(1, 10), (11, 12)]
@@ -91,7 +91,7 @@ def test_the_host_that_waits_asks_for_nothing():
 
 
 @pytest.mark.parametrize(("room", "seconds", "retries"), [(None, 6.0, 0), (64 * MIB, 8.0, 1)])
-def test_segments_are_given_back_when_every_lane_is_done(room, seconds, retries):
+def test_segments_are_given_back_when_every_stream_is_done(room, seconds, retries):
     """Asking for a segment takes a second here, and giving one back another; only the latter waits."""
     memory = TapeAllocator(room=room)
     for entry in (Allocation(1, 40 * MIB, "compute", HERE), Free(1, 40 * MIB, "compute", HERE)):
@@ -128,33 +128,33 @@ def tapes(draw: Any) -> list[Entry]:
     entries: list[Entry] = []
     marks = 0
     for kind in draw(st.lists(st.sampled_from(("work", "gather", "record", "wait")), max_size=40)):
-        lane = draw(st.sampled_from((*LANES, "host")))
+        stream = draw(st.sampled_from((*STREAMS, "host")))
         if kind == "work":
-            entries.append(work(lane, draw(st.integers(0, 9))))
-        elif kind == "gather" and lane != "host":
-            entries.append(gather(lane, 2 * draw(st.integers(0, 9))))
+            entries.append(work(stream, draw(st.integers(0, 9))))
+        elif kind == "gather" and stream != "host":
+            entries.append(gather(stream, 2 * draw(st.integers(0, 9))))
         elif kind == "record":
             marks += 1
-            entries.append(Recorded(marks, lane, HERE))
+            entries.append(Recorded(marks, stream, HERE))
         elif marks:
-            entries.append(Waited(draw(st.integers(1, marks)), lane, "here", HERE))
+            entries.append(Waited(draw(st.integers(1, marks)), stream, "here", HERE))
     return entries
 
 
 @given(tapes())
-def test_nothing_overlaps_on_a_lane_and_no_second_is_lost(entries):
+def test_nothing_overlaps_on_a_stream_and_no_second_is_lost(entries):
     timeline = lay_out(entries, COSTS)
     assert [item.entry for item in timeline.placed] == [
         entry for entry in entries if isinstance(entry, Operation | Collective)
     ]
-    for lane in LANES:
-        ran = spans(timeline, lane)
+    for stream in STREAMS:
+        ran = spans(timeline, stream)
         assert all(end <= start for (_, end), (start, _) in pairwise(ran))
-        waited = [(stall.start, stall.end) for stall in timeline.stalls if stall.lane == lane]
+        waited = [(stall.start, stall.end) for stall in timeline.stalls if stall.stream == stream]
         together = sorted([*ran, *waited])
         idle = [start - end for (_, end), (start, _) in zip([(0.0, 0.0), *together], together, strict=False)]
-        assert all(gap >= 0 for gap in idle)  # a lane waits or runs
-        assert sum(idle) == pytest.approx(timeline.starved_s(lane))
+        assert all(gap >= 0 for gap in idle)  # a stream waits or runs
+        assert sum(idle) == pytest.approx(timeline.starved_s(stream))
     carried = sorted((item.start, item.end) for item in timeline.placed if isinstance(item.entry, Collective))
     assert all(end <= start for (_, end), (start, _) in pairwise(carried))
 
@@ -172,13 +172,13 @@ def test_parts_are_laid_out_as_by_themselves(entries, count):
 def test_nothing_starts_before_what_it_waits_for(entries):
     timeline = lay_out(entries, COSTS)
     placed = iter(timeline.placed)
-    done, reached = dict.fromkeys((*LANES, "host"), 0.0), dict[int, float]()
+    done, reached = dict.fromkeys((*STREAMS, "host"), 0.0), dict[int, float]()
     for entry in entries:
         if isinstance(entry, Operation | Collective):
             item = next(placed)
-            assert item.start >= max(done[entry.lane], item.asked)
-            done[entry.lane] = item.end
+            assert item.start >= max(done[entry.stream], item.requested)
+            done[entry.stream] = item.end
         elif isinstance(entry, Recorded):
-            reached[entry.mark] = done[entry.lane]
+            reached[entry.mark] = done[entry.stream]
         elif isinstance(entry, Waited):
-            done[entry.lane] = max(done[entry.lane], reached[entry.mark])
+            done[entry.stream] = max(done[entry.stream], reached[entry.mark])

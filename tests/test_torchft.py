@@ -87,8 +87,8 @@ def start_lighthouse() -> tuple[subprocess.Popen[bytes], str]:
 @pytest.mark.timeout(600)
 def test_the_example_goes_on_where_a_rank_is_killed(tmp_path):
     """By the command lines of its header, and what it says of them."""
-    said = (ROOT / "examples" / "torchft" / "digits.py").read_text()
-    launches = re.findall(r"^    (torchrun .*?)(?: &)?$", said, re.M)
+    stated = (ROOT / "examples" / "torchft" / "digits.py").read_text()
+    launches = re.findall(r"^    (torchrun .*?)(?: &)?$", stated, re.M)
     lighthouse, address = start_lighthouse()
     around = environment(TORCHFT_LIGHTHOUSE=address, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     around["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{around['PATH']}"
@@ -164,7 +164,7 @@ def lose_the_lighthouse() -> None:
         replicas.begin_step()
 
 
-def test_mistakes_are_told_and_nothing_hangs():
+def test_mistakes_are_reported_and_nothing_hangs():
     run_ranks(1, made_wrongly)
 
 
@@ -214,5 +214,5 @@ def step_after_half_a_state() -> int:
     return replicas.step
 
 
-def test_a_state_that_came_to_some_ranks_only_is_asked_for_again_by_all():
+def test_a_state_that_came_to_some_ranks_only_is_requested_for_again_by_all():
     assert run_ranks(2, step_after_half_a_state) == [3, 3]

@@ -25,7 +25,7 @@ from fullshard import (
     recording,
     share_memory_between_ranks,
 )
-from fullshard.device.lanes import Lane
+from fullshard.device.streams import Stream
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.reduction import Reduction, UnitReduction
 from fullshard.engine.registry import units_in
@@ -84,7 +84,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
-def test_collectives_come_in_the_order_that_the_strategy_says(strategy):
+def test_collectives_come_in_the_order_that_the_strategy_states(strategy):
     assert run_ranks(2, collectives_of_steps, strategy) == [[EXPECTED[strategy]] * 4] * 2
 
 
@@ -109,7 +109,7 @@ OWN = Phase.PRE_BACKWARD.value
     ],
     ids=["pre", "post", "none"],
 )
-def test_backward_gathers_ahead_as_it_is_told(options, how):
+def test_backward_gathers_ahead_as_it_is_reported(options, how):
     for gathers in run_ranks(2, phases_of_gathers, options):
         backward = [(unit, phase) for unit, phase in gathers if phase != "forward"]
         assert [unit for unit, _ in backward] == list(reversed(LAYERS))
@@ -210,17 +210,17 @@ def count_copies(strategy: str, shares: bool) -> tuple[int, int, int, int]:
     ("strategy", "gathers", "own"),
     [("zero1", 1, 0), pytest.param("zero2", 1, 1, marks=pytest.mark.slow), ("zero3", 2, 2)],
 )
-def test_nothing_is_copied_between_shards_and_the_wire(strategy, gathers, own, shares):
+def test_nothing_is_copied_between_shards_and_the_transport(strategy, gathers, own, shares):
     """A gather puts this rank's own rows beside the others', who do not send them; a reduction copies no matrix.
 
     Where shared memory is the wire, gradients are copied there, and so is what is gathered, and back. But where units
     take turns on memory, ranks have that in common, and nothing is copied beyond this rank's own rows.
     """
-    wire = (2 * gathers if own == 0 else 0) + 1 if shares else 0
+    transport = (2 * gathers if own == 0 else 0) + 1 if shares else 0
     for large, small, matrices, packed in run_fresh_ranks(2, count_copies, strategy, shares):
-        assert large == (own + wire) * matrices
+        assert large == (own + transport) * matrices
         # Packed: both ranks' parts out of the pack, this rank's own among them; gradients of both into the pack.
-        assert small <= (3 * max(own, 1) + 2 + wire) * packed
+        assert small <= (3 * max(own, 1) + 2 + transport) * packed
 
 
 WIDTH = 256
@@ -242,8 +242,8 @@ def count_copies_in_low_precision(shares: bool) -> int:
 def test_in_low_precision_shards_are_cast_once_a_gather_and_sums_once(shares):
     gathers = 3 + 1 + 3  # the root stays whole
     cast, own_rows, to_masters = gathers * PART * 2, gathers * PART * 2, 4 * PART * 4
-    wire = 4 * PART * 2 if shares else 0
-    assert run_fresh_ranks(2, count_copies_in_low_precision, shares) == [cast + own_rows + to_masters + wire] * 2
+    transport = 4 * PART * 2 if shares else 0
+    assert run_fresh_ranks(2, count_copies_in_low_precision, shares) == [cast + own_rows + to_masters + transport] * 2
 
 
 def halved_bytes() -> list[int]:
@@ -275,11 +275,11 @@ def storages(model: torch.nn.Module) -> list[int]:
 def memory_is_stable(strategy: str) -> None:
     model = chain(partial(fully_shard, strategy=strategy))
     optimizer = sgd(model)
-    seen: list[list[int]] = []
+    visited: list[list[int]] = []
     for number in range(6):
         step(model, optimizer, number)
-        seen.append(storages(model))
-    assert seen[3] == seen[4] == seen[5]
+        visited.append(storages(model))
+    assert visited[3] == visited[4] == visited[5]
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
@@ -374,7 +374,7 @@ def whole_gradients_by_moment() -> list[tuple[int, int, int]]:
         found[-1].append(sum(ref() is not None for ref in alive[-1]))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lane, "is_stream", True)
+        patch.setattr(Stream, "is_stream", True)
         patch.setattr(ParamGroup, "start_reduction", note)
         patch.setattr(Unit, "start_reduce", note_queued)
         patch.setattr(UnitReduction, "finish", note_finished)
@@ -394,15 +394,15 @@ def test_gradients_stay_while_a_stream_may_still_read_them():
 def gradients_by_step() -> list[list[tuple[int, int]]]:
     model = chain(fully_shard)
     optimizer = sgd(model)
-    seen = []
+    visited = []
     for number in range(4):
         model(inputs(number)).square().mean().backward()
-        seen.append([(id(param.grad), param.grad.to_local().data_ptr()) for param in model.parameters()])
+        visited.append([(id(param.grad), param.grad.to_local().data_ptr()) for param in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
-    return seen
+    return visited
 
 
 def test_gradients_that_nobody_keeps_are_the_same_tensors_in_every_step():
-    for seen in run_ranks(2, gradients_by_step):
-        assert seen[1] == seen[2] == seen[3]
+    for visited in run_ranks(2, gradients_by_step):
+        assert visited[1] == visited[2] == visited[3]

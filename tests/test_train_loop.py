@@ -15,8 +15,8 @@ import torch.distributed as dist
 from shared_ranks import run_ranks
 
 from fullshard import ConfigError, DiskError, Offload, fully_shard
-from fullshard.disk.foresight import Traffic
 from fullshard.disk.pace import pace_of
+from fullshard.disk.prediction import Traffic
 from fullshard.plan.forecast import Forecast, Forecasting
 from fullshard.plan.ledger import predict_on_disk
 from fullshard.train.check import check
@@ -77,7 +77,7 @@ def test_a_run_leaves_a_line_for_everything_that_happened(two_ranks: Path) -> No
     assert (two_ranks / "samples.txt").read_bytes().startswith(b"===== step 3 =====\n")
 
 
-def test_memory_is_measured_as_the_formula_says(two_ranks: Path) -> None:
+def test_memory_is_measured_as_the_formula_states(two_ranks: Path) -> None:
     columns = metrics(two_ranks)[-1]["bytes_a_rank"]
     assert columns["measured"] == columns["formula"]
     assert columns["measured"]["optimizer_state"] < 0.6 * columns["ddp_formula"]["optimizer_state"]
@@ -135,7 +135,7 @@ def test_training_with_a_disk_changes_no_bit(two_ranks: Path, tmp_path: Path, fl
     assert not any((tmp_path / "disk").glob("*"))
 
 
-def test_the_formula_knows_of_activations_that_are_away(tmp_path: Path) -> None:
+def test_the_formula_knows_of_activations_that_are_offloaded(tmp_path: Path) -> None:
     """Pieces below 64 KiB stay, so these are larger. Buffers that are still to be written may be measured besides."""
     flags = (
         "--seq",
@@ -164,7 +164,7 @@ def foreseen(folder: Path) -> tuple[int, list[str]]:
         )
 
 
-def test_a_run_says_before_its_first_step_what_the_disk_costs(tmp_path: Path) -> None:
+def test_a_run_states_before_its_first_step_what_the_disk_costs(tmp_path: Path) -> None:
     """All ranks of the machine write there: 0.002 GB each."""
     nbytes, lines = run_ranks(2, foreseen, tmp_path)[0]
     assert f"takes {2 * nbytes / 1e9:.3g} GB" in lines[1]
@@ -192,9 +192,9 @@ def refused(folder: Path, flags: list[str]) -> None:
     ):
         with pytest.raises(DiskError, match=f"{free} are free. Ask for --offload") as caught:
             lines(flags)
-        [asked] = re.findall(r"Ask for (.*), make room", str(caught.value))
-        assert len(lines(asked.split())) == 4
-        assert [part for part in asked.split() if part[0] == "-"] == flags[::2]
+        [requested] = re.findall(r"Ask for (.*), make room", str(caught.value))
+        assert len(lines(requested.split())) == 4
+        assert [part for part in requested.split() if part[0] == "-"] == flags[::2]
 
 
 @pytest.mark.parametrize("flags", ["--offload-optimizer 1", "--offload-optimizer 0.5 --offload-parameters 0.5"])
@@ -202,7 +202,7 @@ def test_what_finds_no_room_is_refused_with_what_would(tmp_path: Path, flags: st
     run_ranks(2, refused, tmp_path, flags.split())
 
 
-def foretold(folder: Path) -> None:
+def predicted(folder: Path) -> None:
     """A dry run moves what the formulas have, and activations besides."""
     rank = this_rank()
     offload = ["--offload-optimizer", "0.6", "--offload-parameters", "0.3", "--offload-folder", str(folder)]
@@ -210,21 +210,21 @@ def foretold(folder: Path) -> None:
     settings = resolved(parse_settings([*QUICK, *offload, *shape, "--out", str(folder)]), rank)
     expected = disk_traffic(sharded_gpt(settings, rank), settings)
     machine = machine_of(rank)
-    found = forecast_apart(settings, machine).disk_traffic
+    found = forecast_separate(settings, machine).disk_traffic
     for name in ("room_bytes", "read_bytes", "written_bytes"):
         assert getattr(expected, name) == pytest.approx(getattr(found, name), rel=0.05), name
-    away = replace(settings, memory=replace(settings.memory, offload_activations=1.0))
-    more = forecast_apart(away, machine).disk_traffic
+    offloaded = replace(settings, memory=replace(settings.memory, offload_activations=1.0))
+    more = forecast_separate(offloaded, machine).disk_traffic
     kept = more.room_bytes - found.room_bytes
     assert kept > 0 and more == found + Traffic.of_activations(kept, microbatches=2)
 
 
-def forecast_apart(settings: TrainSettings, machine: Machine) -> Forecast:
+def forecast_separate(settings: TrainSettings, machine: Machine) -> Forecast:
     return Forecasting(forecast_run, settings, machine).result()
 
 
-def test_a_dry_run_tells_what_goes_to_the_disk(tmp_path: Path) -> None:
-    run_ranks(2, foretold, tmp_path)
+def test_a_dry_run_reports_what_goes_to_the_disk(tmp_path: Path) -> None:
+    run_ranks(2, predicted, tmp_path)
 
 
 def train_as_a_user_does(out: Path, argv: list[str]) -> None:
@@ -256,14 +256,16 @@ def test_training_in_bfloat16_stays_near(two_ranks: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "wires",
+    "transports",
     [
         pytest.param(("--gather-wire", "fp8"), marks=pytest.mark.slow),
         ("--strategy", "hsdp", "--gather-wire", "int8", "--reduce-wire", "int4"),
     ],
 )
-def test_training_with_less_on_the_wire_stays_near(two_ranks: Path, wires: tuple[str, ...], tmp_path: Path) -> None:
-    found = losses(trained(2, tmp_path, *wires))
+def test_training_with_less_on_the_transport_stays_near(
+    two_ranks: Path, transports: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = losses(trained(2, tmp_path, *transports))
     assert found != losses(two_ranks)
     assert found == pytest.approx(losses(two_ranks), rel=0.02)
 

@@ -71,8 +71,8 @@ def test_computing_blocks_again_changes_no_gradient() -> None:
     kept, again = gpt(), gpt(checkpoint_blocks=True)
     for model in (kept, again):
         byte_losses(model(text()), text()).mean().backward()
-    for ours, theirs in zip(kept.parameters(), again.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    for own, peer in zip(kept.parameters(), again.parameters(), strict=True):
+        assert torch.equal(own.grad, peer.grad)
 
 
 def test_single_dimensions_win_over_the_size() -> None:

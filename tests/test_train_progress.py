@@ -12,9 +12,11 @@ from fullshard.plan.ledger import Ledger
 from fullshard.train.bytes_table import RunLedgers, bytes_table, in_bytes
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for, duration, printable
 
-OURS = Ledger(parameters=10**6, gradients=10**6, optimizer_state=2 * 10**6, gathered_peak=5 * 10**5, activations=10**6)
+FULLSHARD = Ledger(
+    parameters=10**6, gradients=10**6, optimizer_state=2 * 10**6, gathered_peak=5 * 10**5, activations=10**6
+)
 DDP = Ledger(parameters=2 * 10**6, gradients=2 * 10**6, optimizer_state=4 * 10**6, gathered_peak=0, activations=10**6)
-LEDGERS = RunLedgers(measured=OURS, formula=OURS, ddp=DDP)
+LEDGERS = RunLedgers(measured=FULLSHARD, formula=FULLSHARD, ddp=DDP)
 
 
 def show_a_run(display: Display) -> None:
@@ -53,7 +55,7 @@ def shown(*, terminal: bool, shows: bool = True) -> str:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_run_shows_loss_speed_time_and_memory_beside_ddp(terminal: bool) -> None:
+def test_a_run_shows_loss_speed_time_and_memory_next_to_ddp(terminal: bool) -> None:
     text = shown(terminal=terminal)
     for words in ("1.50M parameters", "strategy zero3", "12.3k tokens/s", "0:00 left", "5.5 MB a rank (ddp 9 MB)"):
         assert words in text
@@ -101,9 +103,9 @@ def test_the_table_has_a_row_for_each_state_and_their_total() -> None:
         (5 * 10**15, "5e+03 TB"),
     ],
 )
-def test_bytes_are_told_in_three_digits(count: int, words: str) -> None:
+def test_bytes_are_reported_in_three_digits(count: int, words: str) -> None:
     assert in_bytes(count) == words
 
 
-def test_durations_are_told_in_minutes_and_seconds() -> None:
+def test_durations_are_reported_in_minutes_and_seconds() -> None:
     assert [duration(s) for s in (0, 59.6, 187, 3661)] == ["0:00", "1:00", "3:07", "1:01:01"]

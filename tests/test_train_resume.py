@@ -24,7 +24,7 @@ from fullshard.testing import assert_same, run_ranks
 from fullshard.train.check import check
 from fullshard.train.loop import Trainer, train
 from fullshard.train.options import parse_settings
-from fullshard.train.parallelism import part_of, rows_of, sequences_of, shared_anew
+from fullshard.train.parallelism import part_of, rows_of, sequences_of, shared_again
 from fullshard.train.resuming import going_on
 from fullshard.train.settings import OptimizationSettings
 from fullshard.train.stopping import PREEMPTED
@@ -58,7 +58,7 @@ def weights(out: Path) -> dict[str, Any]:
     return load_file(out / "model.safetensors")
 
 
-def told(out: Path) -> list[dict[str, Any]]:
+def reported(out: Path) -> list[dict[str, Any]]:
     """The lines of a run less those that say that it went on."""
     return [line for line in metrics(out)[1:] if line["kind"] != "resume"]
 
@@ -87,7 +87,7 @@ def test_a_stopped_run_goes_on_with_every_number_and_line(whole, tmp_path):
     assert metrics(tmp_path)[-1] == {"kind": "stopped", "step": 2}
     ran(2, tmp_path, "--checkpoint-every", "100", "--resume", "auto")
     assert_same(weights(tmp_path), weights(whole))
-    assert told(tmp_path) == told(whole)
+    assert reported(tmp_path) == reported(whole)
     assert (tmp_path / "samples.txt").read_bytes() == (whole / "samples.txt").read_bytes()
     assert [line for line in metrics(tmp_path) if line["kind"] == "resume"] == [
         {"kind": "resume", "step": 2, "world": 2, "from": str(tmp_path / "checkpoints" / "step-000000002")}
@@ -98,7 +98,7 @@ def test_a_stopped_run_goes_on_with_every_number_and_line(whole, tmp_path):
 def test_a_run_starts_where_there_is_nothing_to_go_on_from(whole, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes((whole / "metrics.jsonl").read_bytes()[:-7])  # killed before any was saved
     ran(2, tmp_path, "--resume", "auto")
-    assert told(tmp_path) == told(whole)
+    assert reported(tmp_path) == reported(whole)
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_a_finished_run_comes_to_the_same_end(whole, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     ran(2, tmp_path, "--resume", "auto")
     assert_same(weights(tmp_path), weights(whole))
-    assert told(tmp_path) == told(whole)
+    assert reported(tmp_path) == reported(whole)
 
 
 @pytest.mark.parametrize("world", [1, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
@@ -118,19 +118,19 @@ def test_a_run_goes_on_at_another_world_size_with_the_same_steps(whole, world, t
 
 
 @pytest.mark.parametrize(
-    ("wires", "exact"),
+    ("transports", "exact"),
     [
         (("--gather-wire", "int8", "--reduce-wire", "bf16"), True),
         (("--gather-wire", "fp8", "--reduce-wire", "int4"), False),
     ],
 )
 @pytest.mark.slow
-def test_what_travels_encoded_is_saved_in_full(wires, exact, tmp_path):
+def test_what_travels_encoded_is_saved_in_full(transports, exact, tmp_path):
     """Only what the last messages of a step have lacked is not in a checkpoint."""
-    expected = ran(2, tmp_path / "whole", *wires)
+    expected = ran(2, tmp_path / "whole", *transports)
     out = tmp_path / "stopped"
-    ran(2, out, *wires, stop_at=2)
-    ran(2, out, *wires, "--resume", "auto")
+    ran(2, out, *transports, stop_at=2)
+    ran(2, out, *transports, "--resume", "auto")
     assert losses(out) == (losses(expected) if exact else pytest.approx(losses(expected), rel=0.02))
 
 
@@ -159,8 +159,8 @@ def refuse(out: Path, argv: list[str]) -> str:
 
 def test_a_run_that_has_gone_further_is_refused(whole, tmp_path):
     resume = str(whole / "checkpoints")
-    (said,) = run_ranks(1, refuse, tmp_path / "new", ["--steps", "2", "--resume", resume])
-    assert "has 4 steps behind it, and --steps 2 asks for fewer" in said
+    (stated,) = run_ranks(1, refuse, tmp_path / "new", ["--steps", "2", "--resume", resume])
+    assert "has 4 steps behind it, and --steps 2 asks for fewer" in stated
 
 
 @pytest.mark.slow
@@ -170,8 +170,8 @@ def test_another_text_is_refused(whole, tmp_path):
     out = ran(1, tmp_path / "out", "--text", str(text), "--batch", "2")
     text.write_text("to be or not to be " * 120)
     argv = [*SAVING, "--text", str(text), "--batch", "2", "--resume", "auto"]
-    (said,) = run_ranks(1, refuse, out, argv)
-    assert "Put the text back as it was" in said
+    (stated,) = run_ranks(1, refuse, out, argv)
+    assert "Put the text back as it was" in stated
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_any_number_of_ranks_learns_from_the_same_sequences_without_more_memory(
     """However often ranks come and go: each sequence of a step counts once, in the order in which losses are told."""
     for first, then, last, rows, accumulate in product(range(1, 5), range(1, 10), range(1, 6), (1, 3, 4), (1, 2, 6)):
         was = OptimizationSettings(batch=first * rows, accumulate=accumulate)
-        shared = shared_anew(was, before=first, world=then)
-        for world, settings in ((then, shared), (last, shared_anew(shared, before=then, world=last))):
+        shared = shared_again(was, before=first, world=then)
+        for world, settings in ((then, shared), (last, shared_again(shared, before=then, world=last))):
             places = product(range(settings.accumulate), range(world))
             parts = [part_of(settings, microbatch=microbatch, rank=rank, world=world) for microbatch, rank in places]
             counted = [part.first + row for part in parts for row in range(part.counted)]
@@ -255,7 +255,7 @@ def test_a_run_may_begin_with_any_number_of_ranks(tmp_path):
 
 def test_as_many_ranks_share_a_step_as_before():
     was = OptimizationSettings(batch=8, accumulate=2, sequences=9)
-    assert shared_anew(was, before=2, world=2) == was
+    assert shared_again(was, before=2, world=2) == was
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

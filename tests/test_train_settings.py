@@ -181,14 +181,14 @@ def probed(folder: str) -> tuple[str, str, list[str]]:
     """What ranks say that share a folder, and then of folders of their own; and what is left of the first."""
     rank, world = dist.get_rank(), dist.get_world_size()
     here = Rank(index=rank, world=world, local_index=0, local_world=1, machines=world, device=torch.device("cpu"))
-    said = []
+    stated = []
     for out in (Path(folder) / "shared", Path(folder) / f"own{rank}"):
         try:
             check_shared(out, here)
-            said.append("")
+            stated.append("")
         except ConfigError as error:
-            said.append(str(error))
-    return said[0], said[1], os.listdir(Path(folder) / "shared")
+            stated.append(str(error))
+    return stated[0], stated[1], os.listdir(Path(folder) / "shared")
 
 
 def test_storage_that_machines_do_not_share_is_found_before_the_first_step(tmp_path: Path) -> None:
@@ -199,6 +199,6 @@ def test_storage_that_machines_do_not_share_is_found_before_the_first_step(tmp_p
 
 
 def test_what_ranks_run_on_is_checked() -> None:
-    for asked, word in (({"on": "rey"}, "did you mean ray"), ({"ray_address": "a:1"}, "--on ray")):
+    for requested, word in (({"on": "rey"}, "did you mean ray"), ({"ray_address": "a:1"}, "--on ray")):
         with pytest.raises(ConfigError, match=f"(?i){word}"):
-            check(TrainSettings(parallelism=ParallelSettings(**asked)), world=1)
+            check(TrainSettings(parallelism=ParallelSettings(**requested)), world=1)

@@ -148,6 +148,6 @@ def in_order(text: Text, world: int, rows: int, windows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("world", "rows"), [(1, 1), (1, 4), (2, 4), (3, 6), (4, 12)])
 def test_validation_windows_are_the_same_at_every_world_size_and_batch(text: Text, world: int, rows: int) -> None:
-    seen = in_order(text, world, rows, windows=10)
-    assert torch.equal(seen[:10], in_order(text, 1, 1, windows=10))
-    assert all(torch.equal(row, seen[9]) for row in seen[10:])
+    visited = in_order(text, world, rows, windows=10)
+    assert torch.equal(visited[:10], in_order(text, 1, 1, windows=10))
+    assert all(torch.equal(row, visited[9]) for row in visited[10:])

@@ -29,10 +29,10 @@ from fullshard import ConfigError, RankMismatchError, set_collective_timeout
 from fullshard.comm.pairwise import PairwiseCollectives
 from fullshard.comm.routes import collectives_for
 from fullshard.liveness import watchdog
+from fullshard.liveness.rank_progress import GroupProgress, RankProgress
 from fullshard.liveness.ring import Ring, _find_silence
 from fullshard.liveness.store import PatientStore
 from fullshard.liveness.watchdog import EXIT_CODE, _Board, _Question, is_deadlock
-from fullshard.liveness.whereabouts import GroupProgress, Whereabouts
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.testing import run_ranks
 
@@ -71,7 +71,7 @@ from torch import nn
 from fullshard import fully_shard, set_collective_timeout
 from fullshard._compat import default_store
 from fullshard.tape.recorder import Origin, Phase
-from fullshard.liveness.whereabouts import here
+from fullshard.liveness.rank_progress import here
 
 action, setting, steps, elsewhere = sys.argv[1:]
 
@@ -108,7 +108,7 @@ dist.barrier()
 class Ended:
     code: int
     at: float
-    said: str
+    stated: str
 
 
 # Something that does not notice, as a GPU would not.
@@ -118,13 +118,13 @@ with here.waiting("all_gather", Origin("0", Phase.FORWARD, 1)):
 """
 
 
-def run(action: str, setting: str = "", *, steps: str = "6", elsewhere: str = "") -> list[Ended]:
-    """How each of three ranks ended. At `steps` rank 1 takes `action`, and the others do what `elsewhere` says."""
+def run(action: str, setting: str = "", *, steps: str = "6", destinations: str = "") -> list[Ended]:
+    """How each of three ranks ended. At `steps` rank 1 takes `action`, and the others do what `destinations` says."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
-    options = [action, setting, steps, elsewhere]
+    options = [action, setting, steps, destinations]
     common["PYTHONPATH"] = str(Path(fullshard.__file__).parents[1])
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-c", FORKS + SCRIPT, folder, *options]
@@ -132,10 +132,10 @@ def run(action: str, setting: str = "", *, steps: str = "6", elsewhere: str = ""
             ranks = [int(pid) for pid in launcher.stdout.readline().split()]
             ends = await_ends(ranks, launcher.stdout)
         assert launcher.returncode == 0
-        return [Ended(*ends[rank], said=(Path(folder) / str(rank)).read_text()) for rank in range(WORLD)]
+        return [Ended(*ends[rank], stated=(Path(folder) / str(rank)).read_text()) for rank in range(WORLD)]
 
 
-def await_ends(ranks: list[int], told: Iterable[str]) -> dict[int, tuple[int, float]]:
+def await_ends(ranks: list[int], reported: Iterable[str]) -> dict[int, tuple[int, float]]:
     """The code with which each rank ended, and when; those that do not are killed. Rank 1 may be stopped, and is waited
     for no longer than it could need.
     """
@@ -143,7 +143,7 @@ def await_ends(ranks: list[int], told: Iterable[str]) -> dict[int, tuple[int, fl
     ended = [Event() for _ in ranks]
 
     def follow() -> None:
-        for line in told:
+        for line in reported:
             rank, code = map(int, line.split())
             ends[rank] = code, monotonic()
             ended[rank].set()
@@ -171,25 +171,25 @@ def await_ends(ranks: list[int], told: Iterable[str]) -> dict[int, tuple[int, fl
     ],
     ids=["killed", "raised", "ended"],
 )
-def test_ranks_that_wait_for_a_lost_one_say_which_and_where(action, code, how):
+def test_ranks_that_wait_for_a_lost_one_state_which_and_where(action, code, how):
     """An exception on one rank only is, for the others, the loss of that rank."""
     first, lost, last = run(IN_RING + action)
     assert lost.code == code
     for rank, end in ((0, first), (2, last)):
         assert end.code in (1, EXIT_CODE)  # the latter if rank 1 takes its time to go
-        assert f"rank 1 was lost: {how}" in end.said
-        assert f"Rank {rank} was in all_gather of 0 in forward, microbatch 1, step 6" in end.said
-        assert "start again from the last checkpoint" in end.said
+        assert f"rank 1 was lost: {how}" in end.stated
+        assert f"Rank {rank} was in all_gather of 0 in forward, microbatch 1, step 6" in end.stated
+        assert "start again from the last checkpoint" in end.stated
         assert end.at - lost.at < 10  # a bound that is promised, not a measurement
 
 
 @pytest.mark.slow
 def test_ranks_that_do_not_notice_a_loss_are_ended():
-    first, lost, last = run(IN_RING + "os.kill(os.getpid(), signal.SIGKILL)", elsewhere=UNAWARE)
+    first, lost, last = run(IN_RING + "os.kill(os.getpid(), signal.SIGKILL)", destinations=UNAWARE)
     for rank, end in ((0, first), (2, last)):
         assert end.code == EXIT_CODE
-        assert "[fullshard] rank 1 was lost: its process ended without a word" in end.said
-        assert f"Rank {rank} was in all_gather of 0 in forward, microbatch 1, step 5, for" in end.said
+        assert "[fullshard] rank 1 was lost: its process ended without a word" in end.stated
+        assert f"Rank {rank} was in all_gather of 0 in forward, microbatch 1, step 5, for" in end.stated
         assert end.at - lost.at < 10
 
 
@@ -217,15 +217,15 @@ def check_lost(ends: list[Ended], places: dict[int, str]) -> None:
     first, lost, last = ends
     assert lost.code == -KILLED
     for rank, end in ((0, first), (2, last)):
-        assert end.code in (1, EXIT_CODE), end.said
+        assert end.code in (1, EXIT_CODE), end.stated
         assert end.at - lost.at < 30  # and not the 30 minutes of the process group
-        assert "rank 1 was lost: its process ended without a word" in end.said
-        assert places.get(rank, "") in end.said
+        assert "rank 1 was lost: its process ended without a word" in end.stated
+        assert places.get(rank, "") in end.stated
 
 
 def test_a_loss_ends_ranks_that_wait_to_save():
     """For the process group of the first save, whose store would let them wait for 30 minutes."""
-    ends = run(IN_RING + KILL, SAVES, elsewhere="start_save()")
+    ends = run(IN_RING + KILL, SAVES, destinations="start_save()")
     check_lost(ends, dict.fromkeys((0, 2), "in making of a process group for saves"))
 
 
@@ -234,7 +234,7 @@ def test_a_loss_ends_ranks_whose_save_waits_in_the_background():
     """Whether the program waits for it, or has ended and Python waits for the thread."""
     action = "pending = start_save(hangs=True); time.sleep(1); " + KILL
     others = "pending = start_save()\nif dist.get_rank() == 0:\n    pending.wait()\nelse:\n    sys.exit()"
-    first, lost, last = run(action, SAVES + "save()", elsewhere=others)
+    first, lost, last = run(action, SAVES + "save()", destinations=others)
     assert lost.code == -KILLED
     assert first.code in (1, EXIT_CODE)
     assert last.code in (0, 1, EXIT_CODE)
@@ -244,17 +244,17 @@ def test_a_loss_ends_ranks_whose_save_waits_in_the_background():
 @pytest.mark.slow
 def test_a_loss_ends_ranks_that_gather_a_parameter():
     whole = "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else time.sleep(100)"
-    first, lost, _ = run(IN_RING + KILL, elsewhere=whole)
+    first, lost, _ = run(IN_RING + KILL, destinations=whole)
     assert lost.code == -KILLED
     assert first.code in (1, EXIT_CODE)
 
 
-def test_a_parameter_that_one_rank_gathers_alone_is_told_early():
+def test_a_parameter_that_one_rank_gathers_alone_is_reported_early():
     """As a barrier is that others do not come to."""
     alone = "threading.Timer(6.5, lambda: os._exit(9)).start()\n"
     whole = alone + "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else dist.barrier()"
-    ends = run("import time; time.sleep(0.1); dist.barrier()", EARLY + "import threading", elsewhere=whole)
-    reports = "".join(end.said for end in ends)
+    ends = run("import time; time.sleep(0.1); dist.barrier()", EARLY + "import threading", destinations=whole)
+    reports = "".join(end.stated for end in ends)
     assert "and no rank does anything but wait, though not all for the same: every rank must" in reports
     assert "rank 0: in DTensor.full_tensor, step 5, at " in reports
     assert "in torch.distributed.barrier, step 5, at " in reports
@@ -265,16 +265,16 @@ EARLY = "import fullshard.liveness.watchdog as it; it._EARLY_S = 2.2\n"
 
 # Whoever waits for other ranks does it in `here.waiting`. These wait for something else, or are waited for there.
 WAITS_KNOWN = {
-    **dict.fromkeys(("_compat.py", "device/lanes.py", "engine/runtime.py"), "queued work"),
+    **dict.fromkeys(("_compat.py", "device/streams.py", "engine/runtime.py"), "queued work"),
     **dict.fromkeys(
-        ("comm/encoded.py", "comm/pairwise.py", "comm/two_level.py", "comm/wire.py", "engine/reduction.py"),
+        ("comm/encoded.py", "comm/pairwise.py", "comm/two_level.py", "comm/transport.py", "engine/reduction.py"),
         "Collectives.start",
     ),
     **dict.fromkeys(
         ("engine/unit.py", "fully_shard.py", "optim/muon.py", "plan/cpu_speeds.py", "state/streaming.py"),
         "Collectives.start",
     ),
-    **dict.fromkeys(("disk", "engine/away.py", "engine/activations.py", "engine/gradients_on_disk.py"), "disk"),
+    **dict.fromkeys(("disk", "engine/offloaded.py", "engine/activations.py", "engine/gradients_on_disk.py"), "disk"),
     **dict.fromkeys(("engine/group_buffers.py", "state/on_disk.py"), "disk"),
     **dict.fromkeys(
         ("checkpoint/background.py", "checkpoint/importing.py", "checkpoint/loading.py", "checkpoint/safety_copy.py"),
@@ -282,7 +282,7 @@ WAITS_KNOWN = {
     ),
     **dict.fromkeys(("checkpoint/saving.py", "train/loop.py"), "PendingSave.wait"),
     "liveness": "the watchdog itself",
-    **dict.fromkeys(("plan/beside.py", "plan/speeds_of_ranks.py", "planner", "train/what_ifs.py"), "own processes"),
+    **dict.fromkeys(("plan/background.py", "plan/speeds_of_ranks.py", "planner", "train/what_ifs.py"), "own processes"),
     **dict.fromkeys(("bench", "testing", "report/watching.py"), "own processes and threads"),
 }
 STORE = re.compile(r"(^|[._])store$")
@@ -292,7 +292,7 @@ SOURCE = Path(fullshard.__file__).parent
 def waits_in(path: Path) -> list[str]:
     """Calls that wait, but for those within `here.waiting`."""
     tree = ast.parse(path.read_text())
-    told = [
+    reported = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.With) and any("here.waiting" in ast.unparse(item) for item in node.items)
@@ -304,7 +304,7 @@ def waits_in(path: Path) -> list[str]:
             waits = (
                 not node.args if name in ("wait", "result", "join", "acquire") else name == "get" and STORE.search(of)
             )
-            if waits and not any(item.lineno <= node.lineno <= (item.end_lineno or 0) for item in told):
+            if waits and not any(item.lineno <= node.lineno <= (item.end_lineno or 0) for item in reported):
                 found.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {of}.{name}")
     return found
 
@@ -335,7 +335,7 @@ def test_no_lock_is_held_while_a_rank_waits_for_others():
                 names = {each_node.attr for each_node in ast.walk(node) if isinstance(each_node, ast.Attribute)}
                 held += [f"{place}:{node.lineno}: {name}" for name in names & sends]
     assert held == []
-    assert locks == []  # the one of `Whereabouts` is made by its dataclass, and no thread waits for it
+    assert locks == []  # the one of `RankProgress` is made by its dataclass, and no thread waits for it
 
 
 FAILS = """
@@ -358,7 +358,7 @@ def test_a_collective_that_takes_long_is_reported_once_and_the_job_goes_on():
     late = "await_reports(1) or time.sleep(2) if step == 4 else await_reports(2)"
     ends = run(late, FAILS + "set_collective_timeout(60, report_after=1)", steps="4 6")
     assert [end.code for end in ends] == [0] * WORLD
-    reports = "".join(end.said for end in ends)
+    reports = "".join(end.stated for end in ends)
     head = r"for \d+ s, and the job goes on; it ends if that takes 60 s. Where all ranks are:"
     for step in (4, 6):
         assert len(re.findall(rf"is in all_gather of 0 in forward, microbatch 1, step {step}, {head}", reports)) == 1
@@ -384,21 +384,21 @@ threading.Timer(3, go).start()
 
 
 @pytest.mark.slow
-def test_a_store_that_is_gone_is_told_once_and_long_waits_are_told_still():
+def test_a_store_that_is_gone_is_reported_once_and_long_waits_are_reported_still():
     ends = run("time.sleep(9)", STORE_GOES + "set_collective_timeout(60, report_after=5)")
     assert [end.code for end in ends] == [0] * WORLD
     for end in ends:
         gone = "the store of the process group has not answered for 2 s: DistNetworkError('connection reset"
-        assert end.said.count(gone) == 1
-        assert "this one watches its own collectives, and the rank before it, still" in end.said
-    assert ends[0].said.count("and the job goes on; it ends if that takes 60 s") == 1
+        assert end.stated.count(gone) == 1
+        assert "this one watches its own collectives, and the rank before it, still" in end.stated
+    assert ends[0].stated.count("and the job goes on; it ends if that takes 60 s") == 1
 
 
 @pytest.mark.slow
 def test_a_rank_that_takes_its_time_in_the_first_step_is_neither_reported_nor_ends_the_job():
     """Ranks may compile there."""
     ends = run("time.sleep(5)", "set_collective_timeout(2, report_after=1)", steps="1")
-    assert [(end.code, end.said) for end in ends] == [(0, "")] * WORLD
+    assert [(end.code, end.stated) for end in ends] == [(0, "")] * WORLD
 
 
 GROUP_TIMEOUT = """
@@ -419,20 +419,20 @@ GROUP = (GROUP_TIMEOUT, "4 s", "give init_process_group a longer timeout")
     ids=["busy", "stopped", "by the group's time"],
 )
 @pytest.mark.slow
-def test_a_collective_that_takes_too_long_ends_all_and_tells_where_each_is(action, answer, setting, limit, advice):
+def test_a_collective_that_takes_too_long_ends_all_and_reports_where_each_is(action, answer, setting, limit, advice):
     """After the time that was set, or before the process group gives up by itself."""
     ends = run(action, setting)
     waiting = [ends[0], ends[2]]
     assert all(end.code == EXIT_CODE for end in waiting)
-    reports = [end.said for end in waiting if f"longer than the {limit} that a collective may take" in end.said]
+    reports = [end.stated for end in waiting if f"longer than the {limit} that a collective may take" in end.stated]
     assert len(reports) == 1
     assert "ranks 0, 2: in all_gather of 0 in forward, microbatch 1, step 6, for" in reports[0]
     assert answer in reports[0]
     assert advice in reports[0]
     if "sleep" in action:
         assert ends[1].code == EXIT_CODE
-        assert "another rank waits too long for a collective. Rank 1 is in no collective" in ends[1].said
-        assert "at <string>:1 in <module>" in ends[1].said
+        assert "another rank waits too long for a collective. Rank 1 is in no collective" in ends[1].stated
+        assert "at <string>:1 in <module>" in ends[1].stated
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
@@ -442,16 +442,19 @@ def test_a_time_that_is_none_is_refused(seconds):
             call()
 
 
-def test_of_several_questions_at_once_one_is_asked_and_the_next_one_later():
+def test_of_several_questions_at_once_one_is_requested_and_the_next_one_later():
     store = PatientStore(dist.HashStore(), 5)
     first, second = _Board(store), _Board(store)
-    asked = first.ask(0, "report")
-    assert second.ask(1, "end") == asked == second.last_question()
+    requested = first.ask(0, "report")
+    assert second.ask(1, "end") == requested == second.last_question()
     for rank in (0, 1):
-        second.answer(asked, rank, "in step 1", rank, is_waiting=True)
-    assert first.has_answers(asked, 2)
-    assert not first.has_answers(asked, 3)
-    assert first.answers(asked, 3) == ["ranks 0, 1: in step 1, for 1 s", "rank 2: gives no answer (stopped, or gone)"]
+        second.answer(requested, rank, "in step 1", rank, is_waiting=True)
+    assert first.has_answers(requested, 2)
+    assert not first.has_answers(requested, 3)
+    assert first.answers(requested, 3) == [
+        "ranks 0, 1: in step 1, for 1 s",
+        "rank 2: gives no answer (stopped, or gone)",
+    ]
     last = second.ask(1, "end")
     assert last.rank == 1
     assert last.purpose == "end"
@@ -464,20 +467,20 @@ def test_of_several_questions_at_once_one_is_asked_and_the_next_one_later():
 def test_ranks_that_all_wait_for_long_and_not_for_the_same_are_split(answers):
     store = PatientStore(dist.HashStore(), 5)
     board = _Board(store)
-    asked = board.ask(0, "early")
+    requested = board.ask(0, "early")
     for rank, (place, seconds, is_waiting) in enumerate(answers):
-        board.answer(asked, rank, place, seconds, is_waiting=is_waiting)
+        board.answer(requested, rank, place, seconds, is_waiting=is_waiting)
     stuck = all(seconds > 2 and is_waiting for _, seconds, is_waiting in answers)
-    assert board.is_split(asked, len(answers)) == (stuck and len({place for place, _, _ in answers}) > 1)
-    assert not board.is_split(asked, len(answers) + 1)  # no answer is none
+    assert board.is_split(requested, len(answers)) == (stuck and len({place for place, _, _ in answers}) > 1)
+    assert not board.is_split(requested, len(answers) + 1)  # no answer is none
     store.close()
 
 
-def test_a_barrier_that_others_do_not_come_to_is_told_early():
+def test_a_barrier_that_others_do_not_come_to_is_reported_early():
     """Such as after uneven numbers of batches."""
     alone = "import threading; threading.Timer(5.5, lambda: os._exit(9)).start(); dist.barrier()"
     ends = run(alone, "import fullshard.liveness.watchdog as it; it._EARLY_S = 2.2")
-    reports = "".join(end.said for end in ends)
+    reports = "".join(end.stated for end in ends)
     assert reports.count("and no rank does anything but wait, though not all for the same: every rank must") == 1
     assert "ranks 0, 2: in all_gather of 0 in forward, microbatch 1, step 6, for" in reports
     assert "rank 1: in torch.distributed.barrier, step 5, at " in reports
@@ -493,7 +496,7 @@ class SimulatedRank:
     def __init__(self, rank: int, program: list[tuple[str, str]]) -> None:
         self.program = [*program, *[("wait", "")] * sum(what != "wait" for what, _ in program)]
         self.groups = {name: GroupProgress(name, ranks) for name, ranks in GROUPS.items() if rank in ranks}
-        self.here = Whereabouts()
+        self.here = RankProgress()
         for group in self.groups.values():
             self.here.register(group)
         self.pending: list[tuple[str, str, int]] = []  # kind, group and number of collectives that it has started
@@ -543,11 +546,11 @@ class SimulatedRank:
 @st.composite
 def programs(draw) -> list[list[tuple[str, str]]]:
     common = draw(st.lists(st.tuples(st.sampled_from([ONE, TWO_IF_AWAITED, TWO, "wait"]), st.sampled_from([*GROUPS]))))
-    mine = [[(what, name) for what, name in common if rank in GROUPS[name]] for rank in range(3)]
-    for program in mine:
+    local = [[(what, name) for what, name in common if rank in GROUPS[name]] for rank in range(3)]
+    for program in local:
         if program and draw(st.booleans()):
             del program[draw(st.integers(0, len(program) - 1))]
-    return mine
+    return local
 
 
 @settings(max_examples=300)
@@ -671,7 +674,7 @@ def ring_of(world: int) -> list[Ring]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_the_ring_tells_a_loss_from_a_farewell(world):
+def test_the_ring_reports_a_loss_from_a_farewell(world):
     rings = ring_of(world)
     assert not any(ring.lost_previous(0.01) for ring in rings)
     rings[0].leave(farewell=True)
@@ -705,11 +708,11 @@ def test_a_rank_listens_where_the_previous_one_can_connect_and_nowhere_else():
     assert [ring._server.getsockname()[0] for ring in rings] == ["127.0.0.1"] * 3
     for ring in rings:
         ring.leave(farewell=True)
-    for elsewhere in ("another host", ""):
+    for destinations in ("another host", ""):
         store = PatientStore(dist.HashStore(), 5)
         way = ("127.0.0.9", 9)
         ring = Ring(store, 0, 2, silence_s=4, way=way)
-        store.set("ring/host/1", elsewhere)
+        store.set("ring/host/1", destinations)
         assert not ring.join()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(way)
@@ -745,8 +748,8 @@ def test_ranks_of_one_host_listen_at_the_loopback_address_only():
         assert addresses == {"0100007F"}
 
 
-def test_whereabouts_tell_the_collective_the_step_and_the_line():
-    me = Whereabouts(step=4)
+def test_rank_progress_report_the_collective_the_step_and_the_line():
+    me = RankProgress(step=4)
     assert "there has been none" in str(me)
     with me.waiting("all_gather", Origin("layers.3", Phase.FORWARD, 2)):
         assert str(me) == "in all_gather of layers.3 in forward, microbatch 2, step 4, for 0 s"
@@ -758,7 +761,7 @@ def test_whereabouts_tell_the_collective_the_step_and_the_line():
 
 
 def test_the_first_step_ends_with_the_second_one_or_where_none_begins_when_collectives_come_again():
-    me = Whereabouts()
+    me = RankProgress()
 
     def in_first_step(unit: str, phase: Phase = Phase.FORWARD) -> bool:
         with me.waiting("all_gather", Origin(unit, phase, 0)):
@@ -783,14 +786,14 @@ class End:
         return self.reached
 
 
-def queue(me: Whereabouts, *ends: End | None) -> None:
+def queue(me: RankProgress, *ends: End | None) -> None:
     for end in ends:
         me.queue("all_gather", Origin("0", Phase.FORWARD, 1), end)
 
 
-def test_what_a_gpu_has_carried_out_is_forgotten_though_nobody_asks():
+def test_what_a_gpu_has_carried_out_is_forgotten_though_nobody_requests():
     """A world of one rank has no watchdog."""
-    me = Whereabouts()
+    me = RankProgress()
     ends = [End(reached=True) for _ in range(100)]
     kept = [weakref.ref(end) for end in ends]
     while ends:
@@ -801,7 +804,7 @@ def test_what_a_gpu_has_carried_out_is_forgotten_though_nobody_asks():
 
 
 def test_two_threads_that_look_at_once_forget_nothing_that_is_under_way():
-    me = Whereabouts()
+    me = RankProgress()
 
     class Interrupting(End):
         """Another thread looks before the answer is here."""
@@ -823,8 +826,8 @@ def test_two_threads_that_look_at_once_forget_nothing_that_is_under_way():
 def test_of_a_long_queue_each_collective_is_waited_for_since_the_one_before_it_had_ended(monkeypatch):
     """Else the host, far ahead of a GPU, makes what runs late look stuck."""
     now = 0.0
-    monkeypatch.setattr("fullshard.liveness.whereabouts.monotonic", lambda: now)
-    me, ends = Whereabouts(), [End() for _ in range(4)]
+    monkeypatch.setattr("fullshard.liveness.rank_progress.monotonic", lambda: now)
+    me, ends = RankProgress(), [End() for _ in range(4)]
     queue(me, *ends[:3])
     now = 100.0
     assert me.waited_s == 100
@@ -843,7 +846,7 @@ def test_of_a_long_queue_each_collective_is_waited_for_since_the_one_before_it_h
 
 
 @pytest.mark.parametrize("silence_s", [4, 30])
-def test_the_system_asks_a_silent_host_for_as_long_as_it_is_given(silence_s):
+def test_the_system_requests_a_silent_host_for_as_long_as_it_is_given(silence_s):
     """Also one that falls silent just before it is asked for the first time."""
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()) as connection:
@@ -855,24 +858,24 @@ def test_the_system_asks_a_silent_host_for_as_long_as_it_is_given(silence_s):
     assert probes > 1  # one that is lost on its way is nothing
 
 
-def test_a_board_tells_for_how_long_its_store_has_been_silent():
-    class Resting:
-        rests = True
+def test_a_board_reports_for_how_long_its_store_has_been_silent():
+    class Idle:
+        is_stored = True
 
         def check(self, keys: list[str]) -> bool:
-            if self.rests:
+            if self.is_stored:
                 raise dist.DistNetworkError("connection reset")
             return False
 
-    resting = Resting()
-    store = PatientStore(resting, 5)
+    stored = Idle()
+    store = PatientStore(stored, 5)
     board = _Board(store)
     assert board.silent_s == 0
     assert board.known_loss() is None
     assert board.last_question() is None
     assert board.silent_s > 0
     assert "connection reset" in str(board.error)
-    resting.rests = False
+    stored.is_stored = False
     assert board.known_loss() is None
     assert board.silent_s == 0
     store.close()
@@ -880,13 +883,13 @@ def test_a_board_tells_for_how_long_its_store_has_been_silent():
 
 def test_nobody_waits_for_an_account_in_a_store_that_is_gone():
     """The rank that collects it is gone, too, and whoever waits on fails by its collective first."""
-    asked = 0
+    requested = 0
 
     class Gone:
         def check(self, keys: list[str]) -> bool:
-            nonlocal asked
-            asked += 1
+            nonlocal requested
+            requested += 1
             raise dist.DistNetworkError("connection reset")
 
     _Board(PatientStore(Gone(), 5)).await_account(_Question(1, rank=0, purpose="end"))
-    assert asked == 1
+    assert requested == 1

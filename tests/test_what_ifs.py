@@ -24,28 +24,28 @@ SETTINGS = replace(
 
 
 @pytest.fixture(scope="module")
-def told():
+def reported():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(what_ifs, "described_here", lambda machine: H100)
         return what_ifs.what_ifs_of(SETTINGS, MACHINE, "runs/x")
 
 
-def test_a_gain_is_the_difference_of_two_predictions(told):
+def test_a_gain_is_the_difference_of_two_predictions(reported):
     step_s = predicted(SETTINGS, MACHINE, H100).step_s
-    assert all(item.gain_s == pytest.approx(step_s - item.step_s) for item in told)
-    assert [item.gain_s for item in told] == sorted((item.gain_s for item in told), reverse=True)
-    assert {item.change for item in told} >= {"ddp", "zero2", "activation checkpointing", "reductions in bfloat16"}
-    assert "zero3" not in {item.change for item in told}  # it is what the run has
+    assert all(item.gain_s == pytest.approx(step_s - item.step_s) for item in reported)
+    assert [item.gain_s for item in reported] == sorted((item.gain_s for item in reported), reverse=True)
+    assert {item.change for item in reported} >= {"ddp", "zero2", "activation checkpointing", "reductions in bfloat16"}
+    assert "zero3" not in {item.change for item in reported}  # it is what the run has
 
 
 @pytest.mark.parametrize("change", ["ddp", "activation checkpointing", "reductions in bfloat16"])
-def test_the_command_asks_for_the_settings_that_were_simulated(told, change, tmp_path):
-    item = next(element for element in told if element.change == change)
+def test_the_command_requests_for_the_settings_that_were_simulated(reported, change, tmp_path):
+    item = next(element for element in reported if element.change == change)
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(SETTINGS.as_options()))
     program, command, *argv = shlex.split(item.command.replace("runs/x", str(tmp_path)))
     assert (program, command) == ("fullshard", "train")
-    asked = predicted(parse_settings(argv), MACHINE, H100)
-    assert asked.step_s == pytest.approx(item.step_s)
+    requested = predicted(parse_settings(argv), MACHINE, H100)
+    assert requested.step_s == pytest.approx(item.step_s)
 
 
 def test_what_does_not_fit_is_not_advised(monkeypatch):
@@ -61,7 +61,7 @@ def test_what_cannot_be_with_the_other_settings_is_left_out(monkeypatch, tmp_pat
     assert "zero2" in found and not found & {"ddp", "zero1"}
 
 
-def test_without_a_description_of_the_machine_nothing_is_said(monkeypatch):
+def test_without_a_description_of_the_machine_nothing_is_stated(monkeypatch):
     """Seconds of another machine would mean nothing."""
     monkeypatch.setattr(what_ifs, "described_here", lambda machine: None)
     assert what_ifs.what_ifs_of(SETTINGS, MACHINE, "runs/x") == ()

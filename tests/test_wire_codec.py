@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fullshard.comm import codec as wire_codec
+from fullshard.comm import codec as transport_codec
 from fullshard.comm.codec import BLOCK, codec_named
 from fullshard.device.memory import Pool
 
@@ -28,14 +28,14 @@ numbers = st.builds(
 
 def encode(name: str, values: Tensor, *, keep_error: bool = False) -> Tensor:
     codec = codec_named(name)
-    wire = torch.zeros(len(values), codec.nbytes(values.shape[1]), dtype=torch.uint8)
-    codec.encode(values, wire, SCRATCH, keep_error=keep_error)
-    return wire
+    transport = torch.zeros(len(values), codec.nbytes(values.shape[1]), dtype=torch.uint8)
+    codec.encode(values, transport, SCRATCH, keep_error=keep_error)
+    return transport
 
 
-def decode(name: str, wire: Tensor, numel: int) -> Tensor:
-    out = torch.full((len(wire), numel), torch.nan)
-    codec_named(name).decode(wire, numel, out, SCRATCH)
+def decode(name: str, transport: Tensor, numel: int) -> Tensor:
+    out = torch.full((len(transport), numel), torch.nan)
+    codec_named(name).decode(transport, numel, out, SCRATCH)
     return out
 
 
@@ -68,20 +68,20 @@ def test_what_is_decoded_is_as_near_as_the_codec_promises(name, values):
 @settings(max_examples=30, deadline=None)
 def test_the_error_that_is_kept_is_what_the_bytes_lack(name, values):
     lacking = values.clone()
-    wire = encode(name, lacking, keep_error=True)
-    assert torch.equal(wire, encode(name, values))
-    assert torch.equal(lacking, values - decode(name, wire, values.shape[1]))
+    transport = encode(name, lacking, keep_error=True)
+    assert torch.equal(transport, encode(name, values))
+    assert torch.equal(lacking, values - decode(name, transport, values.shape[1]))
 
 
 @CODECS
 @given(values=numbers, add=st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_decoding_adds_or_replaces_and_may_stop_early(name, values, add):
-    wire, numel = encode(name, values), values.shape[1]
+    transport, numel = encode(name, values), values.shape[1]
     some = max(1, numel - 7)
     out = torch.ones(len(values), some)
-    codec_named(name).decode(wire, numel, out, SCRATCH, adds=add)
-    assert torch.equal(out, decode(name, wire, numel)[:, :some] + (1 if add else 0))
+    codec_named(name).decode(transport, numel, out, SCRATCH, adds=add)
+    assert torch.equal(out, decode(name, transport, numel)[:, :some] + (1 if add else 0))
 
 
 @CODECS
@@ -103,10 +103,10 @@ def test_large_tensors_are_encoded_in_pieces_with_the_same_bytes(name, monkeypat
     values = torch.randn(3, 5 * BLOCK + 9)
     expected = encode(name, values)
     for blocks_at_a_time in (1, 2, 7):
-        monkeypatch.setattr(wire_codec, "_CPU_PIECE", blocks_at_a_time * BLOCK)
-        wire = encode(name, values)
-        assert torch.equal(wire, expected)
-        assert torch.equal(decode(name, wire, values.shape[1]), decode(name, expected, values.shape[1]))
+        monkeypatch.setattr(transport_codec, "_CPU_PIECE", blocks_at_a_time * BLOCK)
+        transport = encode(name, values)
+        assert torch.equal(transport, expected)
+        assert torch.equal(decode(name, transport, values.shape[1]), decode(name, expected, values.shape[1]))
 
 
 @pytest.mark.parametrize(("name", "of_a_block"), [("int8", 132), ("int4", 68), ("fp8", 132), ("bf16", 256)])
@@ -120,18 +120,18 @@ def test_bytes_follow_from_the_number_of_blocks(name, of_a_block):
 
 def test_every_float8_is_read_as_torch_reads_it():
     codes = torch.arange(256, dtype=torch.uint8)
-    theirs = codes.view(torch.float8_e4m3fn).float()
-    ours = torch.empty(2, BLOCK)
-    codec_named("fp8")._read(codes.view(2, BLOCK), ours)
-    assert torch.equal(ours.view(-1)[theirs.isfinite()], theirs[theirs.isfinite()])
+    peer = codes.view(torch.float8_e4m3fn).float()
+    own = torch.empty(2, BLOCK)
+    codec_named("fp8")._read(codes.view(2, BLOCK), own)
+    assert torch.equal(own.view(-1)[peer.isfinite()], peer[peer.isfinite()])
 
 
 @CODECS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_may_come_and_go_in_other_dtypes(name, dtype):
     values = torch.randn(2, 300).to(dtype)
-    wire = encode(name, values)
-    assert torch.equal(wire, encode(name, values.float()))
+    transport = encode(name, values)
+    assert torch.equal(transport, encode(name, values.float()))
     out = torch.empty_like(values)
-    codec_named(name).decode(wire, 300, out, SCRATCH)
-    assert torch.equal(out, decode(name, wire, 300).to(dtype))
+    codec_named(name).decode(transport, 300, out, SCRATCH)
+    assert torch.equal(out, decode(name, transport, 300).to(dtype))

@@ -173,14 +173,16 @@ def test_size_policy_keeps_attention_whole_and_passes_over_containers():
 
 
 def test_size_policy_counts_what_no_unit_below_holds():
-    rest_small = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(3, 3, bias=False))
-    rest_large = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(7, 7, bias=False), nn.Linear(7, 8, bias=False))
-    root = nn.Sequential(rest_small, rest_large)
+    others_small = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(3, 3, bias=False))
+    others_large = nn.Sequential(
+        nn.Linear(10, 10, bias=False), nn.Linear(7, 7, bias=False), nn.Linear(7, 8, bias=False)
+    )
+    root = nn.Sequential(others_small, others_large)
     units = wrapped_modules(root, partial(size_based_auto_wrap_policy, min_num_params=100))
-    assert list(units) == [rest_small[0], rest_large[0], rest_large]
+    assert list(units) == [others_small[0], others_large[0], others_large]
 
 
-def test_size_policy_tells_its_defaults_as_torch_does():
+def test_size_policy_reports_its_defaults_as_torch_does():
     assert default_auto_wrap_policy is size_based_auto_wrap_policy
     assert size_based_auto_wrap_policy.FORCE_LEAF_MODULES == {nn.MultiheadAttention}
     assert size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES == {nn.ModuleList, nn.ModuleDict}
@@ -194,12 +196,12 @@ def test_ignored_parameters_do_not_count():
     assert list(wrapped_modules(root, policy, ignored_params=[root[0].weight])) == [root[1]]
 
 
-def test_a_module_in_two_places_is_one_unit_and_asked_about_once():
-    shared, asked = Leaf(4), []
+def test_a_module_in_two_places_is_one_unit_and_requested_about_once():
+    shared, requested = Leaf(4), []
     root = Block(1, [Chain(shared), Chain(shared)])
-    policy = CustomPolicy(lambda module: asked.append(module) or isinstance(module, Leaf))
+    policy = CustomPolicy(lambda module: requested.append(module) or isinstance(module, Leaf))
     assert list(wrapped_modules(root, policy)) == [shared]
-    assert asked.count(shared) == 1
+    assert requested.count(shared) == 1
 
 
 def test_a_custom_policy_hands_out_arguments():
@@ -211,13 +213,13 @@ def test_a_custom_policy_hands_out_arguments():
     assert answers[root[0]] == {"strategy": "zero2"}  # what the user handed in stays as it was
 
 
-def test_classes_set_apart_are_units_whatever_the_policy_says():
+def test_classes_set_separate_are_units_whatever_the_policy_states():
     root = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.MultiheadAttention(2, 1))
-    apart = {nn.modules.batchnorm._BatchNorm: {"mixed_precision": None}}
+    separate = {nn.modules.batchnorm._BatchNorm: {"mixed_precision": None}}
     small, large = (partial(size_based_auto_wrap_policy, min_num_params=size) for size in (1, 1000))
-    assert wrapped_modules(root, large, apart=apart) == {root[0][1]: {"mixed_precision": None}}
-    assert list(wrapped_modules(root, small, apart=apart)) == [root[0][0], root[0][1]]
-    both = wrapped_modules(root, CustomPolicy(lambda _: {"forward_prefetch": True}), apart=apart)
+    assert wrapped_modules(root, large, separate=separate) == {root[0][1]: {"mixed_precision": None}}
+    assert list(wrapped_modules(root, small, separate=separate)) == [root[0][0], root[0][1]]
+    both = wrapped_modules(root, CustomPolicy(lambda _: {"forward_prefetch": True}), separate=separate)
     assert both[root[0][1]] == {"forward_prefetch": True, "mixed_precision": None}
 
 
@@ -242,7 +244,7 @@ def test_a_container_without_forward_cannot_hold_parameters_as_a_unit():
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"),
+    ("policy", "stated"),
     [
         ({nn.Linear}, "is not a policy.*ModuleWrapPolicy"),
         (ModuleWrapPolicy, "is not a policy"),
@@ -253,8 +255,8 @@ def test_a_container_without_forward_cannot_hold_parameters_as_a_unit():
         (CustomPolicy(lambda module: "yes"), "returned 'yes' for a Linear"),
     ],
 )
-def test_mistakes_are_told_with_the_remedy(policy, said):
-    with pytest.raises(ConfigError, match=said):
+def test_mistakes_are_reported_with_the_remedy(policy, stated):
+    with pytest.raises(ConfigError, match=stated):
         wrapped_modules(nn.Sequential(nn.Linear(2, 2)), policy)
 
 

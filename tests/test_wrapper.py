@@ -85,7 +85,7 @@ class Talking(Chain):
         self.note = "mine"
         self.register_buffer("table", torch.arange(3.0))
 
-    def say(self, word: str) -> str:
+    def log(self, word: str) -> str:
         return f"{word} {self.note}"
 
     def __getitem__(self, index: int) -> nn.Module:
@@ -115,7 +115,7 @@ def look_like_a_module() -> None:
     assert isinstance(model.layers[0], FullyShardedDataParallel)
     assert isinstance(model.layers[0].module, Layer)
     assert model[1] is model.layers[1]
-    assert (model.note, model.say("word")) == ("mine", "word mine")
+    assert (model.note, model.log("word")) == ("mine", "word mine")
     assert model.layers[0].up.out_features == 192  # through two wrappers
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
         _ = model.missing
@@ -165,13 +165,13 @@ def fill_linears(module: nn.Module) -> None:
 def apply_a_function(shard: Shard) -> list[Any]:
     model = Chain() if shard is leave else wrapped()
     initialise(model) if shard is leave else None
-    seen: list[str] = []
+    visited: list[str] = []
     left = learn(model, steps=1)
     assert model.apply(fill_linears) is model
-    model.apply(lambda module: seen.append(type(module).__name__))
+    model.apply(lambda module: visited.append(type(module).__name__))
     if shard is not leave:
-        seen = [name for name in seen if name != "FullyShardedDataParallel"]
-    return [*left, *learn(model, steps=1), seen]
+        visited = [name for name in visited if name != "FullyShardedDataParallel"]
+    return [*left, *learn(model, steps=1), visited]
 
 
 def test_apply_sees_whole_parameters_and_what_it_leaves_is_kept():
@@ -205,7 +205,7 @@ def shard_over_some() -> tuple[int, list[Any]]:
 
 
 @pytest.mark.slow
-def test_a_process_group_says_which_ranks_share():
+def test_a_process_group_states_which_ranks_share():
     for size, left in run_ranks(4, shard_over_some):
         assert size == 2
         assert_same(left, run_ranks(2, learn_wrapped, 1)[0])
@@ -313,11 +313,11 @@ class Telling(nn.Module):
         self.linear = nn.Linear(48, 48)
         self.register_buffer("shift", torch.zeros(48))
         self.register_buffer("count", torch.tensor(0))
-        self.seen: list[torch.dtype] = []
+        self.visited: list[torch.dtype] = []
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.linear.weight
-        self.seen = [x.dtype, weight.dtype, self.shift.dtype, self.count.dtype]
+        self.visited = [x.dtype, weight.dtype, self.shift.dtype, self.count.dtype]
         return self.linear(x.to(weight.dtype))
 
 
@@ -337,13 +337,13 @@ class Telltale(nn.Module):
 def compute_in(precision: MixedPrecision | None) -> Any:
     model = Telltale()
     sharded = FullyShardedDataParallel(model, mixed_precision=precision, auto_wrap_policy=ModuleWrapPolicy({Inner}))
-    apart = isinstance(model.norm, FullyShardedDataParallel)
+    separate = isinstance(model.norm, FullyShardedDataParallel)
     with recording() as record:
         out = sharded(inputs())
         out.float().sum().backward()
     stored = {tensor.dtype for param in sharded.parameters() for tensor in (param, param.grad)}
     sent = [event.sent_bytes for event in record.collectives("reduce_scatter") if event.origin.unit == "inner"]
-    return model.own.seen, model.inner.seen, apart, stored, out.dtype, sum(sent)
+    return model.own.visited, model.inner.visited, separate, stored, out.dtype, sum(sent)
 
 
 F32, BF16, INT = torch.float32, torch.bfloat16, torch.int64
@@ -364,9 +364,9 @@ F32, BF16, INT = torch.float32, torch.bfloat16, torch.int64
 )
 def test_dtypes_are_those_of_the_policy(precision, root, inner, reduced_itemsize):
     """Of inputs, weights and buffers in compute, and on the wire; what is stored and stepped stays as it came."""
-    for seen, seen_inner, apart, stored, out, sent in run_ranks(2, compute_in, precision):
-        assert (seen, seen_inner) == (root, inner)
-        assert apart == (precision is not None)
+    for visited, observed_inner, separate, stored, out, sent in run_ranks(2, compute_in, precision):
+        assert (visited, observed_inner) == (root, inner)
+        assert separate == (precision is not None)
         assert (stored, out) == ({F32}, F32)  # batch norm computes in full precision, as a unit of its own
         assert sent == (48 * 48 + 48) // 2 * reduced_itemsize
 
@@ -417,13 +417,13 @@ def test_buffers_that_are_distributed_tensors_are_broadcast():
     run_ranks(2, broadcast_distributed_buffers)
 
 
-def compute_norm_with_the_rest() -> bool:
+def compute_norm_with_the_others() -> bool:
     precision = MixedPrecision(param_dtype=BF16, _module_classes_to_ignore=())
     return isinstance(wrapped(Chain(), mixed_precision=precision).module.layers[0].norm, FullyShardedDataParallel)
 
 
-def test_classes_set_apart_can_be_chosen():
-    assert run_ranks(1, compute_norm_with_the_rest) == [False]
+def test_classes_set_separate_can_be_chosen():
+    assert run_ranks(1, compute_norm_with_the_others) == [False]
 
 
 # -- prefetch ---------------------------------------------------------------------------------------------------------
@@ -483,7 +483,7 @@ LATE, BETWEEN, EARLY = ["pre-backward"] * 4, ["pre-backward", *["backward"] * 3]
         ({"backward_prefetch": None}, [2, 3, 4, 5], [6, 7, 8, 9], LATE),
     ],
 )
-def test_gathers_start_as_early_as_asked(options, forward, backward, phases):
+def test_gathers_start_as_early_as_requested(options, forward, backward, phases):
     """How many have been started when a layer computes in forward and in backward, and what for."""
     for started, found in run_ranks(2, count_gathers, options):
         assert started == {"forward": forward, "backward": backward}
@@ -527,7 +527,7 @@ def compute_on_the_device() -> None:
         assert next(wrapped(device_id=device).parameters()).device.type == "cpu"
 
 
-def test_the_cpu_computes_if_asked_or_if_there_is_nothing_else():
+def test_the_cpu_computes_if_requested_or_if_there_is_nothing_else():
     run_ranks(1, compute_on_the_device)
 
 
@@ -590,7 +590,7 @@ def divide_gradients() -> None:
             assert_same(grad, expected[fqn] * (2 / 8.0) if "layers" in fqn else expected[fqn], name=fqn)
 
 
-def test_gradients_are_divided_by_what_is_asked():
+def test_gradients_are_divided_by_what_is_requested():
     """Of that unit alone; powers of two are exact."""
     run_ranks(2, divide_gradients)
 
@@ -656,7 +656,7 @@ def cut_along_the_last_dim(shard: Shard) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_parameters_are_cut_along_the_dims_that_are_asked_for(world):
+def test_parameters_are_cut_along_the_dims_that_are_requested_for(world):
     """With plain bits under every strategy."""
     run_ranks(world, agree_with_plain, cut_along_the_last_dim)
 

@@ -371,8 +371,8 @@ class Builder:
         if "unit" in node and not any(module in modules for modules, _ in self.units):
             if node.get("as one") and isinstance(module, nn.Sequential) and len(module):
                 units = [unit for modules, _ in self.units for unit in modules]
-                rest = [child for child in dict.fromkeys(module) if not any(child is unit for unit in units)]
-                self.units.append((rest or [module], node["unit"]))
+                remaining = [child for child in dict.fromkeys(module) if not any(child is unit for unit in units)]
+                self.units.append((remaining or [module], node["unit"]))
             else:
                 self.units.append(([module], node["unit"]))
 
@@ -591,8 +591,8 @@ class Plain(Driver):
         """Give the copies the parameters, and the first one's buffers in the first forward after a synced backward."""
         if self.program.get("broadcast_buffers") and self.buffers_differ:
             for other in self.copies[1:]:
-                for theirs, first in zip(other.buffers(), self.copies[0].buffers(), strict=True):
-                    theirs.copy_(first)
+                for peer, first in zip(other.buffers(), self.copies[0].buffers(), strict=True):
+                    peer.copy_(first)
         self.buffers_differ = False
         with torch.no_grad():
             for made in self.copies:
@@ -1032,7 +1032,7 @@ class Outcome:
 
     records: Records | None = None
     error: str = ""
-    is_ours: bool = False
+    is_own: bool = False
     place: str = ""  # the innermost function of fullshard
     details: str = ""
 
@@ -1045,11 +1045,11 @@ def run_sharded(program: Json, folder: str) -> Outcome:
             warnings.simplefilter("ignore")
             return Outcome(records=Sharded(program, folder).run())
     except Exception as error:
-        ours = [item for item in traceback.extract_tb(error.__traceback__) if "/fullshard/" in item.filename]
+        own = [item for item in traceback.extract_tb(error.__traceback__) if "/fullshard/" in item.filename]
         return Outcome(
             error=f"{type(error).__name__}: {error}",
-            is_ours=isinstance(error, FullshardError),
-            place=f"{Path(ours[-1].filename).name}:{ours[-1].name}" if ours else "",
+            is_own=isinstance(error, FullshardError),
+            place=f"{Path(own[-1].filename).name}:{own[-1].name}" if own else "",
             details=traceback.format_exc(),
         )
     finally:
@@ -1066,11 +1066,11 @@ def first_difference(actual: Records, expected: Records, rank: int) -> str | Non
         odd = sorted(actual.keys() ^ expected.keys())
         return f"{odd[0]}: recorded on one side only"
     for name, plain in expected.items():
-        ours, wanted = actual[name], plain.values[rank] if isinstance(plain, PerRank) else plain
-        if isinstance(ours, Part):
-            wanted = None if wanted is None else cast(cut(wanted, ours.cuts), ours.dtype)
-            ours = ours.local
-        if (found := difference(ours, wanted)) is not None:
+        own, wanted = actual[name], plain.values[rank] if isinstance(plain, PerRank) else plain
+        if isinstance(own, Part):
+            wanted = None if wanted is None else cast(cut(wanted, own.cuts), own.dtype)
+            own = own.local
+        if (found := difference(own, wanted)) is not None:
             return f"{name}, rank {rank}: {found}"
     return None
 
@@ -1082,17 +1082,17 @@ def cut(tensor: Tensor, cuts: list[tuple[int, int, int]]) -> Tensor:
     return tensor
 
 
-def difference(ours: Tensor | None, plain: Tensor | None) -> str | None:
-    if ours is None or plain is None:
-        return None if ours is plain else f"{describe(ours)} instead of {describe(plain)}"
-    if (ours.dtype, ours.shape) != (plain.dtype, plain.shape):
-        return f"{describe(ours)} instead of {describe(plain)}"
-    ours, plain = ours.detach(), plain.detach()
-    differs = differing(ours, plain)
+def difference(own: Tensor | None, plain: Tensor | None) -> str | None:
+    if own is None or plain is None:
+        return None if own is plain else f"{describe(own)} instead of {describe(plain)}"
+    if (own.dtype, own.shape) != (plain.dtype, plain.shape):
+        return f"{describe(own)} instead of {describe(plain)}"
+    own, plain = own.detach(), plain.detach()
+    differs = differing(own, plain)
     if not differs.any():
         return None
-    gap = float(gaps(ours, plain, differs).max())
-    return f"{int(differs.sum())} of {ours.numel()} elements differ, by at most {gap:.3g}"
+    gap = float(gaps(own, plain, differs).max())
+    return f"{int(differs.sum())} of {own.numel()} elements differ, by at most {gap:.3g}"
 
 
 def describe(tensor: Tensor | None) -> str:

@@ -93,7 +93,7 @@ def verdict_of(outcomes: list[Outcome], expected: dict[str, Any]) -> Verdict:
     """What the outcomes of all ranks amount to."""
     errors = [outcome for outcome in outcomes if outcome.records is None]
     details = "\n".join(f"---- rank {rank}: {outcome.details or 'no error'}" for rank, outcome in enumerate(outcomes))
-    bare = next((error for error in errors if not error.is_ours), None)
+    bare = next((error for error in errors if not error.is_own), None)
     if bare is not None:
         return Verdict(BARE, f"{bare.error.partition(':')[0]} in {bare.place}", details)
     kinds = {outcome.error.partition(":")[0] for outcome in outcomes}

@@ -75,6 +75,6 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--storage", type=Path, default=Path(tempfile.mkdtemp()), help="what all nodes share")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     ray.init()
-    print(trainer(asked.workers, asked.storage, lr=3e-3, epochs=asked.epochs).fit().metrics)
+    print(trainer(requested.workers, requested.storage, lr=3e-3, epochs=requested.epochs).fit().metrics)

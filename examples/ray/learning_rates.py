@@ -33,18 +33,18 @@ if __name__ == "__main__":
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-3, 1e-1])
     parser.add_argument("--at-once", type=int, default=1, help="trials")
     parser.add_argument("--storage", type=Path, default=Path(tempfile.mkdtemp()), help="what all nodes share")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     ray.init()
     tuner = tune.Tuner(
         tune.with_resources(trial, {"memory": 100e6}),  # no core: the workers that it starts ask for theirs
         param_space={
-            "lr": tune.grid_search(asked.rates),
-            "epochs": asked.epochs,
-            "workers": asked.workers,
-            "storage": str(asked.storage),
+            "lr": tune.grid_search(requested.rates),
+            "epochs": requested.epochs,
+            "workers": requested.workers,
+            "storage": str(requested.storage),
         },
-        tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=asked.at_once),
-        run_config=tune.RunConfig(name="tune", storage_path=str(asked.storage)),
+        tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=requested.at_once),
+        run_config=tune.RunConfig(name="tune", storage_path=str(requested.storage)),
     )
     best = tuner.fit().get_best_result()
     print({"lr": best.config["lr"], "loss": best.metrics["loss"]})

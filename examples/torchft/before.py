@@ -44,5 +44,5 @@ def train(steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    asked = parser.parse_args()
-    train(asked.steps)
+    requested = parser.parse_args()
+    train(requested.steps)

@@ -55,5 +55,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--replica", required=True, help="its name, which no other replica has")
     parser.add_argument("--steps", type=int, default=200)
-    asked = parser.parse_args()
-    train(asked.replica, asked.steps)
+    requested = parser.parse_args()
+    train(requested.replica, requested.steps)

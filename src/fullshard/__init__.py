@@ -29,7 +29,7 @@ from fullshard.fully_shard import (
 )
 from fullshard.liveness.watchdog import set_collective_timeout
 from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
-from fullshard.plan.beside import predict_beside
+from fullshard.plan.background import predict_beside
 from fullshard.plan.explain import explain
 from fullshard.policy.meshes import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from fullshard.policy.offload import CPUOffload, CPUOffloadPolicy, Offload, OffloadPolicy

@@ -114,11 +114,11 @@ __all__ = [
     "storage_references",
     "storage_watch",
     "store_address",
-    "taken_apart",
     "taken_for_real",
     "taken_one_level",
     "tensor_without_memory",
     "tree_map",
+    "unpacked",
     "unwatched_propagation",
     "waited",
     "weak_storage",
@@ -670,7 +670,7 @@ def kernels_instead(kernels: Mapping[str, Callable[..., Any]], key: str) -> Iter
         library._destroy()
 
 
-def taken_apart(operation: Any, *args: Any, **kwargs: Any) -> Any:
+def unpacked(operation: Any, *args: Any, **kwargs: Any) -> Any:
     """What torch makes of an operation that it has no kernel for, whatever else is registered for it."""
     return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 

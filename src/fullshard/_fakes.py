@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 __all__ = ["ASKS_DEVICE", "QuickFakes"]
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
-_NOT_TOLD_BY_SHAPES = frozenset(("data_dependent_output", "dynamic_output_shape", "inplace_view"))  # tags
+_NOT_KNOWN_FROM_SHAPES = frozenset(("data_dependent_output", "dynamic_output_shape", "inplace_view"))  # tags
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so
 ASKS_DEVICE = torch.ops.prim.device.default
 """What torch itself asks of a tensor several times an operation."""
@@ -75,16 +75,16 @@ class QuickFakes(FakeTensorMode):
         if result is not NotImplemented:
             return result
         given = (*args, *kwargs.values())
-        key = self._key(func, given, kwargs) if _is_told_by_shapes(func) else None
+        key = self._key(func, given, kwargs) if _is_known_from_shapes(func) else None
         result = self.dispatch(func, types, args, kwargs)
         if key is not None and key not in self._known:
             is_same = self._key(func, given, kwargs) == key  # unless what it writes to was of another shape before
-            self._known[key] = self._told(result, given) if is_same else None
+            self._known[key] = self._reported(result, given) if is_same else None
         return result
 
     def quickly(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What `func` gives, if it is a view or is known; otherwise `NotImplemented`. No mode hears of it."""
-        if not _is_told_by_shapes(func):
+        if not _is_known_from_shapes(func):
             return NotImplemented
         given = (*args, *kwargs.values())
         key = self._key(func, given, kwargs)
@@ -94,12 +94,12 @@ class QuickFakes(FakeTensorMode):
             with in_kernel_invocation_manager(self):
                 viewed = func(*args, **kwargs)
             return self._wrapped(viewed, args[0].fake_device)
-        told = self._known.get(key)
-        if told is None:
+        reported = self._known.get(key)
+        if reported is None:
             return NotImplemented
         unheard = torch._C._DisableTorchDispatch()
         try:
-            return self._made(told, given)
+            return self._made(reported, given)
         finally:
             del unheard
 
@@ -128,16 +128,16 @@ class QuickFakes(FakeTensorMode):
                 return False
         return True
 
-    def _told(self, result: Any, args: Sequence[Any]) -> Any:
+    def _reported(self, result: Any, args: Sequence[Any]) -> Any:
         """How `result` can be made again: of several tensors, in a tuple. None if it cannot."""
         if not isinstance(result, tuple | list):
-            return self._told_one(result, args)
-        each = [self._told_one(item, args) for item in result]
+            return self._reported_one(result, args)
+        each = [self._reported_one(item, args) for item in result]
         tensors = [item for item in result if isinstance(item, Tensor)]
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         return None if None in each or len(storages) < len(tensors) else tuple(each)
 
-    def _told_one(self, result: Any, args: Sequence[Any]) -> Any:
+    def _reported_one(self, result: Any, args: Sequence[Any]) -> Any:
         if result is None or (type(result) in _PLAIN and all(type(arg) in _PLAIN for arg in args)):
             return _Value(result)
         given = next((_Given(number) for number, arg in enumerate(args) if arg is result), None)
@@ -151,15 +151,15 @@ class QuickFakes(FakeTensorMode):
         is_whole = result.storage_offset() == 0 and result.untyped_storage().nbytes() == made.untyped_storage().nbytes()
         return like if same_keys and is_whole else None
 
-    def _made(self, told: Any, args: Sequence[Any]) -> Any:
-        if type(told) is _Like:
-            empty = torch.empty_strided(told.shape, told.stride, dtype=told.dtype, device="meta")
-            return self._wrapped(empty, told.device)
-        if type(told) is _Given:
-            return args[told.number]
-        if type(told) is _Value:
-            return told.value
-        return tuple([self._made(item, args) for item in told])
+    def _made(self, reported: Any, args: Sequence[Any]) -> Any:
+        if type(reported) is _Like:
+            empty = torch.empty_strided(reported.shape, reported.stride, dtype=reported.dtype, device="meta")
+            return self._wrapped(empty, reported.device)
+        if type(reported) is _Given:
+            return args[reported.number]
+        if type(reported) is _Value:
+            return reported.value
+        return tuple([self._made(item, args) for item in reported])
 
     def _wrapped(self, meta: Any, device: torch.device) -> Any:
         """Meta tensors as fake ones of `device`: with what torch's constructor leaves in one, without its checks."""
@@ -175,7 +175,7 @@ class QuickFakes(FakeTensorMode):
 
 
 @cache
-def _is_told_by_shapes(func: Any) -> bool:
+def _is_known_from_shapes(func: Any) -> bool:
     """True if what `func` gives follows from shapes, dtypes and what else is given, and is new memory or an argument.
 
     Or is a view of its first argument.
@@ -183,7 +183,7 @@ def _is_told_by_shapes(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
     name = str(func._overloadpacket).removeprefix("aten.")
-    if any(tag.name in _NOT_TOLD_BY_SHAPES for tag in func.tags) or name.startswith("lift_fresh"):
+    if any(tag.name in _NOT_KNOWN_FROM_SHAPES for tag in func.tags) or name.startswith("lift_fresh"):
         return False
     may_copy = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     return not (func.is_view and may_copy)  # as `to` does

@@ -69,20 +69,20 @@ def take_words(settings: type, argv: Sequence[str], names: Sequence[str], *, pro
     Raises `ConfigError` for too few or too many words; where `--help` is asked for, `parse` answers instead.
     """
     types = option_types(settings)
-    words, rest = [], []
+    words, remaining = [], []
     items = iter(argv)
     for item in items:
         if not item.startswith("-"):
             words.append(item)
             continue
-        rest.append(item)
+        remaining.append(item)
         takes_value = item.startswith("--") and types.get(item[2:].replace("_", "-"), bool) is not bool
         if takes_value and (value := next(items, None)) is not None:
-            rest.append(value)
-    if len(words) != len(names) and not {"-h", "--help"} & set(rest):
+            remaining.append(value)
+    if len(words) != len(names) and not {"-h", "--help"} & set(remaining):
         found = f"found {' '.join(words)}" if words else "found none"
         raise ConfigError(f"{prog}: {' and '.join(names)} must be named, but {found}.")
-    return words, rest
+    return words, remaining
 
 
 def option_types(settings: type) -> Mapping[str, type]:

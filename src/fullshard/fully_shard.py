@@ -278,7 +278,7 @@ _NO_STAGING = "messages are sent from shards and gradients, and received where t
 
 
 @functools.cache
-def _say_without_effect(name: str, reason: str) -> None:
+def _warn_without_effect(name: str, reason: str) -> None:
     """Say, once, that a switch of torch's is a hint that is not taken."""
     _log.warning("%s has no effect: %s.", name, reason)
 
@@ -500,19 +500,19 @@ class FSDPModule:
             raise ConfigError(
                 f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): a whole number from 1 on is needed."
             )
-        _say_without_effect("set_reduce_scatter_max_input_buffers", "gradients are sent from where they lie")
+        _warn_without_effect("set_reduce_scatter_max_input_buffers", "gradients are sent from where they lie")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accepted for scripts written for torch, without effect: there are no staging buffers to allocate."""
-        _say_without_effect("set_allocate_memory_from_process_group_for_comm", _NO_STAGING)
+        _warn_without_effect("set_allocate_memory_from_process_group_for_comm", _NO_STAGING)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Accepted for scripts written for torch, without effect: there are no staging buffers to allocate."""
-        _say_without_effect("set_symm_mem_for_comm", _NO_STAGING)
+        _warn_without_effect("set_symm_mem_for_comm", _NO_STAGING)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Accepted for scripts written for torch, without effect: one process group carries gathers and reductions."""
-        _say_without_effect("set_separate_reduce_scatter_group", "one process group carries gathers and reductions")
+        _warn_without_effect("set_separate_reduce_scatter_group", "one process group carries gathers and reductions")
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward wait for `event`, recorded on the stream on which the optimizer steps.

@@ -246,7 +246,7 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     for inner in copied.modules():
         drop_own_hooks(inner)
     for unit in _in_sharding_order(units):
-        _shard_alike(unit, memo)
+        _shard_identically(unit, memo)
     copy_settings({inner: memo[id(inner)] for inner in module.modules()})
     return copied
 
@@ -333,7 +333,7 @@ def _on_meta(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
     return made
 
 
-def _shard_alike(unit: Unit, memo: dict[Any, Any]) -> None:
+def _shard_identically(unit: Unit, memo: dict[Any, Any]) -> None:
     """Make a unit of the copies of the modules of `unit`, with the values that it has now."""
     modules = [memo[id(module)] for module in unit.modules]
     places = {
@@ -342,7 +342,7 @@ def _shard_alike(unit: Unit, memo: dict[Any, Any]) -> None:
         for param in param_group.params
     }
 
-    def placed_alike(param: nn.Parameter) -> ShardPlacementResult:
+    def placed_identically(param: nn.Parameter) -> ShardPlacementResult:
         dim, axes = places[id(param)]
         return ShardPlacementResult(None if dim is None else Shard(dim), axes)
 
@@ -352,7 +352,7 @@ def _shard_alike(unit: Unit, memo: dict[Any, Any]) -> None:
         unit.options,
         mesh=unit.axes,
         ignored_params=[memo[id(param)] for param in plain if param is not None and managed_by(param) is None],
-        shard_placement_fn=placed_alike,
+        shard_placement_fn=placed_identically,
         device=unit.device,
     )
     made.state.take_switches(unit.state)
@@ -360,7 +360,7 @@ def _shard_alike(unit: Unit, memo: dict[Any, Any]) -> None:
         # Parameters may have been frozen since they were grouped, so the order of the copies may be another one.
         copies = {(owner.module, owner.name): param for param in made.params for owner in param.owners}
         with changing_shards(made), torch.no_grad():
-            for theirs in unit.params:
-                owner = theirs.owners[0]
-                ours = copies[memo[id(owner.module)], owner.name]
-                give(ours.sharded, dtensor_like(theirs.local.clone(), ours.dtensor))
+            for peer in unit.params:
+                owner = peer.owners[0]
+                own = copies[memo[id(owner.module)], owner.name]
+                give(own.sharded, dtensor_like(peer.local.clone(), own.dtensor))

@@ -227,7 +227,7 @@ def wrapped_modules(
     *,
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
-    apart: Mapping[type[nn.Module], Mapping[str, Any]] | None = None,
+    separate: Mapping[type[nn.Module], Mapping[str, Any]] | None = None,
 ) -> dict[nn.Module, dict[str, Any]]:
     """The submodules of `root` that become units, children before parents, each with the arguments of its own.
 
@@ -247,8 +247,8 @@ def wrapped_modules(
     """
     skipped = {inner for module in ignored_modules for inner in module.modules()}
     held = {*ignored_params, *(param for module in skipped for param in module.parameters(recurse=False))}
-    walk = _Walk(_as_policy(policy), dict(apart or {}), {root, *skipped}, held)
-    walk.visit_children(root, "", asked=walk.policy.descends(root, walk.free_numel(root)))
+    walk = _Walk(_as_policy(policy), dict(separate or {}), {root, *skipped}, held)
+    walk.visit_children(root, "", requested=walk.policy.descends(root, walk.free_numel(root)))
     return walk.units
 
 
@@ -278,31 +278,31 @@ class _Walk:
     """One walk over a tree of modules, children before parents."""
 
     policy: WrapPolicy
-    apart: Mapping[type[nn.Module], Mapping[str, Any]]
+    separate: Mapping[type[nn.Module], Mapping[str, Any]]
     done: set[nn.Module]  # ignored, or visited at another place
     held: set[nn.Parameter]  # ignored, or in a unit that has been found
     units: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
-    def visit_children(self, module: nn.Module, prefix: str, asked: bool) -> None:
-        """Find the units below `module`. Unless `asked`, the policy has refused: only classes set apart are units."""
-        if not asked and not self.apart:
+    def visit_children(self, module: nn.Module, prefix: str, requested: bool) -> None:
+        """Find the units below `module`. Unless `requested`, the policy has refused: only classes set apart count."""
+        if not requested and not self.separate:
             return
         for name, child in module.named_children():
             if child not in self.done:
                 self.done.add(child)
-                self.visit(child, f"{prefix}{name}", asked)
+                self.visit(child, f"{prefix}{name}", requested)
 
-    def visit(self, module: nn.Module, fqn: str, asked: bool) -> None:
-        asked = asked and self.policy.descends(module, self.free_numel(module))
-        self.visit_children(module, f"{fqn}.", asked)
-        overrides = self.overrides(module, asked)
+    def visit(self, module: nn.Module, fqn: str, requested: bool) -> None:
+        requested = requested and self.policy.descends(module, self.free_numel(module))
+        self.visit_children(module, f"{fqn}.", requested)
+        overrides = self.overrides(module, requested)
         if overrides is not None and self.can_be_unit(module, fqn):
             self.units[module] = overrides
             self.held.update(module.parameters())
 
-    def overrides(self, module: nn.Module, asked: bool) -> dict[str, Any] | None:
-        chosen = self.policy.overrides(module, self.free_numel(module)) if asked else None
-        for cls, arguments in self.apart.items():
+    def overrides(self, module: nn.Module, requested: bool) -> dict[str, Any] | None:
+        chosen = self.policy.overrides(module, self.free_numel(module)) if requested else None
+        for cls, arguments in self.separate.items():
             if isinstance(module, cls):
                 chosen = {**(chosen or {}), **arguments}
         return chosen

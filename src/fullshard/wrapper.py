@@ -148,10 +148,10 @@ class FullyShardedDataParallel(nn.Module):
             "shard_alignment": shard_alignment,
         }
         if auto_wrap_policy is not None:
-            apart: dict[type[nn.Module], Mapping[str, Any]] = {}
+            separate: dict[type[nn.Module], Mapping[str, Any]] = {}
             if mixed_precision is not None:
-                apart = {cls: {"mixed_precision": None} for cls in precision._module_classes_to_ignore}
-            self._wrap_children(module, auto_wrap_policy, skipped, params, apart, options)
+                separate = {cls: {"mixed_precision": None} for cls in precision._module_classes_to_ignore}
+            self._wrap_children(module, auto_wrap_policy, skipped, params, separate, options)
         self._fsdp_wrapped_module = module
         vars(self)[_PRECISION] = precision
         vars(self)[_SHARDED] = module  # stays when `apply_activation_checkpointing` puts a wrapper in its place
@@ -185,11 +185,13 @@ class FullyShardedDataParallel(nn.Module):
         policy: AutoWrapPolicy,
         skipped: Iterable[nn.Module],
         params: Iterable[nn.Parameter],
-        apart: Mapping[type[nn.Module], Mapping[str, Any]],
+        separate: Mapping[type[nn.Module], Mapping[str, Any]],
         options: Mapping[str, Any],
     ) -> None:
         done = [child for child in module.modules() if is_unit(child) or isinstance(child, FullyShardedDataParallel)]
-        chosen = wrapped_modules(module, policy, ignored_modules=[*skipped, *done], ignored_params=params, apart=apart)
+        chosen = wrapped_modules(
+            module, policy, ignored_modules=[*skipped, *done], ignored_params=params, separate=separate
+        )
         for child, overrides in chosen.items():
             places = [
                 (parent, name)

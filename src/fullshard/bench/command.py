@@ -39,8 +39,8 @@ def run(argv: Sequence[str]) -> int:
     if not console.is_terminal:
         console.width = WIDTH
     try:
-        with shown(console, plan.turns) as tell:
-            report = measure(plan, tell)
+        with shown(console, plan.turns) as tell_:
+            report = measure(plan, tell_)
     except TeamFailed as failed:
         sys.stderr.write(f"fullshard: there is nothing to compare with: {failed}\n{failed.details}")
         return FAILED
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
         return INTERRUPTED
     for table in report.tables():
         console.print(table)
-    console.print(report.said, markup=False, highlight=False, soft_wrap=True)
+    console.print(report.stated, markup=False, highlight=False, soft_wrap=True)
     if output.json is not None:
         output.json.write_text(dumps_with_options(settings, report.as_dict()))
     if output.picture is not None and report.systems:

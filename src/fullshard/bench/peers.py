@@ -23,12 +23,12 @@ from fullshard.bench.model import Block, Model
 from fullshard.bench.trainer import Build, Trainer
 from fullshard.bench.workload import OPTIMIZERS, Workload
 from fullshard.device.accelerator import accelerator_for
-from fullshard.device.lanes import Mark
-from fullshard.dry.lanes import DryAccelerator, DryLane
+from fullshard.device.streams import Mark
+from fullshard.dry.streams import DryAccelerator, DryStream
 from fullshard.errors import StateError
 from fullshard.tape.recorder import Origin, Phase, acting_for, note_origin
 
-__all__ = ["ddp", "deepspeed", "fsdp1", "fsdp2", "fsdp2_on_dry_lanes", "shard_by_fsdp2", "zero1"]
+__all__ = ["ddp", "deepspeed", "fsdp1", "fsdp2", "fsdp2_on_dry_streams", "shard_by_fsdp2", "zero1"]
 
 
 def ddp(*, bucket_views: bool = False) -> Build:
@@ -155,12 +155,12 @@ def _ddp(workload: Workload, model: Model, bucket_views: bool) -> nn.Module:
 
 
 @contextmanager
-def fsdp2_on_dry_lanes() -> Iterator[None]:
-    """A context, within `dry.taped`, in which FSDP2 queues its work on pretended lanes, as on streams of a GPU.
+def fsdp2_on_dry_streams() -> Iterator[None]:
+    """A context, within `dry.taped`, in which FSDP2 queues its work on pretended streams, as on streams of a GPU.
 
     Modules must be sharded within it. FSDP2 asks torch's module for its device (`torch.cuda`) for streams and events:
-    here it gets lanes of the pretended accelerator. It frees and allocates storages: the tape is told. And work is said
-    to be on behalf of the unit, in the phase, that FSDP2 does it for. Nothing else of FSDP2 is changed.
+    here it gets streams of the pretended accelerator. It frees and allocates storages: the tape is told. And work is
+    said to be on behalf of the unit, in the phase, that FSDP2 does it for. Nothing else of FSDP2 is changed.
 
     Raises:
         StateError: nothing is pretended.
@@ -176,7 +176,7 @@ def fsdp2_on_dry_lanes() -> Iterator[None]:
     accelerator = accelerator_for(torch.device("cpu"))
     if not isinstance(accelerator, DryAccelerator):
         raise StateError(
-            "FSDP2 gets pretended lanes within dry.taped() only: with dry.taped(), fsdp2_on_dry_lanes(): ..."
+            "FSDP2 gets pretended streams within dry.taped() only: with dry.taped(), fsdp2_on_dry_streams(): ..."
         )
     streams = _Streams(accelerator)
 
@@ -233,36 +233,36 @@ def _on_behalf(method: Callable[..., Any], phase: Phase | None) -> Callable[...,
 
 
 class _Streams:
-    """What `torch.cuda` is to FSDP2, on pretended lanes. Names are torch's."""
+    """What `torch.cuda` is to FSDP2, on pretended streams. Names are torch's."""
 
     def __init__(self, accelerator: DryAccelerator) -> None:
         self._accelerator = accelerator
         self._made = 0
-        self._of_lane = cache(lambda name: _Stream(DryLane(name, accelerator)))
+        self._of_stream = cache(lambda name: _Stream(DryStream(name, accelerator)))
 
     def Stream(self, priority: int = 0) -> _Stream:  # noqa: N802
         self._made += 1
         name = _STREAMS[self._made - 1] if self._made <= len(_STREAMS) else f"stream {self._made}"
-        return self._of_lane(name)
+        return self._of_stream(name)
 
     def Event(self) -> _Event:  # noqa: N802
         return _Event(self)
 
     def stream(self, stream: _Stream) -> AbstractContextManager[object]:
-        return stream.lane.queueing()
+        return stream.stream.queueing()
 
     def current_stream(self, device: object = None) -> _Stream:
-        return self._of_lane(self._accelerator.lane)
+        return self._of_stream(self._accelerator.stream)
 
     def current_device(self) -> int:
         return 0
 
 
 class _Stream:
-    """A lane as a `torch.Stream`."""
+    """A stream as a `torch.Stream`."""
 
-    def __init__(self, lane: DryLane) -> None:
-        self.lane = lane
+    def __init__(self, stream: DryStream) -> None:
+        self.stream = stream
 
     def record_event(self, event: _Event | None = None) -> _Event:
         event = event or _Event(None)
@@ -270,10 +270,10 @@ class _Stream:
         return event
 
     def wait_event(self, event: _Event) -> None:
-        self.lane.wait(event.mark)
+        self.stream.wait(event.mark)
 
     def wait_stream(self, stream: _Stream) -> None:
-        self.lane.wait(stream.lane.mark())
+        self.stream.wait(stream.stream.mark())
 
 
 class _Event:
@@ -287,7 +287,7 @@ class _Event:
         if stream is None:
             assert self._streams is not None
             stream = self._streams.current_stream()
-        self.mark = stream.lane.mark()
+        self.mark = stream.stream.mark()
 
     def synchronize(self) -> None:
         if self.mark is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["check_picture", "draw"]
 
 _FORMATS = (".png", ".svg", ".pdf")
-_OURS, _PEER, _LINE = "#2a6f97", "#a9b4bd", "#c1121f"
+_OWN, _PEER, _LINE = "#2a6f97", "#a9b4bd", "#c1121f"
 
 
 def check_picture(path: Path) -> None:
@@ -79,4 +79,4 @@ def _draw_memory(report: BenchReport, axes: Axes) -> None:
 
 
 def _colors(report: BenchReport) -> list[str]:
-    return [_OURS if system.is_ours else _PEER for system in report.systems]
+    return [_OWN if system.is_own else _PEER for system in report.systems]

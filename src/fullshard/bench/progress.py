@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from fullshard.bench.rounds import Tell
+from fullshard.bench.rounds import Report
 
 __all__ = ["shown"]
 
 
 @contextmanager
-def shown(console: Console, turns: int) -> Iterator[Tell]:
+def shown(console: Console, turns: int) -> Iterator[Report]:
     """A context whose value shows each stage that it is called with, `turns` times in all."""
     if not console.is_terminal:
         yield _Lines(console)
@@ -24,10 +24,10 @@ def shown(console: Console, turns: int) -> Iterator[Tell]:
         task = progress.add_task("", total=turns)
         numbers = iter(range(turns))
 
-        def tell(stage: str, what: str) -> None:
+        def tell_(stage: str, what: str) -> None:
             progress.update(task, completed=next(numbers, turns), description=f"{stage}: {what}")
 
-        yield tell
+        yield tell_
 
 
 class _Lines:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fullshard.bench.floor import FLOOR, FloorSeconds
 from fullshard.bench.spread import Spread, ratios
-from fullshard.bench.systems import OURS, SYSTEMS
+from fullshard.bench.systems import FULLSHARD, SYSTEMS
 from fullshard.bench.workload import Workload
 from fullshard.train.bytes_table import in_bytes
 from fullshard.versions import versions
@@ -39,9 +39,9 @@ class SystemResult:
     reserved_bytes: int | None
 
     @property
-    def is_ours(self) -> bool:
+    def is_own(self) -> bool:
         """True for this library."""
-        return self.name.startswith(OURS)
+        return self.name.startswith(FULLSHARD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +73,12 @@ class BenchReport:
 
     def tables(self) -> list[RenderableType]:
         """For rich to print: every system, and ours over each peer."""
-        ours = [system for system in self.systems if system.is_ours]
-        peers = [system for system in self.systems if not system.is_ours]
-        return [self._systems_table(), *([self._ratios_table(ours, peers)] if ours and peers else [])]
+        fully_sharded = [system for system in self.systems if system.is_own]
+        peers = [system for system in self.systems if not system.is_own]
+        return [self._systems_table(), *([self._ratios_table(fully_sharded, peers)] if fully_sharded and peers else [])]
 
     @property
-    def said(self) -> str:
+    def stated(self) -> str:
         """The text below the tables."""
         parts = [asdict(floor) for floor in self.floor]
         medians = {name: Spread.of([part[name] for part in parts]).median for name in parts[0]}
@@ -162,14 +162,14 @@ class BenchReport:
         over = "" if name == FLOOR else f"{self.over(name, FLOOR).median:.2f}"
         return [_ms(step.median), f"{_ms(step.low)} - {_ms(step.high)}", f"{tokens:.0f}", over]
 
-    def _ratios_table(self, ours: Sequence[SystemResult], peers: Sequence[SystemResult]) -> Table:
+    def _ratios_table(self, fully_sharded: Sequence[SystemResult], peers: Sequence[SystemResult]) -> Table:
         table = Table(
             title="Step time over that of each peer in the same round: median (middle half)", box=box.SIMPLE_HEAD
         )
         table.add_column("system", no_wrap=True)
         for peer in peers:
             table.add_column(peer.name, justify="right", no_wrap=True)
-        for system in ours:
+        for system in fully_sharded:
             spreads = [self.over(system.name, peer.name) for peer in peers]
             table.add_row(
                 system.name, *(f"{spread.median:.2f} ({spread.low:.2f}-{spread.high:.2f})" for spread in spreads)

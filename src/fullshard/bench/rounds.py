@@ -18,11 +18,11 @@ from fullshard.device.host_memory import available_bytes
 from fullshard.plan.memory_used import Memory
 from fullshard.train.bytes_table import in_bytes
 
-__all__ = ["Plan", "Tell", "measure"]
+__all__ = ["Plan", "Report", "measure"]
 
 _BYTES_OF_A_COPY = 4  # of a parameter, in float32
 
-Tell = Callable[[str, str], None]
+Report = Callable[[str, str], None]
 """Called with the stage, and what is done next in it."""
 
 
@@ -39,17 +39,17 @@ class Plan:
 
     @property
     def turns(self) -> int:
-        """The number of calls of `tell`."""
+        """The number of calls of `tell_`."""
         return 1 + (len(self.systems) + 1) * (1 + self.warmup + self.rounds)
 
 
-def measure(plan: Plan, tell: Tell) -> BenchReport:
+def measure(plan: Plan, tell_: Report) -> BenchReport:
     """Start every system once, and let them train by turns; a system that fails is left out from there on.
 
     Raises:
         TeamFailed: the plain process or the floor fails, so that there is nothing to compare with.
     """
-    bench = _Bench(plan, tell)
+    bench = _Bench(plan, tell_)
     try:
         bench.start()
         for number in range(plan.warmup + plan.rounds):
@@ -72,9 +72,9 @@ class _Running:
 class _Bench:
     """The state of one benchmark."""
 
-    def __init__(self, plan: Plan, tell: Tell) -> None:
+    def __init__(self, plan: Plan, tell_: Report) -> None:
         self._plan = plan
-        self._tell = tell
+        self._report = tell_
         self._expected: list[list[float]] = []
         self._room = 0  # bytes that must be free before a system is started
         self._floor: Team | None = None
@@ -85,7 +85,7 @@ class _Bench:
     def start(self) -> None:
         """Losses of the plain process, and every system ready to train."""
         plan = self._plan
-        self._tell("starting", "one plain process")
+        self._report("starting", "one plain process")
         plain = Team(Plain, plan.workload, world=1, timeout=plan.timeout)
         try:
             self._expected = plain.ask("losses", WATCHED_STEPS + (plan.warmup + plan.rounds) * plan.steps)[0]
@@ -93,10 +93,10 @@ class _Bench:
             self._room = plan.workload.world * (needed - plan.workload.parameter_count() * _BYTES_OF_A_COPY)
         finally:
             plain.end()
-        self._tell("starting", FLOOR)
+        self._report("starting", FLOOR)
         self._floor = Team(Floor, plan.workload, timeout=plan.timeout)
         for name in plan.systems:
-            self._tell("starting", name)
+            self._report("starting", name)
             self._or_failed(name, partial(self._start, name))
 
     def round(self, number: int) -> None:
@@ -107,7 +107,7 @@ class _Bench:
         first = WATCHED_STEPS + number * plan.steps
         order = [FLOOR, *self._running]
         for name in order if number % 2 == 0 else reversed(order):
-            self._tell(stage, name)
+            self._report(stage, name)
             if name == FLOOR:
                 self._floor_turn(first, counts)
             else:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from fullshard.bench import peers
-from fullshard.bench.ours import REPLICAS, ours
+from fullshard.bench.sharded import REPLICAS, fully_sharded
 from fullshard.bench.trainer import Build
 from fullshard.command_line import near_matches
 from fullshard.errors import ConfigError
 
-__all__ = ["ALL", "OURS", "SYSTEMS", "System", "chosen_systems"]
+__all__ = ["ALL", "FULLSHARD", "SYSTEMS", "System", "chosen_systems"]
 
 ALL = "all"
-OURS = "fullshard-"
+FULLSHARD = "fullshard-"
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class System:
 _FSDP = "torch.distributed.fsdp"
 
 SYSTEMS = {
-    "fullshard-zero3": System("strategy zero3", ours("zero3")),
-    "fullshard-zero2": System("strategy zero2", ours("zero2")),
-    "fullshard-zero1": System("strategy zero1", ours("zero1")),
-    "fullshard-ddp": System("strategy ddp", ours("ddp"), replicates=True),
-    "fullshard-hsdp": System(f"strategy hsdp, {REPLICAS} replicas", ours("hsdp"), hybrid=True, variant=True),
+    "fullshard-zero3": System("strategy zero3", fully_sharded("zero3")),
+    "fullshard-zero2": System("strategy zero2", fully_sharded("zero2")),
+    "fullshard-zero1": System("strategy zero1", fully_sharded("zero1")),
+    "fullshard-ddp": System("strategy ddp", fully_sharded("ddp"), replicates=True),
+    "fullshard-hsdp": System(f"strategy hsdp, {REPLICAS} replicas", fully_sharded("hsdp"), hybrid=True, variant=True),
     "fullshard-hsdp-zero2": System(
-        f"strategy hsdp_zero2, {REPLICAS} replicas", ours("hsdp_zero2"), hybrid=True, variant=True
+        f"strategy hsdp_zero2, {REPLICAS} replicas", fully_sharded("hsdp_zero2"), hybrid=True, variant=True
     ),
     "torch-ddp": System("DistributedDataParallel", peers.ddp(), replicates=True),
     "torch-ddp-views": System(

@@ -46,7 +46,7 @@ class TeamFailed(FullshardError):  # noqa: N818  # says what happened
 class _Failure:
     """The report of a rank that cannot go on."""
 
-    said: str
+    stated: str
     traceback: str = ""
 
 
@@ -134,18 +134,18 @@ class Team:
             process.join(timeout=1.0)
             raise TeamFailed(f"rank {rank} ended with exit code {process.exitcode}.") from None
         if isinstance(answer, _Failure):
-            raise TeamFailed(f"rank {rank}: {answer.said}", answer.traceback)
+            raise TeamFailed(f"rank {rank}: {answer.stated}", answer.traceback)
         return answer
 
 
 def _started(job: _Job, rank: int) -> tuple[ForkServerProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(job, rank, theirs), name=f"rank {rank}", daemon=True)
+    own, peer = context.Pipe()
+    process = context.Process(target=_serve, args=(job, rank, peer), name=f"rank {rank}", daemon=True)
     process.start()
-    theirs.close()  # the rank holds the only other end now, so its death reads as an end of file here
-    return process, ours
+    peer.close()  # the rank holds the only other end now, so its death reads as an end of file here
+    return process, own
 
 
 # ------------------------------------------------------------------------------------------------- the rank's side
@@ -170,8 +170,8 @@ def _serve(job: _Job, rank: int, connection: Connection) -> None:
             raise
         except BaseException as error:
             lines = str(error).strip().splitlines()
-            said = f"{type(error).__name__}: {lines[0] if lines else ''}"
-            connection.send(_Failure(said, "".join(traceback.format_exception(error))))
+            stated = f"{type(error).__name__}: {lines[0] if lines else ''}"
+            connection.send(_Failure(stated, "".join(traceback.format_exception(error))))
             connection.recv()  # leaving now would break connections that slower ranks still use
     os._exit(0)
 

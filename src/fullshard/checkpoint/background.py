@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fullshard.checkpoint.together import Ranks
-from fullshard.liveness.whereabouts import here
+from fullshard.liveness.rank_progress import here
 from fullshard.tape.context import Kept
 
 __all__ = ["Background", "PendingSave", "checkpoints"]

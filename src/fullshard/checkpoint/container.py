@@ -42,7 +42,7 @@ from xxhash import xxh3_128
 from fullshard._compat import storage_info
 from fullshard.checkpoint import metadata_file
 from fullshard.checkpoint.manifest import Progress, StoredFile
-from fullshard.checkpoint.together import Ranks, failure_of_group, failure_of_some, said_by
+from fullshard.checkpoint.together import Ranks, failure_of_group, failure_of_some, reported_by
 from fullshard.disk.tensors import OnDisk
 from fullshard.errors import CheckpointError
 from fullshard.regular_files import open_regular, open_unbuffered, read_regular
@@ -115,7 +115,7 @@ class _Writer(dcp.FileSystemWriter):
                     results.append(WriteResult(item.index, nbytes, storage_info(name, start, nbytes)))
         except Exception as error:
             # torch.save converts a disk error into one that has lost its cause.
-            raise CheckpointError(said_by(self.fs.error or error)) from error
+            raise CheckpointError(reported_by(self.fs.error or error)) from error
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
@@ -223,7 +223,7 @@ def _failing_together(doing: str, ranks: Ranks) -> Iterator[None]:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except dcp.CheckpointException as error:
-        failed = {rank: said_by(cause) for rank, (cause, _) in error.failures.items()}
+        failed = {rank: reported_by(cause) for rank, (cause, _) in error.failures.items()}
         raise failure_of_some(doing, failed, ranks.world) from error
     except RuntimeError as error:
         raise failure_of_group(doing, error) from error
@@ -283,7 +283,7 @@ def read_values(
     *,
     ranks: Ranks,
     doing: str,
-    ours: bool = False,
+    record: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Read the values of `targets` by key: tensors in place, whole or sharded in any way; others are replaced.
@@ -297,7 +297,7 @@ def read_values(
     with _failing_together(doing, ranks):
         dcp.load(
             targets,
-            storage_reader=_Reader(checkpoint, metadata, ours=ours),
+            storage_reader=_Reader(checkpoint, metadata, record=record),
             planner=_Planner(progress),
             process_group=ranks.group,
             no_dist=not dist.is_initialized(),
@@ -311,11 +311,11 @@ class _Reader(dcp.FileSystemReader):
     of the whole entry and copy from it.
     """
 
-    def __init__(self, checkpoint: Path, metadata: Metadata, *, ours: bool) -> None:
+    def __init__(self, checkpoint: Path, metadata: Metadata, *, record: bool) -> None:
         super().__init__(checkpoint)
         self.fs = _RegularFiles()
         self._metadata = metadata
-        self._ours = ours
+        self._own = record
 
     def read_metadata(self) -> Metadata:  # torch would look for a single rank's metadata if it took arguments
         return self._metadata
@@ -324,10 +324,10 @@ class _Reader(dcp.FileSystemReader):
         assert isinstance(planner, _Planner)
         planner.total = sum(math.prod(item.lengths) for item in plan.items)
         try:
-            others = self._read_straight(plan.items, planner) if self._ours else plan.items
+            others = self._read_straight(plan.items, planner) if self._own else plan.items
             return super().read_data(replace(plan, items=others), planner)
         except Exception as error:
-            raise CheckpointError(said_by(error)) from error
+            raise CheckpointError(reported_by(error)) from error
 
     def _read_straight(self, items: list[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
         """Read the items that are contiguous in file and memory, and return the others."""
@@ -462,9 +462,9 @@ class _Planner(dcp.DefaultLoadPlanner):
         return narrowed
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        rest = self.lookup_tensor(read_item.dest_index)
-        if isinstance(rest, OnDisk):
-            rest.store_part(read_item.dest_offsets, tensor)
+        remaining = self.lookup_tensor(read_item.dest_index)
+        if isinstance(remaining, OnDisk):
+            remaining.store_part(read_item.dest_offsets, tensor)
         self._done += tensor.numel()
         if self._progress is not None:
             self._progress(self._done, self.total)

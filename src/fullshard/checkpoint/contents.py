@@ -28,7 +28,7 @@ from fullshard.state.state_dict import StateDictType, state_dict_type
 __all__ = [
     "MODEL",
     "OPTIMIZER",
-    "OURS",
+    "RECORD",
     "Contents",
     "HasState",
     "collect",
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 MODEL, OPTIMIZER = "model", "optimizer"  # key prefixes, which torch's own scripts also read
-OURS = "fullshard"  # values shared by all ranks that are not tensors of the model or the optimizer
+RECORD = "fullshard"  # values shared by all ranks that are not tensors of the model or the optimizer
 _RANK = "rank"
 
 
@@ -61,7 +61,7 @@ class Contents:
     plain: dict[Path, Tensor] = field(default_factory=dict)  # written by rank 0, and where others differ
     values: dict[Path, Any] = field(default_factory=dict)  # values other than tensors, in torch's format
     ties: dict[str, str] = field(default_factory=dict)
-    ours: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)  # of this rank only
     strategy: str = ""
 
@@ -85,12 +85,12 @@ class Contents:
         """
         compared = self.plain if ranks.world > 1 else {}
         sums = ranks.share(doing, lambda: {path: _checksum(tensor) for path, tensor in compared.items()})
-        mine, of_first = sums[ranks.index], sums[0]
-        odd = [path for path in mine if mine[path] != of_first.get(path)]
+        local, of_first = sums[ranks.index], sums[0]
+        odd = [path for path in local if local[path] != of_first.get(path)]
         own = {**self.own, "plain": {".".join(path): self.plain[path].detach().cpu() for path in odd}}
         written: dict[Path, Any] = {**self.sharded, (_RANK, str(ranks.index)): as_one_value(own)}
         if ranks.leads:
-            written |= {**self.plain, **self.values, (OURS,): as_one_value(self.ours)}
+            written |= {**self.plain, **self.values, (RECORD,): as_one_value(self.record)}
         return _nested(written)
 
 
@@ -118,15 +118,15 @@ def collect(
             contents.put((MODEL, fqn), value)
         else:
             values[fqn] = value
-    ours = {"ties": contents.ties, "extra": extra, "model": values}
+    record = {"ties": contents.ties, "extra": extra, "model": values}
     if optimizer is not None:
-        ours["optimizer"] = put_optimizer(contents, sharded_optim_state_dict(model, optimizer))
-        ours["optimizer"]["kinds"] = kinds_of_groups(optimizer)
+        record["optimizer"] = put_optimizer(contents, sharded_optim_state_dict(model, optimizer))
+        record["optimizer"]["kinds"] = kinds_of_groups(optimizer)
     if scheduler is not None:
-        ours["scheduler"] = scheduler.state_dict()
-    contents.ours = plain_copy(ours, "the checkpoint's ")
+        record["scheduler"] = scheduler.state_dict()
+    contents.record = plain_copy(record, "the checkpoint's ")
     contents.values |= {
-        (MODEL, fqn): our for fqn, our in contents.ours["model"].items() if not isinstance(our, Mapping)
+        (MODEL, fqn): our for fqn, our in contents.record["model"].items() if not isinstance(our, Mapping)
     }
     own = {"random": random_states(), **({} if data is None else {"data": data.state_dict()})}
     contents.own = plain_copy(own, "the checkpoint's ")

@@ -18,7 +18,7 @@ from fullshard._compat import holds_tensors, inner_names, make_dtensor, plain_va
 from fullshard.engine.managed import managed_by
 from fullshard.engine.registry import clean_fqn
 
-__all__ = ["describes_4_bits", "names_beside", "parts_of", "put_back_descriptions"]
+__all__ = ["describes_4_bits", "names_alongside", "parts_of", "put_back_descriptions"]
 
 _DESCRIPTION = ".quant_state.bitsandbytes__"  # in the name of the tensor that contains values other than tensors
 
@@ -47,7 +47,7 @@ def parts_of(param: nn.Parameter, value: Tensor) -> dict[str, Tensor] | None:
     }
 
 
-def names_beside(model: nn.Module) -> tuple[str, ...]:
+def names_alongside(model: nn.Module) -> tuple[str, ...]:
     """Return the prefixes of the state dict names under which modules describe their 4-bit weights."""
     named = model.named_parameters(remove_duplicate=False)
     return tuple(f"{clean_fqn(name)}." for name, param in named if hasattr(param, "quant_state"))

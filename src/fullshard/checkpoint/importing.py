@@ -153,14 +153,14 @@ class _Taker:
             misfit.misshapen.append(f"{fqn} ({there.shape} in it, {tuple(value.shape)} in the model)")
         elif not torch.can_cast(there.dtype, value.dtype):
             misfit.misshapen.append(f"{fqn} ({there.dtype} in it, {value.dtype} in the model)")
-        elif len(names) > 1 and not self._are_alike(names, value):
+        elif len(names) > 1 and not self._are_identical(names, value):
             misfit.untied.append(" and ".join(names))
 
     def _name_of(self, fqn: str) -> str | None:
         """Return the tensor in the files that has the values of `fqn`."""
         return self._stored.get(fqn) or self._aliases.get(fqn)
 
-    def _are_alike(self, names: Sequence[str], value: Tensor) -> bool:
+    def _are_identical(self, names: Sequence[str], value: Tensor) -> bool:
         """Return True if this rank's shards of several tensors for one tied weight are bitwise equal."""
         spans = _own_spans(value)
         parts = [

@@ -191,8 +191,8 @@ def _started(process: int) -> str | None:
 
 def _keep(launcher: int, folder: Path) -> None:
     """Remove `folder` once the process `launcher` has ended."""
-    for asked in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the launcher may take a while to end
-        signal.signal(asked, signal.SIG_IGN)
+    for requested in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the launcher may take a while to end
+        signal.signal(requested, signal.SIG_IGN)
     if os.fork():
         return  # the parent continues and has no child to wait for
     with suppress(ProcessLookupError):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.checkpoint.background import checkpoints
-from fullshard.checkpoint.contents import OURS, HasState, key_of_rank, model_state, tied_names
-from fullshard.checkpoint.encoded import names_beside, put_back_descriptions
+from fullshard.checkpoint.contents import RECORD, HasState, key_of_rank, model_state, tied_names
+from fullshard.checkpoint.encoded import names_alongside, put_back_descriptions
 from fullshard.checkpoint.fitting import fit_model, fit_optimizer
 from fullshard.checkpoint.folder import entries
 from fullshard.checkpoint.manifest import Progress
@@ -92,8 +92,8 @@ def load(
         saved = saved_by_others(opened, taker.state, taker.params)
         own: dict[str, Any] = {}
     else:
-        ours, own = _accounts(opened, manifest.world, data is not None)
-        saved = ranks.do(doing, lambda: saved_by_us(opened, ours))
+        record, own = _accounts(opened, manifest.world, data is not None)
+        saved = ranks.do(doing, lambda: saved_by_us(opened, record))
     saved = saved.renamed(taker.tied)
     keys = ranks.do(doing, lambda: taker.fit(opened, saved, own))
     targets = ranks.do(doing, lambda: taker.targets(opened, saved, keys))
@@ -105,7 +105,7 @@ def load(
         put_random_states(own["random"])
     elif random_states:
         derive_random_states(own["random"], ranks.index, ranks.world)
-    extra = saved.rest["extra"]
+    extra = saved.remaining["extra"]
     return Restored(opened.path, manifest.step, extra, manifest.world, manifest.strategy, manifest.versions)
 
 
@@ -119,9 +119,9 @@ def _accounts(opened: Opened, world: int, wants_data: bool) -> tuple[dict[str, A
     """
     ranks = opened.ranks
     if world == ranks.world:
-        ours, own = opened.accounts(OURS, key_of_rank(ranks.index))
-        return ours, own
-    ours, first, *others = opened.accounts(OURS, *map(key_of_rank, range(world if wants_data else 1)))
+        record, own = opened.accounts(RECORD, key_of_rank(ranks.index))
+        return record, own
+    record, first, *others = opened.accounts(RECORD, *map(key_of_rank, range(world if wants_data else 1)))
     odd = [rank for rank, other in enumerate(others, 1) if not are_same(other.get("data"), first.get("data"))]
     if odd:
         raise CheckpointError(
@@ -129,7 +129,7 @@ def _accounts(opened: Opened, world: int, wants_data: bool) -> tuple[dict[str, A
             f"which cannot be divided over {ranks.world}. Pass data=None, and set the position by what you keep in "
             "extra; or load with as many ranks."
         )
-    return ours, {name: value for name, value in first.items() if name != "plain"}
+    return record, {name: value for name, value in first.items() if name != "plain"}
 
 
 class _Taker:
@@ -164,7 +164,7 @@ class _Taker:
         keys, misfit = fit_model(saved, opened, self.state, self.tied)
         if self.template is not None:
             misfit += fit_optimizer(saved, opened, self.template)
-        if self.scheduler is not None and "scheduler" not in saved.rest:
+        if self.scheduler is not None and "scheduler" not in saved.remaining:
             misfit.absent.append("scheduler")
         if self.data is not None and "data" not in own:
             misfit.absent.append("data position")
@@ -219,7 +219,7 @@ class _Taker:
             ]
             self.optimizer.load_state_dict(template.numbered({"state": state, "param_groups": groups}))
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(saved.rest["scheduler"])
+            self.scheduler.load_state_dict(saved.remaining["scheduler"])
         if self.data is not None:
             self.data.load_state_dict(own["data"])
 
@@ -230,15 +230,15 @@ class _Taker:
         """
         with state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
             values: dict[str, Any] = {}
-            beside: dict[str, Any] = {}
-            prefixes = names_beside(self.model)
+            alongside: dict[str, Any] = {}
+            prefixes = names_alongside(self.model)
             for name, present in self.model.state_dict().items():
                 fqn = self.tied.get(clean_fqn(name), clean_fqn(name))
                 if prefixes and clean_fqn(name).startswith(prefixes):
-                    beside[clean_fqn(name)] = targets[keys[fqn]]
+                    alongside[clean_fqn(name)] = targets[keys[fqn]]
                 elif fqn in keys:
                     values[name] = targets[keys[fqn]]
                 else:
                     values[name] = saved.values.get(fqn, present)  # otherwise it was read into its parts
             self.model.load_state_dict(values)
-            put_back_descriptions(self.model, beside)
+            put_back_descriptions(self.model, alongside)

@@ -33,7 +33,7 @@ __all__ = ["loads"]
 
 T = TypeVar("T")
 
-_THEIRS = "torch.distributed.checkpoint.metadata"
+_PEER = "torch.distributed.checkpoint.metadata"
 _MOST_DIMS = 64
 _LONGEST_NAME = 1 << 16  # characters
 _LARGEST = (1 << 63) - 1
@@ -80,7 +80,7 @@ class _Object:
 
 _CLASSES = {
     *(
-        _Global(_THEIRS, name)
+        _Global(_PEER, name)
         for name in (
             "BytesStorageMetadata",
             "ChunkStorageMetadata",
@@ -95,7 +95,7 @@ _CLASSES = {
 }
 _SIZE = _Global("torch", "Size")
 _LAYOUT = _Global("torch.serialization", "_get_layout")
-_MEMORY_FORMAT = _Global(_THEIRS, "_MEM_FORMAT_ENCODING")
+_MEMORY_FORMAT = _Global(_PEER, "_MEM_FORMAT_ENCODING")
 _ORDERED = _Global("collections", "OrderedDict")
 _PATHS = {
     _Global(module, name)
@@ -402,10 +402,10 @@ def _known(value: Any, kind: _Global, values: Mapping[Any, T]) -> T:
     """Return the member of `values` that an enumeration's object represents."""
     if type(value) is not _Object or value.kind != kind:
         raise _refused(f"expected a {kind}")
-    [said] = value.args
-    if type(said) not in (int, str) or said not in values:
+    [stated] = value.args
+    if type(stated) not in (int, str) or stated not in values:
         raise _refused(f"it has a {kind} that is not known")
-    return values[said]
+    return values[stated]
 
 
 def _index(value: Any) -> MetadataIndex:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fullshard.checkpoint import container
-from fullshard.checkpoint.contents import OURS
+from fullshard.checkpoint.contents import RECORD
 from fullshard.checkpoint.folder import entries
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, Progress, StoredFile, damage_in, step_of
 from fullshard.checkpoint.together import Ranks
@@ -72,7 +72,7 @@ class Opened:
                 targets,
                 ranks=self.ranks,
                 doing=self.doing,
-                ours=self.manifest is not None,
+                record=self.manifest is not None,
                 progress=progress,
             )
 
@@ -152,8 +152,8 @@ def verify(
     Raises:
         CheckpointError: Some files are damaged. The same error is raised on every rank.
     """
-    mine = _shares(files, ranks.world)[ranks.index]
-    by_rank = ranks.share(doing, lambda: list(damage_in(folder, mine, progress=progress)))
+    local = _shares(files, ranks.world)[ranks.index]
+    by_rank = ranks.share(doing, lambda: list(damage_in(folder, local, progress=progress)))
     damage = [item for of_rank in by_rank for item in of_rank]
     if damage:
         more = f" ({len(damage) - 1} more files are damaged)" if len(damage) > 1 else ""
@@ -162,7 +162,7 @@ def verify(
 
 def _manifest(path: Path) -> Manifest | None:
     """Return the manifest of a checkpoint; None for a checkpoint of another program, which has none."""
-    if not (path / MANIFEST).exists() and OURS not in container.read_metadata(path).state_dict_metadata:
+    if not (path / MANIFEST).exists() and RECORD not in container.read_metadata(path).state_dict_metadata:
         return None
     return Manifest.read(path)  # raises if it is missing
 

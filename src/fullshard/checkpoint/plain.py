@@ -120,8 +120,8 @@ def keys_in(outlined: Outline) -> Iterator[str]:
 
 def are_same(one: Any, other: Any) -> bool:
     """Return True if two plain values are equal, with bitwise equal tensors."""
-    mine, theirs = list(_leaves(one)), list(_leaves(other))
-    return len(mine) == len(theirs) and all(
+    local, peer = list(_leaves(one)), list(_leaves(other))
+    return len(local) == len(peer) and all(
         path == place and (torch.equal(leaf, its) if isinstance(leaf, Tensor) else leaf == its)
-        for (path, leaf), (place, its) in zip(mine, theirs, strict=True)
+        for (path, leaf), (place, its) in zip(local, peer, strict=True)
     )

@@ -46,7 +46,7 @@ from fullshard.checkpoint.saving import manifest_of, write_files
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.checkpoint.together import default_ranks
 from fullshard.errors import CheckpointError
-from fullshard.liveness.whereabouts import here
+from fullshard.liveness.rank_progress import here
 from fullshard.tape.recorder import noting
 
 __all__ = ["SafetyCopies", "SafetyCopy"]
@@ -248,10 +248,10 @@ class SafetyCopies:
         Raises:
             CheckpointError: A transfer failed. The same error is raised on every rank.
         """
-        mine = _Exchange(folder, transfers, self._host if self._leads else None)
-        self._ranks.do(doing, mine.lay_out)  # a host without enough memory raises before any transfer
-        self._ranks.do(doing, lambda: mine.run(self._leaders, self._ranks.group))
-        self._ranks.do(doing, mine.take_in)
+        local = _Exchange(folder, transfers, self._host if self._leads else None)
+        self._ranks.do(doing, local.lay_out)  # a host without enough memory raises before any transfer
+        self._ranks.do(doing, lambda: local.run(self._leaders, self._ranks.group))
+        self._ranks.do(doing, local.take_in)
 
     def _found(self) -> Iterator[tuple[Manifest, list[str]]]:
         """Yield the copies on this host, with the names of their files on this host."""

@@ -32,7 +32,7 @@ class Saved:
     ties: Mapping[str, str] | None = None  # additional names of a tensor, with the first name; None if unknown
     states: Mapping[str, Outline] = field(default_factory=dict)  # of the optimizer, by FQN
     groups: tuple[SavedGroup, ...] | None = None  # of the optimizer; None if it was not saved
-    rest: Mapping[str, Any] = field(default_factory=dict)  # scheduler, extra
+    remaining: Mapping[str, Any] = field(default_factory=dict)  # scheduler, extra
 
     def renamed(self, names: Mapping[str, str]) -> Saved:
         """Return the same contents with other names for some parameters of the optimizer."""
@@ -43,16 +43,16 @@ class Saved:
         return replace(self, states=states, groups=groups)
 
 
-def saved_by_us(opened: Opened, ours: Mapping[str, Any]) -> Saved:
+def saved_by_us(opened: Opened, record: Mapping[str, Any]) -> Saved:
     """Return the contents of a checkpoint written by fullshard."""
-    optimizer = ours.get("optimizer")
+    optimizer = record.get("optimizer")
     return Saved(
         tensors=_under(f"{MODEL}.", opened.sizes()),
-        values=ours["model"],
-        ties={name.removeprefix(f"{MODEL}."): key.removeprefix(f"{MODEL}.") for name, key in ours["ties"].items()},
+        values=record["model"],
+        ties={name.removeprefix(f"{MODEL}."): key.removeprefix(f"{MODEL}.") for name, key in record["ties"].items()},
         states={} if optimizer is None else dict(optimizer["state"][1]),
         groups=None if optimizer is None else _our_groups(optimizer),
-        rest=ours,
+        remaining=record,
     )
 
 
@@ -66,12 +66,14 @@ def saved_by_others(opened: Opened, in_model: Collection[str], in_optimizer: Col
         in_optimizer: FQNs of the parameters of the optimizer.
     """
     keys = opened.metadata.state_dict_metadata
-    model = _most_frequent(before for key in keys for before, fqn, rest in _splits(key) if fqn in in_model and not rest)
+    model = _most_frequent(
+        before for key in keys for before, fqn, remaining in _splits(key) if fqn in in_model and not remaining
+    )
     optimizer = _most_frequent(
         before.removesuffix("state.").removesuffix("param_groups.")
         for key in keys
-        for before, fqn, rest in _splits(key)
-        if (before.endswith("state.") and fqn in in_optimizer and rest) or before.endswith("param_groups.")
+        for before, fqn, remaining in _splits(key)
+        if (before.endswith("state.") and fqn in in_optimizer and remaining) or before.endswith("param_groups.")
     )
     # A model without a prefix can be saved together with other data. Keys that begin like its keys belong to it.
     tops = {fqn.split(".")[0] for fqn in in_model}

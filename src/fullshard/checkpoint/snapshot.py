@@ -68,9 +68,9 @@ def snapshot(
                 lambda item: _copied(item) if isinstance(item, Tensor) else item, named["param_groups"]
             ),
         }
-    rest = {"extra": extra, **({} if scheduler is None else {"scheduler": scheduler.state_dict()})}
+    remaining = {"extra": extra, **({} if scheduler is None else {"scheduler": scheduler.state_dict()})}
     finish_copies()
-    return {**taken, "rest": plain_copy(rest, "the snapshot's ")}
+    return {**taken, "rest": plain_copy(remaining, "the snapshot's ")}
 
 
 def restore_snapshot(
@@ -128,7 +128,7 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
             fqns = [f"{names[module]}.{name}" for module, name in places if module in names]
             if fqns:  # empty if another weight was tied after sharding
                 found[clean_fqn(fqns[0]).removeprefix(".")] = param.local
-    seen: set[int] = set()
+    visited: set[int] = set()
     for prefix, module in model.named_modules():
         others: list[tuple[str, Tensor | None]] = [
             *((name, param) for name, param in module._parameters.items() if (id(module), name) not in owned),
@@ -139,8 +139,8 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
             ),
         ]
         for name, tensor in others:
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
+            if tensor is not None and id(tensor) not in visited:
+                visited.add(id(tensor))
                 local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
                 found[clean_fqn(f"{prefix}.{name}").removeprefix(".")] = local
     return found

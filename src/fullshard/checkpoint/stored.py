@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.contents import MODEL, OURS
+from fullshard.checkpoint.contents import MODEL, RECORD
 from fullshard.checkpoint.manifest import Manifest, Progress
 from fullshard.checkpoint.opening import Opened, open_checkpoint, verify
 from fullshard.checkpoint.tensor_files import CHECKSUMS, INDEX_SUFFIX, Description, open_tensor_files
@@ -95,10 +95,10 @@ def _of_checkpoint(opened: Opened) -> Stored:
     ties: dict[str, str] = {}
     values: tuple[str, ...] = ()
     if opened.manifest is not None:
-        [ours] = opened.accounts(OURS)
+        [record] = opened.accounts(RECORD)
         names = {key: name for name, key in weights.items()}
-        ties = {names[tied]: names[key] for tied, key in ours["ties"].items()}
-        values = tuple(ours["model"])
+        ties = {names[tied]: names[key] for tied, key in record["ties"].items()}
+        values = tuple(record["model"])
     return Stored(
         opened.path,
         {name: described[name] for name in weights},

@@ -344,8 +344,10 @@ def _only_file(path: Path) -> Path:
         return path
     found = [path / WEIGHTS] if (path / WEIGHTS).exists() else sorted(path.glob("*.safetensors"))
     if len(found) != 1:
-        said = f"{len(found)} of them, and no index" if found else "none"
-        raise CheckpointError(f"{path}: expected a safetensors file, found {said}. Name a file, or a folder with one.")
+        stated = f"{len(found)} of them, and no index" if found else "none"
+        raise CheckpointError(
+            f"{path}: expected a safetensors file, found {stated}. Name a file, or a folder with one."
+        )
     return found[0]
 
 
@@ -369,9 +371,9 @@ def _opened(path: Path) -> Iterator[Any]:
         with reopened(path) as same, safe_open(same, "pt", backend="pread") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        said = getattr(error, "strerror", None) or error
+        stated = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{path}: expected a safetensors file, found one that cannot be read ({said}). {_AGAIN}"
+            f"{path}: expected a safetensors file, found one that cannot be read ({stated}). {_AGAIN}"
         ) from error
 
 

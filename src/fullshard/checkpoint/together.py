@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from fullshard.comm.routes import collectives_of
 from fullshard.errors import CheckpointError, RankMismatchError
-from fullshard.liveness.whereabouts import here
+from fullshard.liveness.rank_progress import here
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["Ranks", "default_ranks", "failure_of_group", "failure_of_some", "said_by"]
+__all__ = ["Ranks", "default_ranks", "failure_of_group", "failure_of_some", "reported_by"]
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def default_ranks() -> Ranks:
     return Ranks(dist.group.WORLD if dist.is_initialized() else None)
 
 
-def said_by(error: BaseException) -> str:
+def reported_by(error: BaseException) -> str:
     """The message of `error` for other ranks."""
     text = str(error).strip()
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
@@ -112,13 +112,13 @@ def _outcome(action: Callable[[], T]) -> tuple[T | _Failed, BaseException | None
     try:
         return action(), None
     except Exception as error:
-        return _Failed(said_by(error)), error
+        return _Failed(reported_by(error)), error
 
 
 def failure_of_group(doing: str, error: BaseException) -> CheckpointError:
     """The error if ranks cannot reach one another."""
     return CheckpointError(
-        f"{doing}: another rank is gone, or does not answer ({said_by(error)}). End the processes and start again."
+        f"{doing}: another rank is gone, or does not answer ({reported_by(error)}). End the processes and start again."
     )
 
 

@@ -90,7 +90,7 @@ def dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0
-    name, *rest = argv
+    name, *remaining = argv
     if name == "--version":
         print(f"fullshard {versions()['fullshard']}")
         return 0
@@ -98,7 +98,7 @@ def dispatch(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{name}: unknown subcommand.{near_matches(name, SUBCOMMANDS)} Take one of {', '.join(SUBCOMMANDS)}."
         )
-    exit_code: int = importlib.import_module(SUBCOMMANDS[name].module).run(rest)
+    exit_code: int = importlib.import_module(SUBCOMMANDS[name].module).run(remaining)
     return exit_code
 
 

@@ -55,8 +55,8 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: an option is not sound. Nothing has been measured then.
     """
-    said = parse(CalibrateSettings, argv, prog="fullshard calibrate", description=_DESCRIPTION).machine
-    out = here_path() if said.out is None else said.out
+    stated = parse(CalibrateSettings, argv, prog="fullshard calibrate", description=_DESCRIPTION).machine
+    out = here_path() if stated.out is None else stated.out
     if out.suffix != ".toml":
         raise ConfigError(f"--out {out}: descriptions are TOML. Name it {out.with_suffix('.toml')}.")
     try:
@@ -68,10 +68,10 @@ def run(argv: Sequence[str]) -> int:
     if not console.is_terminal:
         console.width = WIDTH
     found = calibrate(
-        _device(said.device),
-        like=said.like,
-        seconds=said.seconds,
-        tell=_tell,
+        _device(stated.device),
+        like=stated.like,
+        seconds=stated.seconds,
+        tell_=_report,
     )
     write_description(found, out)
     console.print(_table(described(found), None if "like" not in found else hardware(found["like"])))
@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
     return MEASURED
 
 
-def _tell(what: str) -> None:
+def _report(what: str) -> None:
     sys.stderr.write(f"measuring: {what}\n")
 
 

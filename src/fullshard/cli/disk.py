@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fullshard.command_line import MaybeFloat, parse, take_words
 from fullshard.disk.folder import free_bytes, made
-from fullshard.disk.foresight import ADAMW_BYTES, Traffic, check_room, floored, foresee
+from fullshard.disk.prediction import ADAMW_BYTES, Traffic, check_room, floored, predict_load
 from fullshard.disk.speed import measure
 from fullshard.errors import ConfigError
 
@@ -67,49 +67,49 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: an option is not sound. Nothing has been measured then.
         DiskError: the folder cannot be written to, or has no room for it.
     """
-    words, rest = take_words(Settings, argv, ["FOLDER"], prog=_PROG)
-    said = parse(Settings, rest, prog=_PROG, description=_DESCRIPTION).disk
-    _check(said)
+    words, remaining = take_words(Settings, argv, ["FOLDER"], prog=_PROG)
+    stated = parse(Settings, remaining, prog=_PROG, description=_DESCRIPTION).disk
+    _check(stated)
     folder = Path(words[0]).expanduser()
-    besides = Traffic.of_activations(round(said.activations), microbatches=said.microbatches)
-    if said.shards:
+    besides = Traffic.of_activations(round(stated.activations), microbatches=stated.microbatches)
+    if stated.shards:
         besides += Traffic.of_parameters(
-            round(said.parameters * _FP32_BYTES * said.shards),
-            gathers=2 * said.microbatches,
-            reductions=said.microbatches,
+            round(stated.parameters * _FP32_BYTES * stated.shards),
+            gathers=2 * stated.microbatches,
+            reductions=stated.microbatches,
         )
-    traffic = besides + Traffic.of_optimizer(said.parameters, bytes_each=said.bytes_each, fraction=said.fraction)
+    traffic = besides + Traffic.of_optimizer(stated.parameters, bytes_each=stated.bytes_each, fraction=stated.fraction)
 
     def ask(room: int) -> str:
-        fits = (room - besides.room_bytes) / (said.parameters * said.bytes_each or 1)
-        less = "smaller --shards" if said.shards else "fewer --activations"
+        fits = (room - besides.room_bytes) / (stated.parameters * stated.bytes_each or 1)
+        less = "smaller --shards" if stated.shards else "fewer --activations"
         return f"Ask for --fraction {floored(fits)}" if fits > 0 else f"Ask for {less}"
 
     if not folder.exists():
         raise ConfigError(f"{folder}: there is no such folder. Make it first, or name another one.")
     with made(folder):
         check_room(folder, traffic, free_bytes(folder), ask=ask)
-    found = foresee(
-        measure(folder, seconds=said.seconds),  # which warns of a bad place
+    found = predict_load(
+        measure(folder, seconds=stated.seconds),  # which warns of a bad place
         traffic,
-        step_s=said.step_seconds,
-        endurance_bytes=None if said.endurance is None else said.endurance * 1e12,
+        step_s=stated.step_seconds,
+        endurance_bytes=None if stated.endurance is None else stated.endurance * 1e12,
         ask=ask,
     )
     console = Console()
-    for line in found.lines(said.steps):
+    for line in found.lines(stated.steps):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return MEASURED
 
 
-def _check(said: DiskSettings) -> None:
+def _check(stated: DiskSettings) -> None:
     for name in ("fraction", "shards"):
-        if not 0 <= getattr(said, name) <= 1:
-            raise ConfigError(f"--{name} {getattr(said, name):g}: must be from 0 to 1.")
+        if not 0 <= getattr(stated, name) <= 1:
+            raise ConfigError(f"--{name} {getattr(stated, name):g}: must be from 0 to 1.")
     for name in ("parameters", "bytes_each", "activations", "step_seconds"):
-        if getattr(said, name) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(said, name):g}: must be from 0 on.")
-    if min(said.steps, said.microbatches) < 1:
-        raise ConfigError(f"--steps {said.steps}, --microbatches {said.microbatches}: must be from 1 on.")
-    if said.endurance is not None and said.endurance <= 0:
-        raise ConfigError(f"--endurance {said.endurance:g}: a disk bears some writing. Leave out what is not known.")
+        if getattr(stated, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(stated, name):g}: must be from 0 on.")
+    if min(stated.steps, stated.microbatches) < 1:
+        raise ConfigError(f"--steps {stated.steps}, --microbatches {stated.microbatches}: must be from 1 on.")
+    if stated.endurance is not None and stated.endurance <= 0:
+        raise ConfigError(f"--endurance {stated.endurance:g}: a disk bears some writing. Leave out what is not known.")

@@ -26,7 +26,7 @@ _LOOK_S = 2.0
 _PROG = "fullshard report"
 _DESCRIPTION = (
     "Write the page of RUN into that folder: why it is slow or out of memory, where a step goes, what each unit waits "
-    "for, memory, ranks, shards. report.json has the same in numbers, trace.json.gz the lanes for ui.perfetto.dev."
+    "for, memory, ranks, shards. report.json has the same in numbers, trace.json.gz the streams for ui.perfetto.dev."
 )
 
 
@@ -53,17 +53,17 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: an option is not sound, or nothing is recorded in a folder.
     """
-    words, rest = take_words(Settings, argv, ["RUN"], prog=_PROG)
-    said = parse(Settings, rest, prog=_PROG, description=_DESCRIPTION).report
+    words, remaining = take_words(Settings, argv, ["RUN"], prog=_PROG)
+    stated = parse(Settings, remaining, prog=_PROG, description=_DESCRIPTION).report
     folder = Path(words[0])
     console = Console()
-    path, told = _write(folder, said.against)
-    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    path, reported = _write(folder, stated.against)
+    console.print(reported, markup=False, highlight=False, soft_wrap=True)
     console.print(f"written to {shown(str(path))}", markup=False, highlight=False, soft_wrap=True)
-    if said.watch:
+    if stated.watch:
         with serving(folder) as address:
             console.print(f"following at {address} until Ctrl-C", markup=False, highlight=False, soft_wrap=True)
-            follow(lambda: _state(folder), lambda: _write(folder, said.against), _rest)
+            follow(lambda: _state(folder), lambda: _write(folder, stated.against), _remaining)
     return WRITTEN
 
 
@@ -87,7 +87,7 @@ def _state(folder: Path) -> list[tuple[int, int]]:
     return [(item.st_size, item.st_mtime_ns) for item in (path.stat() for path in rank_files(folder))]
 
 
-def _rest() -> bool:
+def _remaining() -> bool:
     try:
         time.sleep(_LOOK_S)
     except KeyboardInterrupt:

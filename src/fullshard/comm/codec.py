@@ -49,8 +49,8 @@ class Codec(ABC):
         """Bytes of `numel` numbers, with what is left free up to the next boundary."""
 
     @abstractmethod
-    def encode(self, values: Tensor, wire: Tensor, scratch: Pool, *, keep_error: bool = False) -> None:
-        """Write `values`, of shape (rows, numel), to `wire`, bytes of shape (rows, nbytes(numel)).
+    def encode(self, values: Tensor, transport: Tensor, scratch: Pool, *, keep_error: bool = False) -> None:
+        """Write `values`, of shape (rows, numel), to `transport`, bytes of shape (rows, nbytes(numel)).
 
         Args:
             values: the numbers. With `keep_error` they are in float32, and become what their encoding lacks of them.
@@ -60,8 +60,8 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, wire: Tensor, numel: int, out: Tensor, scratch: Pool, *, adds: bool = False) -> None:
-        """Write the numbers in `wire`, or add them with `adds`, to `out`.
+    def decode(self, transport: Tensor, numel: int, out: Tensor, scratch: Pool, *, adds: bool = False) -> None:
+        """Write the numbers in `transport`, or add them with `adds`, to `out`.
 
         Args:
             wire: rows of encodings, of `numel` numbers each.
@@ -78,22 +78,22 @@ class _Bfloat16(Codec):
     def nbytes(self, numel: int) -> int:
         return align(2 * numel, ALIGNMENT_BYTES)
 
-    def encode(self, values: Tensor, wire: Tensor, scratch: Pool, *, keep_error: bool = False) -> None:
-        codes = _numbers(wire, values.shape[1])
+    def encode(self, values: Tensor, transport: Tensor, scratch: Pool, *, keep_error: bool = False) -> None:
+        codes = _numbers(transport, values.shape[1])
         codes.copy_(values)
         if keep_error:
             values.sub_(codes).nan_to_num_(0, 0, 0)
 
-    def decode(self, wire: Tensor, numel: int, out: Tensor, scratch: Pool, *, adds: bool = False) -> None:
-        codes = _numbers(wire, out.shape[1])
+    def decode(self, transport: Tensor, numel: int, out: Tensor, scratch: Pool, *, adds: bool = False) -> None:
+        codes = _numbers(transport, out.shape[1])
         if adds:
             out.add_(codes)
         else:
             out.copy_(codes)
 
 
-def _numbers(wire: Tensor, numel: int) -> Tensor:
-    return wire[:, : 2 * numel].view(torch.bfloat16)
+def _numbers(transport: Tensor, numel: int) -> Tensor:
+    return transport[:, : 2 * numel].view(torch.bfloat16)
 
 
 class _Blockwise(Codec):
@@ -113,19 +113,19 @@ class _Blockwise(Codec):
     def nbytes(self, numel: int) -> int:
         return align(_blocks(numel) * (4 + self.code_nbytes), ALIGNMENT_BYTES)
 
-    def encode(self, values: Tensor, wire: Tensor, scratch: Pool, *, keep_error: bool = False) -> None:
+    def encode(self, values: Tensor, transport: Tensor, scratch: Pool, *, keep_error: bool = False) -> None:
         numel = values.shape[1]
-        scales, codes = self._fields(wire, numel)
-        full, rest = numel // BLOCK, numel % BLOCK
+        scales, codes = self._fields(transport, numel)
+        full, remaining = numel // BLOCK, numel % BLOCK
         if full:
             blocks = values[:, : full * BLOCK].unflatten(1, (full, BLOCK))
             self._encode_blocks(blocks, scales[:, :full], codes[:, :full], scratch, keep_error)
-        if rest:
+        if remaining:
             last = values.new_zeros(len(values), 1, BLOCK)
-            last[:, 0, :rest] = values[:, full * BLOCK :]
+            last[:, 0, :remaining] = values[:, full * BLOCK :]
             self._encode_blocks(last, scales[:, full:], codes[:, full:], scratch, keep_error)
             if keep_error:
-                values[:, full * BLOCK :] = last[:, 0, :rest]
+                values[:, full * BLOCK :] = last[:, 0, :remaining]
 
     def _encode_blocks(self, blocks: Tensor, scales: Tensor, codes: Tensor, scratch: Pool, keep_error: bool) -> None:
         work = _work_memory(blocks, scratch)
@@ -142,18 +142,18 @@ class _Blockwise(Codec):
                 piece.sub_(steps.mul_(scale.unsqueeze(-1))).nan_to_num_(0, 0, 0)
         scratch.give(work)
 
-    def decode(self, wire: Tensor, numel: int, out: Tensor, scratch: Pool, *, adds: bool = False) -> None:
-        scales, codes = self._fields(wire, numel)
+    def decode(self, transport: Tensor, numel: int, out: Tensor, scratch: Pool, *, adds: bool = False) -> None:
+        scales, codes = self._fields(transport, numel)
         wanted = out.shape[1]
-        full, rest = wanted // BLOCK, wanted % BLOCK
+        full, remaining = wanted // BLOCK, wanted % BLOCK
         if full:
             blocks = out[:, : full * BLOCK].unflatten(1, (full, BLOCK))
             self._decode_blocks(scales[:, :full], codes[:, :full], blocks, scratch, adds)
-        if rest:
+        if remaining:
             last = torch.empty(len(out), 1, BLOCK, dtype=torch.float32, device=out.device)
             end = slice(full, full + 1)
             self._decode_blocks(scales[:, end], codes[:, end], last, scratch, adds=False)
-            place, numbers = out[:, full * BLOCK :], last[:, 0, :rest]
+            place, numbers = out[:, full * BLOCK :], last[:, 0, :remaining]
             place.copy_(place + numbers if adds else numbers)
 
     def _decode_blocks(self, scales: Tensor, codes: Tensor, blocks: Tensor, scratch: Pool, adds: bool) -> None:
@@ -169,10 +169,10 @@ class _Blockwise(Codec):
                 place.copy_(steps)
         scratch.give(work)
 
-    def _fields(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Scales, of shape (rows, blocks), and codes, of shape (rows, blocks, bytes), in `wire`."""
+    def _fields(self, transport: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Scales, of shape (rows, blocks), and codes, of shape (rows, blocks, bytes), in `transport`."""
         blocks = _blocks(numel)
-        scales, codes = wire[:, : 4 * blocks], wire[:, 4 * blocks : (4 + self.code_nbytes) * blocks]
+        scales, codes = transport[:, : 4 * blocks], transport[:, 4 * blocks : (4 + self.code_nbytes) * blocks]
         return scales.view(torch.float32), codes.unflatten(1, (blocks, self.code_nbytes))
 
 
@@ -233,7 +233,7 @@ def _blocks(numel: int) -> int:
 
 
 def _piece_numel(blocks: Tensor) -> int:
-    return _PIECE if accelerator_for(blocks.device).has_lanes else _CPU_PIECE
+    return _PIECE if accelerator_for(blocks.device).has_streams else _CPU_PIECE
 
 
 def _work_memory(blocks: Tensor, scratch: Pool) -> Tensor:

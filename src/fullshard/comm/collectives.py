@@ -29,11 +29,11 @@ from torch import Tensor
 
 from fullshard._compat import address, all_gather_rows
 from fullshard.comm.fingerprint import fingerprint, mismatch
-from fullshard.comm.wire import PartSums, Pending, TermName, Wire
+from fullshard.comm.transport import PartSums, Pending, TermName, Transport
 from fullshard.device.current import mark_here, stamp_here
 from fullshard.errors import FullshardError, RankLostError, RankMismatchError, named_ranks
+from fullshard.liveness.rank_progress import GroupProgress, here
 from fullshard.liveness.watchdog import PeerGoneError, lost
-from fullshard.liveness.whereabouts import GroupProgress, here
 from fullshard.policy.switches import switches
 from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
@@ -65,7 +65,7 @@ class Call:
 class Collectives(GroupProgress, ABC):
     """All that is sent over one process group. Subclasses move the data; this class counts, records and compares."""
 
-    is_queued = False  # see `Wire`
+    is_queued = False  # see `Transport`
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -220,7 +220,7 @@ class Collectives(GroupProgress, ABC):
             raise self._lost(gone, call) from gone
         if self.is_queued:
             here.queue(call.name, call.origin, mark_here())
-            return Pending(finish, event, has_come=lambda: True)
+            return Pending(finish, event, has_arrived=lambda: True)
 
         def agree_and_finish() -> None:
             here.enter(call.name, call.origin, self if agree is not None else None, number)
@@ -244,8 +244,8 @@ class Collectives(GroupProgress, ABC):
         """Send the other ranks the fingerprint of `call`. The function returned waits for theirs, and compares."""
         if self.world == 1 or not switches.compares_ranks:
             return None
-        mine = fingerprint(call.name, call.compared_origin, call.tensors, call.nbytes)
-        received = self._exchange_fingerprints(mine, alone=alone)
+        local = fingerprint(call.name, call.compared_origin, call.tensors, call.nbytes)
+        received = self._exchange_fingerprints(local, alone=alone)
         if received is None:
             return None
         self._uncompared.append(received)
@@ -285,7 +285,7 @@ class Collectives(GroupProgress, ABC):
                 self.broken = lost(self.ranks[gone.peer], here.now()[0])
         return self.broken
 
-    def _exchange_fingerprints(self, mine: bytes, *, alone: bool) -> Callable[[], list[bytes]] | None:
+    def _exchange_fingerprints(self, local: bytes, *, alone: bool) -> Callable[[], list[bytes]] | None:
         """Send this rank's fingerprint to all. The function returned waits for all of them, in rank order.
 
         Args:
@@ -307,11 +307,11 @@ class Collectives(GroupProgress, ABC):
         recorder = active_recorder()
         if recorder is None:
             return None
-        lane = "gather" if call.name == "all_gather" else "reduce"
+        stream = "gather" if call.name == "all_gather" else "reduce"
         event = Event(
-            call.name, call.origin, lane, sent_bytes=call.sent_nbytes, messages=call.messages, ranks=self.ranks
+            call.name, call.origin, stream, sent_bytes=call.sent_nbytes, messages=call.messages, ranks=self.ranks
         )
-        if self.is_queued and recorder.reads_lanes:
+        if self.is_queued and recorder.reads_streams:
             event.began = stamp_here()
         return recorder.add(event)
 
@@ -333,7 +333,7 @@ class Collectives(GroupProgress, ABC):
     def all_to_all(self, receive: Sequence[Tensor], send: Sequence[Tensor], tag: int) -> Callable[[], None]: ...
 
 
-class Channel(Wire):
+class Channel(Transport):
     """One purpose's messages over a process group: they are never taken for those of another channel.
 
     Args:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fullshard.comm.codec import Codec, codec_named
 from fullshard.comm.collectives import divide
-from fullshard.comm.wire import Gathers, PartSums, Pending, Sums, TermName, Wire, then
+from fullshard.comm.transport import Gathers, PartSums, Pending, Sums, TermName, Transport, then
 from fullshard.device.memory import Pool
 from fullshard.layout.shard_spec import owned
 from fullshard.tape.recorder import Origin
@@ -33,22 +33,22 @@ __all__ = ["EncodedGathers", "EncodedSums", "error_feedback_numel", "gathers_enc
 _DECODED_AT_ONCE = 1 << 20  # numbers: in large worlds parts are small, and operations on one at a time cost the host
 
 
-def gathers_encoded_as(name: str | None, wire: Gathers, scratch: Pool) -> Gathers:
-    """`wire`, or gathers over it by the codec of that name; one rank alone has nothing to encode."""
-    return wire if name is None or wire.world == 1 else EncodedGathers(wire, codec_named(name), scratch)
+def gathers_encoded_as(name: str | None, transport: Gathers, scratch: Pool) -> Gathers:
+    """`transport`, or gathers over it by the codec of that name; one rank alone has nothing to encode."""
+    return transport if name is None or transport.world == 1 else EncodedGathers(transport, codec_named(name), scratch)
 
 
-def sums_encoded_as(name: str | None, wire: Wire, scratch: Pool) -> Sums:
-    """`wire`, or sums over it by the codec of that name; one rank alone has nothing to encode."""
-    return wire if name is None or wire.world == 1 else EncodedSums(wire, codec_named(name), scratch)
+def sums_encoded_as(name: str | None, transport: Transport, scratch: Pool) -> Sums:
+    """`transport`, or sums over it by the codec of that name; one rank alone has nothing to encode."""
+    return transport if name is None or transport.world == 1 else EncodedSums(transport, codec_named(name), scratch)
 
 
 class EncodedGathers(Gathers):
-    """All-gathers over `wire` of which every rank has what comes out of `codec`."""
+    """All-gathers over `transport` of which every rank has what comes out of `codec`."""
 
-    def __init__(self, wire: Gathers, codec: Codec, scratch: Pool) -> None:
-        self._wire = wire
-        self.world, self.rank, self.is_queued = wire.world, wire.rank, wire.is_queued
+    def __init__(self, transport: Gathers, codec: Codec, scratch: Pool) -> None:
+        self._transport = transport
+        self.world, self.rank, self.is_queued = transport.world, transport.rank, transport.is_queued
         self._codec = codec
         self._scratch = scratch
 
@@ -56,26 +56,26 @@ class EncodedGathers(Gathers):
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, in_common: bool = False
     ) -> Pending:
         """See `Gathers.all_gather`. What is sent may be of another dtype, and is read at once."""
-        wire, codec = self._wire, self._codec
-        sizes = [wire.world * codec.nbytes(part.numel()) for part in send]
+        transport, codec = self._transport, self._codec
+        sizes = [transport.world * codec.nbytes(part.numel()) for part in send]
         flat = self._scratch.take(sum(sizes), torch.uint8)
-        messages = [message.view(wire.world, -1) for message in flat.split(sizes)]
+        messages = [message.view(transport.world, -1) for message in flat.split(sizes)]
         for part, message in zip(send, messages, strict=True):
-            codec.encode(part.view(1, -1), message[wire.rank : wire.rank + 1], self._scratch)
-        arrived = wire.all_gather(
-            [message.view(-1) for message in messages], [message[wire.rank] for message in messages], origin=origin
+            codec.encode(part.view(1, -1), message[transport.rank : transport.rank + 1], self._scratch)
+        arrived = transport.all_gather(
+            [message.view(-1) for message in messages], [message[transport.rank] for message in messages], origin=origin
         )
 
         def decode() -> None:
             for whole, part, message in zip(receive, send, messages, strict=True):
-                codec.decode(message, part.numel(), whole.view(wire.world, -1), self._scratch)
+                codec.decode(message, part.numel(), whole.view(transport.world, -1), self._scratch)
             self._scratch.give(flat)
 
-        return then(wire, arrived, decode)
+        return then(transport, arrived, decode)
 
 
 class EncodedSums(Sums):
-    """Sums over `wire` whose terms `codec` encodes, in float32.
+    """Sums over `transport` whose terms `codec` encodes, in float32.
 
     What is left over of a term is added the next time that there is one of the same name, and is dropped if there is
     one before whose name only begins with the same word: a bound on memory, at the price of one message's rounding.
@@ -88,9 +88,9 @@ class EncodedSums(Sums):
 
     names_terms = True
 
-    def __init__(self, wire: Wire, codec: Codec, scratch: Pool) -> None:
-        self.world, self.rank, self.is_queued = wire.world, wire.rank, wire.is_queued
-        self._wire = wire
+    def __init__(self, transport: Transport, codec: Codec, scratch: Pool) -> None:
+        self.world, self.rank, self.is_queued = transport.world, transport.rank, transport.is_queued
+        self._transport = transport
         self._codec = codec
         self._scratch = scratch
         self._errors: dict[object, tuple[TermName, Tensor]] = {}  # of the last message, by what it was of
@@ -106,37 +106,37 @@ class EncodedSums(Sums):
 
     def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:
         """See `Sums.reduce_scatter`. One message to each other rank."""
-        wire, codec = self._wire, self._codec
+        transport, codec = self._transport, self._codec
         sizes = [codec.nbytes(n) for n in of.part_numels]
-        others = wire.world - 1
+        others = transport.world - 1
         flat = self._scratch.take(2 * others * sum(sizes), torch.uint8)
         sent, received = flat.view(2, others, -1)
         for name, whole, n, message in zip(of.names, of.wholes, of.part_numels, sent.split(sizes, 1), strict=True):
             self._encode(name, self._parts_of_others(whole, n), others, n, message)
-        arrived = wire.all_to_all(
-            self._by_rank(received), self._by_rank(sent), common_nbytes=wire.world * sum(sizes), origin=origin
+        arrived = transport.all_to_all(
+            self._by_rank(received), self._by_rank(sent), common_nbytes=transport.world * sum(sizes), origin=origin
         )
 
         def add() -> None:
             for out, whole, n, message in zip(
                 of.sums, of.wholes, of.part_numels, received.split(sizes, 1), strict=True
             ):
-                self._add(out, message[: wire.rank], n, adds=False)
-                _add(out, whole[wire.rank * n : (wire.rank + 1) * n], adds=wire.rank > 0)
-                self._add(out, message[wire.rank :], n, adds=True)
+                self._add(out, message[: transport.rank], n, adds=False)
+                _add(out, whole[transport.rank * n : (transport.rank + 1) * n], adds=transport.rank > 0)
+                self._add(out, message[transport.rank :], n, adds=True)
             divide(of.sums, of.divisor)
             self._scratch.give(flat)
 
-        return then(wire, arrived, add)
+        return then(transport, arrived, add)
 
     def all_reduce(
         self, tensors: Sequence[Tensor], divisor: float, *, origin: Origin, names: Sequence[TermName] = ()
     ) -> Pending:
         """See `Sums.all_reduce`. Two messages to each other rank: terms, and then sums."""
-        wire = self._wire
-        part_numels = [len(owned(tensor.numel(), wire.world, 0)) for tensor in tensors]
-        mine = [len(owned(tensor.numel(), wire.world, wire.rank)) for tensor in tensors]
-        sums = [self._scratch.take(numel, torch.float32) for numel in mine]
+        transport = self._transport
+        part_numels = [len(owned(tensor.numel(), transport.world, 0)) for tensor in tensors]
+        local = [len(owned(tensor.numel(), transport.world, transport.rank)) for tensor in tensors]
+        sums = [self._scratch.take(numel, torch.float32) for numel in local]
         added = self.reduce_scatter(PartSums(sums, tensors, part_numels, divisor, names), origin=origin)
 
         def gather() -> None:
@@ -144,7 +144,7 @@ class EncodedSums(Sums):
             for total in sums:
                 self._scratch.give(total)
 
-        return then(wire, added, gather)
+        return then(transport, added, gather)
 
     def _gather_sums(
         self,
@@ -155,15 +155,15 @@ class EncodedSums(Sums):
         names: Sequence[TermName],
     ) -> None:
         """Every rank's sums in their places in `tensors`: this rank's, too, as the others have them."""
-        wire, codec = self._wire, self._codec
+        transport, codec = self._transport, self._codec
         sizes = [codec.nbytes(n) for n in part_numels]
-        flat = self._scratch.take(wire.world * sum(sizes), torch.uint8)
-        messages = flat.view(wire.world, -1)
+        flat = self._scratch.take(transport.world * sum(sizes), torch.uint8)
+        messages = flat.view(transport.world, -1)
         for name, total, n, message in zip(
-            names, sums, part_numels, messages[wire.rank : wire.rank + 1].split(sizes, 1), strict=True
+            names, sums, part_numels, messages[transport.rank : transport.rank + 1].split(sizes, 1), strict=True
         ):
             self._encode(("sum", *name), [(0, total)], 1, n, message)
-        wire.all_gather([flat], [messages[wire.rank]], origin=origin).wait()
+        transport.all_gather([flat], [messages[transport.rank]], origin=origin).wait()
         for tensor, n, message in zip(tensors, part_numels, messages.split(sizes, 1), strict=True):
             full = tensor.numel() // n if n else 0
             codec.decode(message[:full], n, tensor[: full * n].view(full, n), self._scratch)
@@ -188,7 +188,7 @@ class EncodedSums(Sums):
 
     def _parts_of_others(self, whole: Tensor, n: int) -> list[tuple[int, Tensor]]:
         """The parts of `whole` for ranks before this one and after it, each with its start beside the rest."""
-        start, end = self._wire.rank * n, (self._wire.rank + 1) * n
+        start, end = self._transport.rank * n, (self._transport.rank + 1) * n
         return [(0, whole[:start]), (start, whole[end:])]
 
     def _encode(self, name: TermName, parts: Sequence[tuple[int, Tensor]], rows: int, n: int, message: Tensor) -> None:
@@ -217,8 +217,8 @@ class EncodedSums(Sums):
 
     def _by_rank(self, rows: Tensor) -> list[Tensor]:
         """A row for every other rank, and nothing for this one."""
-        mine = self._wire.rank
-        return [*rows[:mine], rows.new_empty(0), *rows[mine:]]
+        local = self._transport.rank
+        return [*rows[:local], rows.new_empty(0), *rows[local:]]
 
 
 def error_feedback_numel(part_numels: Sequence[int], world: int, *, whole: bool) -> int:

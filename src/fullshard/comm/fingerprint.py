@@ -39,8 +39,8 @@ def mismatch(fingerprints: Sequence[bytes], ranks: Sequence[int]) -> RankMismatc
     sides: dict[str, list[int]] = {}
     for rank, one in zip(ranks, fingerprints, strict=True):
         sides.setdefault(_read(one), []).append(rank)
-    said = "; ".join(f"{named_ranks(who)} started {what}" for what, who in sides.items())
-    return RankMismatchError(f"ranks do not do the same: {said}. {same_calls()}")
+    stated = "; ".join(f"{named_ranks(who)} started {what}" for what, who in sides.items())
+    return RankMismatchError(f"ranks do not do the same: {stated}. {same_calls()}")
 
 
 def _read(one: bytes) -> str:

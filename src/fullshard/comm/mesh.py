@@ -178,8 +178,8 @@ def own_spans(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Tenso
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             span = spans[placement.dim]
-            mine = owned(len(span), mesh.size(axis), mesh.get_local_rank(axis))
-            spans[placement.dim] = span[mine.start : mine.stop]
+            local = owned(len(span), mesh.size(axis), mesh.get_local_rank(axis))
+            spans[placement.dim] = span[local.start : local.stop]
     return spans
 
 
@@ -230,19 +230,19 @@ def axes_by_name(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> Axes:
     Raises:
         ConfigError: the mesh has no such axes.
     """
-    asked = f"dp_mesh_dims=DataParallelMeshDims(shard={dims.shard!r}, replicate={dims.replicate!r})"
+    requested = f"dp_mesh_dims=DataParallelMeshDims(shard={dims.shard!r}, replicate={dims.replicate!r})"
     has = None if mesh is None else mesh.mesh_dim_names
     if mesh is None or has is None:
         raise ConfigError(
-            f"{asked} names axes of a mesh, but {'none was given' if mesh is None else f'{mesh} has no names'}. Pass "
-            "mesh=init_device_mesh(device, sizes, mesh_dim_names=...)."
+            f"{requested} names axes of a mesh, but {'none was given' if mesh is None else f'{mesh} has no names'}. "
+            "Pass mesh=init_device_mesh(device, sizes, mesh_dim_names=...)."
         )
     known = DataParallelMeshDims(dims.shard, dims.replicate)  # torch's own has fewer checks
     named = [*known.shard_names, *known.replicate_names]
     wrong = next((name for name in named if name not in has or named.count(name) > 1), None)
     if wrong is not None:
         raise ConfigError(
-            f"{asked} names {wrong!r}{' twice' if wrong in has else ''}, but the axes of the mesh are {has}. Name "
+            f"{requested} names {wrong!r}{' twice' if wrong in has else ''}, but the axes of the mesh are {has}. Name "
             "each to shard or replicate over once; those of other parallelisms are left out."
         )
     shard, replicate = (tuple(sorted(names, key=has.index)) for names in (known.shard_names, known.replicate_names))
@@ -363,11 +363,11 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
     world = dist.get_world_size()
     shape: tuple[int, ...] = (world,)
     if replicated:
-        asked = "strategy 'hsdp' without a mesh shards within a host"
+        requested = "strategy 'hsdp' without a mesh shards within a host"
         remedy = "Pass mesh=init_device_mesh(device, (replicas, shards))"
-        ranks = _ranks_per_host(dist.distributed_c10d._get_default_group(), asked, remedy)
+        ranks = _ranks_per_host(dist.distributed_c10d._get_default_group(), requested, remedy)
         if world % ranks:
-            raise ConfigError(f"{asked}, but {world} ranks do not divide into hosts of {ranks}. {remedy}.")
+            raise ConfigError(f"{requested}, but {world} ranks do not divide into hosts of {ranks}. {remedy}.")
         shape = (world // ranks, ranks)
     names = ("replicate", "shard") if replicated else None  # torch gives a mesh of one axis no name, and so compares it
 
@@ -381,16 +381,16 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
 _agreed: Kept[tuple[dist.ProcessGroup, int], bool] = Kept("comparisons of ranks a host")
 
 
-def _ranks_per_host(group: dist.ProcessGroup, asked: str, remedy: str) -> int:
+def _ranks_per_host(group: dist.ProcessGroup, requested: str, remedy: str) -> int:
     """The number of ranks of `group` on a host: torchrun's, or the number of GPUs, or all of them.
 
     Raises:
-        RankMismatchError: not every host has as many. The message says what was `asked`, and the `remedy`.
+        RankMismatchError: not every host has as many. The message says what was `requested`, and the `remedy`.
     """
     ranks = ranks_of_this_host(group)
     if dist.get_backend(group) != "fake":
         # A rank knows its own host only, and all must raise alike: so they tell one another, once.
-        _agreed.get_or_make((group, ranks), lambda: _compare(group, ranks, asked, remedy))
+        _agreed.get_or_make((group, ranks), lambda: _compare(group, ranks, requested, remedy))
     return ranks
 
 
@@ -401,13 +401,13 @@ def ranks_of_this_host(group: dist.ProcessGroup | None = None) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or count_devices() or dist.get_world_size(group)
 
 
-def _compare(group: dist.ProcessGroup, ranks: int, asked: str, remedy: str) -> bool:
+def _compare(group: dist.ProcessGroup, ranks: int, requested: str, remedy: str) -> bool:
     counts = collectives_of(group).gather_objects(ranks, origin=Origin("", Phase.IDLE))
     odd = next((rank for rank, other in enumerate(counts) if other != counts[0]), None)
     if odd is not None:
         first, second = dist.get_global_rank(group, 0), dist.get_global_rank(group, odd)
         raise RankMismatchError(
-            f"{asked}, but hosts have different numbers of ranks: that of rank {first} has {counts[0]}, that of rank "
-            f"{second} has {counts[odd]}. {remedy}, or start as many ranks on every host."
+            f"{requested}, but hosts have different numbers of ranks: that of rank {first} has {counts[0]}, that of "
+            f"rank {second} has {counts[odd]}. {remedy}, or start as many ranks on every host."
         )
     return True

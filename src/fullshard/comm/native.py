@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fullshard._compat import all_gather_each, all_reduce_each, reduce_scatter_each
 from fullshard.comm.collectives import Collectives, divide
-from fullshard.comm.wire import PartSums
+from fullshard.comm.transport import PartSums
 
 __all__ = ["NativeCollectives"]
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fullshard._compat import break_connections, connected_again
 from fullshard.comm.collectives import Collectives, divide, keep_own
-from fullshard.comm.wire import PartSums
+from fullshard.comm.transport import PartSums
 from fullshard.device.memory import Pool
 from fullshard.errors import RankMismatchError, named_ranks
 from fullshard.layout.shard_spec import owned
+from fullshard.liveness.rank_progress import here
 from fullshard.liveness.watchdog import PeerGoneError
-from fullshard.liveness.whereabouts import here
 from fullshard.tape.recorder import Origin, Phase
 
 __all__ = ["PairwiseCollectives", "part_of", "sum_in_rank_order"]
@@ -94,15 +94,15 @@ class PairwiseCollectives(Collectives):
         """The other ranks, nearest above first, so that not all ranks send to the same one at once."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
-    def _exchange_fingerprints(self, mine: bytes, *, alone: bool) -> Callable[[], list[bytes]]:
+    def _exchange_fingerprints(self, local: bytes, *, alone: bool) -> Callable[[], list[bytes]]:
         tag = self._fingerprint_tag + self._fingerprints % _FINGERPRINT_TAGS
         self._fingerprints += 1
-        return self._exchange(mine, tag)
+        return self._exchange(local, tag)
 
-    def _exchange(self, mine: bytes, tag: int) -> Callable[[], list[bytes]]:
-        """Send `mine`, of the same size on all ranks, to all. What is returned waits for those of all ranks."""
-        published = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        received_bytes = list(torch.empty(self.world, len(mine), dtype=torch.uint8))
+    def _exchange(self, local: bytes, tag: int) -> Callable[[], list[bytes]]:
+        """Send `local`, of the same size on all ranks, to all. What is returned waits for those of all ranks."""
+        published = torch.frombuffer(bytearray(local), dtype=torch.uint8)
+        received_bytes = list(torch.empty(self.world, len(local), dtype=torch.uint8))
         received_bytes[self.rank] = published
         works: _Works = [work for peer in self._peers() for work in self._receive(received_bytes[peer], peer, tag)]
         works += [work for peer in self._peers() for work in self._send(published, peer, tag)]
@@ -157,8 +157,8 @@ class PairwiseCollectives(Collectives):
         def finish() -> None:
             self._wait_all(works)
             for out, whole, n, by_peer in zip(of.sums, of.wholes, of.part_numels, received, strict=True):
-                mine = whole[self.rank * n : (self.rank + 1) * n]
-                sum_in_rank_order(out, [by_peer.get(rank, mine) for rank in range(self.world)], of.divisor)
+                local = whole[self.rank * n : (self.rank + 1) * n]
+                sum_in_rank_order(out, [by_peer.get(rank, local) for rank in range(self.world)], of.divisor)
                 for scratch in by_peer.values():
                     self._scratch.give(scratch)
 
@@ -166,11 +166,11 @@ class PairwiseCollectives(Collectives):
 
     def all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
         part_numels = [len(owned(tensor.numel(), self.world, 0)) for tensor in tensors]
-        mine = [part_of(tensor, n, self.rank) for tensor, n in zip(tensors, part_numels, strict=True)]
+        local = [part_of(tensor, n, self.rank) for tensor, n in zip(tensors, part_numels, strict=True)]
         number = self.started
-        if any(part.numel() for part in mine):
+        if any(part.numel() for part in local):
             self.unsent[number] = False
-        sums = [self._scratch.take(part.numel(), part.dtype) for part in mine]
+        sums = [self._scratch.take(part.numel(), part.dtype) for part in local]
         reduced = self.reduce_scatter(PartSums(sums, tensors, part_numels, divisor), tag)
 
         def finish() -> None:
@@ -182,7 +182,7 @@ class PairwiseCollectives(Collectives):
                     works += self._receive(part_of(tensor, n, peer), peer, second + i)
                     works += self._send(sums[i], peer, second + i)
             self.unsent.pop(number, None)
-            for part, total in zip(mine, sums, strict=True):
+            for part, total in zip(local, sums, strict=True):
                 part.copy_(total)
             self._wait_all(works)
             for total in sums:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.neighbours import Block, CannotShareError, Key, Memory, Neighbours, Published, nbytes_end_to_end
+from fullshard.comm.peers import Block, CannotShareError, HostPeers, Key, Memory, Published, nbytes_end_to_end
 from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.layout.offsets import align
 from fullshard.policy.switches import switches
@@ -28,20 +28,20 @@ __all__ = ["PretendedCollectives"]
 class PretendedCollectives(SharedMemoryCollectives):
     """Through pretended memory where the ranks of a group are on one host of `LOCAL_WORLD_SIZE`; else pairwise."""
 
-    def _meet(self) -> Neighbours:
+    def _meet(self) -> HostPeers:
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         if not switches.shares_memory_between_ranks:
             raise CannotShareError("it is switched off")
         hosts = {rank // per_host for rank in dist.get_process_group_ranks(self.group)}
         if len(hosts) > 1:
             raise CannotShareError(f"they are on {len(hosts)} hosts")
-        return _PretendedNeighbours(self.rank, self.world)
+        return _PretendedPeers(self.rank, self.world)
 
-    def _exchange(self, mine: bytes, tag: int) -> Callable[[], list[bytes]]:
-        met = vars(self).get("neighbours")
+    def _exchange(self, local: bytes, tag: int) -> Callable[[], list[bytes]]:
+        met = vars(self).get("peers")
         if met is not None:
             met.hear()
-        return lambda: [mine] * self.world
+        return lambda: [local] * self.world
 
 
 class _OfPeer(Memory):
@@ -59,7 +59,7 @@ def _bytes(nbytes: int) -> Tensor:
         return torch.empty(align(nbytes, mmap.PAGESIZE), dtype=torch.uint8)
 
 
-class _PretendedNeighbours(Neighbours):
+class _PretendedPeers(HostPeers):
     """Ranks of this host that do what this one does.
 
     Args:
@@ -146,5 +146,5 @@ class _PretendedNeighbours(Neighbours):
 
     def next_fingerprints(self) -> dict[int, bytes]:
         self.hear()
-        mine = self._fingerprints.popleft()
-        return dict.fromkeys(self._peers, mine)
+        local = self._fingerprints.popleft()
+        return dict.fromkeys(self._peers, local)

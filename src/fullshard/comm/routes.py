@@ -65,6 +65,6 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
             "it with one of these, or say by fullshard.comm.routes.register_backend how it moves data."
         )
     accelerator = accelerator_for(device)
-    if accelerator.has_lanes:
+    if accelerator.has_streams:
         return NativeCollectives  # whatever the backend, it is asked to do its work in order
     return PretendedCollectives if accelerator.is_dry and backend == "fake" else _routes[backend]

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from fullshard._compat import group_timeout_s
 from fullshard.comm.collectives import Call, keep_own
-from fullshard.comm.neighbours import (
+from fullshard.comm.pairwise import PairwiseCollectives, part_of, sum_in_rank_order
+from fullshard.comm.peers import (
     Block,
     CannotShareError,
+    HostPeers,
     Key,
-    Neighbours,
     address_of_none,
     connect,
     nbytes_end_to_end,
 )
-from fullshard.comm.pairwise import PairwiseCollectives, part_of, sum_in_rank_order
-from fullshard.comm.wire import PartSums
+from fullshard.comm.transport import PartSums
 from fullshard.layout.shard_spec import owned
+from fullshard.liveness.rank_progress import here
 from fullshard.liveness.watchdog import PeerGoneError
-from fullshard.liveness.whereabouts import here
 from fullshard.tape.recorder import Event, Origin, Phase
 
 __all__ = ["SharedMemoryCollectives"]
@@ -70,7 +70,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         self._started = 0  # collectives, which all ranks count alike: nothing is taken for what came before or after
 
     @_once
-    def neighbours(self) -> Neighbours | None:
+    def peers(self) -> HostPeers | None:
         """The other ranks, if all are on this host. Asked first, it is a collective."""
         if self.world == 1:
             return None
@@ -81,7 +81,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
                 _log.info("ranks %s exchange messages by gloo and share no memory: %s", self.ranks, obstacle)
                 return None
 
-    def _meet(self) -> Neighbours:
+    def _meet(self) -> HostPeers:
         """The other ranks. A collective.
 
         Raises:
@@ -89,8 +89,8 @@ class SharedMemoryCollectives(PairwiseCollectives):
         """
         tags = iter(range(self._meeting_tag, self._meeting_tag + 2))
 
-        def exchange(mine: bytes) -> list[bytes]:
-            return self._exchange(mine, next(tags))()
+        def exchange(local: bytes) -> list[bytes]:
+            return self._exchange(local, next(tags))()
 
         return connect(self.rank, exchange, group_timeout_s(self.group))
 
@@ -98,31 +98,31 @@ class SharedMemoryCollectives(PairwiseCollectives):
         """See `Collectives.renew`. What lies in shared memory for collectives that never ended is forgotten."""
         super().renew()
         self.close()
-        vars(self).pop("neighbours", None)
+        vars(self).pop("peers", None)
         self._fingerprint, self._started = b"", 0
 
     def end_wait(self) -> None:
         super().end_wait()
-        neighbours = vars(self).get("neighbours")
-        if neighbours is not None and self.broken is not None:
-            neighbours.end_wait(self.broken)
+        peers = vars(self).get("peers")
+        if peers is not None and self.broken is not None:
+            peers.end_wait(self.broken)
 
     def leave(self, last: bytes) -> None:
-        if "neighbours" not in vars(self):  # the others may wait to meet this rank
+        if "peers" not in vars(self):  # the others may wait to meet this rank
             self._keep_unread(self._exchange(address_of_none("ranks make different calls"), self._meeting_tag))
-            vars(self)["neighbours"] = None
+            vars(self)["peers"] = None
         self._keep_unread(self._exchange(_NO_PLAN, self._plan_tag))  # they may wait to agree on memory in common
         super().leave(last)
 
     def close(self) -> None:
         """Leave the neighbours, if they ever met."""
-        neighbours = vars(self).get("neighbours")
-        if neighbours is not None:
-            neighbours.close()
+        peers = vars(self).get("peers")
+        if peers is not None:
+            peers.close()
 
     def common_storages(self, sizes: Sequence[int], plan: str | None) -> list[torch.UntypedStorage] | None:
-        neighbours = self.neighbours
-        if neighbours is None:
+        peers = self.peers
+        if peers is None:
             return []
         call = Call("agreement on memory in common", Origin("", Phase.IDLE), len(sizes), sum(sizes), 0, 0)
         digest = _NO_PLAN if plan is None else sha256(f"{plan}{list(sizes)}".encode()).digest()
@@ -134,123 +134,123 @@ class SharedMemoryCollectives(PairwiseCollectives):
                     return None
                 if not sizes or any(other != digest for other in plans):
                     return []
-                neighbours.drop_free()  # what was gathered went through them, and will not any more
+                peers.drop_free()  # what was gathered went through them, and will not any more
                 collective, _ = self._next_key(0)
-                return [memory.storage for memory in neighbours.common(sizes, collective)]
+                return [memory.storage for memory in peers.common(sizes, collective)]
             except PeerGoneError as gone:
                 raise self._lost(gone, call) from gone
 
     def gather_in_common(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
-        neighbours = self.neighbours
-        assert neighbours is not None, "memory in common is for neighbours"
+        peers = self.peers
+        assert peers is not None, "memory in common is for neighbours"
         collective, _ = self._next_key(tag)
         free, written = (collective, tag), (collective, tag + 1)
-        mine = [whole.view(self.world, -1)[self.rank] for whole in wholes]
+        local = [whole.view(self.world, -1)[self.rank] for whole in wholes]
         number = self.started
         self.unsent[number] = True
 
         def write() -> None:
             with torch.no_grad():
-                _copy_each(mine, parts)
-            neighbours.signal(written)
+                _copy_each(local, parts)
+            peers.signal(written)
             self.unsent.pop(number, None)
 
-        neighbours.signal(free, self._take_fingerprint())
-        neighbours.when_signalled(written, _nothing)
-        neighbours.when_signalled(free, write)  # when nobody needs any more what lies there
+        peers.signal(free, self._take_fingerprint())
+        peers.when_signalled(written, _nothing)
+        peers.when_signalled(free, write)  # when nobody needs any more what lies there
 
         def finish() -> None:
-            neighbours.await_signals(free)
-            neighbours.await_signals(written)
+            peers.await_signals(free)
+            peers.await_signals(written)
 
         return finish
 
-    def _exchange_fingerprints(self, mine: bytes, *, alone: bool) -> Callable[[], list[bytes]]:
-        neighbours = self.neighbours
-        if neighbours is None:
-            return super()._exchange_fingerprints(mine, alone=alone)
+    def _exchange_fingerprints(self, local: bytes, *, alone: bool) -> Callable[[], list[bytes]]:
+        peers = self.peers
+        if peers is None:
+            return super()._exchange_fingerprints(local, alone=alone)
         if alone:
             key = self._next_key(self._fingerprint_tag)
-            neighbours.signal(key, mine)
-            neighbours.when_signalled(key, _nothing)
+            peers.signal(key, local)
+            peers.when_signalled(key, _nothing)
         else:
-            self._fingerprint = mine
+            self._fingerprint = local
 
         def received() -> list[bytes]:
-            fingerprints = {**neighbours.next_fingerprints(), self.rank: mine}
+            fingerprints = {**peers.next_fingerprints(), self.rank: local}
             return [fingerprints[rank] for rank in range(self.world)]
 
         return received
 
     def _record(self, call: Call) -> Event | None:
-        if self.neighbours is not None:
+        if self.peers is not None:
             messages = (2 if call.name == "all_reduce" or call.how else 1) * (self.world - 1)
             call = replace(call, messages=messages)
         return super()._record(call)
 
     def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
-        neighbours = self.neighbours
-        if neighbours is None:
+        peers = self.peers
+        if peers is None:
             return super().all_gather(wholes, parts, tag)
         key = self._next_key(tag)
-        self._show(neighbours, key, dict.fromkeys(self._peers(), parts))
+        self._show(peers, key, dict.fromkeys(self._peers(), parts))
         places = [whole.view(self.world, -1) for whole in wholes]
         keep_own([place[self.rank] for place in places], parts)
 
         def finish() -> None:
-            self._take(neighbours, key, {rank: [place[rank] for place in places] for rank in range(self.world)})
+            self._take(peers, key, {rank: [place[rank] for place in places] for rank in range(self.world)})
 
         return finish
 
     def reduce_scatter(self, of: PartSums, tag: int) -> Callable[[], None]:
-        neighbours = self.neighbours
-        if neighbours is None:
+        peers = self.peers
+        if peers is None:
             return super().reduce_scatter(of, tag)
         key = self._next_key(tag)
         parts = self._parts_by_rank(of.wholes, of.part_numels)
-        block = self._show(neighbours, key, parts, patiently=True)
+        block = self._show(peers, key, parts, patiently=True)
 
         def finish() -> None:
-            self._sum(neighbours, key, of.sums, parts[self.rank], of.divisor)
+            self._sum(peers, key, of.sums, parts[self.rank], of.divisor)
             # All have published, and whoever has not read it needs nothing more of this rank.
             block.is_due = block.about == key
 
         return finish
 
     def arrival(self, tag: int) -> Callable[[], bool] | None:
-        neighbours = self.neighbours
-        return None if neighbours is None else partial(neighbours.have_all_published, (self._started, tag))
+        peers = self.peers
+        return None if peers is None else partial(peers.have_all_published, (self._started, tag))
 
     def all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
-        neighbours = self.neighbours
-        if neighbours is None:
+        peers = self.peers
+        if peers is None:
             return super().all_reduce(tensors, divisor, tag)
         first = self._next_key(tag)
         second = (first[0], tag + len(tensors))
         parts = self._parts_by_rank(tensors, [len(owned(tensor.numel(), self.world, 0)) for tensor in tensors])
-        mine = parts[self.rank]
+        local = parts[self.rank]
         number = self.started
         self.unsent[number] = False
-        self._show(neighbours, first, parts)
+        self._show(peers, first, parts)
 
         def finish() -> None:
-            block = neighbours.take(nbytes_end_to_end(mine))
-            sums = block.memory.tensors_like(mine)
-            self._sum(neighbours, first, sums, mine, divisor)
-            neighbours.publish(second, block)
+            block = peers.take(nbytes_end_to_end(local))
+            sums = block.memory.tensors_like(local)
+            self._sum(peers, first, sums, local, divisor)
+            peers.publish(second, block)
             self.unsent.pop(number, None)
-            _copy_each(mine, sums)
-            self._take(neighbours, second, parts)
+            _copy_each(local, sums)
+            self._take(peers, second, parts)
 
         return finish
 
     def all_to_all(self, receive: Sequence[Tensor], send: Sequence[Tensor], tag: int) -> Callable[[], None]:
-        neighbours = self.neighbours
-        if neighbours is None:
+        peers = self.peers
+        if peers is None:
             return super().all_to_all(receive, send, tag)
         key = self._next_key(tag)
-        self._show(neighbours, key, {rank: [part] for rank, part in enumerate(send)})
-        return lambda: self._take(neighbours, key, {rank: [buffer] for rank, buffer in enumerate(receive)})
+        self._show(peers, key, {rank: [part] for rank, part in enumerate(send)})
+        return lambda: self._take(peers, key, {rank: [buffer] for rank, buffer in enumerate(receive)})
 
     def _next_key(self, tag: int) -> Key:
         self._started += 1
@@ -262,7 +262,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         return {rank: [part_of(whole, n, rank) for whole, n in pairs] for rank in range(self.world)}
 
     def _show(
-        self, neighbours: Neighbours, key: Key, parts: Mapping[int, Sequence[Tensor]], *, patiently: bool = False
+        self, peers: HostPeers, key: Key, parts: Mapping[int, Sequence[Tensor]], *, patiently: bool = False
     ) -> Block:
         """Put every other rank's `parts` where it can take them from, and publish. The same tensors lie there once."""
         starts: dict[int, int] = {}
@@ -275,32 +275,30 @@ class SharedMemoryCollectives(PairwiseCollectives):
                 shown[which] = (end, tensors)
                 end += nbytes_end_to_end(tensors)
             starts[peer], _ = shown[which]
-        block = neighbours.take(end, patiently=patiently)
+        block = peers.take(end, patiently=patiently)
         for start, tensors in shown.values():
             _copy_each(block.memory.tensors_like(tensors, start), tensors)
-        neighbours.publish(key, block, starts, self._take_fingerprint())
+        peers.publish(key, block, starts, self._take_fingerprint())
         return block
 
     def _take_fingerprint(self) -> bytes:
         fingerprint, self._fingerprint = self._fingerprint, b""
         return fingerprint
 
-    def _take(self, neighbours: Neighbours, key: Key, receive: Mapping[int, Sequence[Tensor]]) -> None:
+    def _take(self, peers: HostPeers, key: Key, receive: Mapping[int, Sequence[Tensor]]) -> None:
         """Wait for what the others show of `key`, and copy it to their `receive`."""
-        published = neighbours.published(key)
+        published = peers.published(key)
         for one in published:
             _copy_each(receive[one.rank], one.tensors_like(receive[one.rank]))
-        neighbours.have_read(published)
+        peers.have_read(published)
 
-    def _sum(
-        self, neighbours: Neighbours, key: Key, sums: Sequence[Tensor], mine: Sequence[Tensor], divisor: float
-    ) -> None:
-        """Wait for what the others show of `key`, and add it to what is `mine`."""
-        published = neighbours.published(key)
-        terms = {**{one.rank: one.tensors_like(mine) for one in published}, self.rank: mine}
+    def _sum(self, peers: HostPeers, key: Key, sums: Sequence[Tensor], local: Sequence[Tensor], divisor: float) -> None:
+        """Wait for what the others show of `key`, and add it to what is `local`."""
+        published = peers.published(key)
+        terms = {**{one.rank: one.tensors_like(local) for one in published}, self.rank: local}
         for i, out in enumerate(sums):
             sum_in_rank_order(out, [terms[rank][i] for rank in range(self.world)], divisor)
-        neighbours.have_read(published)
+        peers.have_read(published)
 
 
 def _nothing() -> None:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fullshard.comm.wire import Gathers, PartSums, Pending, Sums, then
+from fullshard.comm.transport import Gathers, PartSums, Pending, Sums, then
 from fullshard.device.memory import Pool
 from fullshard.layout.group_layout import FEW_OPERATIONS
 from fullshard.tape.recorder import Origin
@@ -97,8 +97,8 @@ class TwoLevelGathers(Gathers):
 
             return then(self._within, self._within.all_gather(by_place, self._secondary, origin=origin), put)
         places = [place for whole in receive for place in whole.view(groups, -1)]
-        mine = [part for shard in self._secondary for part in shard.view(groups, -1)]
-        return self._within.all_gather(places, mine, origin=origin)
+        local = [part for shard in self._secondary for part in shard.view(groups, -1)]
+        return self._within.all_gather(places, local, origin=origin)
 
 
 class TwoLevelSums:
@@ -171,12 +171,12 @@ def _goes_by_places(within: Gathers | Sums, messages: int) -> bool:
 def _spread(whole: Tensor, parts: Tensor) -> None:
     """Copy `whole` to `parts`, (group, place, elements of a part). Elements that it does not have become zero."""
     groups, size, n = parts.shape
-    full, rest = divmod(whole.numel(), max(1, size * n))
-    whole_groups, others = whole.split([full * size * n, rest])
+    full, remaining = divmod(whole.numel(), max(1, size * n))
+    whole_groups, others = whole.split([full * size * n, remaining])
     parts[:full].copy_(whole_groups.view(full, size, n))
     if full < groups:
         parts[full:].zero_()
-        count, last = divmod(rest, max(1, n))
+        count, last = divmod(remaining, max(1, n))
         equal, short = others.split([count * n, last])
         parts[full, :count].copy_(equal.view(count, n))
         if last:

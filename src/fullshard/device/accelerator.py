@@ -1,4 +1,4 @@
-"""The device that computes, as the engine sees it: its lanes, its memory, and whether it records a graph.
+"""The device that computes, as the engine sees it: its streams, its memory, and whether it records a graph.
 
 Accelerator            a CPU: one order of work, in the host's memory
 ├── StreamAccelerator  whatever torch.accelerator knows: CUDA, ROCm, XPU, ...
@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from fullshard.device.host_memory import share_of_host
-from fullshard.device.lanes import LANES, ComputeLane, HostLane, Lane, Lanes, Mark, Stamp, StreamLane, stamp_on
+from fullshard.device.streams import (
+    STREAMS,
+    ComputeStream,
+    DeviceStream,
+    HostStream,
+    Mark,
+    Stamp,
+    Stream,
+    Streams,
+    stamp_on,
+)
 
 __all__ = [
     "Accelerator",
@@ -31,17 +41,17 @@ __all__ = [
 class Accelerator:
     """The device that computes: this one is a CPU.
 
-    `has_lanes` tells whether it is an accelerator: work is queued, its memory is not the host's, and freeing memory and
-    allocating it again is cheap.
+    `has_streams` tells whether it is an accelerator: work is queued, its memory is not the host's, and freeing memory
+    and allocating it again is cheap.
     """
 
-    has_lanes = False
+    has_streams = False
     is_dry = False  # pretended, in the host's memory, whichever devices this machine has
 
     @cached_property
-    def lanes(self) -> Lanes:
-        """The lanes; of a CPU, all of them the order of the program."""
-        return Lanes(*[Lane(name) for name in LANES])
+    def streams(self) -> Streams:
+        """The streams; of a CPU, all of them the order of the program."""
+        return Streams(*[Stream(name) for name in STREAMS])
 
     @property
     def is_capturing(self) -> bool:
@@ -49,7 +59,7 @@ class Accelerator:
         return False
 
     def mark_here(self) -> Mark | None:
-        """A mark behind all work queued on whichever lane is current; None if there is nothing to wait for."""
+        """A mark behind all work queued on whichever stream is current; None if there is nothing to wait for."""
         return None
 
     def stamp_here(self) -> Stamp | None:
@@ -60,7 +70,7 @@ class Accelerator:
         """To be called when a forward or a backward is over: a graph that is recorded may end there."""
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Allocate or free the memory of `storage`, on the lane that is current."""
+        """Allocate or free the memory of `storage`, on the stream that is current."""
         storage.resize_(nbytes)
 
     def note_shared(self, storage: torch.UntypedStorage, ranks: int, purpose: str) -> None:
@@ -70,7 +80,7 @@ class Accelerator:
         """`tensor`, or a copy of it in the memory of `device`."""
         return tensor.to(device)
 
-    def beside(self, tensor: Tensor, other: Tensor) -> Tensor:
+    def alongside(self, tensor: Tensor, other: Tensor) -> Tensor:
         """`tensor`, or a copy of it in the memory that `other` is in."""
         return tensor.to(other.device)
 
@@ -96,17 +106,17 @@ class Accelerator:
 class StreamAccelerator(Accelerator):
     """An accelerator with streams and events, by torch's own seam to them."""
 
-    has_lanes = True
+    has_streams = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = torch.get_device_module(device)
 
     @cached_property
-    def lanes(self) -> Lanes:
-        first, *beside, last = LANES
-        streams = [StreamLane(name, self._device) for name in beside]
-        return Lanes(*[ComputeLane(first, self._device), *streams, HostLane(last)])
+    def streams(self) -> Streams:
+        first, *alongside, last = STREAMS
+        streams = [DeviceStream(name, self._device) for name in alongside]
+        return Streams(*[ComputeStream(first, self._device), *streams, HostStream(last)])
 
     @property
     def is_capturing(self) -> bool:
@@ -119,12 +129,12 @@ class StreamAccelerator(Accelerator):
         return None if self.is_capturing else stamp_on(torch.accelerator.current_stream(self._device))
 
     def end_pass(self) -> None:
-        """See `Accelerator.end_pass`. A graph cannot end before compute has waited for all lanes that are part of it.
+        """See `Accelerator.end_pass`. A graph cannot end before compute has waited for all streams that are part of it.
 
-        The gather lane is from its first wait for compute on, though it has no work or waited again after its last.
+        The gather stream is from its first wait for compute on, though it has no work or waited again after its last.
         """
         if self.is_capturing:
-            self.lanes.compute.wait(self.lanes.gather.mark())
+            self.streams.compute.wait(self.streams.gather.mark())
 
 
 _cpu = Accelerator()

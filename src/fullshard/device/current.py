@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.device.accelerator import accelerator_for
-from fullshard.device.lanes import Mark, Stamp
+from fullshard.device.streams import Mark, Stamp
 
 __all__ = [
     "count_devices",

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fullshard._compat import storage_references
 from fullshard.device.accelerator import Accelerator, accelerator_for
-from fullshard.device.lanes import Lane
+from fullshard.device.streams import Stream
 from fullshard.layout.offsets import contiguous_strides
 
 __all__ = ["MemoryKind", "Pool", "Slot", "new_storage", "scratch_of", "typed_view"]
@@ -95,25 +95,25 @@ class Slot:
         self.occupant: object | None = None
         self._own_references = 0
 
-    def allocate(self, occupant: object, nbytes: int, lane: Lane) -> None:
+    def allocate(self, occupant: object, nbytes: int, stream: Stream) -> None:
         """Allocate `nbytes` for `occupant`; the slot must be free or already its own. Contents are undefined.
 
         Args:
             occupant: who has it from now on.
             nbytes: how much it needs.
-            lane: whose memory it is to be, if there is not enough yet.
+            stream: whose memory it is to be, if there is not enough yet.
         """
         assert self.occupant in (None, occupant), "two units in one slot"
         self.occupant = occupant
         if self.storage.nbytes() < nbytes:
-            with lane.queueing():
+            with stream.queueing():
                 accelerator_for(self.device).resize(self.storage, nbytes)
 
     def free(self) -> None:
         """Give up the contents, and the memory unless the slot is shared. Gathers from now on may have it."""
         self.occupant = None
         accelerator = accelerator_for(self.device)
-        accelerator.lanes.gather.wait(accelerator.lanes.compute.mark())
+        accelerator.streams.gather.wait(accelerator.streams.compute.mark())
         if not self.shared:
             accelerator.resize(self.storage, 0)
 
@@ -147,7 +147,7 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._keeps = not accelerator_for(device).has_lanes
+        self._keeps = not accelerator_for(device).has_streams
         self._free: list[Tensor] = []  # each the only view of its storage
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from threading import Lock
 
-__all__ = ["STATES", "Journeys", "Travelled", "travel"]
+__all__ = ["STATES", "Transfers", "Travelled", "travel"]
 
 STATES = ("parameters", "gradients", "optimizer state", "activations")
 """What rests, on the device or away from it."""
@@ -20,36 +20,36 @@ STATES = ("parameters", "gradients", "optimizer state", "activations")
 class Travelled:
     """Bytes that came from a place, and bytes that went there."""
 
-    came: int = 0
-    went: int = 0
+    arrived: int = 0
+    passed: int = 0
 
     def since(self, before: Travelled) -> Travelled:
         """What has come to it since it was `before`."""
-        return Travelled(self.came - before.came, self.went - before.went)
+        return Travelled(self.arrived - before.arrived, self.passed - before.passed)
 
 
-Journeys = dict[tuple[str, str], Travelled]
+Transfers = dict[tuple[str, str], Travelled]
 """By place and state."""
 
 
 @dataclass
 class _Travel:
-    _total: Journeys = field(default_factory=dict)
+    _total: Transfers = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     @property
-    def total(self) -> Journeys:
+    def total(self) -> Transfers:
         """Since the process began."""
         with self._lock:
             return dict(self._total)
 
-    def note(self, place: str, state: str, *, came: int = 0, went: int = 0) -> None:
+    def note(self, place: str, state: str, *, arrived: int = 0, passed: int = 0) -> None:
         """Note that so many bytes of a state are on their way from a place, or to it."""
         with self._lock:
             known = self._total.get((place, state), Travelled())
-            self._total[place, state] = Travelled(known.came + came, known.went + went)
+            self._total[place, state] = Travelled(known.arrived + arrived, known.passed + passed)
 
-    def since(self, before: Journeys) -> Journeys:
+    def since(self, before: Transfers) -> Transfers:
         """What was moved since the total was `before`."""
         return {key: now.since(before.get(key, Travelled())) for key, now in self.total.items()}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fullshard.device.accelerator import Accelerator, accelerator_for
-from fullshard.device.lanes import Mark
+from fullshard.device.streams import Mark
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned_buffer, aligned_part
 
 __all__ = ["MOST_WRITING", "Buffer", "Buffers", "buffers_of"]
@@ -95,13 +95,13 @@ class Buffers:
 
         Page-locked memory is kept, because allocating it again would stall the device.
         """
-        if not accelerator_for(self._device).has_lanes:
+        if not accelerator_for(self._device).has_streams:
             self._given.clear()
 
     @torch.inference_mode(False)  # may be written to in either mode
     def _new(self, nbytes: int) -> Tensor:
         accelerator = accelerator_for(self._device)
-        if not accelerator.has_lanes:
+        if not accelerator.has_streams:
             return aligned_buffer(nbytes)
         return aligned_part(accelerator.host_zeros(nbytes + ALIGNMENT, torch.uint8, pinned=True))
 

@@ -72,8 +72,8 @@ def made(folder: Path, what: str = "a scratch file") -> Iterator[None]:
 
 def free_bytes(folder: Path) -> int:
     """Return the bytes that this user can still write to the file system of `folder`."""
-    told = os.statvfs(folder)
-    return told.f_bavail * told.f_frsize
+    reported = os.statvfs(folder)
+    return reported.f_bavail * reported.f_frsize
 
 
 def why_unfit(folder: Path) -> str | None:

@@ -68,7 +68,7 @@ class DiskPace:
     _since: float = 0.0
     _looks: int = 0
     _slow: int = 0  # consecutive slow checks
-    _said: bool = False
+    _stated: bool = False
     _best_bytes_per_s: float = 0.0
     _expected: Callable[[float, float], float] | None = None
     _lock: Lock = field(default_factory=Lock)
@@ -153,8 +153,8 @@ class DiskPace:
         )
         is_slow = moved.busy_s > SLOWER * expected_s + _REQUEST_S * requests
         self._slow = self._slow + 1 if is_slow else 0
-        if self._slow > 1 and not self._said:
-            self._said = True
+        if self._slow > 1 and not self._stated:
+            self._stated = True
             _log.warning(
                 "the disk of %s has become slow: %.3g GB/s now, %.3g GB/s %s. A step moves %.3g GB, for which it needs "
                 "%.3g s instead of %.3g s, and the step waits %.3g s for it. Look at its temperature and at who else "

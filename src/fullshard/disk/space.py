@@ -106,7 +106,7 @@ class Extent:
             DiskError: The last write to these bytes failed.
         """
         self._writes.wait(start, start + into.numel())
-        travel.note("disk", self.state, came=into.numel())
+        travel.note("disk", self.state, arrived=into.numel())
         return self._file.read(self._offset + start, into)
 
     def write(self, source: Tensor, start: int = 0) -> DiskWork:
@@ -117,7 +117,7 @@ class Extent:
         """
         end = start + source.numel()
         self._writes.wait(start, end)
-        travel.note("disk", self.state, went=source.numel())
+        travel.note("disk", self.state, passed=source.numel())
         work = self._file.write(self._offset + start, source)
         self.version += 1
         self._writes.add(start, end, work)
@@ -221,10 +221,10 @@ _SHARED_STEP = 16 << 20  # the minimum number of bytes to grow by
 _shared: weakref.WeakValueDictionary[tuple[Path, bool], Scratch] = weakref.WeakValueDictionary()
 
 
-def _joined(stretches: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _joined(regions: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Merge adjacent ranges."""
-    start, end = stretches[0]
-    for begin, stop in stretches[1:]:
+    start, end = regions[0]
+    for begin, stop in regions[1:]:
         if begin == end:
             end = stop
         else:

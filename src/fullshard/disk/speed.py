@@ -49,8 +49,8 @@ class DiskSpeed:
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
         """Return the seconds to read and write this many bytes, simultaneously as far as both have bytes left."""
         paired = min(read_bytes, written_bytes)
-        rest = (read_bytes - paired) / self.read_bytes_per_s + (written_bytes - paired) / self.write_bytes_per_s
-        return 2 * paired / self.both_bytes_per_s + rest
+        remaining = (read_bytes - paired) / self.read_bytes_per_s + (written_bytes - paired) / self.write_bytes_per_s
+        return 2 * paired / self.both_bytes_per_s + remaining
 
 
 TYPICAL = DiskSpeed(
@@ -65,8 +65,8 @@ TYPICAL = DiskSpeed(
     free_bytes=1 << 40,
     disk_bytes=1 << 41,
 )
-"""A consumer SSD with four lanes of PCIe 3 that has written for hours, so that its cache is full: the default for plans
-without a measured disk."""
+"""A consumer SSD with four streams of PCIe 3 that has written for hours, so that its cache is full: the default for
+plans without a measured disk."""
 
 
 def measure(folder: Path, *, seconds: float = 8.0, clock: Callable[[], float] = time.perf_counter) -> DiskSpeed:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard._compat import autocast_of_cuda_on_cpu, below_autograd, kernels_instead, taken_apart
+from fullshard._compat import autocast_of_cuda_on_cpu, below_autograd, kernels_instead, unpacked
 
 __all__ = ["as_on_gpu"]
 
@@ -44,20 +44,20 @@ def as_on_gpu() -> Iterator[None]:
 
 def _dropout(x: Tensor, p: float, train: bool) -> Any:
     if not train or not 0 < p < 1 or x.numel() == 0:
-        return taken_apart(_ATEN.dropout.default, x, p, train)
+        return unpacked(_ATEN.dropout.default, x, p, train)
     return _ATEN.native_dropout.default(x, p, train)[0]
 
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     if dtype is torch.float32 and x.dtype is torch.float16:
         return _ATEN._softmax.default(x, dim, True)
-    return taken_apart(_ATEN.softmax.int, x, dim, dtype)
+    return unpacked(_ATEN.softmax.int, x, dim, dtype)
 
 
 def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     if dtype is torch.float32 and x.dtype is torch.float16:
         return _ATEN._log_softmax.default(x, dim, True)
-    return taken_apart(_ATEN.log_softmax.int, x, dim, dtype)
+    return unpacked(_ATEN.log_softmax.int, x, dim, dtype)
 
 
 def _attention(
@@ -77,7 +77,7 @@ def _attention(
     if fused_on_cpu or not is_plain or query.dtype not in (*_HALF, torch.float32):
         options = {"scale": scale, "enable_gqa": enable_gqa}
         whole = _ATEN.scaled_dot_product_attention.default
-        return taken_apart(whole, query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return unpacked(whole, query, key, value, attn_mask, dropout_p, is_causal, **options)
     bias = attn_mask
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(~bias, float("-inf"))
@@ -111,7 +111,7 @@ class _RmsNorm(torch.autograd.Function):
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
     if x.dtype.is_complex or (weight is not None and weight.dtype != x.dtype):
-        return taken_apart(_ATEN.rms_norm.default, x, shape, weight, eps)
+        return unpacked(_ATEN.rms_norm.default, x, shape, weight, eps)
     return _RmsNorm.apply(x, weight, shape, eps)  # type: ignore[no-untyped-call]
 
 

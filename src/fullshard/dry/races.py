@@ -33,26 +33,26 @@ class Race:
     what: str
     storage: int
     first: str
-    first_lane: str
+    first_stream: str
     first_origin: Origin
     second: str
-    second_lane: str
+    second_stream: str
     second_origin: Origin
 
     def __str__(self) -> str:
-        first = f"{self.first} on lane {self.first_lane} ({_said(self.first_origin)})"
-        second = f"{self.second} on lane {self.second_lane} ({_said(self.second_origin)})"
+        first = f"{self.first} on stream {self.first_stream} ({_stated(self.first_origin)})"
+        second = f"{self.second} on stream {self.second_stream} ({_stated(self.second_origin)})"
         return f"{self.what} storage {self.storage}: {first}, then {second} without a wait between them"
 
 
-def _said(origin: Origin) -> str:
+def _stated(origin: Origin) -> str:
     return f"{origin.unit or 'the root'}, {origin.phase.value}"
 
 
 @dataclass
 class _Use:
     name: str
-    lane: str
+    stream: str
     origin: Origin
     time: int
     access: Access
@@ -91,52 +91,52 @@ class _Reader:
             case Operation() | Collective():
                 self._use(entry)
             case Recorded():
-                self._marks[entry.mark] = dict(self._clock(entry.lane))
+                self._marks[entry.mark] = dict(self._clock(entry.stream))
             case Waited():
-                _join(self._clocks[entry.lane], self._marks[entry.mark])
+                _join(self._clocks[entry.stream], self._marks[entry.mark])
             case Allocation():
                 self._allocate(entry)
             case Free():
                 self._free(entry)
 
-    def _clock(self, lane: str) -> Clock:
-        """Return the counts that work queued on `lane` now follows, which include everything the host has done."""
-        clock = self._clocks[lane]
-        if lane != HOST:
+    def _clock(self, stream: str) -> Clock:
+        """Return the counts that work queued on `stream` now follows, which include everything the host has done."""
+        clock = self._clocks[stream]
+        if stream != HOST:
             _join(clock, self._clocks[HOST])
         return clock
 
     def _use(self, entry: Operation | Collective) -> None:
-        clock, lane = self._clock(entry.lane), entry.lane
-        clock[lane] = clock.get(lane, 0) + 1
+        clock, stream = self._clock(entry.stream), entry.stream
+        clock[stream] = clock.get(stream, 0) + 1
         accesses = [(access, False) for access in entry.reads] + [(access, True) for access in entry.writes]
         for access, writes in accesses:
             if access.nbytes == 0:
                 continue
-            use = _Use(entry.name, lane, entry.origin, clock[lane], access, writes)
+            use = _Use(entry.name, stream, entry.origin, clock[stream], access, writes)
             uses = self._uses[access.storage]
             for other in uses.values():
-                if _conflict(use, other) and clock.get(other.lane, 0) < other.time:
+                if _conflict(use, other) and clock.get(other.stream, 0) < other.time:
                     self._report("both use", other, use)
-            uses[lane, access.start, access.stop, writes] = use
+            uses[stream, access.start, access.stop, writes] = use
 
     def _allocate(self, entry: Allocation) -> None:
-        if entry.lane == GIVEN:
+        if entry.stream == GIVEN:
             return
-        clock, lane = self._clock(entry.lane), entry.lane
-        for use in self._freed.pop(lane, []):
-            if clock.get(use.lane, 0) < use.time:
-                new = _Use("the next allocation", lane, entry.origin, 0, use.access, writes=True)
+        clock, stream = self._clock(entry.stream), entry.stream
+        for use in self._freed.pop(stream, []):
+            if clock.get(use.stream, 0) < use.time:
+                new = _Use("the next allocation", stream, entry.origin, 0, use.access, writes=True)
                 self._report("may be handed out again while in use:", use, new)
         # Other streams may use it once they follow the earlier work of this stream, which may still use that memory.
         access = Access(entry.storage, 0, entry.nbytes)
-        made = _Use("its allocation", lane, entry.origin, clock.get(lane, 0), access, writes=True)
-        self._uses[entry.storage][lane, 0, entry.nbytes, True] = made
+        made = _Use("its allocation", stream, entry.origin, clock.get(stream, 0), access, writes=True)
+        self._uses[entry.storage][stream, 0, entry.nbytes, True] = made
 
     def _free(self, entry: Free) -> None:
         uses = self._uses.pop(entry.storage, {})
-        if entry.lane not in (HOST, GIVEN):  # PyTorch waits before it reuses pinned memory
-            self._freed[entry.lane] += [use for use in uses.values() if use.lane != entry.lane]
+        if entry.stream not in (HOST, GIVEN):  # PyTorch waits before it reuses pinned memory
+            self._freed[entry.stream] += [use for use in uses.values() if use.stream != entry.stream]
 
     def _report(self, what: str, first: _Use, second: _Use) -> None:
         self.found.append(
@@ -144,21 +144,21 @@ class _Reader:
                 what,
                 first.access.storage,
                 first.name,
-                first.lane,
+                first.stream,
                 first.origin,
                 second.name,
-                second.lane,
+                second.stream,
                 second.origin,
             )
         )
 
 
 def _conflict(one: _Use, other: _Use) -> bool:
-    apart = one.lane == other.lane or not (one.writes or other.writes)
-    return not apart and one.access.start < other.access.stop and other.access.start < one.access.stop
+    separate = one.stream == other.stream or not (one.writes or other.writes)
+    return not separate and one.access.start < other.access.stop and other.access.start < one.access.stop
 
 
 def _join(clock: Clock, other: Clock) -> None:
-    for lane, time in other.items():
-        if clock.get(lane, 0) < time:
-            clock[lane] = time
+    for stream, time in other.items():
+        if clock.get(stream, 0) < time:
+            clock[stream] = time

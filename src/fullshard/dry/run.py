@@ -24,7 +24,7 @@ from fullshard._compat import (
 )
 from fullshard.device.accelerator import pretending
 from fullshard.dry.gpu_kernels import as_on_gpu
-from fullshard.dry.lanes import DryAccelerator
+from fullshard.dry.streams import DryAccelerator
 from fullshard.dry.watch import Watch
 from fullshard.engine.hooks import without_sync
 from fullshard.engine.registry import units_in
@@ -55,7 +55,7 @@ def world(size: int, *, rank: int = 0, ranks_per_host: int = 8) -> Iterator[None
     if dist.is_initialized():
         raise StateError(
             "a dry run pretends a default process group, and there is a real one. Make it in a process of its own, or "
-            "before init_process_group(); to record what real ranks do on pretended lanes, use fullshard.dry.taped()."
+            "before init_process_group(); to record what real ranks do on pretended streams, use fullshard.dry.taped()."
         )
     before = os.environ.get("LOCAL_WORLD_SIZE")
     os.environ["LOCAL_WORLD_SIZE"] = str(min(size, ranks_per_host))
@@ -73,25 +73,25 @@ def world(size: int, *, rank: int = 0, ranks_per_host: int = 8) -> Iterator[None
 
 @contextmanager
 def taped(
-    *, lanes: Literal["gpu", "cpu"] = "gpu", values: bool = False, host_bytes: int | None = None
+    *, streams: Literal["gpu", "cpu"] = "gpu", values: bool = False, host_bytes: int | None = None
 ) -> Iterator[Tape]:
     """Context manager that records everything this process does in the trace that it returns.
 
     Create and shard models within the context, on the CPU. Create a device mesh before it.
 
     Args:
-        lanes: "gpu" to simulate an accelerator with streams and memory separate from the host's; "cpu" for none.
+        streams: "gpu" to simulate an accelerator with streams and memory separate from the host's; "cpu" for none.
         values: Whether tensors are real. If False, tensors have shapes but no memory, whatever their size, and
             collectives are not executed.
         host_bytes: The host memory in bytes that this rank may use alongside a simulated accelerator.
             `Offload(budget=...)` respects it. None means no limit.
 
     Raises:
-        ConfigError: `lanes` is invalid, or the result of an operation depends on values but tensors are fake.
+        ConfigError: `streams` is invalid, or the result of an operation depends on values but tensors are fake.
     """
-    if lanes not in ("gpu", "cpu"):
-        raise ConfigError(f'lanes={lanes!r}: "gpu" or "cpu" is needed.')
-    accelerator = DryAccelerator(Tape(), has_lanes=lanes == "gpu", host_bytes=host_bytes)
+    if streams not in ("gpu", "cpu"):
+        raise ConfigError(f'streams={streams!r}: "gpu" or "cpu" is needed.')
+    accelerator = DryAccelerator(Tape(), has_streams=streams == "gpu", host_bytes=host_bytes)
     with ExitStack() as stack:
         stack.callback(accelerator.storages.forget)
         stack.enter_context(pretending(accelerator))
@@ -102,7 +102,7 @@ def taped(
         if not values:
             stack.enter_context(initialising_without_values())
             stack.enter_context(taken_for_real())
-        if lanes == "gpu":
+        if streams == "gpu":
             stack.enter_context(foreach_by_default())
             stack.enter_context(nullcontext() if values else as_on_gpu())
         stack.enter_context(Watch(accelerator, fakes))
@@ -122,7 +122,7 @@ def run(
     steps: int = 2,
     microbatches: int = 1,
     max_norm: float | None = None,
-    lanes: Literal["gpu", "cpu"] = "gpu",
+    streams: Literal["gpu", "cpu"] = "gpu",
     values: bool = False,
     host_bytes: int | None = None,
 ) -> Tape:
@@ -143,7 +143,7 @@ def run(
         steps: The number of steps. The first differs from later ones because the order of units is not known yet.
         microbatches: The number of forward and backward passes per step. All but the last run under `no_sync`.
         max_norm: Clips gradients to that norm, if given.
-        lanes: See `taped`.
+        streams: See `taped`.
         values: See `taped`.
         host_bytes: See `taped`.
 
@@ -155,7 +155,7 @@ def run(
         raise ConfigError(f"dry.run(steps={steps}, microbatches={microbatches}): positive numbers are needed.")
     with _world(world, rank=rank, ranks_per_host=ranks_per_host):
         mesh = () if make_mesh is None else (make_mesh(),)
-        with taped(lanes=lanes, values=values, host_bytes=host_bytes) as tape:
+        with taped(streams=streams, values=values, host_bytes=host_bytes) as tape:
             model = make_model(*mesh)
             optimizer = (make_optimizer or fused_adamw)(model.parameters())
             with nullcontext() if values else taken_for_real():  # which `make_model` may have imported

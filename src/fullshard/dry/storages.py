@@ -20,7 +20,7 @@ GIVEN = "given"
 @dataclass(slots=True)
 class _Known:
     number: int
-    lane: str
+    stream: str
     nbytes: int
     ranks: int
     end: weakref.finalize[Any, Any]
@@ -32,16 +32,16 @@ class Storages:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._known: dict[int, _Known] = {}
-        self._told: dict[Access, Access] = {}  # one `Access` per byte range, shared by all uses of the same tensor
+        self._reported: dict[Access, Access] = {}  # one `Access` per byte range, shared by all uses of the same tensor
         self._last = 0
 
-    def note_allocated(self, storage: torch.UntypedStorage, lane: str, purpose: str = "", ranks: int = 1) -> None:
-        """Record that `storage` has memory of `lane` from this point, shared by that many ranks."""
-        known = self._known.get(storage._cdata) or self._add(storage, lane)
-        known.lane, known.nbytes, known.ranks = lane, storage.nbytes(), ranks
+    def note_allocated(self, storage: torch.UntypedStorage, stream: str, purpose: str = "", ranks: int = 1) -> None:
+        """Record that `storage` has memory of `stream` from this point, shared by that many ranks."""
+        known = self._known.get(storage._cdata) or self._add(storage, stream)
+        known.stream, known.nbytes, known.ranks = stream, storage.nbytes(), ranks
         if known.nbytes:
             purpose = purpose or self._tape.purpose
-            self._tape.note(Allocation(known.number, known.nbytes, lane, self._tape.origin, purpose, ranks))
+            self._tape.note(Allocation(known.number, known.nbytes, stream, self._tape.origin, purpose, ranks))
 
     def note_freed(self, storage: torch.UntypedStorage) -> None:
         """Record that the memory of `storage`, if it has any, returns to its stream."""
@@ -56,11 +56,11 @@ class Storages:
     def is_host(self, tensor: Tensor) -> bool:
         """Return True if the memory of `tensor` is host memory alongside an accelerator."""
         known = self._known.get(tensor.untyped_storage()._cdata)
-        return known is not None and known.lane == HOST
+        return known is not None and known.stream == HOST
 
-    def nbytes_from(self, lane: str) -> int:
-        """Return the bytes of memory of `lane` that are in use."""
-        return sum(known.nbytes for known in self._known.values() if known.lane == lane)
+    def nbytes_from(self, stream: str) -> int:
+        """Return the bytes of memory of `stream` that are in use."""
+        return sum(known.nbytes for known in self._known.values() if known.stream == stream)
 
     def access(self, tensor: Tensor) -> Access:
         """Return the bytes that `tensor` spans."""
@@ -74,7 +74,7 @@ class Storages:
         stop = start + (numel if tensor.is_contiguous() else _spanned(tensor))
         touched = numel * size if numel < stop - start else None
         access = Access(known.number, start * size, stop * size, touched)
-        return self._told.setdefault(access, access)
+        return self._reported.setdefault(access, access)
 
     def forget(self) -> None:
         """Stop recording."""
@@ -82,12 +82,12 @@ class Storages:
             known.end.detach()
         self._known.clear()
 
-    def _add(self, storage: torch.UntypedStorage, lane: str) -> _Known:
+    def _add(self, storage: torch.UntypedStorage, stream: str) -> _Known:
         self._last += 1
         key = storage._cdata
         end = weakref.finalize(storage, self._end, key)
         end.atexit = False
-        known = self._known[key] = _Known(self._last, lane, 0, 1, end)
+        known = self._known[key] = _Known(self._last, stream, 0, 1, end)
         return known
 
     def _end(self, key: int) -> None:
@@ -97,7 +97,7 @@ class Storages:
 
     def _free(self, known: _Known) -> None:
         if known.nbytes:
-            self._tape.note(Free(known.number, known.nbytes, known.lane, self._tape.origin, known.ranks))
+            self._tape.note(Free(known.number, known.nbytes, known.stream, self._tape.origin, known.ranks))
             known.nbytes = 0
 
 

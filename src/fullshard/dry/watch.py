@@ -28,7 +28,7 @@ from fullshard._compat import (
 )
 from fullshard._fakes import ASKS_DEVICE, QuickFakes
 from fullshard.device.awaited import Awaited
-from fullshard.dry.lanes import DryAccelerator
+from fullshard.dry.streams import DryAccelerator
 from fullshard.errors import ConfigError
 from fullshard.tape.tape import HOST, Collective, Operation
 
@@ -77,7 +77,7 @@ class Watch(TorchDispatchMode):
         self._tape = accelerator.tape
         self._storages = accelerator.storages
         self._fakes = fakes
-        self._asked, self._asked_at = 0, ""
+        self._requested, self._requested_at = 0, ""
         self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @classmethod
@@ -106,7 +106,7 @@ class Watch(TorchDispatchMode):
         if kind == "collective":
             return self._collect(func, args, kwargs)
         name = str(func._overloadpacket)
-        lane = self._lane_for(given)
+        stream = self._stream_for(given)
         written = _tensors(_written(func, args, kwargs))
         if name == _COPIES_INTO_FIRST_RESULT:
             given = _tensors(args[0])
@@ -116,7 +116,7 @@ class Watch(TorchDispatchMode):
         results, made = _tensors(result), []
         for tensor in results:
             if not self._storages.is_known(tensor) and not tensor.is_meta:
-                self._storages.note_allocated(tensor.untyped_storage(), lane)
+                self._storages.note_allocated(tensor.untyped_storage(), stream)
                 made.append(tensor)
         if name in _NO_VALUES or not (given or made):  # such as a query of dtypes
             return result
@@ -124,25 +124,25 @@ class Watch(TorchDispatchMode):
             writes += (self._storages.access(result[0]),)
         writes += tuple(map(self._storages.access, made))
         flops = flops_of(func, args, kwargs, result)
-        told = next(itertools.chain(results, written, given)).dtype
-        dtype = str(told).removeprefix("torch.")
+        reported = next(itertools.chain(results, written, given)).dtype
+        dtype = str(reported).removeprefix("torch.")
         skipped = skipped_flops_of(func, args, kwargs, flops) if flops else 0
         origin, copies = self._tape.origin, name in _COPIES
         crosses = copies and self._crosses(given)
-        self._tape.note(Operation(name, lane, origin, reads, writes, flops, copies, dtype, skipped, crosses))
-        if self._accelerator.has_lanes and lane != HOST and self._holds_host(name, crosses, args, kwargs):
-            self._accelerator.hold_host(lane, name)
+        self._tape.note(Operation(name, stream, origin, reads, writes, flops, copies, dtype, skipped, crosses))
+        if self._accelerator.has_streams and stream != HOST and self._holds_host(name, crosses, args, kwargs):
+            self._accelerator.hold_host(stream, name)
         return result
 
     def _constant(self, made: Any) -> Any:
         """Record a tensor made from program values. A number, such as an optimizer's step count, is in host memory."""
-        if self._accelerator.has_lanes and isinstance(made, Tensor) and made.ndim == 0:
+        if self._accelerator.has_streams and isinstance(made, Tensor) and made.ndim == 0:
             self._storages.note_allocated(made.untyped_storage(), HOST)
         return made
 
-    def _lane_for(self, given: Sequence[Tensor]) -> str:
+    def _stream_for(self, given: Sequence[Tensor]) -> str:
         """Return the stream that an operation runs on: the host's if it accesses only host memory."""
-        return HOST if given and all(map(self._storages.is_host, given)) else self._accelerator.lane
+        return HOST if given and all(map(self._storages.is_host, given)) else self._accelerator.stream
 
     def _holds_host(self, name: str, crosses: bool, args: Any, kwargs: Any) -> bool:
         """Return True if the host waits for the operation to complete. See `Operation.crosses` for `crosses`."""
@@ -185,9 +185,9 @@ class Watch(TorchDispatchMode):
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back
         site = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-        self._asked = self._asked + 1 if site == self._asked_at else 1
-        self._asked_at = site
-        if self._asked > _ENDLESS:
+        self._requested = self._requested + 1 if site == self._requested_at else 1
+        self._requested_at = site
+        if self._requested > _ENDLESS:
             raise EndlessLoopError(
                 f"{site} has asked for a value ({name}) {_ENDLESS} times in a row in a dry run. Fake tensors have "
                 "none: a truth is True and a number 1, so a loop that waits for another does not end."
@@ -212,12 +212,12 @@ class Watch(TorchDispatchMode):
             writes = []
             for tensor in _tensors(result):
                 if not self._storages.is_known(tensor):
-                    self._storages.note_allocated(tensor.untyped_storage(), self._accelerator.lane)
+                    self._storages.note_allocated(tensor.untyped_storage(), self._accelerator.stream)
                 writes.append(self._storages.access(tensor))
         ranks = self._groups.setdefault(ranks, ranks)  # one tuple per group: it may have thousands of ranks
-        name, lane, origin = str(func._overloadpacket).split(".")[-1], self._accelerator.lane, self._tape.origin
+        name, stream, origin = str(func._overloadpacket).split(".")[-1], self._accelerator.stream, self._tape.origin
         if sizes:
-            self._tape.note(Collective(name, lane, origin, tuple(reads), tuple(writes), ranks, tuple(sizes)))
+            self._tape.note(Collective(name, stream, origin, tuple(reads), tuple(writes), ranks, tuple(sizes)))
         return result
 
 
@@ -233,8 +233,8 @@ def _kind(func: OpOverload) -> str:
         return "collective" if has_group(func) else "view"
     if str(func._overloadpacket) == "aten.lift_fresh":
         return "constant"
-    told = func.is_view or func.namespace == "profiler" or str(func._overloadpacket) in _NO_MEMORY
-    return "view" if told else "operation"
+    reported = func.is_view or func.namespace == "profiler" or str(func._overloadpacket) in _NO_MEMORY
+    return "view" if reported else "operation"
 
 
 @cache

@@ -36,8 +36,8 @@ from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.disk.pace import pace_of
 from fullshard.disk.space import Scratch
 from fullshard.engine.at_rest import check_saved
-from fullshard.engine.away import WINDOW_BYTES, Away, Store, written_to
 from fullshard.engine.findings import DiskFailures
+from fullshard.engine.offloaded import WINDOW_BYTES, Offloaded, Store, written_to
 from fullshard.engine.registry import buffers_of
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Offload
@@ -64,14 +64,14 @@ class _Stayed:
 class _Travelled:
     """A tensor over a storage that is away."""
 
-    away: Away
+    offloaded: Offloaded
     dtype: torch.dtype
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
 
     def unpack(self) -> Tensor:
-        flat = self.away.store.get(self.away)
+        flat = self.offloaded.store.get(self.offloaded)
         start = flat.storage_offset() // self.dtype.itemsize
         with torch.inference_mode(False), torch.no_grad():
             empty = torch.empty(0, dtype=self.dtype, device=flat.device)
@@ -105,10 +105,10 @@ def tiers_of(units: Sequence[Unit]) -> dict[Unit, str]:
     ordered = sorted(units, key=lambda unit: unit.state.is_root)
     tiers: dict[Unit, str] = {}
     for fractions in {tuple(sorted(unit.options.activations.items())) for unit in units}:
-        alike = [unit for unit in ordered if tuple(sorted(unit.options.activations.items())) == fractions]
+        identical = [unit for unit in ordered if tuple(sorted(unit.options.activations.items())) == fractions]
         share = dict(fractions)
-        for number, unit in enumerate(alike):
-            middle = (number + 0.5) / len(alike)
+        for number, unit in enumerate(identical):
+            middle = (number + 0.5) / len(identical)
             if middle < share.get("disk", 0.0):
                 tiers[unit] = "disk"
             elif middle < share.get("disk", 0.0) + share.get("cpu", 0.0):
@@ -131,8 +131,8 @@ class Activations:
         self._failures = DiskFailures()
         self._entered: list[tuple[Unit, saved_tensors_hooks | None]] = []
         self._resident: set[int] = set()  # storages that stay
-        self._known: dict[tuple[int, int], tuple[Any, weakref.ref[Away]]] = {}  # by storage and version
-        self._order: list[weakref.ref[Away]] = []  # all that this forward has put away
+        self._known: dict[tuple[int, int], tuple[Any, weakref.ref[Offloaded]]] = {}  # by storage and version
+        self._order: list[weakref.ref[Offloaded]] = []  # all that this forward has put away
         self._counted: dict[int, Any] = {}  # storages of this forward, where a budget wants to know of them
         self._kept = dict.fromkeys(units, 0)  # their bytes, by unit
         self.most_kept = dict.fromkeys(units, 0)  # of the forward with the most
@@ -147,7 +147,7 @@ class Activations:
         return tuple(self._stores.values())
 
     @property
-    def most_away(self) -> Mapping[str, int]:
+    def most_offloaded(self) -> Mapping[str, int]:
         """The most bytes that one forward has put away, by tier: "cpu" or "disk"."""
         put = {tier: store.put_bytes - self._put_before.get(tier, 0) for tier, store in self._stores.items()}
         return {tier: max(nbytes, self._most_put.get(tier, 0)) for tier, nbytes in put.items()}
@@ -157,7 +157,7 @@ class Activations:
         if not self._tiers:
             return
         self._device = self._units[0].device
-        self._most_put = dict(self.most_away)
+        self._most_put = dict(self.most_offloaded)
         self._put_before = {tier: store.put_bytes for tier, store in self._stores.items()}
         self._known.clear()
         self._order = []
@@ -192,7 +192,7 @@ class Activations:
             if entered is unit:
                 return
 
-    def choose_anew(self) -> None:
+    def choose_again(self) -> None:
         """Go by what the policies of the units say now, from the next forward on."""
         self._tiers = tiers_of(self._units)
         self._stores.clear()
@@ -236,7 +236,7 @@ class Activations:
 
     def _store(self, tier: str | None) -> Store | None:
         """Where a tier's storages go; None where they stay: in the host's memory they are already, on a CPU."""
-        if tier is None or (tier == "cpu" and not accelerator_for(self._device).has_lanes):
+        if tier is None or (tier == "cpu" and not accelerator_for(self._device).has_streams):
             return None
         if tier not in self._stores:
             policy = next(unit for unit in self._tiers if self._tiers[unit] == tier).options.offload
@@ -269,12 +269,12 @@ class Activations:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         known = self._known.get(key)
-        away = None if known is None else known[1]()
-        if away is None:
-            away = store.put(tensor, self._order)
+        offloaded = None if known is None else known[1]()
+        if offloaded is None:
+            offloaded = store.put(tensor, self._order)
             self._known[key] = weak_storage(storage), self._order[-1]
-        away.uses += 1
-        return _Travelled(away, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        offloaded.uses += 1
+        return _Travelled(offloaded, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def _travels(self, tensor: Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device != self._device:

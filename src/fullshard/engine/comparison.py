@@ -18,7 +18,7 @@ from fullshard.errors import RankMismatchError
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["are_alike", "check_ranks_agree", "check_same_names", "meet"]
+__all__ = ["are_identical", "check_ranks_agree", "check_same_names", "meet"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,18 +45,18 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
 
     first, *odd = _first_of_each(of_models).values()
     if odd:
-        theirs = _of_all_ranks(descriptions if rank in (first, odd[0]) else [], unit, "comparison of models")
-        raise RankMismatchError(_difference(first, theirs[first], odd[0], theirs[odd[0]]))
+        peer = _of_all_ranks(descriptions if rank in (first, odd[0]) else [], unit, "comparison of models")
+        raise RankMismatchError(_difference(first, peer[first], odd[0], peer[odd[0]]))
     speakers = _first_of_each(of_values)
     if len(speakers) > 1:  # not always an error: some ranks may not know their values
         known = _of_all_ranks(digests if rank in speakers.values() else [], unit, "comparison of values")
         _compare_values(units, of_values, {its: known[speaker] for its, speaker in speakers.items()})
 
 
-def are_alike(params: Sequence[nn.Parameter], unit: Unit) -> bool:
+def are_identical(params: Sequence[nn.Parameter], unit: Unit) -> bool:
     """True if `params`, which no unit has, have the same values on all ranks that have `unit`; all say the same."""
-    mine = _hash([digest(param) for param in params])
-    return len(set(_of_all_ranks(mine, unit, "comparison of parameters in no unit").values())) == 1
+    local = _hash([digest(param) for param in params])
+    return len(set(_of_all_ranks(local, unit, "comparison of parameters in no unit").values())) == 1
 
 
 def check_same_names(names: Sequence[str], unit: Unit, optimizer: str) -> None:
@@ -69,8 +69,8 @@ def check_same_names(names: Sequence[str], unit: Unit, optimizer: str) -> None:
     first, *odd = _first_of_each(hashes).values()
     if not odd:
         return
-    theirs = _of_all_ranks(list(names) if dist.get_rank() in (first, odd[0]) else [], unit, "comparison of optimizers")
-    pairs = zip_longest(theirs[first], theirs[odd[0]], fillvalue="no further one")
+    peer = _of_all_ranks(list(names) if dist.get_rank() in (first, odd[0]) else [], unit, "comparison of optimizers")
+    pairs = zip_longest(peer[first], peer[odd[0]], fillvalue="no further one")
     number, one, other = next((i, one, other) for i, (one, other) in enumerate(pairs) if one != other)
     raise RankMismatchError(
         f"{optimizer} has its parameters in different orders: parameter {number} is {one} on rank {first}, but {other} "
@@ -130,10 +130,10 @@ def _groups(unit: Unit) -> list[dist.ProcessGroup]:
     ]
 
 
-def _difference(first: int, mine: Sequence[str], second: int, theirs: Sequence[str]) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-    of_first = mine[at] if at < len(mine) else "no further unit"
-    of_second = theirs[at] if at < len(theirs) else "no further unit"
+def _difference(first: int, local: Sequence[str], second: int, peer: Sequence[str]) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(local, peer, strict=False)) if a != b), min(len(local), len(peer)))
+    of_first = local[at] if at < len(local) else "no further unit"
+    of_second = peer[at] if at < len(peer) else "no further unit"
     return (
         f"ranks do not have the same model. Unit {at} is on rank {first}: {of_first}; on rank {second}: {of_second}. "
         "Build and shard the same modules in the same order on every rank."
@@ -166,11 +166,11 @@ def _compare_values(units: Sequence[Unit], hashes: Mapping[int, bytes], digests:
         )
         name = f"{unit.name}.{param.fqn}" if unit.name else param.fqn
         where = f"{len(odd)} parameters, such as {name} on rank {first} and rank {other}"
-        said = f"ranks built the model with different values: {where}"
+        stated = f"ranks built the model with different values: {where}"
         if are_replicas or unit.options.placements.optimizer is Placement.WHOLE:
-            raise RankMismatchError(f"{said}. Each would go on from its own, with gradients of all. {remedy}.")
+            raise RankMismatchError(f"{stated}. Each would go on from its own, with gradients of all. {remedy}.")
         if dist.get_rank() == first:
-            _log.warning("%s. What is trained is a mixture, one rank's part beside another's. %s.", said, remedy)
+            _log.warning("%s. What is trained is a mixture, one rank's part beside another's. %s.", stated, remedy)
 
 
 def _different_values(

@@ -29,7 +29,7 @@ class Disks:
     def begin_pass(self) -> None:
         """Note that all ranks begin the same forward or backward."""
         for of_unit in self._of_units():
-            of_unit.are_told = True
+            of_unit.are_reported = True
 
     def end_pass(self, activations: DiskFailures | None = None) -> None:
         """Tell all ranks, each of which has ended the same pass, if the disk of one of them has failed: a collective,
@@ -44,7 +44,7 @@ class Disks:
         self._collect()
         if activations is not None:
             self._failures.add(activations.take())
-        if activations is not None or any(unit.rests_on_disk for unit in self._units):
+        if activations is not None or any(unit.is_on_disk for unit in self._units):
             self._failures.raise_on_every_rank(process_groups_along(self._units), self._units[0].device)
 
     def forget(self) -> None:
@@ -55,7 +55,7 @@ class Disks:
     def _collect(self) -> None:
         for of_unit in self._of_units():
             self._failures.add(of_unit.take())
-            of_unit.are_told = False
+            of_unit.are_reported = False
 
     def _of_units(self) -> list[DiskFailures]:
-        return [disk_failure for unit in self._units if unit.rests_on_disk for disk_failure in unit.disk_failures]
+        return [disk_failure for unit in self._units if unit.is_on_disk for disk_failure in unit.disk_failures]

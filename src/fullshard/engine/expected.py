@@ -56,7 +56,7 @@ class Expected:
         """Note that it is over."""
         if not self.open[-1].left:  # none of it was to be differentiated
             self.open.pop()
-        self.forward_order = tuple(self.forward.seen)
+        self.forward_order = tuple(self.forward.visited)
         self._orders[top.state.number] = self.forward_order
 
     def begin_backward(self) -> None:
@@ -66,12 +66,12 @@ class Expected:
 
     def end_backward(self) -> None:
         """Note that it is over."""
-        self.backward_order = tuple(self.backward.seen)
+        self.backward_order = tuple(self.backward.visited)
         if self._left not in self._backward_orders and len(self._backward_orders) == _MOST_ORDERS:
             del self._backward_orders[next(iter(self._backward_orders))]
         self._backward_orders[self._left] = self.backward_order
 
-    def come_to(self, forward: OpenForward | None) -> None:
+    def arrive_at(self, forward: OpenForward | None) -> None:
         """Note that the backward that is executing has come to a part of `forward`."""
         if forward in self.open:
             self.open.remove(forward)

@@ -56,11 +56,11 @@ class DiskFailures:
     """What the disk could not do for this rank, until all ranks are told. See the note above.
 
     Args:
-        are_told: whether all ranks are going to be told. Otherwise a failure is raised where it is met.
+        are_reported: whether all ranks are going to be told. Otherwise a failure is raised where it is met.
     """
 
-    def __init__(self, *, are_told: bool = True) -> None:
-        self.are_told = are_told
+    def __init__(self, *, are_reported: bool = True) -> None:
+        self.are_reported = are_reported
         self._errors: list[DiskError] = []
 
     def __bool__(self) -> bool:
@@ -72,7 +72,7 @@ class DiskFailures:
         try:
             yield
         except DiskError as error:
-            if not self.are_told:
+            if not self.are_reported:
                 raise
             self._errors.append(error)
 
@@ -96,9 +96,9 @@ class DiskFailures:
         found = findings_of_all(lambda: [(dist.get_rank(), str(error)) for error in errors[:1]], here, groups, _ORIGIN)
         if found is None:
             return
-        told = sorted(set(found))
-        lines = [f"rank {rank}: {message}" for rank, message in told[:_SHOWN]]
-        lines += [f"and {len(told) - _SHOWN} more ranks"] if len(told) > _SHOWN else []
+        reported = sorted(set(found))
+        lines = [f"rank {rank}: {message}" for rank, message in reported[:_SHOWN]]
+        lines += [f"and {len(reported) - _SHOWN} more ranks"] if len(reported) > _SHOWN else []
         raise DiskError(" ".join(lines)) from (errors[0] if errors else None)
 
 

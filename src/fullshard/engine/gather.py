@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fullshard.comm.transport import Gathers, Pending
 from fullshard.comm.two_level import TwoLevelGathers
-from fullshard.comm.wire import Gathers, Pending
 from fullshard.device.memory import Pool
 from fullshard.device.travel import travel
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_buffers import ShardStorage, UnshardedBuffer
-from fullshard.engine.group_wires import GroupWires
+from fullshard.engine.group_transports import GroupTransports
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.tape.recorder import Origin
 
@@ -29,10 +29,12 @@ class Gather:
         scratch: memory for shards that are cast to travel.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], storage: ShardStorage, wire: Gathers, scratch: Pool) -> None:
+    def __init__(
+        self, params: Sequence[ShardedParam], storage: ShardStorage, transport: Gathers, scratch: Pool
+    ) -> None:
         self._params = params
         self._storage = storage
-        self._wire = wire
+        self._transport = transport
         self._scratch = scratch
         self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they travel
         self._gathered_version = -1
@@ -89,7 +91,7 @@ class Gather:
             origin: on whose behalf.
             in_common: the buffer is one that all ranks of the shard axis fill and read.
         """
-        return self._wire.all_gather(unsharded.receive, self._to_send(), origin=origin, in_common=in_common)
+        return self._transport.all_gather(unsharded.receive, self._to_send(), origin=origin, in_common=in_common)
 
     def finish(self, unsharded: UnshardedBuffer) -> None:
         """Put what came in the pack where it belongs. Call when the gather has ended."""
@@ -123,10 +125,10 @@ class TwoLevelGather(Gather):
     """Gathers across groups of neighbouring ranks and then within each; within only, as long as nothing has changed."""
 
     def __init__(
-        self, params: Sequence[ShardedParam], storage: ShardStorage, wire: TwoLevelGathers, scratch: Pool
+        self, params: Sequence[ShardedParam], storage: ShardStorage, transport: TwoLevelGathers, scratch: Pool
     ) -> None:
-        super().__init__(params, storage, wire, scratch)
-        self._two_level = wire
+        super().__init__(params, storage, transport, scratch)
+        self._two_level = transport
         self._secondary_version = -1
 
     def note_changed_shards(self) -> None:
@@ -157,7 +159,7 @@ class LocalGather(Gather):
         if not self._storage.plan.lives_in_unsharded:
             unsharded.flat.copy_(self._storage.memory, non_blocking=True)
             if self._storage.plan.memory.offloaded:
-                travel.note("cpu", "parameters", came=unsharded.flat.nbytes)
+                travel.note("cpu", "parameters", arrived=unsharded.flat.nbytes)
         return Pending()
 
     @property
@@ -168,10 +170,10 @@ class LocalGather(Gather):
         self._gathered_version = self._sent_version
 
 
-def gather_for(params: Sequence[ShardedParam], storage: ShardStorage, wires: GroupWires) -> Gather:
+def gather_for(params: Sequence[ShardedParam], storage: ShardStorage, transports: GroupTransports) -> Gather:
     """The gather of a group, as its placements have it."""
     if not storage.plan.shards_optimizer:
-        return LocalGather(params, storage, wires.gathers, wires.scratch)
-    if isinstance(wires.gathers, TwoLevelGathers):
-        return TwoLevelGather(params, storage, wires.gathers, wires.scratch)
-    return Gather(params, storage, wires.gathers, wires.scratch)
+        return LocalGather(params, storage, transports.gathers, transports.scratch)
+    if isinstance(transports.gathers, TwoLevelGathers):
+        return TwoLevelGather(params, storage, transports.gathers, transports.scratch)
+    return Gather(params, storage, transports.gathers, transports.scratch)

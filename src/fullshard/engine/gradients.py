@@ -73,7 +73,7 @@ class Gradients:
         self._flat_holders: Any = None  # what `storage_holders` says of `flat` then
         shapes = [param_layout.spec.shard_shape(plan.rank) for param_layout in plan.layout.params]
         starts = [param_layout.shard_offset for param_layout in plan.layout.params]
-        self._stretches = [slice(start, start + prod(shape)) for start, shape in zip(starts, shapes, strict=True)]
+        self._regions = [slice(start, start + prod(shape)) for start, shape in zip(starts, shapes, strict=True)]
         self._strided = [(shape, contiguous_strides(shape), start) for shape, start in zip(shapes, starts, strict=True)]
 
     # -- whole gradients ----------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Gradients:
         """
         grads: dict[int, Tensor] = {}
         waiting: dict[int, Tensor] = {}  # to be cast together
-        nbytes, at_once = 0, _CAST_AT_ONCE if accelerator_for(self.plan.device).has_lanes else 0
+        nbytes, at_once = 0, _CAST_AT_ONCE if accelerator_for(self.plan.device).has_streams else 0
         reduce = self.plan.contract.reduce
         for i, param in enumerate(self.params):
             if (grad := param.take_grad()) is None:
@@ -114,7 +114,7 @@ class Gradients:
         contract, placed = self.plan.contract, self.plan.layout.params[i].in_place
         is_cast = (contract.compute, contract.reduce, contract.grad) == (torch.bfloat16, torch.float32, None)
         packs = not placed and is_cast and self.plan.shards_optimizer
-        return packs and accelerator_for(self.plan.device).has_lanes
+        return packs and accelerator_for(self.plan.device).has_streams
 
     def _cast(self, waiting: dict[int, Tensor], grads: dict[int, Tensor]) -> None:
         """Put those of `waiting`, which then is empty, into `grads`, contiguous and in the reduce dtype."""
@@ -134,9 +134,9 @@ class Gradients:
         specs = [plan.layout.params[i].spec for i in indices]
         numels = [spec.numel + self._padding(i) for i, spec in zip(indices, specs, strict=True)]
         flats = [torch.empty(numel, dtype=dtype, device=plan.device) for numel in numels]
-        rests = [flat[spec.numel :] for flat, spec in zip(flats, specs, strict=True) if flat.numel() > spec.numel]
-        if rests:
-            torch._foreach_zero_(rests)
+        tails = [flat[spec.numel :] for flat, spec in zip(flats, specs, strict=True) if flat.numel() > spec.numel]
+        if tails:
+            torch._foreach_zero_(tails)
         return [flat[: spec.numel].view(spec.shape) for flat, spec in zip(flats, specs, strict=True)]
 
     def _padding(self, i: int) -> int:
@@ -202,7 +202,7 @@ class Gradients:
     def _is_handed_over(self) -> bool:
         """True if the buffer is for one step: allocating another is cheap, and no graph has it."""
         plan = self.plan
-        return accelerator_for(plan.device).has_lanes and not (plan.memory.offloaded or is_capturing(plan.device))
+        return accelerator_for(plan.device).has_streams and not (plan.memory.offloaded or is_capturing(plan.device))
 
     def _others_have_it(self, flat: Tensor) -> bool:
         if storage_holders(flat) != self._flat_holders:
@@ -214,9 +214,9 @@ class Gradients:
         shape, strides, start = self._strided[i]
         return buffer.as_strided(shape, strides, buffer.storage_offset() + start)
 
-    def stretch_of(self, i: int, buffer: Tensor) -> Tensor:
+    def region_of(self, i: int, buffer: Tensor) -> Tensor:
         """This rank's stretch of a shard buffer for parameter `i`, 1-D, without padding."""
-        return buffer[self._stretches[i]]
+        return buffer[self._regions[i]]
 
     def give(self, i: int) -> None:
         """Let the optimizer see what lies in `flat` as the gradient of parameter `i`."""

@@ -34,7 +34,7 @@ class GradientsOnDisk(Gradients):
         self._extent: Extent | None = None  # where they rest
         self._counts: list[tuple[int, ...]] = []  # what `_references` says while nobody else refers to them
         self._given: list[int] = []  # parameters whose gradients lie in `flat`
-        self.failures: DiskFailures = DiskFailures(are_told=False)
+        self.failures: DiskFailures = DiskFailures(are_reported=False)
 
     def new_shards(self) -> Tensor:
         """A buffer for the gradient shards, in the dtype that is delivered, until `hand_over`."""
@@ -70,9 +70,9 @@ class GradientsOnDisk(Gradients):
             self._add(sums)
 
     def _add(self, sums: Mapping[int, Tensor]) -> None:
-        resting = [i for i in sums if self._rests(i)]
+        stored = [i for i in sums if self._stored(i)]
         fresh = [i for i in sums if not self.params[i].has_grad]
-        extent = self._extent if resting else self._room()
+        extent = self._extent if stored else self._room()
         assert extent is not None, "something rests there"
         buffer = self._buffers.take(self._nbytes)
         extent.read(buffer.data).wait()
@@ -80,7 +80,7 @@ class GradientsOnDisk(Gradients):
         for i, shard in sums.items():
             if i in fresh:
                 self.shard_in(i, flat).copy_(shard)
-            elif i in resting:
+            elif i in stored:
                 self.shard_in(i, flat).add_(shard.to(delivered))
             else:
                 super().add({i: shard}, are_own=False)
@@ -95,7 +95,7 @@ class GradientsOnDisk(Gradients):
         self._buffer = self._extent = None
         self._given = []
 
-    def _rests(self, i: int) -> bool:
+    def _stored(self, i: int) -> bool:
         """True if the optimizer's gradient of parameter `i` is what rests in the extent."""
         grad = self.params[i].grad
         return isinstance(grad, OnDisk) and grad.extent is self._extent
@@ -109,8 +109,8 @@ class GradientsOnDisk(Gradients):
             self._extent = extent = shared_scratch(plan.memory.folder).take(self._nbytes, state="gradients")
             for placed, param in zip(plan.layout.params, self.params, strict=True):
                 shape = placed.spec.shard_shape(plan.rank)
-                rests = OnDisk(extent, placed.shard_offset * delivered.itemsize, shape, delivered, plan.memory.device)
-                self._shards.append(param.placed(rests))
+                stored = OnDisk(extent, placed.shard_offset * delivered.itemsize, shape, delivered, plan.memory.device)
+                self._shards.append(param.placed(stored))
             self._counts = self._references()
         return self._extent
 
@@ -126,4 +126,4 @@ class GradientsOnDisk(Gradients):
 
 def gradients_for(plan: GroupPlan, params: Sequence[ShardedParam], state: GradientState) -> Gradients:
     """The gradients of a group, in memory or on a disk."""
-    return (GradientsOnDisk if plan.rests_on_disk else Gradients)(plan, params, state)
+    return (GradientsOnDisk if plan.is_on_disk else Gradients)(plan, params, state)

@@ -34,9 +34,9 @@ from fullshard.engine.pack import Pack
 from fullshard.errors import StateError
 from fullshard.tape.recorder import allocating
 
-__all__ = ["ShardStorage", "ShardsOnDisk", "Stretch", "UnshardedBuffer", "shard_storage_for"]
+__all__ = ["Region", "ShardStorage", "ShardsOnDisk", "UnshardedBuffer", "shard_storage_for"]
 
-Stretch = tuple[torch.UntypedStorage, int]
+Region = tuple[torch.UntypedStorage, int]
 """Memory from a byte offset of a storage on."""
 
 
@@ -46,8 +46,8 @@ class UnshardedBuffer:
     `params` are these, and `receive` what a gather writes to: the regions of those in place, and the pack's message.
     """
 
-    def __init__(self, plan: GroupPlan, pack: Pack, stretch: Stretch) -> None:
-        storage, byte_offset = stretch
+    def __init__(self, plan: GroupPlan, pack: Pack, region: Region) -> None:
+        storage, byte_offset = region
         with torch.inference_mode(False):  # may be written to in either mode
             layout, dtype = plan.layout, plan.contract.compute
             view = partial(typed_view, storage, dtype, device=plan.device)
@@ -80,7 +80,7 @@ class ShardStorage(ABC):
     def __init__(self, plan: GroupPlan) -> None:
         self.plan = plan
         with allocating("shards"):
-            self.memory = plan.memory.zeros(plan.rest_numel, plan.contract.stored)
+            self.memory = plan.memory.zeros(plan.stored_numel, plan.contract.stored)
         self._references = -1
 
     def note_references(self) -> None:
@@ -137,7 +137,7 @@ class OwnShards(ShardStorage):
             shards = taken = scratch.take(plan.layout.shard_numel, plan.sent_dtype)
             shards.copy_(self.memory, non_blocking=True)
             if plan.memory.offloaded:
-                travel.note("cpu", "parameters", came=shards.nbytes)
+                travel.note("cpu", "parameters", arrived=shards.nbytes)
         return self._parts_of(shards), taken
 
     def _parts_of(self, shards: Tensor) -> list[Tensor]:
@@ -151,7 +151,7 @@ class CopiedShards(OwnShards):
 
     def __init__(self, plan: GroupPlan) -> None:
         super().__init__(plan)
-        self._copy: Tensor | None = None  # of the lane that gathers
+        self._copy: Tensor | None = None  # of the stream that gathers
 
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
         """See `ShardStorage.to_send`."""
@@ -163,7 +163,7 @@ class CopiedShards(OwnShards):
             changed = True
         if changed:
             self._copy.copy_(self.memory, non_blocking=True)
-            travel.note("cpu", "parameters", came=self._copy.nbytes)
+            travel.note("cpu", "parameters", arrived=self._copy.nbytes)
         return self._parts_of(self._copy), None
 
 
@@ -221,25 +221,25 @@ class ShardsOnDisk(ShardStorage):
         assert folder is not None, "it rests in one"
         self._nbytes = aligned(plan.layout.shard_numel * stored.itemsize)
         self._extent = shared_scratch(folder).take(self._nbytes, state="parameters")
-        self._rests = [
+        self._stored = [
             OnDisk(
                 self._extent, param.shard_offset * stored.itemsize, param.spec.shard_shape(plan.rank), stored, device
             )
             for param in plan.layout.params
         ]
-        self.shards = [*self._rests]
+        self.shards = [*self._stored]
         self._buffers = buffers_of(plan.device)
         self._held: Buffer | None = None  # has been read, or is
         self._reading = DiskWork([])
         self._version = -1  # of the extent, as it was read
-        self.failures: DiskFailures = DiskFailures(are_told=False)
+        self.failures: DiskFailures = DiskFailures(are_reported=False)
 
     @torch.no_grad()
     def fill(self, values: Iterable[Tensor | None]) -> None:
         """See `ShardStorage.fill`. One write; where there are no values, and between shards, are zeros."""
         buffer = self._buffers.take(self._nbytes)
         buffer.data.zero_()
-        for shard, value in zip(self._rests, values, strict=True):
+        for shard, value in zip(self._stored, values, strict=True):
             if value is not None:
                 shard.over(buffer.data).copy_(value)
         self._buffers.give(buffer, self._extent.write(buffer.data))
@@ -286,8 +286,8 @@ class ShardsOnDisk(ShardStorage):
     def note_sent(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            lanes = accelerator_for(self.plan.device).lanes
-            self._buffers.give(held, self._reading, lanes.gather.mark())
+            streams = accelerator_for(self.plan.device).streams
+            self._buffers.give(held, self._reading, streams.gather.mark())
 
 
 def shard_storage_for(plan: GroupPlan, unsharded: UnshardedBuffer | None) -> ShardStorage:
@@ -297,7 +297,7 @@ def shard_storage_for(plan: GroupPlan, unsharded: UnshardedBuffer | None) -> Sha
         plan: the group's.
         unsharded: its unsharded buffer, which must be there if parameters live in it.
     """
-    if plan.rests_on_disk:
+    if plan.is_on_disk:
         return ShardsOnDisk(plan)
     if plan.keeps_copy:
         return CopiedShards(plan)

@@ -30,7 +30,7 @@ def message_rule(axes: Axes) -> MessageRule:
     Asked of the mesh, and not of where parameters are at the moment: all ranks lay a group out alike, though some may
     have its values already and others have it on the meta device.
     """
-    return ON_A_QUEUE if accelerator_for(torch.device(axes.mesh.device_type)).has_lanes else PAIRWISE
+    return ON_A_QUEUE if accelerator_for(torch.device(axes.mesh.device_type)).has_streams else PAIRWISE
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class GroupPlan:
         options = replace(self.options, placements=placements, precision=precision, offload=offload)
         return replace(self, axes=replace(self.axes, group_size=group_size), options=options, memory=memory)
 
-    def needs_wires_of(self, other: GroupPlan) -> bool:
+    def needs_transports_of(self, other: GroupPlan) -> bool:
         """True if the same wires serve both: as many messages, and the same encodings."""
-        mine, theirs = self.contract, other.contract
-        wires = (mine.gather_wire, mine.reduce_wire) == (theirs.gather_wire, theirs.reduce_wire)
-        return wires and self.layout == other.layout
+        local, peer = self.contract, other.contract
+        transports = (local.gather_wire, local.reduce_wire) == (peer.gather_wire, peer.reduce_wire)
+        return transports and self.layout == other.layout
 
     @cached_property
     def rank(self) -> int:
@@ -123,7 +123,7 @@ class GroupPlan:
         return self.options.keeps_unsharded and not self.casts and not self.memory.offloaded
 
     @property
-    def rests_on_disk(self) -> bool:
+    def is_on_disk(self) -> bool:
         """True if shards, and their gradients, are in a file, and in memory only while they travel or are stepped."""
         return self.memory.folder is not None and self.memory.device.type != "meta"
 
@@ -170,19 +170,19 @@ class GroupPlan:
         return (layout.unsharded_numel + layout.world * layout.pack_numel) * self.contract.compute.itemsize
 
     @cached_property
-    def rest_numel(self) -> int:
+    def stored_numel(self) -> int:
         """Elements of the memory that shards rest in, beyond the unsharded buffer."""
         layout = self.layout
-        if self.rests_on_disk:
+        if self.is_on_disk:
             return 0
         if not self.shards_optimizer:
             return 0 if self.lives_in_unsharded else layout.unsharded_numel
         return layout.pack_numel if self.lives_in_unsharded else layout.shard_numel
 
     @property
-    def rest_nbytes(self) -> int:
-        """Bytes of `rest_numel`."""
-        return self.rest_numel * self.contract.stored.itemsize
+    def stored_nbytes(self) -> int:
+        """Bytes of `stored_numel`."""
+        return self.stored_numel * self.contract.stored.itemsize
 
     @property
     def secondary_numel(self) -> int:
@@ -237,11 +237,11 @@ class PayloadPlan(GroupPlan):
         return 0
 
     @cached_property
-    def rest_numel(self) -> int:
+    def stored_numel(self) -> int:
         return 0
 
     @property
-    def rest_nbytes(self) -> int:
+    def stored_nbytes(self) -> int:
         return -(-self.inner_nbytes // self.axes.shard_world) if self.shards_optimizer else self.inner_nbytes
 
     @property

@@ -178,8 +178,8 @@ def _keeping_identity(module: nn.Module) -> Iterator[None]:
     own = {name: param for name, param in module._parameters.items() if param is not None}
     for name, param in own.items():
         if not param.is_meta:
-            stand_in = torch.empty(param.shape, dtype=param.dtype, device="meta")
-            module._parameters[name] = nn.Parameter(stand_in, requires_grad=param.requires_grad)
+            placeholder = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            module._parameters[name] = nn.Parameter(placeholder, requires_grad=param.requires_grad)
     try:
         yield
     finally:

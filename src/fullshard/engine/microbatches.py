@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from fullshard.comm.mesh import broadcast_from_first
 from fullshard.device.accelerator import is_capturing
-from fullshard.engine.comparison import are_alike
+from fullshard.engine.comparison import are_identical
 from fullshard.engine.late_params import LateParams
 from fullshard.engine.registry import replicated_buffers_of
 from fullshard.engine.unit import Unit
-from fullshard.liveness.whereabouts import here
+from fullshard.liveness.rank_progress import here
 from fullshard.tape.recorder import Phase
 
 __all__ = ["Microbatches"]
@@ -62,7 +62,7 @@ class Microbatches:
         """Note that a backward is over: what comes next may need other ranks' buffers."""
         self._buffers_differ = self._buffers_differ or any(unit.state.syncs_gradients for unit in self._units)
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Be as before a step."""
         self.number = 0
         self._buffers_differ = True
@@ -92,7 +92,7 @@ class Microbatches:
 
     def _compare_outside(self, age: int) -> None:
         unit, params = self._units[0], self._outside
-        if not are_alike(params, unit):
+        if not are_identical(params, unit):
             self._outside = []
             if unit.axes.shard_rank == 0:
                 _log.warning(

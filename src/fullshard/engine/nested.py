@@ -139,7 +139,7 @@ def _are_same(old: Iterable[Any], new: Iterable[Any]) -> bool:
     return all(map(is_, old, new))
 
 
-def _find(value: Any, found: list[Tensor], seen: set[int], depth: int) -> None:
+def _find(value: Any, found: list[Tensor], visited: set[int], depth: int) -> None:
     if isinstance(value, Tensor):
         found.append(value)
         return
@@ -151,13 +151,13 @@ def _find(value: Any, found: list[Tensor], seen: set[int], depth: int) -> None:
         parts = value
     elif kind is dict:
         parts = value.values()
-    elif id(value) in seen or len(seen) > _MOST or isinstance(value, _OPAQUE):
+    elif id(value) in visited or len(visited) > _MOST or isinstance(value, _OPAQUE):
         return
     else:
-        seen.add(id(value))
+        visited.add(id(value))
         parts = list(_parts(value))
     for part in parts:
-        _find(part, found, seen, depth + 1)
+        _find(part, found, visited, depth + 1)
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -20,7 +20,7 @@ class OrderTracker:
 
     def __init__(self, expected: Sequence[int] = ()) -> None:
         self.expected = tuple(expected)
-        self.seen: list[int] = []
+        self.visited: list[int] = []
         self._known = 0  # how much of `expected` is past
         self._is_lost = False  # whether the last unit was not expected
 
@@ -30,7 +30,7 @@ class OrderTracker:
         A unit that was not expected here is looked for further on. If it is not there either, nothing is known until
         one appears that is.
         """
-        self.seen.append(unit)
+        self.visited.append(unit)
         try:
             self._known = self.expected.index(unit, self._known) + 1
         except ValueError:
@@ -49,4 +49,4 @@ class OrderTracker:
 
     def agrees_on(self, units: Container[int]) -> bool:
         """Return True if `units` were seen in the order in which they were expected."""
-        return [unit for unit in self.seen if unit in units] == [unit for unit in self.expected if unit in units]
+        return [unit for unit in self.visited if unit in units] == [unit for unit in self.expected if unit in units]

@@ -142,7 +142,7 @@ class Unpacking:
             for pair in _pairs(layout.params[i].spec, wholes[i], rows, rank)
         ]
         self._each = [to for to, _ in pairs], [sent for _, sent in pairs]
-        self._at_once = len(pairs) > _FEW_COPIES and accelerator_for(message.device).has_lanes
+        self._at_once = len(pairs) > _FEW_COPIES and accelerator_for(message.device).has_streams
 
     def copy(self) -> None:
         """Copy what came to where it belongs."""
@@ -205,6 +205,6 @@ def _pairs(spec: ShardSpec, whole: Tensor, rows: Tensor, rank: int) -> Iterator[
         full = size // part  # so many ranks have a part of the same size; one may have the rest
         equal = spread[:, : full * part].unflatten(1, (full, part)).transpose(0, 1)
         yield equal, rows[:full].unflatten(1, (before, part, after))
-        rest = spread[:, full * part :]
-        if rest.numel():
-            yield rest, rows[full, : rest.numel()].view(rest.shape)
+        remaining = spread[:, full * part :]
+        if remaining.numel():
+            yield remaining, rows[full, : remaining.numel()].view(remaining.shape)

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from fullshard._compat import address
 from fullshard.comm.mesh import own_part
-from fullshard.comm.wire import Pending
+from fullshard.comm.transport import Pending
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.gather import Gather, gather_for
 from fullshard.engine.gradients import GradientState
 from fullshard.engine.gradients_on_disk import gradients_for
-from fullshard.engine.group_buffers import Stretch, UnshardedBuffer, shard_storage_for
+from fullshard.engine.group_buffers import Region, UnshardedBuffer, shard_storage_for
 from fullshard.engine.group_plan import GroupPlan
-from fullshard.engine.group_wires import GroupWires
+from fullshard.engine.group_transports import GroupTransports
 from fullshard.engine.pack import Pack
 from fullshard.engine.reduction import Reduction, ReductionOf, start_reduction
 from fullshard.engine.sharded_param import ShardedParam, Source
@@ -48,13 +48,13 @@ class ParamGroup:
         params: Sequence[ShardedParam],
         gather: Gather,
         unsharded: UnshardedBuffer | None,
-        wires: GroupWires,
+        transports: GroupTransports,
         state: GradientState,
     ) -> None:
         self.plan = plan
         self.params = list(params)
         self._pack = pack
-        self.wires = wires
+        self.transports = transports
         self.gradients = gradients_for(plan, self.params, state)
         self.gather = gather
         self._unsharded = unsharded
@@ -75,7 +75,9 @@ class ParamGroup:
         self._without_rows = [param for param in self.params if not param.local.numel()]  # have no address
 
     @classmethod
-    def of(cls, sources: Sequence[Source], plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> ParamGroup:
+    def of(
+        cls, sources: Sequence[Source], plan: GroupPlan, transports: GroupTransports, region: Region | None
+    ) -> ParamGroup:
         """The group of parameters as the user made them: each is cut, and gets both forms.
 
         Args:
@@ -85,7 +87,7 @@ class ParamGroup:
             stretch: where the unsharded buffer lies, if that has memory already.
         """
         pack = Pack(plan.layout, plan.rank)
-        unsharded = stretch and UnshardedBuffer(plan, pack, stretch)
+        unsharded = region and UnshardedBuffer(plan, pack, region)
         storage = shard_storage_for(plan, unsharded)
         params, own = [], []
         for source, param_layout, local in zip(sources, plan.layout.params, storage.shards, strict=True):
@@ -96,9 +98,9 @@ class ParamGroup:
         for param, source, part in zip(params, sources, own, strict=True):
             if part is not None:
                 param.note_made_of(source.local, part)
-        return cls(plan, pack, params, gather_for(params, storage, wires), unsharded, wires, GradientState())
+        return cls(plan, pack, params, gather_for(params, storage, transports), unsharded, transports, GradientState())
 
-    def moved(self, plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> ParamGroup:
+    def moved(self, plan: GroupPlan, transports: GroupTransports, region: Region | None) -> ParamGroup:
         """A group of the same parameters in other memory, after `Module.to` and its like. This one is of no more use.
 
         The values are those that the sharded parameters hold now, wherever they are.
@@ -108,19 +110,19 @@ class ParamGroup:
                 param.renew_unsharded(plan.contract.compute, plan.device)
         self.gather.release_secondary()
         pack = Pack(plan.layout, plan.rank)
-        unsharded = stretch and UnshardedBuffer(plan, pack, stretch)
+        unsharded = region and UnshardedBuffer(plan, pack, region)
         storage = shard_storage_for(plan, unsharded)
         storage.fill([param.local for param in self.params])
         for param, param_layout, shard in zip(self.params, plan.layout.params, storage.shards, strict=True):
             param.local, param.layout = shard, param_layout
-        gather = gather_for(self.params, storage, wires)
-        return ParamGroup(plan, pack, self.params, gather, unsharded, wires, self.gradients.state)
+        gather = gather_for(self.params, storage, transports)
+        return ParamGroup(plan, pack, self.params, gather, unsharded, transports, self.gradients.state)
 
     # -- where unsharded parameters lie -------------------------------------------------------------------------------
 
-    def lie_in(self, stretch: Stretch | None) -> None:
-        """Let the unsharded parameters lie in `stretch` from now on; nowhere, if None."""
-        self._point_to(stretch and UnshardedBuffer(self.plan, self._pack, stretch))
+    def contained_in(self, region: Region | None) -> None:
+        """Let the unsharded parameters lie in `region` from now on; nowhere, if None."""
+        self._point_to(region and UnshardedBuffer(self.plan, self._pack, region))
 
     def _point_to(self, unsharded: UnshardedBuffer | None) -> None:
         self._unsharded = unsharded
@@ -176,12 +178,12 @@ class ParamGroup:
         self.gather.invalidate()
 
     @property
-    def apart_nbytes(self) -> int:
+    def separate_nbytes(self) -> int:
         """Bytes of unsharded parameters that lie apart from the unit's others, as far as they are known."""
         return 0
 
     @property
-    def present_apart_nbytes(self) -> int:
+    def present_separate_nbytes(self) -> int:
         """Bytes of these that are in memory."""
         return 0
 
@@ -227,7 +229,7 @@ class ParamGroup:
     ) -> Reduction:
         """Begin to sum `grads`, what `gradients.take()` gave, over the ranks. Arguments as of `ReductionOf`."""
         return start_reduction(
-            ReductionOf(grads, self.gradients, self.wires, self._pack, divisor, finishes, origin, hook)
+            ReductionOf(grads, self.gradients, self.transports, self._pack, divisor, finishes, origin, hook)
         )
 
     @property
@@ -243,7 +245,7 @@ class ParamGroup:
     @property
     def error_feedback_nbytes(self) -> int:
         """Bytes that error feedback of encoded gradients keeps."""
-        return self.wires.error_feedback_nbytes
+        return self.transports.error_feedback_nbytes
 
 
 def _place(local: Tensor) -> Any:

@@ -73,9 +73,9 @@ class ParamView:
         """The parameter that users see who ask for the whole one, plain and in memory of its own."""
         return nn.Parameter(whole, requires_grad=requires_grad)
 
-    def point_to(self, seen: Tensor, whole: Tensor) -> None:
-        """Let `seen`, which `make_param` gave, have its values in `whole` from now on."""
-        seen.data = whole
+    def point_to(self, visited: Tensor, whole: Tensor) -> None:
+        """Let `visited`, which `make_param` gave, have its values in `whole` from now on."""
+        visited.data = whole
 
     def local_grad(self, grad: Tensor) -> Tensor:
         """The tensor that the engine reduces, of the gradient that autograd has left."""
@@ -142,12 +142,12 @@ class TensorParallelView(ParamView):
         """A `DTensor` on the mesh on which it was found."""
         return make_dtensor(whole, self._found.mesh, self._found.placements, self._found.shape)
 
-    def point_to(self, seen: Tensor, whole: Tensor) -> None:
-        """Let `seen` have `whole` as its local tensor: an alias, so that no gather counts as a change of what autograd
-        has saved.
+    def point_to(self, visited: Tensor, whole: Tensor) -> None:
+        """Let `visited` have `whole` as its local tensor: an alias, so that no gather counts as a change of what
+        autograd has saved.
         """
-        assert isinstance(seen, DTensor)
-        set_local_tensor(seen, whole.data)
+        assert isinstance(visited, DTensor)
+        set_local_tensor(visited, whole.data)
 
     def local_grad(self, grad: Tensor) -> Tensor:
         """The local tensor of `grad`, placed as the parameter is: a collective of torch's where it is not.

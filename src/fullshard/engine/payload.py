@@ -299,8 +299,8 @@ class PayloadBuffer:
 
     def allocate(self) -> None:
         """Have memory, in which the same tensors lie as before."""
-        lane = accelerator_for(self._plan.device).lanes.gather
-        self._slot.allocate(self, self._plan.unsharded_nbytes, lane)
+        stream = accelerator_for(self._plan.device).streams.gather
+        self._slot.allocate(self, self._plan.unsharded_nbytes, stream)
         if self._unsharded is None:
             self._unsharded = UnshardedBuffer(self._plan, Pack(self.layout, self._plan.rank), (self._slot.storage, 0))
             places = iter(self.layout.params)

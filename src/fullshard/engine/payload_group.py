@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fullshard.comm.wire import Pending
+from fullshard.comm.transport import Pending
 from fullshard.engine.gather import Gather, gather_for
 from fullshard.engine.gradients import GradientState
-from fullshard.engine.group_buffers import ShardStorage, Stretch, UnshardedBuffer
+from fullshard.engine.group_buffers import Region, ShardStorage, UnshardedBuffer
 from fullshard.engine.group_plan import GroupPlan, PayloadPlan
-from fullshard.engine.group_wires import GroupWires
+from fullshard.engine.group_transports import GroupTransports
 from fullshard.engine.pack import Pack
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.payload import PayloadParam, PayloadStorage
@@ -31,34 +31,36 @@ class PayloadGroup(ParamGroup):
         self,
         plan: PayloadPlan,
         params: Sequence[PayloadParam],
-        wires: GroupWires,
+        transports: GroupTransports,
         state: GradientState,
     ) -> None:
         self._storage = PayloadStorage(plan, params)
-        gather = Gather(params, self._storage, wires.gathers, wires.scratch)
-        super().__init__(plan, Pack(plan.layout, plan.rank), params, gather, None, wires, state)
+        gather = Gather(params, self._storage, transports.gathers, transports.scratch)
+        super().__init__(plan, Pack(plan.layout, plan.rank), params, gather, None, transports, state)
 
     @classmethod
-    def of(cls, sources: Sequence[Source], plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> PayloadGroup:
+    def of(
+        cls, sources: Sequence[Source], plan: GroupPlan, transports: GroupTransports, region: Region | None
+    ) -> PayloadGroup:
         assert isinstance(plan, PayloadPlan)
         params = [
             PayloadParam(source, placed, plan) for source, placed in zip(sources, plan.layout.params, strict=True)
         ]
-        return cls(plan, params, wires, GradientState())
+        return cls(plan, params, transports, GradientState())
 
-    def moved(self, plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> PayloadGroup:
+    def moved(self, plan: GroupPlan, transports: GroupTransports, region: Region | None) -> PayloadGroup:
         assert isinstance(plan, PayloadPlan)
         self.release()
         for param, placed in zip(self.params, plan.layout.params, strict=True):
             param.layout = placed
             param.renew(plan)
-        return PayloadGroup(plan, self.params, wires, self.gradients.state)
+        return PayloadGroup(plan, self.params, transports, self.gradients.state)
 
     def _note_shards(self) -> None:
         """Nothing to note: each parameter knows its shard."""
 
-    def lie_in(self, stretch: Stretch | None) -> None:
-        """See `ParamGroup.lie_in`. Nothing lies in the unit's storage."""
+    def contained_in(self, region: Region | None) -> None:
+        """See `ParamGroup.contained_in`. Nothing lies in the unit's storage."""
 
     def _point_to(self, unsharded: UnshardedBuffer | None) -> None:
         """Nor does it at first."""
@@ -89,11 +91,11 @@ class PayloadGroup(ParamGroup):
             param.release()
 
     @property
-    def apart_nbytes(self) -> int:
+    def separate_nbytes(self) -> int:
         return 0 if self._storage.buffer is None else self._storage.buffer.nbytes
 
     @property
-    def present_apart_nbytes(self) -> int:
+    def present_separate_nbytes(self) -> int:
         own = sum(param.inner_nbytes for param in self.params)
         return own + (0 if self._storage.buffer is None else self._storage.buffer.present_nbytes)
 
@@ -114,17 +116,17 @@ class WholeClassGroup(ParamGroup):
     """Parameters of such classes where every rank steps whole ones: modules see them as they were found."""
 
     def __init__(
-        self, plan: GroupPlan, params: Sequence[ShardedParam], wires: GroupWires, state: GradientState
+        self, plan: GroupPlan, params: Sequence[ShardedParam], transports: GroupTransports, state: GradientState
     ) -> None:
         storage = WholeShards(plan, [param.local for param in params])
-        gather = gather_for(params, storage, wires)
-        super().__init__(plan, Pack(plan.layout, plan.rank), params, gather, None, wires, state)
+        gather = gather_for(params, storage, transports)
+        super().__init__(plan, Pack(plan.layout, plan.rank), params, gather, None, transports, state)
         for param in params:
             param.replace_unsharded(param.local)
 
     @classmethod
     def of(
-        cls, sources: Sequence[Source], plan: GroupPlan, wires: GroupWires, stretch: Stretch | None
+        cls, sources: Sequence[Source], plan: GroupPlan, transports: GroupTransports, region: Region | None
     ) -> WholeClassGroup:
         params = []
         for source, placed in zip(sources, plan.layout.params, strict=True):
@@ -134,13 +136,13 @@ class WholeClassGroup(ParamGroup):
             params.append(ShardedParam(source, placed, local, plan))
             if not source.param.is_meta:
                 params[-1].note_made_of(source.local)
-        return cls(plan, params, wires, GradientState())
+        return cls(plan, params, transports, GradientState())
 
-    def moved(self, plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> WholeClassGroup:
+    def moved(self, plan: GroupPlan, transports: GroupTransports, region: Region | None) -> WholeClassGroup:
         for param, placed in zip(self.params, plan.layout.params, strict=True):
             param.layout = placed
             param.renew_unsharded(plan.contract.compute, plan.device)
-        return WholeClassGroup(plan, self.params, wires, self.gradients.state)
+        return WholeClassGroup(plan, self.params, transports, self.gradients.state)
 
     def _new_validity(self) -> Validity:
         """Of nothing: the parameters are never freed, and their unsharded forms share counters with the shards."""
@@ -149,8 +151,8 @@ class WholeClassGroup(ParamGroup):
     def _note_shards(self) -> None:
         self._shards = [param.local for param in self.params]
 
-    def lie_in(self, stretch: Stretch | None) -> None:
-        """See `ParamGroup.lie_in`. Nothing lies in the unit's storage."""
+    def contained_in(self, region: Region | None) -> None:
+        """See `ParamGroup.contained_in`. Nothing lies in the unit's storage."""
 
     def _point_to(self, unsharded: UnshardedBuffer | None) -> None:
         """Nor does it at first."""

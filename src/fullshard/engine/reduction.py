@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from fullshard._compat import grad_hooks, shares_memory
+from fullshard.comm.transport import PartSums, Pending, Sums, TermName
 from fullshard.comm.two_level import TwoLevelSums
-from fullshard.comm.wire import PartSums, Pending, Sums, TermName
-from fullshard.device.lanes import Lanes
+from fullshard.device.streams import Streams
 from fullshard.device.travel import travel
 from fullshard.engine.gradients import Gradients
-from fullshard.engine.group_wires import GroupWires
+from fullshard.engine.group_transports import GroupTransports
 from fullshard.engine.pack import Pack
 from fullshard.tape.recorder import Origin, noting_wait
 
@@ -46,7 +46,7 @@ class ReductionOf:
 
     grads: dict[int, Tensor]
     gradients: Gradients
-    wires: GroupWires
+    transports: GroupTransports
     pack: Pack
     divisor: float
     finishes: bool
@@ -60,8 +60,8 @@ def start_reduction(of: ReductionOf) -> Reduction:
         of = _scaled_down(of)
     if not of.gradients.plan.shards_optimizer:
         return WholeReduction(of)
-    if of.wires.two_level_sums is not None:
-        return TwoLevelReduction(of, of.wires.two_level_sums)
+    if of.transports.two_level_sums is not None:
+        return TwoLevelReduction(of, of.transports.two_level_sums)
     return OneLevelReduction(of)
 
 
@@ -70,7 +70,7 @@ def _scaled_down(of: ReductionOf) -> ReductionOf:
 
     They are divided by a power of two, which rounds nothing but subnormal numbers.
     """
-    replicas = of.wires.replicas
+    replicas = of.transports.replicas
     ranks = of.gradients.plan.layout.world * (1 if replicas is None else replicas.world)
     scale = 0.5 ** (ranks - 1).bit_length()
     grads = of.grads
@@ -88,7 +88,7 @@ class Reduction(ABC):
         note = of.gradients.missing(of.grads)
         self._plan = of.gradients.plan
         self._gradients = of.gradients
-        self._wires = of.wires
+        self._transports = of.transports
         self._grads = of.grads
         self._divisor = of.divisor
         self._origin = replace(of.origin, note=note) if note else of.origin
@@ -96,7 +96,7 @@ class Reduction(ABC):
         self._hook = of.hook
         self._finishes = of.finishes or not has_second_level
         self._scratch: list[Tensor] = []
-        self._kept: list[Tensor] = []  # what a lane may still read
+        self._kept: list[Tensor] = []  # what a stream may still read
         self._accumulates = any(of.gradients.params[i].has_grad for i in of.grads)
         self._first_sums = of.gradients.state.first_sums
         if self._finishes:
@@ -105,9 +105,9 @@ class Reduction(ABC):
         self._summed = list(of.grads)
 
     @property
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         """True if `complete()` is sure not to wait for other ranks."""
-        return not self._has_second_level and self._hook is None and self._pending.has_come()
+        return not self._has_second_level and self._hook is None and self._pending.has_arrived()
 
     def complete(self) -> None:
         """Wait for the first sums, and take the second ones. Where work is queued, it is queued then, and not done."""
@@ -143,7 +143,7 @@ class Reduction(ABC):
     @property
     def is_read_by_host(self) -> bool:
         """True if the host itself reads what has landed at once: to add it, to write it to a disk, or in hooks."""
-        if not self.has_to_land or self._plan.rests_on_disk:
+        if not self.has_to_land or self._plan.is_on_disk:
             return self.has_to_land
         params = [self._gradients.params[i] for i in self._summed]
         return self._accumulates or any(param.has_grad or grad_hooks(param.sharded) for param in params)
@@ -158,8 +158,8 @@ class Reduction(ABC):
         """Copy the sums to the host's memory. Where work is queued, it is queued then, and not done."""
 
     def _note_landed(self, sums: Tensor) -> None:
-        if not self._plan.rests_on_disk:
-            travel.note("cpu", "gradients", went=sums.nbytes)
+        if not self._plan.is_on_disk:
+            travel.note("cpu", "gradients", passed=sums.nbytes)
 
     def deliver(self) -> None:
         """Let the sharded parameters have their gradients, added to what they have already."""
@@ -173,7 +173,7 @@ class Reduction(ABC):
                 term, kept = self._first_sum(i), self._first_sums.get(i)
                 self._first_sums[i] = term.clone() if kept is None else kept.add_(term)
         for scratch in self._scratch:
-            self._wires.scratch.give(scratch)
+            self._transports.scratch.give(scratch)
 
     @property
     def has_hooks(self) -> bool:
@@ -197,7 +197,7 @@ class Reduction(ABC):
         return hooked
 
     def _take(self, numel: int) -> Tensor:
-        scratch = self._wires.scratch.take(numel, self._plan.contract.reduce)
+        scratch = self._transports.scratch.take(numel, self._plan.contract.reduce)
         self._scratch.append(scratch)
         return scratch
 
@@ -256,7 +256,7 @@ class ShardReduction(Reduction):
 
     def _sums(self) -> list[Tensor]:
         """The receive buffers: this rank's part of each term's sum."""
-        sums = [self._gradients.stretch_of(i, self._shards) for i in self._in_place]
+        sums = [self._gradients.region_of(i, self._shards) for i in self._in_place]
         return [*sums, self._shards[self._plan.layout.pack]] if self._has_pack else sums
 
     def _results(self) -> list[Tensor]:
@@ -292,17 +292,17 @@ class OneLevelReduction(ShardReduction):
     """Sums over the shard axis, and then over the replicate axis if there is one."""
 
     def __init__(self, of: ReductionOf) -> None:
-        super().__init__(of, has_second_level=of.wires.replicas is not None)
+        super().__init__(of, has_second_level=of.transports.replicas is not None)
         wholes, part_numels = self._terms()
         divisor = 1 if self._has_second_level else of.divisor
-        terms = PartSums(self._sums(), wholes, part_numels, divisor, self._names(of.wires.sums))
-        self._pending = of.wires.sums.reduce_scatter(terms, origin=self._origin)
+        terms = PartSums(self._sums(), wholes, part_numels, divisor, self._names(of.transports.sums))
+        self._pending = of.transports.sums.reduce_scatter(terms, origin=self._origin)
 
     def _first_sum(self, i: int) -> Tensor:
-        return self._gradients.stretch_of(i, self._shards)
+        return self._gradients.region_of(i, self._shards)
 
     def _take_second_sums(self) -> None:
-        replicas = self._wires.replicas
+        replicas = self._transports.replicas
         assert replicas is not None
         names: list[TermName] = [("shards", *sorted(self._summed))]
         replicas.all_reduce([self._shards], self._divisor, origin=self._origin, names=names).wait()
@@ -353,7 +353,7 @@ class WholeReduction(Reduction):
     """Sums over the shard axis that every rank gets whole, and then over the replicate axis if there is one."""
 
     def __init__(self, of: ReductionOf) -> None:
-        super().__init__(of, has_second_level=of.wires.replicas is not None)
+        super().__init__(of, has_second_level=of.transports.replicas is not None)
         grads = of.grads
         layout = self._plan.layout
         self._packed = packed = [i for i in grads if not layout.params[i].in_place]
@@ -366,7 +366,7 @@ class WholeReduction(Reduction):
             if shares_memory(self._grads[i]):  # autograd may hand it on, and sums are written to it meanwhile
                 self._grads[i] = self._grads[i].clone()
         self._wholes = [*(grad.view(-1) for i, grad in self._grads.items() if i not in packed), *flat]
-        divisor, sums = 1 if self._has_second_level else of.divisor, of.wires.sums
+        divisor, sums = 1 if self._has_second_level else of.divisor, of.transports.sums
         self._pending = sums.all_reduce(self._wholes, divisor, origin=self._origin, names=self._names(sums))
 
     def _names(self, over: Sums) -> list[TermName]:
@@ -380,7 +380,7 @@ class WholeReduction(Reduction):
         return self._grads[i].view(-1)
 
     def _take_second_sums(self) -> None:
-        replicas = self._wires.replicas
+        replicas = self._transports.replicas
         assert replicas is not None
         replicas.all_reduce(self._wholes, self._divisor, origin=self._origin, names=self._names(replicas)).wait()
 
@@ -405,42 +405,44 @@ class UnitReduction:
     """The reductions of a unit's parameter groups, started together. `finish()` gives the optimizer its gradients.
 
     Where work is queued, all of it is queued at once: sums over the replicate axis and copies to the host go on their
-    own lanes, so that neither keeps the next unit's first sums waiting.
+    own streams, so that neither keeps the next unit's first sums waiting.
 
     Args:
         reductions: one for each group that has gradients.
         read: what they were given to read, which is kept until it has been read.
-        lanes: of the device.
+        streams: of the device.
         origin: on whose behalf.
     """
 
-    def __init__(self, reductions: Sequence[Reduction], read: Sequence[object], lanes: Lanes, origin: Origin) -> None:
+    def __init__(
+        self, reductions: Sequence[Reduction], read: Sequence[object], streams: Streams, origin: Origin
+    ) -> None:
         self._reductions = list(reductions)
-        self._lanes = lanes
+        self._streams = streams
         self._origin = origin
-        self.is_complete = lanes.reduce.is_stream  # nothing is left to wait for
+        self.is_complete = streams.reduce.is_stream  # nothing is left to wait for
         self._read = list(read) if self.is_complete else []
         self._landing = [reduction for reduction in self._reductions if reduction.has_to_land]
-        self._summed = self._ended = lanes.reduce.mark()
+        self._summed = self._ended = streams.reduce.mark()
         self.is_late = False  # the optimizer's gradients come later than the first sums
         if self.is_complete:
-            self._queue_rest()
+            self._queue_others()
 
-    def _queue_rest(self) -> None:
-        last = self._lanes.reduce
+    def _queue_others(self) -> None:
+        last = self._streams.reduce
         with torch.no_grad():
             if any(reduction.sends_more for reduction in self._reductions):
-                with self._lanes.replicate.after(last):
+                with self._streams.replicate.after(last):
                     self._complete_all()
-                last = self._lanes.replicate
+                last = self._streams.replicate
             else:
                 self._complete_all()
             if self._landing:
-                with self._lanes.offload.after(last):
+                with self._streams.offload.after(last):
                     for reduction in self._landing:
                         reduction.land()
-                last = self._lanes.offload
-        self.is_late = last is not self._lanes.reduce
+                last = self._streams.offload
+        self.is_late = last is not self._streams.reduce
         if self.is_late:
             self._ended = last.mark()
 
@@ -449,9 +451,9 @@ class UnitReduction:
         """True if users have registered something to be called at its end, which may write to the unit's shards."""
         return any(reduction.has_hooks for reduction in self._reductions)
 
-    def complete_if_come(self) -> None:
-        """Free the whole gradients already, if nobody need wait for other ranks. Not for a lane that is a stream."""
-        if all(reduction.has_come for reduction in self._reductions):
+    def complete_if_arrived(self) -> None:
+        """Free the whole gradients already, if nobody need wait for other ranks. Not for a stream that is a stream."""
+        if all(reduction.has_arrived for reduction in self._reductions):
             with torch.no_grad():
                 self._complete_all()
             for reduction in self._reductions:
@@ -462,29 +464,29 @@ class UnitReduction:
         """Forget whole gradients of which only a part is needed, once the first sums have been taken of them."""
         if self._summed is None:
             return
-        with noting_wait(self._lanes.compute, self._origin):
-            self._lanes.compute.wait(self._summed)
+        with noting_wait(self._streams.compute, self._origin):
+            self._streams.compute.wait(self._summed)
         self._summed = None
         self._read.clear()
         for reduction in self._reductions:
             reduction.free_whole_grads()
 
     def finish(self) -> None:
-        """Let the sharded parameters have their gradients. The compute lane waits for them."""
+        """Let the sharded parameters have their gradients. The compute stream waits for them."""
         with torch.no_grad():
             if not self.is_complete:
                 self._complete_all()
-            with noting_wait(self._lanes.compute, self._origin):
-                self._lanes.compute.wait(self._ended)
+            with noting_wait(self._streams.compute, self._origin):
+                self._streams.compute.wait(self._ended)
             if any(reduction.is_read_by_host for reduction in self._reductions):
-                self._lanes.host.wait(self._ended)
+                self._streams.host.wait(self._ended)
             for reduction in self._reductions:
                 reduction.deliver()
         self._read.clear()
         delivered, self._reductions = self._reductions, []
         hooked = [reduction.call_hooks() for reduction in delivered]
         if any(hooked):  # they may have written to shards
-            self._lanes.gather.wait(self._lanes.compute.mark())
+            self._streams.gather.wait(self._streams.compute.mark())
 
     def abandon(self) -> None:
         """Let what is under way arrive, and forget it: a message that nobody takes would be taken for a later one."""
@@ -492,7 +494,7 @@ class UnitReduction:
             if not self.is_complete:
                 for reduction in self._reductions:
                     reduction.abandon()
-        self._lanes.compute.wait(self._ended)
+        self._streams.compute.wait(self._ended)
         self._read.clear()
         self._reductions = []
 

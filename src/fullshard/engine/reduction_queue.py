@@ -52,7 +52,7 @@ class ReductionQueue:
         """
         for reduction in self._under_way.values():
             if not reduction.is_complete:
-                reduction.complete_if_come()
+                reduction.complete_if_arrived()
 
     def finish(self, *, all_but: int = 0) -> None:
         """Have the optimizer's gradients ready. `all_but` so many of those that have only second sums to wait for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fullshard.device.lanes import Lanes, Mark
+from fullshard.device.streams import Mark, Streams
 from fullshard.engine.order import OrderTracker
 from fullshard.engine.reduction_queue import ReductionQueue
 from fullshard.engine.slot_sharing import SlotSharing
@@ -32,8 +32,8 @@ class Residency:
         self._clock = 0
 
     @property
-    def _lanes(self) -> Lanes:
-        return self._units[0].lanes
+    def _streams(self) -> Streams:
+        return self._units[0].streams
 
     def tick(self) -> int:
         """The number of the event that happens now."""
@@ -72,7 +72,7 @@ class Residency:
             unit.notice_step()
         if phase is Phase.IDLE:
             self.show_compute_s_work()
-        elif self._lanes.gather.is_stream:
+        elif self._streams.gather.is_stream:
             if not shows_its_shards:
                 unit.written_in.add(phase)
                 self.show_compute_s_work()
@@ -100,15 +100,15 @@ class Residency:
 
     def order_writes_after(self, unit: Unit) -> None:
         """Make whoever writes to the shards of `unit` from now on wait until the gather has read them."""
-        self._lanes.compute.wait(self._lanes.gather.mark())
+        self._streams.compute.wait(self._streams.gather.mark())
         unit.await_copies_of_shards()
 
     def show_compute_s_work(self) -> None:
         """Have gathers from now on come behind all that compute has been given: shards may be others since."""
-        self._lanes.compute.wait(self.after_optimizer)
+        self._streams.compute.wait(self.after_optimizer)
         self.after_optimizer = None
-        if self._lanes.gather.is_stream:
-            self._lanes.gather.wait(self._lanes.compute.mark())
+        if self._streams.gather.is_stream:
+            self._streams.gather.wait(self._streams.compute.mark())
             for unit in self._units:
                 unit.note_shown_shards()
 
@@ -126,7 +126,7 @@ class Residency:
         comes next in `order`, this one is freed after that one's gather has begun, which has the time that this one
         computes.
         """
-        is_late = self._lanes.gather.is_stream and not self._is_next_under_way(order)
+        is_late = self._streams.gather.is_stream and not self._is_next_under_way(order)
         self.reshard(unit, phase, keep=is_late)
         if is_late:
             self._late.append((unit, phase))

@@ -34,17 +34,17 @@ from torch import Tensor, nn
 
 from fullshard._compat import in_backward, in_backward_of_inputs, in_pipeline_stage, on_backward_end
 from fullshard.device.accelerator import accelerator_for, is_capturing
-from fullshard.device.lanes import Lanes
+from fullshard.device.streams import Streams
 from fullshard.engine.activations import Activations
 from fullshard.engine.at_rest import read_while_sharded
 from fullshard.engine.call import ForwardCall
 from fullshard.engine.comparison import check_ranks_agree
 from fullshard.engine.disks import Disks
 from fullshard.engine.expected import Expected
-from fullshard.engine.homes import homes_of
 from fullshard.engine.managed import number_parameters
 from fullshard.engine.microbatches import Microbatches
 from fullshard.engine.nested import keepers_among, map_tensors, tensors_in
+from fullshard.engine.placements import placements_of
 from fullshard.engine.reduction_queue import ReductionQueue
 from fullshard.engine.registry import name_units, own_modules
 from fullshard.engine.residency import Residency, check_not_summoned
@@ -73,8 +73,8 @@ class Runtime:
         self.units = list(units)
         for unit in units:
             unit.state.is_root = root in unit.modules
-        for unit, home in homes_of(units).items():
-            unit.rest(home)
+        for unit, destination in placements_of(units).items():
+            unit.move_to(destination)
         self.phase = Phase.IDLE
         self.serial = 0  # of the last backward
         self.finalizes_by_hand = False  # see [Note: steps that are finalized by hand]
@@ -115,7 +115,7 @@ class Runtime:
         """Order the streams if a step is dropped half-way, since its memory is handed out again immediately."""
         with suppress(Exception):  # the interpreter may be ending
             if (self.phase is not Phase.IDLE or self._is_open) and not is_capturing(self._device):
-                self._lanes.join()
+                self._streams.join()
 
     @property
     def _device(self) -> torch.device:
@@ -123,8 +123,8 @@ class Runtime:
         return self.units[0].device
 
     @property
-    def _lanes(self) -> Lanes:
-        return self.units[0].lanes
+    def _streams(self) -> Streams:
+        return self.units[0].streams
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Runtime:
         next.
         """
         if any(unit.is_on_cpu for unit in self.units):
-            self._lanes.host.wait(self._lanes.gather.mark())
+            self._streams.host.wait(self._streams.gather.mark())
 
     def _leave(self, unit: Unit) -> None:
         self.residency.release(unit)
@@ -266,7 +266,7 @@ class Runtime:
         outermost = not self._stack
         casts = policy.cast_forward_inputs or (outermost and unit.options.casts_inputs_at_root)
         dtype = policy.param_dtype if casts else None
-        moves = outermost and accelerator_for(self._device).has_lanes
+        moves = outermost and accelerator_for(self._device).has_streams
         if dtype is None and not moves:
             return args, kwargs
 
@@ -307,7 +307,7 @@ class Runtime:
         """Have the unit of `call` unsharded again, and start the gather of the one that comes next."""
         unit = call.unit
         self.reductions.complete_arrived()
-        self.expected.come_to(call.within)
+        self.expected.arrive_at(call.within)
         self._calls.append(call)
         self._free_recomputed(unit)
         self.residency.hold(unit)
@@ -328,8 +328,8 @@ class Runtime:
                 self._holds_at_end = True
                 on_backward_end(self.hold_grads)
             return
-        is_seen = unit.state.unshards_in_backward and not unit.state.is_used_without_forward
-        if is_seen and unit.form is not Form.UNSHARDED and not unit.has_valid_values:
+        is_observed = unit.state.unshards_in_backward and not unit.state.is_used_without_forward
+        if is_observed and unit.form is not Form.UNSHARDED and not unit.has_valid_values:
             raise read_while_sharded(param.fqn, unit.name)
         self.begin_backward()
         self.reductions.complete_arrived()
@@ -424,7 +424,7 @@ class Runtime:
         for unit in self.units:
             unit.forget_ahead()
         if any(unit.is_on_cpu for unit in self.units):  # the optimizer reads their gradients next
-            self._lanes.host.wait(self._lanes.offload.mark())
+            self._streams.host.wait(self._streams.offload.mark())
         self._await_copies_of_shards()
         accelerator_for(self._device).end_pass()
         self.phase = Phase.IDLE
@@ -508,7 +508,7 @@ class Runtime:
             self.recover()
         for unit in self.units:
             unit.abandon_grads()
-        self.microbatches.begin_anew()
+        self.microbatches.begin_again()
 
     # -- steps that are finalized by hand -----------------------------------------------------------------------------
 
@@ -616,7 +616,11 @@ class Runtime:
 
     def _prefetch_backward(self, unit: Unit) -> None:
         ahead = self.expected.ahead_in_backward(unit)
-        if self.serial == 1 and self._lanes.gather.is_stream and any(module._backward_hooks for module in unit.modules):
+        if (
+            self.serial == 1
+            and self._streams.gather.is_stream
+            and any(module._backward_hooks for module in unit.modules)
+        ):
             ahead = []  # which shards the user's hooks write to shows in the first backward, see `Residency.prefetch`
         if unit.options.backward_prefetch == "pre":
             self.residency.prefetch(ahead, Phase.BACKWARD)

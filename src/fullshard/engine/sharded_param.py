@@ -66,8 +66,8 @@ class Source:
     @property
     def grad_dtype(self) -> torch.dtype | None:
         """The dtype that the user wants of its gradients; None, if it is its own or is left open."""
-        asked = self.param.grad_dtype if self.param.is_leaf and self.param.requires_grad else None
-        return None if asked == self.param.dtype else asked
+        requested = self.param.grad_dtype if self.param.is_leaf and self.param.requires_grad else None
+        return None if requested == self.param.dtype else requested
 
     @property
     def sends_payloads(self) -> bool:

@@ -40,7 +40,7 @@ class SlotSharing:
 
     @property
     def _is_cpu(self) -> bool:
-        return not accelerator_for(self._units[0].device).has_lanes
+        return not accelerator_for(self._units[0].device).has_streams
 
     @property
     def _is_enabled(self) -> bool:
@@ -91,8 +91,8 @@ class SlotSharing:
             return is_in_order
         nbytes = {unit.state.number: unit.slot_nbytes for unit in units}
         may_move = is_in_order and self._is_enabled and _are_unreferenced(units)
-        mine = [interval for interval in self._intervals if interval.unit in nbytes and may_move]
-        assigned = assign_slots(mine, nbytes)
+        local = [interval for interval in self._intervals if interval.unit in nbytes and may_move]
+        assigned = assign_slots(local, nbytes)
         sizes = [max(nbytes[unit] for unit in assigned if assigned[unit] == slot) for slot in set(assigned.values())]
         written = any(param.counters.was_written for unit in units for param in unit.params)
         plan = "parameters are written to" if written else f"{assigned} {nbytes}"

@@ -14,16 +14,16 @@ from torch import nn
 
 from fullshard._compat import holds_tensors
 from fullshard.comm.mesh import Axes
-from fullshard.comm.wire import Pending
+from fullshard.comm.transport import Pending
 from fullshard.device.accelerator import accelerator_for
-from fullshard.device.lanes import Lanes, Mark
 from fullshard.device.memory import MemoryKind, Slot
+from fullshard.device.streams import Mark, Streams
 from fullshard.disk.buffers import buffers_of
 from fullshard.engine.at_rest import accept_calls, refuse_calls
 from fullshard.engine.findings import DiskFailures
-from fullshard.engine.group_buffers import Stretch
+from fullshard.engine.group_buffers import Region
 from fullshard.engine.group_plan import GroupPlan
-from fullshard.engine.group_wires import AxesCollectives, GroupWires
+from fullshard.engine.group_transports import AxesCollectives, GroupTransports
 from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.payload_group import group_type
@@ -37,11 +37,11 @@ from fullshard.engine.unit_plans import (
     device_of,
     nbytes_of,
     plan_for,
-    stretches_of,
+    regions_of,
 )
 from fullshard.engine.unit_state import UnitState
 from fullshard.errors import ConfigError, StateError
-from fullshard.policy.offload import Home, OffloadPolicy
+from fullshard.policy.offload import OffloadPolicy, StatePlacement
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder, allocating, noting_wait
@@ -85,12 +85,16 @@ class Unit:
         self.options = options
         self.axes = axes
         self.device = device
-        beside = accelerator_for(device).has_lanes
-        self.home = options.offload.in_full.home_of_all(beside=beside)  # until the root knows all of its units
-        if self.home is Home.STEPPED_ON_CPU and not any(source.param.requires_grad for source in sources):
-            self.home = Home.DEVICE
-        if _goes_to_disk(options, sources, beside=beside):
-            self.home = Home.DISK
+        alongside = accelerator_for(device).has_streams
+        self.destination = options.offload.in_full.placement_of_all(
+            alongside=alongside
+        )  # until the root knows all of its units
+        if self.destination is StatePlacement.STEPPED_ON_CPU and not any(
+            source.param.requires_grad for source in sources
+        ):
+            self.destination = StatePlacement.DEVICE
+        if _goes_to_disk(options, sources, alongside=alongside):
+            self.destination = StatePlacement.DISK
         self.state = UnitState(options.reshard_after_forward)
         self.form = Form.SHARDED
         self.keeps_unsharded = options.keeps_unsharded  # between steps
@@ -100,7 +104,7 @@ class Unit:
         self._pending: list[Pending] = []
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
-        self._put_off: list[Callable[[], None]] = []
+        self._defer: list[Callable[[], None]] = []
         self._shown: list[int] = []  # versions of shards that gathers come behind
         self.written_in: set[Phase] = set()  # passes in which somebody wrote to shards before the unit was needed
         kinds = by_kind(sources)
@@ -110,10 +114,10 @@ class Unit:
         self.slot = Slot(where)
         self.collectives = _collectives_along([axes, *(plan.axes for plan in plans)], device)
         self._has_views = self._occupies_lastingly(self.slot)  # whether views of the slot are there
-        stretches = self._occupy(self.slot, plans)
+        regions = self._occupy(self.slot, plans)
         self.param_groups = [
-            group_type(plan).of(kind, plan, GroupWires.bind(plan, self.collectives[plan.axes]), stretch)
-            for kind, plan, stretch in zip(kinds, plans, stretches, strict=True)
+            group_type(plan).of(kind, plan, GroupTransports.bind(plan, self.collectives[plan.axes]), region)
+            for kind, plan, region in zip(kinds, plans, regions, strict=True)
         ]
         self.slot.count_references()
         self.slot_nbytes, self.is_meta = nbytes_of(plans), are_on_meta(plans)
@@ -123,7 +127,7 @@ class Unit:
             Managed(self, param, weakref.ref(source.param)) for source, param in zip(ordered, self.params, strict=True)
         ]
         self._register_params()
-        self._leaves = _leaves_beside(self.modules, self.params)
+        self._leaves = _leaves_alongside(self.modules, self.params)
         self.keepers: list[nn.Module] = []  # modules whose forward may set tensors as attributes, once a root is known
         self._show_sharded()
         _made.add(self)
@@ -140,7 +144,7 @@ class Unit:
     @property
     def unsharded_nbytes(self) -> int:
         """Bytes of its unsharded parameters; of tensor subclasses' payloads, once these have been gathered."""
-        return self.slot_nbytes + sum(param_group.apart_nbytes for param_group in self.param_groups)
+        return self.slot_nbytes + sum(param_group.separate_nbytes for param_group in self.param_groups)
 
     @property
     def whole_nbytes(self) -> int:
@@ -154,8 +158,8 @@ class Unit:
         return sum(param.layout.spec.numel * param.sharded.itemsize for param in trained)
 
     @property
-    def _present_apart_nbytes(self) -> int:
-        return sum(param_group.present_apart_nbytes for param_group in self.param_groups)
+    def _present_separate_nbytes(self) -> int:
+        return sum(param_group.present_separate_nbytes for param_group in self.param_groups)
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -189,29 +193,29 @@ class Unit:
 
     @property
     def _memory(self) -> MemoryKind:
-        return self.memory_at(self.home)
+        return self.memory_at(self.destination)
 
-    def memory_at(self, home: Home) -> MemoryKind:
-        """The memory of its shards at `home`."""
-        if home is Home.DEVICE:
+    def memory_at(self, destination: StatePlacement) -> MemoryKind:
+        """The memory of its shards at `destination`."""
+        if destination is StatePlacement.DEVICE:
             return MemoryKind(self.device)
-        beside = accelerator_for(self.device).has_lanes
-        if home is Home.DISK:
-            return MemoryKind(torch.device("cpu"), offloaded=beside, pinned=beside, folder=self._folder)
-        if not beside:
+        alongside = accelerator_for(self.device).has_streams
+        if destination is StatePlacement.DISK:
+            return MemoryKind(torch.device("cpu"), offloaded=alongside, pinned=alongside, folder=self._folder)
+        if not alongside:
             return MemoryKind(torch.device("cpu"))
-        pinned, copied = self.options.offload.in_full.pin_memory, home is Home.STEPPED_ON_CPU
+        pinned, copied = self.options.offload.in_full.pin_memory, destination is StatePlacement.STEPPED_ON_CPU
         return MemoryKind(torch.device("cpu"), offloaded=True, pinned=pinned, copied=copied)
 
     @property
     def is_on_cpu(self) -> bool:
         """True if shards and gradients are on the CPU, and the optimizer steps them there, wherever compute runs."""
-        return self.home in (Home.STEPPED_ON_CPU, Home.CPU)
+        return self.destination in (StatePlacement.STEPPED_ON_CPU, StatePlacement.CPU)
 
     @property
-    def rests_on_disk(self) -> bool:
+    def is_on_disk(self) -> bool:
         """True if shards, gradients and the optimizer's state are on a disk between uses."""
-        return self.home is Home.DISK
+        return self.destination is StatePlacement.DISK
 
     @property
     def is_offloaded(self) -> bool:
@@ -222,11 +226,11 @@ class Unit:
         """Where shards live that are found on `device`, or were made of what was there."""
         if device.type == "meta":
             return MemoryKind(device, folder=self._folder)
-        return MemoryKind(device) if self.home is Home.DEVICE else self._memory
+        return MemoryKind(device) if self.destination is StatePlacement.DEVICE else self._memory
 
     @property
     def _folder(self) -> Path | None:
-        return self.options.offload.in_full.disk_folder if self.rests_on_disk else None
+        return self.options.offload.in_full.disk_folder if self.is_on_disk else None
 
     @property
     def description(self) -> str:
@@ -237,7 +241,7 @@ class Unit:
             for param_group in self.param_groups
             for param in param_group.params
         )
-        where = ", on a disk" if self.rests_on_disk else ""
+        where = ", on a disk" if self.is_on_disk else ""
         return f"{self.name or 'the root'}{where} ({'; '.join(params)})"
 
     def digests(self, axes: Axes) -> list[int | None]:
@@ -283,7 +287,7 @@ class Unit:
         stepped = [param_group for param_group in self.param_groups if param_group.gradients.take_step_notice()]
         if stepped and self.form is Form.GATHERING:
             self.finish_gather()
-            self.lanes.gather.wait(self.lanes.compute.mark())  # which has unpacked what came
+            self.streams.gather.wait(self.streams.compute.mark())  # which has unpacked what came
         for param_group in stepped:
             param_group.gather.note_changed_shards()
         if self.form is Form.UNSHARDED and not all(param_group.gather.is_current for param_group in self.param_groups):
@@ -316,23 +320,23 @@ class Unit:
         """True if nobody is known to have written to shards since. (Fused optimizers do, unnoticed, between steps.)"""
         return self._shown == self._versions
 
-    def put_off(self, step: Callable[[], None]) -> None:
+    def defer(self, step: Callable[[], None]) -> None:
         """Have `step`, which changes shards, taken when they are needed next."""
-        self._put_off.append(step)
+        self._defer.append(step)
 
     def settle(self) -> None:
         """Have all steps taken that were put off."""
-        if not self._put_off:
+        if not self._defer:
             return
-        steps, self._put_off = self._put_off, []
+        steps, self._defer = self._defer, []
         for step in steps:
             step()
         self.note_shown_shards()  # the CPU's own work comes before whatever it queues
 
     @property
-    def lanes(self) -> Lanes:
-        """The lanes of the device that computes."""
-        return accelerator_for(self.device).lanes
+    def streams(self) -> Streams:
+        """The streams of the device that computes."""
+        return accelerator_for(self.device).streams
 
     def start_unshard(self, phase: Phase) -> None:
         """Start the all-gather of the unsharded parameters. Nothing happens if they are there or on their way."""
@@ -345,16 +349,16 @@ class Unit:
             self.check_materialized()
         self._allocate(phase)
         stale = [param_group for param_group in self.param_groups if not param_group.gather.is_current]
-        lanes = self.lanes
-        secondary_nbytes, apart_nbytes = self.secondary_nbytes, self._present_apart_nbytes
+        streams = self.streams
+        secondary_nbytes, separate_nbytes = self.secondary_nbytes, self._present_separate_nbytes
         origin, in_common = self.origin(phase), self.slot.is_common
-        with torch.no_grad(), acting_for(origin, "messages"), lanes.gather.queueing():
+        with torch.no_grad(), acting_for(origin, "messages"), streams.gather.queueing():
             self._pending = [param_group.start_gather(origin, in_common=in_common) for param_group in stale]
-            self._gathered = lanes.gather.mark()
+            self._gathered = streams.gather.mark()
         if self.secondary_nbytes > secondary_nbytes and not self._keeps_secondary:
             self._note("allocate", phase, self.secondary_nbytes - secondary_nbytes)
-        if self._present_apart_nbytes > apart_nbytes:
-            self._note("allocate", phase, self._present_apart_nbytes - apart_nbytes)
+        if self._present_separate_nbytes > separate_nbytes:
+            self._note("allocate", phase, self._present_separate_nbytes - separate_nbytes)
         self._stale = stale
         self.form = Form.GATHERING
 
@@ -392,7 +396,7 @@ class Unit:
         if lender is not self and lender not in self.borrowed:
             self.borrowed.append(lender)
             lender.state.users += self.state.users
-        self._leaves = _leaves_beside(self.modules, self.params)
+        self._leaves = _leaves_alongside(self.modules, self.params)
 
     def wait_unshard(self) -> bool:
         """Wait for the all-gather, and show the modules the unsharded parameters.
@@ -406,7 +410,7 @@ class Unit:
             return False
         self.reshard(keep=True)
         self.settle()
-        self.lanes.gather.wait(self.lanes.compute.mark())
+        self.streams.gather.wait(self.streams.compute.mark())
         self.start_unshard(Phase.IDLE)
         self.finish_gather()
         return True
@@ -421,8 +425,8 @@ class Unit:
             return True
         for pending in self._pending:
             pending.wait()
-        with noting_wait(self.lanes.compute, self.origin(Phase.FORWARD)):
-            self.lanes.compute.wait(self._gathered)
+        with noting_wait(self.streams.compute, self.origin(Phase.FORWARD)):
+            self.streams.compute.wait(self._gathered)
         stale, self._pending, self._gathered, self._stale = self._stale, [], None, []
         self.form = Form.SHARDED  # should a class refuse what was gathered
         made = [param_group.finish_gather() for param_group in stale]
@@ -443,7 +447,7 @@ class Unit:
     def await_copies_of_shards(self) -> None:
         """Let the host wait until the gather stream has read the shards, if these are in the host's memory."""
         if self.is_on_cpu and not self.is_meta:
-            self.lanes.host.wait(self.lanes.gather.mark())
+            self.streams.host.wait(self.streams.gather.mark())
 
     def reshard(self, phase: Phase = Phase.IDLE, *, keep: bool = False) -> None:
         """Show the modules the sharded parameters, and free the unsharded ones.
@@ -459,7 +463,7 @@ class Unit:
             self.form = Form.SHARDED
         self.state.awaits_backward = self.state.awaits_backward and keep
         if self.occupies_slot and not (keep or self.keeps_unsharded):
-            nbytes = self.slot_nbytes + self._present_apart_nbytes
+            nbytes = self.slot_nbytes + self._present_separate_nbytes
             self.slot.free()
             for param_group in self.param_groups:
                 param_group.release()
@@ -469,13 +473,13 @@ class Unit:
 
     def read_ahead(self) -> None:
         """Begin to read shards that rest on a disk: a gather is to start soon."""
-        if self.rests_on_disk and self.form is Form.SHARDED and not self.is_meta:
+        if self.is_on_disk and self.form is Form.SHARDED and not self.is_meta:
             for param_group in self.param_groups:
                 param_group.gather.read_ahead()
 
     def forget_ahead(self) -> None:
         """Give back what was read for a gather that did not start."""
-        if self.rests_on_disk and self.form is Form.SHARDED:
+        if self.is_on_disk and self.form is Form.SHARDED:
             for param_group in self.param_groups:
                 param_group.gather.forget_ahead()
 
@@ -509,7 +513,7 @@ class Unit:
     def _allocate(self, phase: Phase) -> None:
         if self.keeps_unsharded or self.occupies_slot:
             return
-        self.slot.allocate(self, self.slot_nbytes, self.lanes.gather)
+        self.slot.allocate(self, self.slot_nbytes, self.streams.gather)
         if not self._has_views:
             self._give_views()
         self._note("allocate", phase, self.slot_nbytes)
@@ -557,7 +561,7 @@ class Unit:
             )
         with self.slot.dropping_views():
             for param_group in self.param_groups:
-                param_group.lie_in(None)
+                param_group.contained_in(None)
         self.slot, self._has_views = slot, False
         if self._occupies_lastingly(slot):
             self._occupy(slot, [param_group.plan for param_group in self.param_groups])
@@ -573,19 +577,19 @@ class Unit:
         """
         return self.keeps_unsharded or slot.shared
 
-    def _occupy(self, slot: Slot, plans: Sequence[GroupPlan]) -> Sequence[Stretch | None]:
+    def _occupy(self, slot: Slot, plans: Sequence[GroupPlan]) -> Sequence[Region | None]:
         """The groups' stretches of `slot`; none yet, unless it has memory that stays."""
         if not self._occupies_lastingly(slot):
             return [None] * len(plans)
         occupant, slot.occupant = slot.occupant, None
-        slot.allocate(self, nbytes_of(plans), self.lanes.compute)
+        slot.allocate(self, nbytes_of(plans), self.streams.compute)
         slot.occupant = occupant if slot.shared else self
-        return stretches_of(slot, plans)
+        return regions_of(slot, plans)
 
     def _give_views(self) -> None:
-        stretches = stretches_of(self.slot, [param_group.plan for param_group in self.param_groups])
-        for param_group, stretch in zip(self.param_groups, stretches, strict=True):
-            param_group.lie_in(stretch)
+        regions = regions_of(self.slot, [param_group.plan for param_group in self.param_groups])
+        for param_group, region in zip(self.param_groups, regions, strict=True):
+            param_group.contained_in(region)
         self._has_views = True
         self.slot.count_references()
 
@@ -604,12 +608,13 @@ class Unit:
             return
         if len({param.local.is_meta for param in self.params}) > 1:
             return  # some have been given values; this is called again when others are
-        self._lie_as([self._plan_as_found(param_group) for param_group in self.param_groups])
+        self._has_layout_of([self._plan_as_found(param_group) for param_group in self.param_groups])
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def rest(self, home: Home) -> None:
-        """Have the shards at `home` from now on, with their gradients. The optimizer's state follows in its next step.
+    def move_to(self, destination: StatePlacement) -> None:
+        """Have the shards at `destination` from now on, with their gradients. The optimizer's state follows in its next
+        step.
 
         Between steps only. Graphs that wait for a backward find what they have saved views of in the same storage.
         Units come from a disk, but none goes there: what is to rest on one has done so from its making on.
@@ -617,9 +622,9 @@ class Unit:
         Raises:
             DiskError: what rests on a disk cannot be read.
         """
-        assert self.rests_on_disk or home is not Home.DISK, "no unit goes to a disk"
+        assert self.is_on_disk or destination is not StatePlacement.DISK, "no unit goes to a disk"
         self.forget_ahead()
-        was_on_disk, self.home = self.rests_on_disk, home
+        was_on_disk, self.destination = self.is_on_disk, destination
         if self.is_meta or all(param_group.plan.memory == self._memory for param_group in self.param_groups):
             return
         self.settle()
@@ -629,14 +634,14 @@ class Unit:
             param_group.plan.changed(param_group.plan.contract, self.device, self._memory)
             for param_group in self.param_groups
         ]
-        self._lie_as(plans, self.slot)
+        self._has_layout_of(plans, self.slot)
         for param, grad in grads.items():
             with allocating("gradient shards"):
                 param.grad = self._memory.zeros(grad.numel(), grad.dtype).view(grad.shape).copy_(grad)
         if was_on_disk:
             buffers_of(self.device).drop()  # of as many as more units needed
 
-    def _lie_as(self, plans: Sequence[GroupPlan], slot: Slot | None = None) -> None:
+    def _has_layout_of(self, plans: Sequence[GroupPlan], slot: Slot | None = None) -> None:
         """Move the parameter groups to memory as `plans` have it, with the values that the shards have now.
 
         Args:
@@ -649,20 +654,20 @@ class Unit:
             self.collectives = _collectives_along(self.collectives, self.device)
         with self.slot.dropping_views():
             for param_group in self.param_groups:
-                param_group.lie_in(None)
+                param_group.contained_in(None)
         is_new = slot is None
         if is_new:  # graphs that wait for a backward have views of the present one
             for param in self.params:
                 param.counters.renew()
         slot = slot or Slot(plans[0].device if plans else self.device)
         others = 0 if is_new else slot.others
-        stretches = self._occupy(slot, plans)
-        for i, (param_group, plan, stretch) in enumerate(zip(self.param_groups, plans, stretches, strict=True)):
-            is_same = self.collectives == collectives and plan.needs_wires_of(param_group.plan)
-            bound = param_group.wires if is_same else GroupWires.bind(plan, self.collectives[plan.axes])
+        regions = self._occupy(slot, plans)
+        for i, (param_group, plan, region) in enumerate(zip(self.param_groups, plans, regions, strict=True)):
+            is_same = self.collectives == collectives and plan.needs_transports_of(param_group.plan)
+            bound = param_group.transports if is_same else GroupTransports.bind(plan, self.collectives[plan.axes])
             if is_new:
                 bound.forget_errors()
-            self.param_groups[i] = param_group.moved(plan, bound, stretch)
+            self.param_groups[i] = param_group.moved(plan, bound, region)
         self.slot, self._has_views = slot, self._occupies_lastingly(slot)
         slot.count_references(others)
         self.slot_nbytes, self.is_meta = nbytes_of(plans), are_on_meta(plans)
@@ -673,7 +678,7 @@ class Unit:
         """The plan of `param_group` with the dtype and device that its shards have now."""
         shard = param_group.params[0].local
         contract = contract_for(self.options, param_group.params[0].view, shard.dtype, param_group.plan.contract.grad)
-        stays = not (shard.is_meta or self.home is Home.DEVICE)
+        stays = not (shard.is_meta or self.destination is StatePlacement.DEVICE)
         device = self.device if stays else shard.device
         return param_group.plan.changed(contract, device, self._memory_found_on(shard.device))
 
@@ -721,19 +726,19 @@ class Unit:
         self.drop_grads()
         for param_group in self.param_groups:
             param_group.gradients.state.first_sums.clear()
-            param_group.wires.forget_errors()
+            param_group.transports.forget_errors()
         for param in self.params:
             param.sharded.grad = None
 
     def start_reduce(self, phase: Phase) -> UnitReduction:
         """Start the reduction of whole gradients to what the optimizer sees."""
-        lanes = self.lanes
+        streams = self.streams
         self.holds_grads = False
         finishes, origin, hook = self.finishes_sums, self.origin(phase), self.state.all_reduce_hook
         divisor = self.state.gradient_divisor
         taken = [(param_group, param_group.gradients.take()) for param_group in self.param_groups]
         read = [dict(grads) for _, grads in taken]
-        with torch.no_grad(), acting_for(origin, "messages"), lanes.reduce.after(lanes.compute):
+        with torch.no_grad(), acting_for(origin, "messages"), streams.reduce.after(streams.compute):
             reductions = []
             for param_group, grads in taken:
                 if self.state.reduces_unused:
@@ -744,10 +749,10 @@ class Unit:
                         param_group.start_reduction(grads, divisor=by, finishes=finishes, origin=origin, hook=hook)
                     )
         with acting_for(origin, "messages"):
-            return UnitReduction(reductions, read, lanes, origin)
+            return UnitReduction(reductions, read, streams, origin)
 
 
-def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, beside: bool) -> bool:
+def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, alongside: bool) -> bool:
     """True if the shards of a new unit are to rest on a disk, so that of all units the policy's fraction does; of a
     budget all that can, until fractions are chosen.
 
@@ -763,7 +768,7 @@ def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, beside: b
     """
     wrapped = [source for source in sources if source.sends_payloads or holds_tensors(source.local)]
     if options.starts_on_disk:
-        return not (beside or wrapped) and bool(sources)
+        return not (alongside or wrapped) and bool(sources)
     fraction = options.parameters_on_disk
     if not fraction:
         return False
@@ -773,10 +778,10 @@ def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, beside: b
             "whose values are in tensors of its own, which cannot rest on a disk. Give its unit a policy without "
             "parameters."
         )
-    alike = [unit for unit in _made if unit.state.runtime is None and unit.options.offload == options.offload]
-    there = sum(unit.whole_nbytes for unit in alike if unit.rests_on_disk)
+    identical = [unit for unit in _made if unit.state.runtime is None and unit.options.offload == options.offload]
+    there = sum(unit.whole_nbytes for unit in identical if unit.is_on_disk)
     nbytes = sum(source.local.numel() * source.local.itemsize for source in sources)
-    return there < fraction * (nbytes + sum(unit.whole_nbytes for unit in alike))
+    return there < fraction * (nbytes + sum(unit.whole_nbytes for unit in identical))
 
 
 _made: weakref.WeakSet[Unit] = weakref.WeakSet()
@@ -786,7 +791,7 @@ def _collectives_along(each: Iterable[Axes], device: torch.device) -> dict[Axes,
     return {axes: AxesCollectives.along(axes, device) for axes in each}
 
 
-def _leaves_beside(modules: Sequence[nn.Module], params: Sequence[ShardedParam]) -> list[nn.Module]:
+def _leaves_alongside(modules: Sequence[nn.Module], params: Sequence[ShardedParam]) -> list[nn.Module]:
     """The modules without submodules that have any of `params`, and are none of `modules`: a call of one needs them."""
     owners = dict.fromkeys(owner.module for param in params for owner in param.owners)
     return [owner for owner in owners if not owner._modules and all(owner is not module for module in modules)]

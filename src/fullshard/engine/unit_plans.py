@@ -10,7 +10,7 @@ import torch
 
 from fullshard._compat import inner_tensors
 from fullshard.device.memory import MemoryKind, Slot
-from fullshard.engine.group_buffers import Stretch
+from fullshard.engine.group_buffers import Region
 from fullshard.engine.group_plan import GroupPlan, PayloadPlan
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.param_view import ParamView
@@ -28,7 +28,7 @@ __all__ = [
     "device_of",
     "nbytes_of",
     "plan_for",
-    "stretches_of",
+    "regions_of",
 ]
 
 _STORAGE_STEP = 256  # bytes: a parameter group starts where its first parameter may, see MessageRule.start_step_bytes
@@ -82,7 +82,7 @@ def are_on_meta(plans: Sequence[GroupPlan]) -> bool:
     return any(plan.memory.device.type == "meta" for plan in plans)
 
 
-def stretches_of(slot: Slot, plans: Sequence[GroupPlan]) -> list[Stretch]:
+def regions_of(slot: Slot, plans: Sequence[GroupPlan]) -> list[Region]:
     """The unsharded buffers of groups, one after another in `slot`."""
     sizes = [align(plan.unsharded_nbytes, _STORAGE_STEP) for plan in plans]
     return [(slot.storage, start) for start in accumulate(sizes, initial=0)][: len(plans)]

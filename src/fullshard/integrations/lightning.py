@@ -229,13 +229,13 @@ class FullShardStrategy(DDPStrategy):
                 "it is. Save what is to be different in another file."
             )
         self._given = {}
-        rest = {name: item for name, item in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        remaining = {name: item for name, item in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         save(
             Path(self.broadcast(filepath)),
             model=self._module,
             optimizer=joined(self.optimizers) if "optimizer_states" in checkpoint else None,
             step=checkpoint["global_step"],
-            extra=rest,
+            extra=remaining,
             keep=1,
         )
 
@@ -403,13 +403,13 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         if storage_options is not None or filter is not None:
             raise ConfigError("fabric.save(storage_options=..., filter=...) cannot be honoured: all of it is saved.")
         parts = _Parts.of(state)
-        rest = {name: item.state_dict() if _is_stateful(item) else item for name, item in parts.rest.items()}
+        remaining = {name: item.state_dict() if _is_stateful(item) else item for name, item in parts.remaining.items()}
         save(
             Path(self.broadcast(path)),
             model=parts.module,
             optimizer=joined(parts.optimizers),
             step=0,
-            extra=rest,
+            extra=remaining,
             keep=1,
         )
 
@@ -430,21 +430,21 @@ class FabricFullShardStrategy(FabricDDPStrategy):
             raise ConfigError('fabric.load(path, state): pass what was saved, such as {"model": model}.')
         parts = _Parts.of(state)
         restored = load(Path(self.broadcast(path)), model=parts.module, optimizer=joined(parts.optimizers))
-        rest = dict(restored.extra or {})
-        absent = [name for name in parts.rest if name not in rest]
+        remaining = dict(restored.extra or {})
+        absent = [name for name in parts.remaining if name not in remaining]
         if absent and strict:
             raise ConfigError(
-                f"fabric.load: {', '.join(absent)} are not in {path}, which has {', '.join(rest) or 'nothing'} besides "
-                "module and optimizers. Leave them out of the state, or pass strict=False."
+                f"fabric.load: {', '.join(absent)} are not in {path}, which has {', '.join(remaining) or 'nothing'} "
+                "besides module and optimizers. Leave them out of the state, or pass strict=False."
             )
-        for name, item in parts.rest.items():
+        for name, item in parts.remaining.items():
             if name in absent:
                 continue
             if _is_stateful(item):
-                item.load_state_dict(rest.pop(name))
+                item.load_state_dict(remaining.pop(name))
             else:
-                state[name] = rest.pop(name)
-        return rest
+                state[name] = remaining.pop(name)
+        return remaining
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -477,7 +477,7 @@ class _Parts:
 
     module: nn.Module
     optimizers: Sequence[Optimizer]
-    rest: dict[str, Any]
+    remaining: dict[str, Any]
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> _Parts:

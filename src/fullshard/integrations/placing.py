@@ -104,7 +104,7 @@ def take_from_first(unit: nn.Module) -> None:
     """Broadcast the first rank's values of the tensors of `unit` that do not belong to a unit yet, one at a time."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    wire = current_device(usual_device_type())
+    transport = current_device(usual_device_type())
     tensors = {
         id(tensor): tensor
         for _, module in own_modules((unit,))
@@ -113,7 +113,7 @@ def take_from_first(unit: nn.Module) -> None:
     }
     with torch.no_grad():
         for tensor in tensors.values():
-            staged = tensor.detach().to(wire).contiguous()
+            staged = tensor.detach().to(transport).contiguous()
             as_bytes = staged.reshape(-1).view(torch.uint8)  # gloo sends bytes, whatever the dtype is
             collectives_of(dist.distributed_c10d._get_default_group()).broadcast([as_bytes], 0, origin=_ORIGIN)
             if staged.data_ptr() != tensor.data_ptr():

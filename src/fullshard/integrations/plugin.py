@@ -132,11 +132,11 @@ class ShardingPlugin:
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing_offload needs activation_checkpointing. Set both.")
         if self.cpu_offload and (any(self._fractions.values()) or self.offload_budget is not None):
-            said = ", ".join(f"{name}={fraction:g}" for name, fraction in self._fractions.items() if fraction)
-            said = said or f"offload_budget={self.offload_budget}"
+            stated = ", ".join(f"{name}={fraction:g}" for name, fraction in self._fractions.items() if fraction)
+            stated = stated or f"offload_budget={self.offload_budget}"
             raise ConfigError(
-                f"cpu_offload with {said}: all shards are on the CPU, or a part of what is said. Leave out the one or "
-                "the other; cpu_offload is offload_parameters_cpu=1."
+                f"cpu_offload with {stated}: all shards are on the CPU, or a part of what is said. Leave out the one "
+                "or the other; cpu_offload is offload_parameters_cpu=1."
             )
         on_disk = self.offload_optimizer or self.offload_parameters or self.offload_activations
         if self.offload_folder is not None and not on_disk and self.offload_budget is None:
@@ -182,8 +182,8 @@ class ShardingPlugin:
         Raises:
             ConfigError: A key or a value is not supported. The message names it and gives the reason.
         """
-        said = {_plain_name(key): value for key, value in config.items()}
-        for key, value in said.items():
+        stated = {_plain_name(key): value for key, value in config.items()}
+        for key, value in stated.items():
             if key in REFUSED and value not in (None, False, "", {}) and str(value).lower() not in ("false", "none"):
                 raise ConfigError(f"fsdp_config: {key}={value!r} cannot be honoured: {REFUSED[key]}")
             if key not in REFUSED and key not in HONOURED:
@@ -192,17 +192,17 @@ class ShardingPlugin:
                     "docs/transformers.md tells what they mean."
                 )
         given = {**defaults}
-        for key, value in said.items():
+        for key, value in stated.items():
             if key in HONOURED and value is not None:
                 given |= HONOURED[key](key, value)
-        if "strategy" in said:
-            spoken = [key for key in ("sharding_strategy", "reshard_after_forward") if _names_strategy(said.get(key))]
+        if "strategy" in stated:
+            spoken = [key for key in ("sharding_strategy", "reshard_after_forward") if _names_strategy(stated.get(key))]
             if spoken:
                 raise ConfigError(
-                    f"fsdp_config: strategy={said['strategy']!r} and {spoken[0]}={said[spoken[0]]!r} both say what is "
-                    "sharded. Leave one of them out; fsdp='full_shard' and 'shard_grad_op' set the latter."
+                    f"fsdp_config: strategy={stated['strategy']!r} and {spoken[0]}={stated[spoken[0]]!r} both say "
+                    "what is sharded. Leave one of them out; fsdp='full_shard' and 'shard_grad_op' set the latter."
                 )
-            given["strategy"] = said["strategy"]
+            given["strategy"] = stated["strategy"]
         return cls(**given)
 
     @classmethod
@@ -250,24 +250,24 @@ def plugin_from_environment() -> ShardingPlugin | None:
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in ("true", "1"):
         return None
-    said = {key.removeprefix("FSDP_").lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
-    policy = said.setdefault("auto_wrap_policy", NONE).upper()
+    stated = {key.removeprefix("FSDP_").lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
+    policy = stated.setdefault("auto_wrap_policy", NONE).upper()
     # The launcher sets every variable, with a default if the user has not set it.
     if policy != SIZE:
-        said.pop("min_num_params", None)
+        stated.pop("min_num_params", None)
     if policy != TRANSFORMER:
-        said.pop("transformer_cls_to_wrap", None)
-    if said.get("version", "1") == "1" and "sharding_strategy" in said:
-        said.pop("reshard_after_forward", None)
+        stated.pop("transformer_cls_to_wrap", None)
+    if stated.get("version", "1") == "1" and "sharding_strategy" in stated:
+        stated.pop("reshard_after_forward", None)
     else:
-        said.pop("sharding_strategy", None)
-    if "strategy" in said:
-        said.pop("sharding_strategy", None)
-        said.pop("reshard_after_forward", None)
+        stated.pop("sharding_strategy", None)
+    if "strategy" in stated:
+        stated.pop("sharding_strategy", None)
+        stated.pop("reshard_after_forward", None)
     for key, unsaid in (("forward_prefetch", "false"), ("use_orig_params", "false")):
-        if said.get(key, "").lower() == unsaid:
-            del said[key]
-    return ShardingPlugin.from_config({key: value for key, value in said.items() if value not in ("", "None")})
+        if stated.get(key, "").lower() == unsaid:
+            del stated[key]
+    return ShardingPlugin.from_config({key: value for key, value in stated.items() if value not in ("", "None")})
 
 
 def plugin_from_config_file(path: str | os.PathLike[str]) -> ShardingPlugin:

@@ -86,12 +86,12 @@ def _units(model: nn.Module, plugin: ShardingPlugin, ignored: Iterable[nn.Module
 
 
 def _policy(model: nn.Module, plugin: ShardingPlugin) -> AutoWrapPolicy | None:
-    asked = plugin.auto_wrap_policy
-    if not isinstance(asked, str):
-        return asked
-    if asked == NONE:
+    requested = plugin.auto_wrap_policy
+    if not isinstance(requested, str):
+        return requested
+    if requested == NONE:
         return None
-    if asked == SIZE:
+    if requested == SIZE:
         return partial(size_based_auto_wrap_policy, min_num_params=plugin.min_num_params)
     if not plugin.transformer_layer_cls_to_wrap:
         return repeated_layers(model)
@@ -106,12 +106,12 @@ def _policy(model: nn.Module, plugin: ShardingPlugin) -> AutoWrapPolicy | None:
 
 
 def _ignored(model: nn.Module, plugin: ShardingPlugin) -> list[nn.Module]:
-    asked = plugin.ignored_modules
-    if not isinstance(asked, str):
-        return list(asked or ())
-    found = [module for name, module in model.named_modules() if re.fullmatch(asked, name)]
+    requested = plugin.ignored_modules
+    if not isinstance(requested, str):
+        return list(requested or ())
+    found = [module for name, module in model.named_modules() if re.fullmatch(requested, name)]
     if not found:
-        raise ConfigError(f"ignored_modules={asked!r} matches the name of no module of {type(model).__name__}.")
+        raise ConfigError(f"ignored_modules={requested!r} matches the name of no module of {type(model).__name__}.")
     return found
 
 
@@ -155,5 +155,5 @@ def _checkpoint_activations(model: Any, units: Iterable[nn.Module], offload: boo
 
 def _has_values_on_first_rank(model: nn.Module) -> bool:
     has_values = not any(param.is_meta for param in model.parameters())
-    wire = collectives_of(dist.distributed_c10d._get_default_group())
-    return bool(wire.broadcast_object(has_values, 0, origin=Origin("", Phase.IDLE)))
+    transport = collectives_of(dist.distributed_c10d._get_default_group())
+    return bool(transport.broadcast_object(has_values, 0, origin=Origin("", Phase.IDLE)))

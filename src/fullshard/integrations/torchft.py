@@ -34,7 +34,7 @@ from fullshard.comm.routes import collectives_for
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError, StateError
 from fullshard.fully_shard import FSDPModule
-from fullshard.liveness.whereabouts import here
+from fullshard.liveness.rank_progress import here
 from fullshard.required import require
 from fullshard.tape.recorder import Origin, Phase
 

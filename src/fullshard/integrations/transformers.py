@@ -158,11 +158,11 @@ class _Sharding(transformers.Trainer):
             super()._load_optimizer_and_scheduler(checkpoint_path)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        is_ours = self.sharding is not None and (Path(resume_from_checkpoint) / _FOLDER).exists()
+        is_own = self.sharding is not None and (Path(resume_from_checkpoint) / _FOLDER).exists()
         resumed: Any = model or self.model
-        if not is_ours and is_waiting(resumed):
+        if not is_own and is_waiting(resumed):
             wait_for_others(resumed, resume_from_checkpoint)
-        elif not is_ours:
+        elif not is_own:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         # else: along with the optimizer, once the model is sharded
 
@@ -385,10 +385,10 @@ def _plugin_of(args: Any) -> ShardingPlugin | None:
     """Return the sharding options of the arguments, or else of the launcher."""
     if not args.fsdp:
         return plugin_from_environment()
-    return ShardingPlugin.from_config(_said(args.fsdp_config), state_dict_type=FULL)
+    return ShardingPlugin.from_config(_stated(args.fsdp_config), state_dict_type=FULL)
 
 
-def _said(config: dict[str, Any]) -> dict[str, Any]:
+def _stated(config: dict[str, Any]) -> dict[str, Any]:
     """Return `fsdp_config` without the values that `TrainingArguments` adds by itself."""
     return {key: value for key, value in config.items() if not (key == "min_num_params" and value == 0)}
 

@@ -30,7 +30,7 @@ class PatientStore:
         self._patience_s = patience_s
         self._last: Future[Any] = Future()
         self._last.set_result(None)
-        self._asked: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]] | None] = SimpleQueue()
+        self._requested: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]] | None] = SimpleQueue()
         # Started now, since a process that is about to end, and wants to say how, cannot start a thread any more.
         Thread(target=self._ask, name="fullshard store", daemon=True).start()
 
@@ -56,21 +56,21 @@ class PatientStore:
 
     def close(self) -> None:
         """Ask no more."""
-        self._asked.put(None)
+        self._requested.put(None)
 
     def _answer(self, call: Callable[..., Any], *args: Any) -> Any:
         if not self._last.done():
             raise RuntimeError("the store of the process group has not answered yet")
         self._last = Future()
-        self._asked.put((call, args, self._last))
+        self._requested.put((call, args, self._last))
         try:
             return self._last.result(self._patience_s)
         except TimeoutError as error:
             raise RuntimeError(f"the store of the process group did not answer in {self._patience_s:g} s") from error
 
     def _ask(self) -> None:
-        while asked := self._asked.get():
-            call, args, answer = asked
+        while requested := self._requested.get():
+            call, args, answer = requested
             try:
                 answer.set_result(call(*args))
             except Exception as error:

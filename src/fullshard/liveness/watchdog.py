@@ -36,9 +36,9 @@ import torch.distributed as dist
 
 from fullshard._compat import default_store, group_timeout_s, store_address
 from fullshard.errors import ConfigError, RankLostError, RankMismatchError, named_ranks, same_calls
+from fullshard.liveness.rank_progress import Task, Wait, here
 from fullshard.liveness.ring import Ring
 from fullshard.liveness.store import PatientStore
-from fullshard.liveness.whereabouts import Task, Wait, here
 from fullshard.policy.arguments import is_number
 from fullshard.policy.switches import switches
 
@@ -95,8 +95,8 @@ def set_collective_timeout(seconds: float | None, *, report_after: float | None 
     """
     for name, value in (("seconds=", seconds), ("report_after=", report_after)):
         if value is not None and not (is_number(value) and value > 0):
-            asked = f"set_collective_timeout({name}{value!r})"
-            raise ConfigError(f"{asked}: a positive number of seconds, or None, is needed.")
+            requested = f"set_collective_timeout({name}{value!r})"
+            raise ConfigError(f"{requested}: a positive number of seconds, or None, is needed.")
     switches.end_after_s = math.inf if seconds is None else seconds
     switches.report_after_s = math.inf if report_after is None else report_after
 
@@ -165,9 +165,9 @@ class _Watchdog:
         self._missed_since = math.inf
         self._answered: _Question | None = None
         self._reported: Task | None = None
-        self._asked_early: tuple[Task, float] | None = None  # and how long it is to be waited for until asked again
+        self._requested_early: tuple[Task, float] | None = None  # and how long it is to be waited for until asked again
         self._ended: tuple[Task, float, str] | None = None  # a wait that was ended, when, and why
-        self._said: set[str] = set()  # causes of failures of its own
+        self._stated: set[str] = set()  # causes of failures of its own
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
@@ -201,13 +201,13 @@ class _Watchdog:
             try:
                 self._look()
             except Exception as error:
-                self._say_once(
+                self._warn_once(
                     repr(error),
                     f"the watchdog failed, and looks again: {error!r}. Until a look succeeds, this rank notices "
                     "neither long waits nor lost ranks, and gives no answer to others",
                 )
                 self._stopped.wait(self._look_s)
-            self._say_what_is_not_watched()
+            self._report_what_is_not_watched()
         if self._ring is not None and not self._stopped.is_set():  # the group is destroyed
             self._ring.leave(farewell=True)
 
@@ -227,7 +227,7 @@ class _Watchdog:
             self._answered = question
             self._answer(question, task)
             if task is not None and task.waited_s > _SETTLED_S:  # later ones ask by themselves
-                self._asked_early = task, 2 * max(task.waited_s, _EARLY_S)
+                self._requested_early = task, 2 * max(task.waited_s, _EARLY_S)
             if question.purpose in ("report", "end"):
                 self._reported = task
         loss = self._own_board.known_loss()
@@ -246,26 +246,26 @@ class _Watchdog:
             return True
         return min(missed_s, here.waited_behind_s) > _LONG_GRACE_S
 
-    def _say_what_is_not_watched(self) -> None:
+    def _report_what_is_not_watched(self) -> None:
         """Log if this rank cannot ask its GPU, or ranks cannot ask one another."""
         if (blind := here.unwatched) is not None:
-            self._say_once(
+            self._warn_once(
                 repr(blind.error),
                 f"the GPU cannot be asked whether {blind.task} has ended: {blind.error!r}. This collective, and any "
                 "other that it says so of, is not watched, however long it takes; lost ranks still are noticed",
             )
         if self._own_board.silent_s > SILENCE_S:
-            self._say_once(
+            self._warn_once(
                 "store",
                 f"the store of the process group has not answered for {SILENCE_S} s: {self._own_board.error!r}. Until "
                 "it does, ranks cannot tell one another which of them was lost, or where they are; this one watches "
                 "its own collectives, and the rank before it, still",
             )
 
-    def _say_once(self, cause: str, failure: str) -> None:
+    def _warn_once(self, cause: str, failure: str) -> None:
         """Log a failure of the watchdog's own, unless one of that cause has been."""
-        if cause not in self._said:
-            self._said.add(cause)
+        if cause not in self._stated:
+            self._stated.add(cause)
             _log.warning("rank %d: %s.", self._rank, failure)
 
     def _ask(self, task: Task | None) -> _Question | None:
@@ -276,9 +276,9 @@ class _Watchdog:
             return self._own_board.ask(self._rank, "end")
         if task.waited_s > switches.report_after_s and not task.in_first_step and task is not self._reported:
             return self._own_board.ask(self._rank, "report")
-        asked, again_s = self._asked_early or (None, 0.0)
-        if here.is_waiting and task.waited_s > (again_s if task is asked else _EARLY_S):
-            return self._own_board.ask(self._rank, "again" if task is asked else "early")
+        requested, again_s = self._requested_early or (None, 0.0)
+        if here.is_waiting and task.waited_s > (again_s if task is requested else _EARLY_S):
+            return self._own_board.ask(self._rank, "again" if task is requested else "early")
         return None
 
     def _end_s(self, task: Task | None) -> float:
@@ -298,7 +298,7 @@ class _Watchdog:
         self._publish_place(question)
         if question.rank == self._rank:
             end_s = self._end_s(task)
-            verdict = _too_long(end_s) if ends else _apart(end_s) if question.purpose == "early" else _long(end_s)
+            verdict = _too_long(end_s) if ends else _separate(end_s) if question.purpose == "early" else _long(end_s)
             report = self._collect(question, verdict)
             if question.purpose in ("early", "again") and self._found_deadlock(question):
                 return
@@ -396,7 +396,7 @@ def _long(end_s: float) -> str:
     return "and the job goes on" + ("" if math.isinf(end_s) else f"; it ends if that takes {end_s:g} s")
 
 
-def _apart(end_s: float) -> str:
+def _separate(end_s: float) -> str:
     """The verdict on ranks that all wait, and not for the same."""
     return (
         "and no rank does anything but wait, though not all for the same: every rank must make the same calls, saving, "
@@ -492,8 +492,8 @@ class _Board:
     def ask(self, rank: int, purpose: str, *, error: str = "", groups: Sequence[str] = ()) -> _Question:
         """The question where all ranks are: `rank`'s, unless there is a new one."""
         last = _question(self._question)
-        mine = json.dumps(asdict(_Question(last.number + 1 if last else 0, rank, purpose, error, groups)))
-        self._question = self._replace("question", self._question, mine)
+        local = json.dumps(asdict(_Question(last.number + 1 if last else 0, rank, purpose, error, groups)))
+        self._question = self._replace("question", self._question, local)
         return _Question(**json.loads(self._question))
 
     def last_question(self) -> _Question | None:
@@ -592,8 +592,8 @@ class _Board:
         return answer
 
 
-def _question(asked: str) -> _Question | None:
-    return _Question(**json.loads(asked)) if asked else None
+def _question(requested: str) -> _Question | None:
+    return _Question(**json.loads(requested)) if requested else None
 
 
 _watchdog: _Watchdog | None = None

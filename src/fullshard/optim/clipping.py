@@ -72,7 +72,7 @@ def clip_grad_norm_(
         )
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for local in _by_memory([_local(grad) for grad in grads]).values():
-        torch._foreach_mul_(local, accelerator_for(norm.device).beside(coefficient, local[0]))
+        torch._foreach_mul_(local, accelerator_for(norm.device).alongside(coefficient, local[0]))
     return norm
 
 

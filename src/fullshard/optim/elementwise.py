@@ -267,9 +267,9 @@ class Comparison:
                 )
             wholes = [[_whole(param).requires_grad_() for param in group["params"]] for group in optimizer.param_groups]
             self.made = _made_like(optimizer, optimizer.param_groups, wholes)
-        for group, ours in zip(self.made.param_groups, optimizer.param_groups, strict=True):
-            group.update({name: value for name, value in ours.items() if name not in ("params", "param_names")})
-            for whole, param in zip(group["params"], ours["params"], strict=True):
+        for group, own in zip(self.made.param_groups, optimizer.param_groups, strict=True):
+            group.update({name: value for name, value in own.items() if name not in ("params", "param_names")})
+            for whole, param in zip(group["params"], own["params"], strict=True):
                 whole.grad = None if param.grad is None else _whole(param.grad)
         self._before = [whole.detach().clone() for whole in self._wholes]
         self.made.step()

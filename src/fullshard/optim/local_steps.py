@@ -36,16 +36,16 @@ from fullshard.disk.tensors import OnDisk
 from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
+from fullshard.optim.defer import can_defer, defer
 from fullshard.optim.elementwise import Comparison, check_elementwise, check_name, trials
 from fullshard.optim.outside import note_outside
-from fullshard.optim.put_off import can_put_off, put_off
 from fullshard.optim.rebinding import point_to_shards
 from fullshard.optim.same_order import check_same_order
 from fullshard.policy.arguments import check_type
 from fullshard.state.block_states import block_states
 from fullshard.state.budget import choose_for_budget
 from fullshard.state.loaded_states import accept_whole_states
-from fullshard.state.on_disk import StatesOnDisk, StepsInPortions, states_on_disk
+from fullshard.state.on_disk import ChunkedSteps, StatesOnDisk, states_on_disk
 from fullshard.state.optim_state import OWN
 from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
 
@@ -198,7 +198,7 @@ def _may_have_any_order(optimizer: Optimizer) -> bool:
     blocks = block_states(optimizer)
     if blocks is not None and blocks.draws:  # random numbers, which replicas must draw alike
         return False
-    return type(optimizer) in _ELEMENTWISE or hasattr(optimizer.step, _MARK) or isinstance(optimizer, StepsInPortions)
+    return type(optimizer) in _ELEMENTWISE or hasattr(optimizer.step, _MARK) or isinstance(optimizer, ChunkedSteps)
 
 
 def _cut_params(optimizer: Optimizer) -> list[Tensor]:
@@ -247,10 +247,10 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
             unit.settle()
         if disk is not None or on_cpu:
             may_wait = not (args or kwargs or has_step_hooks(optimizer)) and type(optimizer) in _ELEMENTWISE
-            step_all = partial(_step_apart, optimizer, disk, on_cpu, may_wait=may_wait)
+            step_all = partial(_step_separately, optimizer, disk, on_cpu, may_wait=may_wait)
             return _step_outside_of_graphs(optimizer, step_all, inner, args, kwargs)
         if block_states(optimizer) is not None and not torch.compiler.is_compiling():  # their kernels take no DTensors
-            return _step_in_portions(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
+            return _step_in_chunks(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
         # A closure, or a hook of the user's, is to see the parameters that the user knows.
         if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
             return inner(optimizer, *args, **kwargs)
@@ -384,7 +384,7 @@ _withheld: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.We
 Run = Callable[[Sequence[Tensor]], None]
 
 
-def _step_in_portions(
+def _step_in_chunks(
     optimizer: Optimizer, step_all: Callable[[Run], None], inner: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """The step `inner` of `optimizer`, a portion at a time. The result of the closure, if one is given.
@@ -405,10 +405,10 @@ def _step_in_portions(
                 loss = closure()
         point_to_shards(optimizer)
         having = _having if type(optimizer) in _BY_PARAMETER else _having_shards
-        portions = itertools.count()
+        chunks = itertools.count()
 
         def run(params: Sequence[Tensor]) -> None:
-            for its, drawing in _drawing_alike(optimizer, params, next(portions)):
+            for its, drawing in _drawing_identically(optimizer, params, next(chunks)):
                 with having(optimizer, its), drawing:
                     inner(optimizer, *([None, *others] if others else []), **options)
                 _note_step()  # whose hooks have noted the end of it
@@ -422,7 +422,7 @@ def _step_in_portions(
     return loss
 
 
-_step_outside_of_graphs = outside_of_graphs(_step_in_portions)
+_step_outside_of_graphs = outside_of_graphs(_step_in_chunks)
 
 
 def _step_all(optimizer: Optimizer, run: Run) -> None:
@@ -443,7 +443,7 @@ def _on_cpu(optimizer: Optimizer) -> dict[Unit, list[nn.Parameter]]:
     return units
 
 
-def _step_apart(
+def _step_separately(
     optimizer: Optimizer,
     disk: StatesOnDisk | None,
     on_cpu: Mapping[Unit, Sequence[nn.Parameter]],
@@ -461,8 +461,8 @@ def _step_apart(
         disk.step(optimizer, run, there)
     for unit, params in reversed(list(on_cpu.items())):
         step = partial(_step_on_cpu, run, unit, params)
-        if may_wait and can_put_off(optimizer, unit, params):
-            put_off(optimizer, unit, params, step)
+        if may_wait and can_defer(optimizer, unit, params):
+            defer(optimizer, unit, params, step)
         else:
             step()
 
@@ -472,8 +472,8 @@ def _step_on_cpu(run: Run, unit: Unit, params: Sequence[nn.Parameter]) -> None:
         run(params)
 
 
-def _drawing_alike(
-    optimizer: Optimizer, params: Sequence[Tensor], portion: int
+def _drawing_identically(
+    optimizer: Optimizer, params: Sequence[Tensor], chunk: int
 ) -> Iterator[tuple[Sequence[Tensor], AbstractContextManager[Any]]]:
     """`params`, those of which ranks have the same parts together; and a context to step each lot of them in.
 
@@ -494,7 +494,7 @@ def _drawing_alike(
             axis for item in its if isinstance(item, DTensor) for axis, p in enumerate(item.placements) if p.is_shard()
         }
         part = [coordinate for axis, coordinate in enumerate(place) if axis in cut]
-        seed = crc32(repr((max(map(int, counts), default=0), portion, number, part)).encode())
+        seed = crc32(repr((max(map(int, counts), default=0), chunk, number, part)).encode())
         yield its, _seeded(seed, its[0].device)
 
 
@@ -520,7 +520,7 @@ def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     With a closure, it takes its step by itself: its states are all in memory then, and go to the disk afterwards. Hooks
     of the user's, which some ranks alone may have, change nothing: they are called here, around all parts.
     """
-    disk = None if isinstance(optimizer, StepsInPortions) else states_on_disk(optimizer)
+    disk = None if isinstance(optimizer, ChunkedSteps) else states_on_disk(optimizer)
     on_cpu = _on_cpu(optimizer)
     if disk is None and not on_cpu:
         return
@@ -534,7 +534,7 @@ def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     _given[optimizer] = [group["params"] for group in optimizer.param_groups]
     if len(args) == 1 and not kwargs:  # the optimizer is one
-        step_all = partial(_step_apart, optimizer, disk, on_cpu, may_wait=False)
+        step_all = partial(_step_separately, optimizer, disk, on_cpu, may_wait=False)
         _step_outside_of_graphs(optimizer, step_all, type(optimizer).step, (), {})
         _withheld[optimizer] = withhold_step_hooks(optimizer)
         for group in optimizer.param_groups:

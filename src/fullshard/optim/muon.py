@@ -7,15 +7,15 @@ Scalable for LLM Training" (2025, arXiv:2502.16982). Numbers are those of `torch
 
 [Note: how matrices travel]
 Momenta are updated in shards. The iteration needs the whole matrix, and computes in bfloat16; so messages are bfloat16,
-and no bit is lost. Each rank has one buffer, `mine`, with its parts of all matrices of a batch, by owner; and receive
-buffers, `received`, with every rank's parts of the matrices that it owns itself. With matrices A and B owned by rank 0
-and C by rank 1:
+and no bit is lost. Each rank has one buffer, `own_part`, with its parts of all matrices of a batch, by owner; and
+receive buffers, `received`, with every rank's parts of the matrices that it owns itself. With matrices A and B owned by
+rank 0 and C by rank 1:
 
               mine            received
-    rank 0    [A0 B0][C0]     [A0 B0][A1 B1]      its own buffer is its own stretch of `mine`
+    rank 0    [A0 B0][C0]     [A0 B0][A1 B1]      its own buffer is its own stretch of `own_part`
     rank 1    [A1 B1][C1]     [C0][C1]
 
-One all-to-all sends stretches of `mine` to the receive buffers of the owners. These overwrite the parts with their
+One all-to-all sends stretches of `own_part` to the receive buffers of the owners. These overwrite the parts with their
 results, and a second all-to-all takes them back. Along a mesh axis whose ranks have the same parts there is nothing to
 collect; results are passed on along it in the end. Where a matrix is cut along several axes (tensor parallelism, or
 experts on ranks of their own, beside the shard axis), these are one: all the ranks that have different parts.
@@ -42,16 +42,16 @@ from torch.optim.optimizer import ParamsT
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.mesh import subgroup
 from fullshard.comm.routes import collectives_for
-from fullshard.comm.wire import Pending
+from fullshard.comm.transport import Pending
 from fullshard.device.accelerator import accelerator_for
-from fullshard.device.lanes import Mark
+from fullshard.device.streams import Mark
 from fullshard.engine.managed import in_model_order, managed_by
 from fullshard.errors import ConfigError
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
 from fullshard.layout.shard_spec import owned
 from fullshard.policy.arguments import check_iterable, is_number
-from fullshard.state.on_disk import StepsInPortions, bring_to_memory, states_on_disk
+from fullshard.state.on_disk import ChunkedSteps, bring_to_memory, states_on_disk
 from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 
@@ -60,11 +60,11 @@ __all__ = ["Muon"]
 BATCH_NBYTES = 16 * 2**20
 """Bytes of whole matrices that a rank orthogonalises in one batch; one matrix, if it is larger."""
 
-_WIRE = torch.bfloat16
+_TRANSPORT = torch.bfloat16
 _VARIANTS = 1024  # the number of sets of matrices that the channel tells apart
 
 
-class Muon(torch.optim.Optimizer, StepsInPortions):
+class Muon(torch.optim.Optimizer, ChunkedSteps):
     """Muon for matrices that are sharded under any strategy, or not at all, with the arguments of `torch.optim.Muon`.
 
     On one process it gives the bits of `torch.optim.Muon`; on several, under every strategy, those of one process that
@@ -259,7 +259,7 @@ class Cuts:
     index: tuple[int, ...]
     rows: int
     columns: int
-    home: int | None
+    whole_part: int | None
 
     def has(self, part: int) -> bool:
         """True if `part` of the parameter has anything of this matrix."""
@@ -304,7 +304,7 @@ class Matrix:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole matrix, as it travels."""
-        return self.cuts.rows * self.cuts.columns * _WIRE.itemsize
+        return self.cuts.rows * self.cuts.columns * _TRANSPORT.itemsize
 
     @property
     def cost(self) -> float:
@@ -363,11 +363,11 @@ def _matrices(
     if isinstance(param, DTensor):
         sizes = zip(param.placements, param.device_mesh.shape, strict=True)
         cuts = tuple((item.dim, size) for item, size in sizes if isinstance(item, Shard))
-    spans, homes = _divided(shape, cuts, team.places)
+    spans, whole_parts = _divided(shape, cuts, team.places)
     indices: list[tuple[int, ...]] = [()] if not stacked else [(i,) for i in range(stacked[0])]
     return [
-        Matrix(name, param, group, states, Cuts(spans, index, rows, columns, home), team.part)
-        for index, home in zip(indices, homes, strict=True)
+        Matrix(name, param, group, states, Cuts(spans, index, rows, columns, whole_part), team.part)
+        for index, whole_part in zip(indices, whole_parts, strict=True)
     ]
 
 
@@ -386,14 +386,14 @@ def _divided(
     spans = [[range(size) for size in shape] for _ in places or [()]]
     for its, place in zip(spans, places, strict=False):
         for (dim, pieces), number in zip(cuts, place, strict=True):
-            mine = owned(len(its[dim]), pieces, number)
-            its[dim] = its[dim][mine.start : mine.stop]
-    homes: list[int | None] = [None] * math.prod(shape[:-2])
+            own_part = owned(len(its[dim]), pieces, number)
+            its[dim] = its[dim][own_part.start : own_part.stop]
+    whole_parts: list[int | None] = [None] * math.prod(shape[:-2])
     for part, its in enumerate(spans):
         if tuple(map(len, its[-2:])) == shape[-2:]:
             for index in its[0] if len(shape) == 3 else range(1):
-                homes[index] = part if homes[index] is None else homes[index]
-    return spans, homes
+                whole_parts[index] = part if whole_parts[index] is None else whole_parts[index]
+    return spans, whole_parts
 
 
 def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
@@ -455,7 +455,7 @@ class Team:
         device: where matrices are orthogonalised.
     """
 
-    wires: tuple[Collectives, ...]
+    transports: tuple[Collectives, ...]
     places: tuple[tuple[int, ...], ...]
     device: torch.device
 
@@ -469,7 +469,7 @@ class Team:
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if axis not in cut]
         places: tuple[tuple[int, ...], ...] = ()
         if cut:
-            group, places = _beside.get_or_make((mesh, cut), lambda: _along(mesh, cut))
+            group, places = _alongside.get_or_make((mesh, cut), lambda: _along(mesh, cut))
             groups.append(group)
         return cls(tuple(collectives_for(group, device) for group in groups), places, device)
 
@@ -481,24 +481,24 @@ class Team:
     @property
     def parts(self) -> int:
         """The number of parts that a matrix is cut into."""
-        return self.wires[-1].world if self.is_sharded else 1
+        return self.transports[-1].world if self.is_sharded else 1
 
     @property
     def part(self) -> int:
         """The index of this rank's part."""
-        return self.wires[-1].rank if self.is_sharded else 0
+        return self.transports[-1].rank if self.is_sharded else 0
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return math.prod(wire.world for wire in self.wires)
+        return math.prod(transport.world for transport in self.transports)
 
     @property
     def number(self) -> int:
         """This rank's number."""
         number = 0
-        for wire in self.wires:
-            number = number * wire.world + wire.rank
+        for transport in self.transports:
+            number = number * transport.world + transport.rank
         return number
 
     @property
@@ -509,15 +509,19 @@ class Team:
 
     def behind(self, axis: int, rank: int) -> range:
         """The owners whose results `rank` of `axis` has, once results were taken back along the axes after it."""
-        each = math.prod(wire.world for wire in self.wires[axis + 1 :])
-        every = each * self.wires[axis].world
+        each = math.prod(transport.world for transport in self.transports[axis + 1 :])
+        every = each * self.transports[axis].world
         first = self.number // every * every + rank * each
         return range(first, first + each)
 
-    def _at_home(self, matrices: Sequence[Matrix]) -> dict[int, range]:
+    def _resident(self, matrices: Sequence[Matrix]) -> dict[int, range]:
         """The owners of those of `matrices` that some ranks have whole, though others have none of it."""
-        homes = {i: matrix.cuts.home for i, matrix in enumerate(matrices)}
-        return {i: range(home, self.size, self.parts) for i, home in homes.items() if home is not None}
+        whole_parts = {i: matrix.cuts.whole_part for i, matrix in enumerate(matrices)}
+        return {
+            i: range(whole_part, self.size, self.parts)
+            for i, whole_part in whole_parts.items()
+            if whole_part is not None
+        }
 
     def step(self, matrices: Sequence[Matrix], note: str) -> None:
         """Step `matrices`, batch by batch: meanwhile the next one travels to the owners and the last one back.
@@ -528,12 +532,12 @@ class Team:
         """
         which = ", ".join(dict.fromkeys(f"{matrix.name} {tuple(matrix.param.shape)}" for matrix in matrices))
         costs, nbytes = [matrix.cost for matrix in matrices], [matrix.nbytes for matrix in matrices]
-        work = divide(costs, nbytes, self.size, BATCH_NBYTES, self._at_home(matrices))
+        work = divide(costs, nbytes, self.size, BATCH_NBYTES, self._resident(matrices))
         batches = [
             Batch(self, [[matrices[i] for i in its] for its in by_owner], number % 2, which, note)
             for number, by_owner in enumerate(work)
         ]
-        passing_on = [Batch.take_back] * (len(self.wires) - 1)
+        passing_on = [Batch.take_back] * (len(self.transports) - 1)
         stages = [Batch.collect, Batch.orthogonalise, *passing_on, Batch.finish]
         for tick in range(len(batches) + len(stages) - 1):
             for lag, stage in enumerate(stages):
@@ -559,39 +563,39 @@ class Batch:
         self._which = which
         self._note = note
         self._numels = [sum(item.cuts.numel(team.part) for item in its) for its in by_owner]
-        self._starts, self._numel = aligned_offsets(self._numels, ALIGNMENT_BYTES // _WIRE.itemsize)
-        self._mine = torch.empty(0)
+        self._starts, self._numel = aligned_offsets(self._numels, ALIGNMENT_BYTES // _TRANSPORT.itemsize)
+        self._local = torch.empty(0)
         self._received: list[Tensor] = []
-        self._axes = list(range(len(team.wires)))  # along which results are still to be taken back
+        self._axes = list(range(len(team.transports)))  # along which results are still to be taken back
         self._pending = Pending()
         self._arrived: Mark | None = None
 
     def collect(self) -> None:
         """Update all momenta, and begin to send this rank's parts to the owners."""
         team = self._team
-        self._mine = torch.empty(self._numel, dtype=_WIRE, device=team.device)
+        self._local = torch.empty(self._numel, dtype=_TRANSPORT, device=team.device)
         for owner, start, its in zip(range(team.size), self._starts, self._by_owner, strict=True):
-            for matrix, part in zip(its, _parts(self._mine[start:], its, team.part), strict=True):
+            for matrix, part in zip(its, _parts(self._local[start:], its, team.part), strict=True):
                 update = matrix.update_momentum()
                 if owner in team.partners:
                     part.copy_(update)
-        mine = self._by_owner[team.number]
+        own_part = self._by_owner[team.number]
         self._received = [
-            self._stretch(range(team.number, team.number + 1))
+            self._region(range(team.number, team.number + 1))
             if part == team.part
-            else self._mine.new_empty(sum(matrix.cuts.numel(part) for matrix in mine))
+            else self._local.new_empty(sum(matrix.cuts.numel(part) for matrix in own_part))
             for part in range(team.parts)
         ]
         if team.is_sharded:
-            sent = [self._stretch(range(owner, owner + 1)) for owner in team.partners]
-            self._exchange(team.wires[-1], self._received, sent, self._partners_nbytes, "there")
+            sent = [self._region(range(owner, owner + 1)) for owner in team.partners]
+            self._exchange(team.transports[-1], self._received, sent, self._partners_nbytes, "there")
 
     def orthogonalise(self) -> None:
         """Orthogonalise the matrices that this rank owns, and begin to take them back."""
         self._wait()
-        mine = self._by_owner[self._team.number]
-        parts = [_parts(buffer, mine, part) for part, buffer in enumerate(self._received)]
-        for matrix, its_parts in zip(mine, zip(*parts, strict=True), strict=True):
+        own_part = self._by_owner[self._team.number]
+        parts = [_parts(buffer, own_part, part) for part, buffer in enumerate(self._received)]
+        for matrix, its_parts in zip(own_part, zip(*parts, strict=True), strict=True):
             recorder, origin = active_recorder(), Origin(matrix.name, Phase.STEP)
             event = recorder and recorder.add(Event("orthogonalise", origin, nbytes=matrix.nbytes))
             matrix.orthogonalise(its_parts)
@@ -605,44 +609,47 @@ class Batch:
         if not self._axes:
             return
         axis = self._axes.pop()
-        wire = self._team.wires[axis]
-        received = [self._stretch(self._team.behind(axis, rank)) for rank in range(wire.world)]
-        if self._team.is_sharded and axis == len(self._team.wires) - 1:
+        transport = self._team.transports[axis]
+        received = [self._region(self._team.behind(axis, rank)) for rank in range(transport.world)]
+        if self._team.is_sharded and axis == len(self._team.transports) - 1:
             sent, common_nbytes = self._received, self._partners_nbytes
         else:
-            sent, common_nbytes = [received[wire.rank]] * wire.world, sum(buffer.nbytes for buffer in received)
-        self._exchange(wire, received, sent, common_nbytes, "back")
+            sent, common_nbytes = (
+                [received[transport.rank]] * transport.world,
+                sum(buffer.nbytes for buffer in received),
+            )
+        self._exchange(transport, received, sent, common_nbytes, "back")
 
     def finish(self) -> None:
         """Update the parameters, and free the memory."""
         self._wait()
         for start, its in zip(self._starts, self._by_owner, strict=True):
-            for matrix, part in zip(its, _parts(self._mine[start:], its, self._team.part), strict=True):
+            for matrix, part in zip(its, _parts(self._local[start:], its, self._team.part), strict=True):
                 matrix.subtract(part)
-        self._mine, self._received = torch.empty(0), []
+        self._local, self._received = torch.empty(0), []
 
     @property
     def _partners_nbytes(self) -> int:
         return sum(matrix.nbytes for owner in self._team.partners for matrix in self._by_owner[owner])
 
-    def _stretch(self, owners: range) -> Tensor:
+    def _region(self, owners: range) -> Tensor:
         """This rank's parts of all matrices that `owners` own."""
         last = owners[-1]
-        return self._mine[self._starts[owners[0]] : self._starts[last] + self._numels[last]]
+        return self._local[self._starts[owners[0]] : self._starts[last] + self._numels[last]]
 
     def _exchange(
-        self, wire: Collectives, received: Sequence[Tensor], sent: Sequence[Tensor], common_nbytes: int, way: str
+        self, transport: Collectives, received: Sequence[Tensor], sent: Sequence[Tensor], common_nbytes: int, way: str
     ) -> None:
-        channel = wire.channel_for(f"Muon {way} {self._parity}", 1, variants=_VARIANTS).variant(self._which)
+        channel = transport.channel_for(f"Muon {way} {self._parity}", 1, variants=_VARIANTS).variant(self._which)
         origin = Origin("Muon", Phase.STEP, note=self._note)
-        lanes = accelerator_for(self._team.device).lanes
-        with lanes.reduce.after(lanes.compute):
+        streams = accelerator_for(self._team.device).streams
+        with streams.reduce.after(streams.compute):
             self._pending = channel.all_to_all(received, sent, common_nbytes=common_nbytes, origin=origin)
-            self._arrived = lanes.reduce.mark()
+            self._arrived = streams.reduce.mark()
 
     def _wait(self) -> None:
         self._pending.wait()
-        accelerator_for(self._team.device).lanes.compute.wait(self._arrived)
+        accelerator_for(self._team.device).streams.compute.wait(self._arrived)
 
 
 def _parts(buffer: Tensor, matrices: Sequence[Matrix], part: int) -> list[Tensor]:
@@ -652,17 +659,17 @@ def _parts(buffer: Tensor, matrices: Sequence[Matrix], part: int) -> list[Tensor
     return [item.view(matrix.cuts.shape(part)) for item, matrix in zip(flat, matrices, strict=True)]
 
 
-_Beside = tuple[dist.ProcessGroup, tuple[tuple[int, ...], ...]]
-_beside: Kept[tuple[DeviceMesh, tuple[int, ...]], _Beside] = Kept("ranks along several axes")
+_Alongside = tuple[dist.ProcessGroup, tuple[tuple[int, ...], ...]]
+_alongside: Kept[tuple[DeviceMesh, tuple[int, ...]], _Alongside] = Kept("ranks along several axes")
 
 
-def _along(mesh: DeviceMesh, axes: Sequence[int]) -> _Beside:
+def _along(mesh: DeviceMesh, axes: Sequence[int]) -> _Alongside:
     """The group of this rank and those beside it along `axes` of `mesh`, one for all of them, and the places of its
     ranks on these axes.
     """
-    mine = mesh.get_coordinate()
-    assert mine is not None, "a rank of the mesh steps"
-    beside = mesh.mesh[tuple(slice(None) if axis in axes else at for axis, at in enumerate(mine))]
-    at = {int(beside[place]): place for place in product(*(range(mesh.size(axis)) for axis in axes))}
+    own_part = mesh.get_coordinate()
+    assert own_part is not None, "a rank of the mesh steps"
+    alongside = mesh.mesh[tuple(slice(None) if axis in axes else at for axis, at in enumerate(own_part))]
+    at = {int(alongside[place]): place for place in product(*(range(mesh.size(axis)) for axis in axes))}
     group = mesh.get_group(axes[0]) if len(axes) == 1 else subgroup(list(at))
     return group, tuple(at[rank] for rank in dist.get_process_group_ranks(group))

@@ -97,26 +97,26 @@ class CachingAllocator:
         """Bytes of blocks in use."""
         self.reserved = 0
         """Bytes of segments."""
-        self.asked = self.given_back = self.retries = self.failures = 0
+        self.requested = self.given_back = self.retries = self.failures = 0
         """The number of segments requested and returned, of requests without enough device memory, and of requests that
         failed even after all free segments were returned."""
 
-    def allocate(self, nbytes: int, lane: str) -> _Block:
-        """Return a block of at least `nbytes` from the pools of `lane`."""
+    def allocate(self, nbytes: int, stream: str) -> _Block:
+        """Return a block of at least `nbytes` from the pools of `stream`."""
         size = align(max(nbytes, 1), _STEP)
         is_small = size <= _SMALL
-        pool = self._pools.setdefault((lane, is_small), _Pool(is_small))
+        pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
         block = pool.best(size) or self._grow(pool, size)
         pool.take(block)
         left = block.nbytes - size
         if left >= _STEP if is_small or self._expandable else left > _SMALL:
-            rest = _Block(block.start + size, left, pool, block, block.after)
+            remaining = _Block(block.start + size, left, pool, block, block.after)
             if block.after is not None:
-                block.after.before = rest
+                block.after.before = remaining
             if pool.last is block:
-                pool.last = rest
-            block.nbytes, block.after = size, rest
-            pool.add(rest)
+                pool.last = remaining
+            block.nbytes, block.after = size, remaining
+            pool.add(remaining)
         self.allocated += block.nbytes
         return block
 
@@ -166,7 +166,7 @@ class CachingAllocator:
     def _segment(self, pool: _Pool, nbytes: int) -> _Block:
         if not self._expandable and self.reserved + nbytes > self._room:
             self._make_room(nbytes)
-        self.asked += 1
+        self.requested += 1
         block = _Block(self._end, nbytes, pool)
         self._end += 1 << 50 if self._expandable else nbytes
         self.reserved += nbytes
@@ -185,8 +185,8 @@ class TapeAllocator(CachingAllocator):
 
     def note(self, entry: Entry) -> None:
         """Perform the allocation or free in `entry`. Host memory is ignored."""
-        if isinstance(entry, Allocation) and entry.lane != HOST:
-            self._held[entry.storage] = self.allocate(entry.nbytes, entry.lane)
+        if isinstance(entry, Allocation) and entry.stream != HOST:
+            self._held[entry.storage] = self.allocate(entry.nbytes, entry.stream)
             self.tensors += entry.nbytes
         elif isinstance(entry, Free) and entry.storage in self._held:
             self.free(self._held.pop(entry.storage))

@@ -19,7 +19,7 @@ from fullshard.plan.link_speeds import link_speeds
 
 __all__ = ["calibrate", "write_description"]
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 """Called with the name of the next measurement."""
 
 DTYPE = "bfloat16"  # whose share of the peak rate is fitted
@@ -32,7 +32,7 @@ def calibrate(
     *,
     like: str | None = None,
     seconds: float = 30.0,
-    tell: Tell = lambda _: None,
+    tell_: Report = lambda _: None,
 ) -> dict[str, Any]:
     """Return a description of this machine, as in a TOML file and for `fullshard.plan.hardware.described`.
 
@@ -55,28 +55,28 @@ def calibrate(
     if like is not None:
         hardware(like)  # raises before anything is measured if it is unknown
     if chosen.type == "cpu":
-        return _cpu(seconds, tell)
+        return _cpu(seconds, tell_)
     if not torch.cuda.is_available() or chosen.type != "cuda":
         raise ConfigError(f"calibrate({str(chosen)!r}): neither a CPU nor reached by torch.cuda. Take one of these.")
-    return _gpu(torch.device("cuda", chosen.index or 0), like, tell)
+    return _gpu(torch.device("cuda", chosen.index or 0), like, tell_)
 
 
-def write_description(said: dict[str, Any], path: Path) -> None:
+def write_description(stated: dict[str, Any], path: Path) -> None:
     """Write a description as TOML and create missing folders."""
     import tomli_w  # late: only needed for writing
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tomli_w.dumps(said))
+    path.write_text(tomli_w.dumps(stated))
 
 
-def _gpu(device: torch.device, like: str | None, tell: Tell) -> dict[str, Any]:
+def _gpu(device: torch.device, like: str | None, tell_: Report) -> dict[str, Any]:
     about = torch.cuda.get_device_properties(device)
     like = like or _like(about.name, about.total_memory)
     base = hardware(like)
-    found = gpu_speeds(device, tell)
+    found = gpu_speeds(device, tell_)
     count = torch.cuda.device_count()
     if count > 1:
-        tell(f"collectives of {count} GPUs")
+        tell_(f"collectives of {count} GPUs")
         found["collectives"] = link_speeds(count)
     large = [max(item["copy"], item["add"]) for item in found["memory"] if item["nbytes"] >= LARGE_BYTES]
     return {
@@ -102,9 +102,9 @@ def _gpu(device: torch.device, like: str | None, tell: Tell) -> dict[str, Any]:
     }
 
 
-def _cpu(seconds: float, tell: Tell) -> dict[str, Any]:
+def _cpu(seconds: float, tell_: Report) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    tell(f"{cores} cores at once")
+    tell_(f"{cores} cores at once")
     found = cpu_speeds(cores, seconds)
     rates = {name: _rates(table, found["dims"]) for name, table in found["products"].items()}
     usual = found["dims"][-2]

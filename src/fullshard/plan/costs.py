@@ -71,7 +71,7 @@ class Costs:
         flops_per_s: of large products of matrices, of dtypes that `flops_by_dtype` does not have.
         flops_by_dtype: the same by the dtype of what they give.
         memory_bytes_per_s: of kernels that are bound by memory.
-        launch_s: of a lane, between two kernels.
+        launch_s: of a stream, between two kernels.
         multiprocessors: that tiles of products are spread over; 0 if they are not cut.
         attention: see `Attention`, of `peak_by_dtype`; as other products, if None.
         peak_by_dtype: the peak rates.
@@ -84,7 +84,7 @@ class Costs:
         slowdown: how much longer computing takes beside a collective: 0.1 is a tenth.
         host_s: to ask for an operation.
         host_collective_s: to ask for a collective, with the engine's own work around it.
-        host_mark_s: to set a mark, or to let a lane wait for one.
+        host_mark_s: to set a mark, or to let a stream wait for one.
         segment_s: to ask the device for a segment of memory, or to give one back; assumed.
         host_memory_bytes_per_s: that the CPU reads and writes for this rank, while others of its host do so, too.
         host_link_bytes_per_s: of copies between the host's memory and an accelerator's.
@@ -118,10 +118,10 @@ class Costs:
         """What is allocated and freed in between costs nothing of its own, but may make what comes next cost more."""
 
     def of_operation(self, operation: Operation) -> float:
-        """Seconds that `operation` takes a lane of the accelerator."""
+        """Seconds that `operation` takes a stream of the accelerator."""
         return self.launch_s + max(self._flops_s(operation), self._bytes_s(operation))
 
-    def beside(self, operation: Operation) -> float:
+    def alongside(self, operation: Operation) -> float:
         """The same while a collective runs, which takes some of the multiprocessors, and leaves memory alone."""
         return self.launch_s + max((1 + self.slowdown) * self._flops_s(operation), self._bytes_s(operation))
 

@@ -27,7 +27,7 @@ __all__ = ["CoreTime", "CpuCosts", "core_seconds", "step_seconds"]
 
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # in a trace they read or write a whole table
-_ALIKE = {"aten.mul": "aten.mul", "aten.div": "aten.mul", "aten.sub": "aten.add", "aten.ones_like": "aten.zero_"}
+_IDENTICAL = {"aten.mul": "aten.mul", "aten.div": "aten.mul", "aten.sub": "aten.add", "aten.ones_like": "aten.zero_"}
 _USUAL = "aten.add"  # stands for operations that were not measured
 
 _NEEDED = frozenset(("after_large_s", "cache_bytes", "kernels", "operation_s", "product_miss_s", "products", "unit_s"))
@@ -108,7 +108,7 @@ class CoreTime:
                 self._after_s = self._speeds["after_large_s"] if entry.nbytes > OWN_CACHE else 0.0
                 read, written = self._missed(entry)
                 kernels = self._kernels[entry.dtype]
-                name = _alike(entry, kernels)
+                name = _identical(entry, kernels)
                 sizes = kernels[name]
                 if len(sizes) > 1 and not entry.flops:  # measured with tensors out of the cache, too
                     share = min(1.0, (read + written) / max(1, sum(access.nbytes for access in entry.reads)))
@@ -231,14 +231,14 @@ class CpuCosts(Costs):
         return self.turns * seconds
 
 
-def _alike(operation: Operation, kernels: Mapping[str, _Sizes]) -> str:
+def _identical(operation: Operation, kernels: Mapping[str, _Sizes]) -> str:
     """Return the name of the most similar operation that was measured."""
     name = operation.name
     if name in ("aten.copy_", "aten._to_copy") and (read := _nbytes(operation.reads)) != _nbytes(operation.writes):
         wider = "aten._to_copy+"
         return wider if wider in kernels and _nbytes(operation.writes) > read else "aten._to_copy"
     bare = name.rstrip("_")
-    return next((item for item in (name, bare, f"{bare}_", _ALIKE.get(bare, "")) if item in kernels), _USUAL)
+    return next((item for item in (name, bare, f"{bare}_", _IDENTICAL.get(bare, "")) if item in kernels), _USUAL)
 
 
 def _kind(operation: Operation) -> str:

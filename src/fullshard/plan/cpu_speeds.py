@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.comm.shared_memory import SharedMemoryCollectives
-from fullshard.comm.wire import PartSums
+from fullshard.comm.transport import PartSums
 from fullshard.fully_shard import fully_shard
 from fullshard.plan.operations import counted
 from fullshard.plan.speeds_of_ranks import as_rank, found_by_ranks
@@ -343,25 +343,25 @@ def _link(world: int, mib: int = 32) -> dict[str, float]:
         return {}
     group = dist.group.WORLD
     assert group is not None
-    wire = SharedMemoryCollectives(group)
+    transport = SharedMemoryCollectives(group)
     large, small = mib * 2**20 // 4 // world * world, world
     return {
-        "gather_large_s": _gather_s(wire, large),
-        "gather_small_s": _gather_s(wire, small),
-        "reduce_large_s": _reduce_s(wire, large),
-        "reduce_small_s": _reduce_s(wire, small),
+        "gather_large_s": _gather_s(transport, large),
+        "gather_small_s": _gather_s(transport, small),
+        "reduce_large_s": _reduce_s(transport, large),
+        "reduce_small_s": _reduce_s(transport, small),
         "link_bytes": 4.0 * large * (world - 1) / world,
     }
 
 
-def _gather_s(wire: SharedMemoryCollectives, numel: int) -> float:
-    whole, part, channel = torch.ones(numel), torch.ones(numel // wire.world), wire.channel(1)
+def _gather_s(transport: SharedMemoryCollectives, numel: int) -> float:
+    whole, part, channel = torch.ones(numel), torch.ones(numel // transport.world), transport.channel(1)
     return _median_of(lambda: channel.all_gather([whole], [part], origin=ORIGIN).wait())
 
 
-def _reduce_s(wire: SharedMemoryCollectives, numel: int) -> float:
-    whole, sums, channel = torch.ones(numel), torch.ones(numel // wire.world), wire.channel(1)
-    of = PartSums([sums], [whole], [sums.numel()], wire.world)
+def _reduce_s(transport: SharedMemoryCollectives, numel: int) -> float:
+    whole, sums, channel = torch.ones(numel), torch.ones(numel // transport.world), transport.channel(1)
+    of = PartSums([sums], [whole], [sums.numel()], transport.world)
     return _median_of(lambda: channel.reduce_scatter(of, origin=ORIGIN).wait())
 
 

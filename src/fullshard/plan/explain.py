@@ -9,17 +9,17 @@ from torch import nn
 
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.travel import STATES
-from fullshard.engine.homes import homes_of
 from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.placements import placements_of
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.runtime import runtime_or_none
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.plan.ledger import predict_error_feedback, predict_ledger, predict_on_disk, predict_tiers
-from fullshard.plan.resting import activations_away, predict_travel
+from fullshard.plan.stored import offloaded_activations, predict_travel
 from fullshard.policy.arguments import check_type
-from fullshard.policy.offload import Home, Offload
+from fullshard.policy.offload import Offload, StatePlacement
 
 __all__ = ["explain", "offload_lines"]
 
@@ -44,8 +44,8 @@ def explain(model: nn.Module) -> str:
             f"{type(model).__name__} has no units, so there is nothing to explain. Call fully_shard first."
         )
     names = {module: clean_fqn(name) or "the root" for name, module in model.named_modules()}
-    homes = homes_of(units)
-    each = (line for unit in units for line in _unit(unit, homes[unit], names))
+    state_placements = placements_of(units)
+    each = (line for unit in units for line in _unit(unit, state_placements[unit], names))
     return "\n".join(
         [*_head(units), *offload_lines(units), *_advice(units), *each, *_order(units, names), *_bytes(model)]
     )
@@ -84,13 +84,13 @@ def offload_lines(units: Sequence[Unit]) -> Iterator[str]:
     for policy in policies:
         count = sum(unit.options.offload.in_full == policy for unit in units)
         which = "" if len(policies) == 1 and count == len(units) else f" of {count} of {len(units)} units"
-        is_beside = accelerator_for(units[0].device).has_lanes
-        states_on_cpu = policy.states_on_cpu(beside=is_beside)
+        is_alongside = accelerator_for(units[0].device).has_streams
+        states_on_cpu = policy.states_on_cpu(alongside=is_alongside)
         on_cpu = {"optimizer's state": states_on_cpu, "parameters": policy.parameters.get("cpu", 0.0)}
         for what, fraction in on_cpu.items():
             if fraction:
-                yield f"{fraction:.0%} of the {what}{which} is on the CPU{'' if is_beside else ', as all is here'}"
-        there = sum(unit.rests_on_disk for unit in units if unit.options.offload == policy)
+                yield f"{fraction:.0%} of the {what}{which} is on the CPU{'' if is_alongside else ', as all is here'}"
+        there = sum(unit.is_on_disk for unit in units if unit.options.offload == policy)
         if there:
             yield (
                 f"{there} of {count} units rest on a disk between uses, in {policy.disk_folder}: their shards, "
@@ -100,20 +100,20 @@ def offload_lines(units: Sequence[Unit]) -> Iterator[str]:
             yield f"a budget of {policy.budget}{which}: all is away that can be until the first step of an optimizer"
         if policy.disk_fraction and states_on_cpu < 1:
             yield f"{policy.disk_fraction:.0%} of the optimizer's state{which} rests on a disk, in {policy.disk_folder}"
-        computes = "" if is_beside else ", where the CPU computes,"
+        computes = "" if is_alongside else ", where the CPU computes,"
         for tier, place in (("disk", f"in {policy.folder}"), ("cpu", f"in the host's memory{computes}")):
             if policy.activations.get(tier):
                 share = f"{policy.activations[tier]:.0%} of {which.removeprefix(' of ') or 'all units'}"
                 yield f"what forward keeps of {share} is {place} until backward"
 
 
-def _unit(unit: Unit, home: Home, names: Mapping[nn.Module, str]) -> Iterator[str]:
+def _unit(unit: Unit, destination: StatePlacement, names: Mapping[nn.Module, str]) -> Iterator[str]:
     numel = sum(param.sharded.numel() for param in unit.params)
     yield ""
     kind, whole = type(unit.module).__name__, _size(unit.unsharded_nbytes)
     yield f"{names[unit.module]}: {kind}, {numel:,} parameters, {whole} whole"
-    if home is not Home.DEVICE:
-        yield f"  its shards, their gradients and the optimizer's state are {home.value}"
+    if destination is not StatePlacement.DEVICE:
+        yield f"  its shards, their gradients and the optimizer's state are {destination.value}"
     for other in unit.borrowed:
         lender = names.get(other.module, other.name)
         yield f"  is whole together with {lender}, which has weights tied to some of its own"
@@ -169,12 +169,12 @@ def _bytes(model: nn.Module) -> Iterator[str]:
             yield f"    of these    {_size(error_feedback):>16} is quantisation error feedback"
         if state == "optimizer_state" and on_disk.nbytes:
             yield f"    of these    {_size(on_disk.buffer_nbytes):>16} are buffers for what is on the disk"
-    yield from _away(model)
+    yield from _offloaded(model)
 
 
-def _away(model: nn.Module) -> Iterator[str]:
+def _offloaded(model: nn.Module) -> Iterator[str]:
     """Yield the states on the CPU and on disk and the traffic per tier. Activations are those offloaded so far."""
-    kept = activations_away(model)
+    kept = offloaded_activations(model)
     tiers, travel = predict_tiers(model, activations=kept), predict_travel(model, activations=kept)
     for tier, name in (("cpu", "on the CPU"), ("disk", "on the disk")):
         if not tiers[tier].total:
@@ -182,11 +182,11 @@ def _away(model: nn.Module) -> Iterator[str]:
         yield f"  {name:16}{_size(tiers[tier].total):>12}: {_states(asdict(tiers[tier]))}"
         moved = {state: travel[tier, state] for state in STATES if (tier, state) in travel}
         for way, each in (
-            ("comes", {state: item.came for state, item in moved.items()}),
-            ("goes there", {state: item.went for state, item in moved.items()}),
+            ("comes", {state: item.arrived for state, item in moved.items()}),
+            ("goes there", {state: item.passed for state, item in moved.items()}),
         ):
-            said = _states(each) or "nothing"
-            yield f"    {way:14}{_size(sum(each.values())):>12} in a step of one microbatch: {said}"
+            stated = _states(each) or "nothing"
+            yield f"    {way:14}{_size(sum(each.values())):>12} in a step of one microbatch: {stated}"
 
 
 def _states(nbytes: Mapping[str, int]) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from fullshard.disk.foresight import Traffic
+from fullshard.disk.prediction import Traffic
 from fullshard.errors import ConfigError
 from fullshard.plan.prediction import Prediction
 from fullshard.tape.tape import Collective
@@ -171,7 +171,7 @@ class Forecasting(Generic[T]):
             ConfigError: The process failed. The message contains its last line of output.
         """
         try:
-            out, said = self._process.communicate(timeout=_PATIENCE_S)
+            out, stated = self._process.communicate(timeout=_PATIENCE_S)
         except subprocess.TimeoutExpired as error:
             self.close()
             raise ConfigError(
@@ -179,7 +179,7 @@ class Forecasting(Generic[T]):
                 "its time."
             ) from error
         if self._process.returncode:
-            last = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+            last = stated.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             raise ConfigError(f"nothing could be predicted: {_PREFIX.sub('', last[0])}")
         found: T = pickle.loads(out)
         return found
@@ -252,7 +252,7 @@ class Row:
         return self.measured / self.predicted - 1 if self.predicted else 0.0
 
     @property
-    def said_difference(self) -> str:
+    def difference_text(self) -> str:
         """The difference in percent, or as a factor if it is ten or more. Empty if the prediction is near zero."""
         if self.predicted < (_LEAST_S if self.unit == "s" else _LEAST_BYTES):
             return ""
@@ -293,13 +293,13 @@ def _causes(forecast: Forecast, measured: Measured, rows: list[Row]) -> list[str
     memory, step = by_name.get("memory"), by_name.get("step")
     if memory is not None and abs(memory.difference) > NOTABLE:
         more = "more" if memory.difference > 0 else "less"
-        said = "what other libraries and this script keep in the same process is not on the tape of a dry run"
+        stated = "what other libraries and this script keep in the same process is not on the tape of a dry run"
         if measured.core_s is not None:  # on CPUs
-            said += (
+            stated += (
                 ", and which pieces of freed memory the C library can use again is partly chance: with "
                 "MALLOC_MMAP_THRESHOLD_=65536 in the environment there are fewer"
             )
-        causes.append(f"{abs(memory.difference):.0%} {more} memory than predicted: {said}.")
+        causes.append(f"{abs(memory.difference):.0%} {more} memory than predicted: {stated}.")
     if step is None or abs(step.difference) <= NOTABLE:
         return causes
     late = step.measured - step.predicted
@@ -314,13 +314,17 @@ def _causes(forecast: Forecast, measured: Measured, rows: list[Row]) -> list[str
     for name in ("gathers under way", "reductions under way"):
         if (row := by_name.get(name)) is not None:
             cause = "a slower link than described, or ranks that wait for others"
-            took = f"{name} for {_said(row.measured, row.unit)} instead of {_said(row.predicted, row.unit)}"
+            took = f"{name} for {_stated(row.measured, row.unit)} instead of {_stated(row.predicted, row.unit)}"
             shares[f"{cause}: {took}"] = row.measured - row.predicted
     if measured.core_s is not None:
         shares["other processes: this one waited for a core"] = measured.core_s
-    told = [f"{cause} ({seconds:.3f} s of {late:.3f} s)" for cause, seconds in shares.items() if seconds > 0.25 * late]
-    said = "; ".join(told) or f"slower compute than {forecast.hardware} is described with: `fullshard calibrate` again"
-    return [*causes, f"A step is {step.difference:.0%} longer. {said[0].upper()}{said[1:]}."]
+    reported = [
+        f"{cause} ({seconds:.3f} s of {late:.3f} s)" for cause, seconds in shares.items() if seconds > 0.25 * late
+    ]
+    stated = (
+        "; ".join(reported) or f"slower compute than {forecast.hardware} is described with: `fullshard calibrate` again"
+    )
+    return [*causes, f"A step is {step.difference:.0%} longer. {stated[0].upper()}{stated[1:]}."]
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -332,11 +336,11 @@ def comparison_table(comparison: Comparison) -> Table:
     for heading in ("predicted", "measured", "differs by"):
         table.add_column(heading, justify="right")
     for row in comparison.rows:
-        table.add_row(row.name, _said(row.predicted, row.unit), _said(row.measured, row.unit), row.said_difference)
+        table.add_row(row.name, _stated(row.predicted, row.unit), _stated(row.measured, row.unit), row.difference_text)
     return table
 
 
-def _said(value: float, unit: str) -> str:
+def _stated(value: float, unit: str) -> str:
     if unit == "s":
         return f"{value * 1e3:,.1f} ms"
     return f"{value / 1e6:,.1f} MB"

@@ -31,19 +31,19 @@ ROUND_S = 0.02
 SLEEP_CYCLES = 100_000_000  # about 50 ms, in which the host queues the timed calls so that its own time does not count
 TINY_CALLS = 400  # fewer than a queue can hold
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def gpu_speeds(device: torch.device, tell: Tell) -> dict[str, Any]:
+def gpu_speeds(device: torch.device, tell_: Report) -> dict[str, Any]:
     """Return the speeds of `device`: product rates by dtype, bandwidth by size, and the other times in seconds."""
     with torch.cuda.device(device):
-        tell("matrix products")
+        tell_("matrix products")
         products = {name: [_product(device, dtype, *size) for size in PRODUCTS] for name, dtype in DTYPES.items()}
-        tell("memory")
+        tell_("memory")
         memory = [_bandwidth(device, mib * 2**20) for mib in MIB]
-        tell("launches, and what the host does for them")
+        tell_("launches, and what the host does for them")
         launch_s, host_s = _launch_s(device), _host_s(device)
-        tell("copies between the host and the GPU")
+        tell_("copies between the host and the GPU")
         to_device, to_host = _host_link(device)
     return {
         "products": products,

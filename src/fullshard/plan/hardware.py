@@ -169,16 +169,16 @@ def hardware(name: str) -> Hardware:
     Raises:
         ConfigError: There is none, or the file is not a valid description.
     """
-    return _made(_read(name, seen=()), name)
+    return _made(_read(name, visited=()), name)
 
 
-def described(said: Mapping[str, Any], name: str = HERE) -> Hardware:
+def described(stated: Mapping[str, Any], name: str = HERE) -> Hardware:
     """Return the machine of a description that is not in a file.
 
     Raises:
         ConfigError: It is not a valid description.
     """
-    return _made(_with_base(dict(said), (name,)), name)
+    return _made(_with_base(dict(stated), (name,)), name)
 
 
 def _made(found: dict[str, Any], name: str) -> Hardware:
@@ -204,14 +204,14 @@ def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
     if found["kind"] not in ("gpu", "cpu"):
         yield f'kind = "{found["kind"]}": unknown, take "gpu" or "cpu"'
     for part in (*_PARTS, "flops_per_s"):
-        said = found.get(part)
-        if said is not None and not isinstance(said, Mapping):
-            yield f"{part} = {said}: is a table, so write [{part}] and its figures below"
-        elif part in _PARTS and said is not None:
+        stated = found.get(part)
+        if stated is not None and not isinstance(stated, Mapping):
+            yield f"{part} = {stated}: is a table, so write [{part}] and its figures below"
+        elif part in _PARTS and stated is not None:
             known = {each_field.name: each_field.default is MISSING for each_field in fields(_PARTS[part])}
-            if unknown := said.keys() - known.keys():
+            if unknown := stated.keys() - known.keys():
                 yield f"[{part}] {min(unknown)}: unknown, a {part} has {', '.join(known)}"
-            if missing := [item for item, needed in known.items() if needed and item not in said]:
+            if missing := [item for item, needed in known.items() if needed and item not in stated]:
                 yield f"[{part}] says nothing of {', '.join(missing)}"
     for figure, number in _figures(found):
         positive = figure in _POSITIVE or figure.startswith("flops_per_s.")
@@ -235,10 +235,10 @@ _POSITIVE = ("memory_bytes", "memory_bytes_per_s", "ranks_per_host")
 _LARGEST_SHARE = 10.0  # shares of an assumed peak can exceed 1; percentages are an error
 
 
-def _read(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
+def _read(name: str, visited: tuple[str, ...]) -> dict[str, Any]:
     """Return a description merged with those that it is like."""
-    if name in seen:
-        raise ConfigError(f"{name}: is like itself ({' -> '.join((*seen, name))}). Leave one `like` out.")
+    if name in visited:
+        raise ConfigError(f"{name}: is like itself ({' -> '.join((*visited, name))}). Leave one `like` out.")
     if name in known_hardware():
         text = (_MACHINES / f"{name}.toml").read_text()
     elif name == HERE:
@@ -255,10 +255,10 @@ def _read(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
             f"{', '.join(known_hardware())}, `here` for this machine, or the path of a TOML file."
         )
     try:
-        said = tomllib.loads(text)
+        stated = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: is no TOML: {error}.") from error
-    return _with_base(said, (*seen, name))
+    return _with_base(stated, (*visited, name))
 
 
 def _text_of(path: Path) -> str:
@@ -270,12 +270,12 @@ def _text_of(path: Path) -> str:
         raise ConfigError(f"{path}: is not a TOML file: {error}.") from error
 
 
-def _with_base(said: dict[str, Any], seen: tuple[str, ...]) -> dict[str, Any]:
+def _with_base(stated: dict[str, Any], visited: tuple[str, ...]) -> dict[str, Any]:
     """Return a description with everything that the one it is like adds."""
-    base: dict[str, Any] = _read(str(like), seen) if (like := said.pop("like", None)) else {}
-    unknown = sorted(said.keys() - {field.name for field in fields(Hardware)})
+    base: dict[str, Any] = _read(str(like), visited) if (like := stated.pop("like", None)) else {}
+    unknown = sorted(stated.keys() - {field.name for field in fields(Hardware)})
     if unknown:
-        raise ConfigError(f"{seen[-1]}: {', '.join(unknown)}: unknown. docs/plan.md shows a description.")
-    for key, value in said.items():
+        raise ConfigError(f"{visited[-1]}: {', '.join(unknown)}: unknown. docs/plan.md shows a description.")
+    for key, value in stated.items():
         base[key] = {**(base.get(key) or {}), **value} if isinstance(value, dict) else value
     return base

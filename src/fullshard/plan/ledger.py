@@ -33,16 +33,16 @@ from fullshard.disk.buffers import MOST_WRITING, buffers_of
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.footprint import gathered_peak, kept_between_steps
 from fullshard.engine.group_plan import GroupPlan
-from fullshard.engine.homes import homes_of
 from fullshard.engine.managed import managed_by
+from fullshard.engine.placements import placements_of
 from fullshard.engine.registry import units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import owned
-from fullshard.policy.offload import Home
+from fullshard.policy.offload import StatePlacement
 from fullshard.policy.strategy import Placement, ShardingStrategy, resolve_placements
 from fullshard.policy.strategy import Placements as StrategyPlacements
-from fullshard.state.on_disk import BUFFERS, portions_on_disk, states_on_disk
+from fullshard.state.on_disk import BUFFERS, chunks_on_disk, states_on_disk
 from fullshard.tape.recorder import recording
 
 __all__ = [
@@ -52,7 +52,7 @@ __all__ = [
     "OptimizerCost",
     "measure_ledger",
     "peak_during",
-    "plans_at_home",
+    "plans_without_offload",
     "predict_activations",
     "predict_error_feedback",
     "predict_ledger",
@@ -138,8 +138,10 @@ def predict_tiers(
     every = _groups(units, size, placements)
     on_disk = predict_on_disk(model, strategy=strategy, optimizer=cost)
     here, there = (
-        _in_memory([item for item in every if item.plan.memory.offloaded == beside], cost, on_disk, is_beside=beside)
-        for beside in (False, True)
+        _in_memory(
+            [item for item in every if item.plan.memory.offloaded == alongside], cost, on_disk, is_alongside=alongside
+        )
+        for alongside in (False, True)
     )
     device = replace(
         here,
@@ -160,14 +162,16 @@ def predict_tiers(
     return {tier: replace(ledger, activations=kept.get(tier, 0)) for tier, ledger in found}
 
 
-def _in_memory(groups: Sequence[_GroupBytes], cost: OptimizerCost, on_disk: OnDiskCost, *, is_beside: bool) -> Ledger:
+def _in_memory(
+    groups: Sequence[_GroupBytes], cost: OptimizerCost, on_disk: OnDiskCost, *, is_alongside: bool
+) -> Ledger:
     """Return the memory of parameter groups on the device, or on the CPU alongside it."""
-    away = on_disk.beside_nbytes if is_beside else on_disk.nbytes - on_disk.beside_nbytes
-    buffers = on_disk.buffer_nbytes if is_beside == (on_disk.beside_nbytes > 0) else 0
+    offloaded = on_disk.alongside_nbytes if is_alongside else on_disk.nbytes - on_disk.alongside_nbytes
+    buffers = on_disk.buffer_nbytes if is_alongside == (on_disk.alongside_nbytes > 0) else 0
     return Ledger(
-        parameters=sum(group.plan.rest_nbytes for group in groups),
+        parameters=sum(group.plan.stored_nbytes for group in groups),
         gradients=sum(group.gradients for group in groups),
-        optimizer_state=sum(group.optimizer(cost) for group in groups) - away + buffers,
+        optimizer_state=sum(group.optimizer(cost) for group in groups) - offloaded + buffers,
         gathered_peak=0,
         activations=0,
     )
@@ -178,7 +182,7 @@ class OnDiskCost:
     """Bytes on disk, without padding to whole blocks, and of the memory buffers for the optimizer step."""
 
     nbytes: int = 0  # of the optimizer state
-    beside_nbytes: int = 0  # the part of `nbytes` that the CPU updates alongside an accelerator
+    alongside_nbytes: int = 0  # the part of `nbytes` that the CPU updates alongside an accelerator
     shard_nbytes: int = 0  # of parameters; the same number again for their gradients
     buffer_nbytes: int = 0
 
@@ -202,28 +206,28 @@ def predict_on_disk(
         for param, layout in zip(param_group.params, plan.layout.params, strict=True):
             numel = layout.spec.shard_numel(plan.rank) if plan.shards_optimizer else layout.spec.numel
             nbytes[id(param.sharded)] = cost.values * numel * plan.contract.stored.itemsize
-    resting = [unit for unit in units if unit.rests_on_disk]
+    stored = [unit for unit in units if unit.is_on_disk]
     params = [param.sharded for unit in units for param in unit.params]
     if placements.parameters is Placement.WHOLE:  # such strategies do not support parameters on disk
-        params = [param.sharded for unit in units if unit not in resting for param in unit.params]
-        resting = []
-    each = [portion for _, portion in portions_on_disk(params)]
-    portions = [sum(nbytes[id(param)] for param in portion) for portion in each]
-    buffers = sum(max(portions[turn::BUFFERS], default=0) for turn in range(BUFFERS))
-    apart = {id(param.sharded) for unit in resting for param in unit.params}
-    beside = {id(param.sharded) for unit in resting if unit.is_offloaded for param in unit.params}
-    stepped = (sum(nbytes[id(item)] for item in portion if id(item) in apart) for portion in each)
+        params = [param.sharded for unit in units if unit not in stored for param in unit.params]
+        stored = []
+    each = [chunk for _, chunk in chunks_on_disk(params)]
+    chunks = [sum(nbytes[id(param)] for param in chunk) for chunk in each]
+    buffers = sum(max(chunks[turn::BUFFERS], default=0) for turn in range(BUFFERS))
+    separate = {id(param.sharded) for unit in stored for param in unit.params}
+    alongside = {id(param.sharded) for unit in stored if unit.is_offloaded for param in unit.params}
+    stepped = (sum(nbytes[id(item)] for item in chunk if id(item) in separate) for chunk in each)
     passing = 2 * max(stepped, default=0) // max(1, cost.values)  # shards and gradients of a chunk
-    shards = [param_group.plan for unit in resting for param_group in unit.param_groups]
+    shards = [param_group.plan for unit in stored for param_group in unit.param_groups]
     return OnDiskCost(
-        nbytes=sum(portions),
-        beside_nbytes=sum(nbytes[item] for portion in each for item in map(id, portion) if item in beside),
+        nbytes=sum(chunks),
+        alongside_nbytes=sum(nbytes[item] for chunk in each for item in map(id, chunk) if item in alongside),
         shard_nbytes=sum(plan.layout.shard_numel * plan.contract.stored.itemsize for plan in shards),
         buffer_nbytes=buffers + (MOST_WRITING + 2) * passing,
     )
 
 
-def plans_at_home(model: nn.Module) -> Iterator[tuple[Unit, GroupPlan, bool]]:
+def plans_without_offload(model: nn.Module) -> Iterator[tuple[Unit, GroupPlan, bool]]:
     """Yield the units of `model`, their parameter group plans with their final placement, and whether they are trained.
 
     Raises:
@@ -254,12 +258,12 @@ class _GroupBytes:
     @property
     def gradients(self) -> int:
         """Bytes of the gradients that the optimizer sees, if in memory."""
-        return 0 if self.plan.rests_on_disk else self._gradients
+        return 0 if self.plan.is_on_disk else self._gradients
 
     @property
     def gradients_on_disk(self) -> int:
         """Bytes of the gradients on disk."""
-        return self._gradients if self.plan.rests_on_disk else 0
+        return self._gradients if self.plan.is_on_disk else 0
 
     @property
     def _gradients(self) -> int:
@@ -273,8 +277,8 @@ class _GroupBytes:
     def error_feedback(self) -> int:
         """Bytes of quantization error feedback, in float32; see `comm/encoded.py`."""
         plan, layout, axes = self.plan, self.plan.layout, self.plan.axes
-        wire = plan.contract.reduce_wire
-        if wire is None or not codec_named(wire).keeps_error or not self.is_trained:
+        encoding = plan.contract.reduce_wire
+        if encoding is None or not codec_named(encoding).keeps_error or not self.is_trained:
             return 0
         replicas = 1 if axes.replicate_group is None else axes.world // axes.shard_world
         if plan.shards_optimizer:
@@ -302,9 +306,9 @@ class _GroupBytes:
 def _groups(units: Sequence[Unit], group_size: int | None, placements: StrategyPlacements) -> list[_GroupBytes]:
     """Return the parameter groups of `units`, all units of one root, under `placements`."""
     found = []
-    for unit, home in homes_of(units).items():
-        could_not = home is Home.DISK and placements.parameters is Placement.WHOLE
-        memory = unit.memory_at(Home.DEVICE if could_not else home)
+    for unit, destination in placements_of(units).items():
+        could_not = destination is StatePlacement.DISK and placements.parameters is Placement.WHOLE
+        memory = unit.memory_at(StatePlacement.DEVICE if could_not else destination)
         for param_group in unit.param_groups:
             plan = replace(param_group.plan.under(group_size, placements), memory=memory)
             found.append(_GroupBytes(unit, plan, param_group.is_trained))
@@ -345,7 +349,7 @@ def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: 
         gradients=gradients,
         optimizer_state=storage_bytes(_state_tensors(optimizer))
         + (0 if on_disk is None else on_disk.buffer_nbytes)
-        + (buffers_of(units[0].device).idle_nbytes if any(unit.rests_on_disk for unit in units) else 0),
+        + (buffers_of(units[0].device).idle_nbytes if any(unit.is_on_disk for unit in units) else 0),
         gathered_peak=record.gathered_peak_bytes(),
         activations=activations,
     )

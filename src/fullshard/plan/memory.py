@@ -120,7 +120,7 @@ def memory_holders(tape: Tape, entry: int) -> list[tuple[Allocation, State]]:
     """Return the live allocations at the index `entry` of a trace, the largest first."""
     states, alive = _states(tape.entries), dict[int, tuple[Allocation, State]]()
     for place, each_entry in enumerate(tape.entries[: entry + 1]):
-        if isinstance(each_entry, Allocation) and each_entry.lane != HOST:
+        if isinstance(each_entry, Allocation) and each_entry.stream != HOST:
             alive[each_entry.storage] = each_entry, states[place]
         elif isinstance(each_entry, Free):
             alive.pop(each_entry.storage, None)
@@ -132,7 +132,7 @@ def _walk(tape: Tape, of_host: bool) -> Iterator[tuple[int, Counter[State], dict
     states = _states(tape.entries)
     held, alive = Counter[State](), dict[int, tuple[int, State]]()
     for place, entry in enumerate(tape.entries):
-        if isinstance(entry, Allocation) and (entry.lane == HOST) == of_host:
+        if isinstance(entry, Allocation) and (entry.stream == HOST) == of_host:
             state = states[place]
             nbytes = round(entry.own_nbytes)
             held[state] += nbytes

@@ -12,6 +12,6 @@ __all__ = ["counted"]
 
 def counted(call: Callable[[], object]) -> list[Operation]:
     """Return the operations of `call` on real tensors."""
-    with taped(lanes="cpu", values=True) as tape:
+    with taped(streams="cpu", values=True) as tape:
         call()
     return list(tape.of(Operation))

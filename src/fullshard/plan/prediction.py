@@ -94,7 +94,7 @@ def predict(
     hardware: Hardware,
     world: int,
     ranks_per_host: int | None = None,
-    lanes: Literal["gpu", "cpu"] | None = None,
+    streams: Literal["gpu", "cpu"] | None = None,
     microbatches: int = 1,
     max_norm: float | None = None,
     make_mesh: Callable[[], DeviceMesh] | None = None,
@@ -105,7 +105,7 @@ def predict(
     """Return the predicted memory and step time of a run on `world` ranks of `hardware`.
 
     Only the host's part of two steps is executed, on tensors without memory. Arguments are those of
-    `fullshard.dry.run`. If `ranks_per_host` or `lanes` is None, it follows from the hardware.
+    `fullshard.dry.run`. If `ranks_per_host` or `streams` is None, it follows from the hardware.
 
     Raises:
         ConfigError: See `fullshard.dry.run`.
@@ -121,7 +121,7 @@ def predict(
         make_optimizer=make_optimizer,
         microbatches=microbatches,
         max_norm=max_norm,
-        lanes=lanes or ("gpu" if hardware.kind == "gpu" else "cpu"),
+        streams=streams or ("gpu" if hardware.kind == "gpu" else "cpu"),
         host_bytes=host_bytes,
     )
     return read_off(tape, hardware, world, ranks_per_host)
@@ -137,19 +137,19 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
     if len(begins) < 2:
         raise ConfigError(f"a tape of {len(begins)} steps: the first differs from later ones. Take two, at least.")
     step, dtype = tape.entries[begins[-1] :], compute_dtype(tape.entries)
-    has_lanes = any(isinstance(entry, Recorded) for entry in tape.entries)
+    has_streams = any(isinstance(entry, Recorded) for entry in tape.entries)
     on_host = min(world, ranks_per_host or hardware.ranks_per_host)
     if hardware.kind == "gpu":  # on a CPU, the ranks of a host share its cores
         hardware = hardware.with_hosts_of(on_host)
     costs = costs_of(hardware, dtype=dtype, ranks=on_host)
     for entry in tape.entries[: begins[-1]]:
         costs.note_before(entry)
-    if has_lanes:
+    if has_streams:
         reserved_bytes = allocator_use(tape, since=begins[0]).reserved
     else:
         reserved_bytes = process_memory(tape, threshold=threshold_set()).nbytes
     memory = None
-    if has_lanes and reserved_bytes > hardware.memory_bytes:
+    if has_streams and reserved_bytes > hardware.memory_bytes:
         memory = TapeAllocator(room=hardware.memory_bytes)
         for entry in tape.entries[: begins[-1]]:
             memory.note(entry)

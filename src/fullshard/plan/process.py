@@ -138,7 +138,7 @@ def threshold_set() -> int | None:
 
 
 def process_memory(tape: Tape, *, threshold: int | None = None) -> ProcessMemory:
-    """Return the peak memory of a rank's process, for a trace of whole steps of CPU ranks (`lanes="cpu"`).
+    """Return the peak memory of a rank's process, for a trace of whole steps of CPU ranks (`streams="cpu"`).
 
     Args:
         tape: A trace that starts before the model is created.

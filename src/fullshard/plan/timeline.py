@@ -9,7 +9,7 @@ is free. So each second of a stream until the end of its last work is one of thr
     exposed     it waits for an event of another stream, or for a communicator
     starved     the host has not queued its next work yet
 
-Compute takes longer during a collective, by `Costs.beside`, if the host had queued the collective before it.
+Compute takes longer during a collective, by `Costs.alongside`, if the host had queued the collective before it.
 Collectives are not slowed down, and all ranks are assumed to start them at the same time as this one.
 """
 
@@ -31,7 +31,7 @@ class Placed:
     """An operation or a collective with its times, in seconds from the start of the trace."""
 
     entry: Operation | Collective
-    asked: float  # when the host had queued it
+    requested: float  # when the host had queued it
     start: float
     end: float
 
@@ -44,7 +44,7 @@ class Placed:
 class Stall:
     """A time in which a stream had work to do and waited. `cause` is what it waited for, if that is in the trace."""
 
-    lane: str
+    stream: str
     start: float
     end: float
     cause: Placed | None
@@ -68,27 +68,27 @@ class Timeline:
         """The time at which all streams and the host are done."""
         return max([self.host_s, *(item.end for item in self.placed)])
 
-    def end_of(self, lane: str) -> float:
-        """Return the time at which the last work on `lane` is done."""
-        return max((item.end for item in self.placed if item.entry.lane == lane), default=0.0)
+    def end_of(self, stream: str) -> float:
+        """Return the time at which the last work on `stream` is done."""
+        return max((item.end for item in self.placed if item.entry.stream == stream), default=0.0)
 
-    def busy_s(self, lane: str) -> float:
-        """Return the seconds in which `lane` runs something."""
-        return sum(item.end - item.start for item in self.placed if item.entry.lane == lane)
+    def busy_s(self, stream: str) -> float:
+        """Return the seconds in which `stream` runs something."""
+        return sum(item.end - item.start for item in self.placed if item.entry.stream == stream)
 
-    def exposed_s(self, lane: str) -> float:
-        """Return the seconds in which `lane` has work to do and waits for another stream, or for a communicator."""
-        return sum(stall.seconds for stall in self.stalls if stall.lane == lane)
+    def exposed_s(self, stream: str) -> float:
+        """Return the seconds in which `stream` has work to do and waits for another stream, or for a communicator."""
+        return sum(stall.seconds for stall in self.stalls if stall.stream == stream)
 
-    def starved_s(self, lane: str) -> float:
-        """Return the seconds, until the last work on `lane`, in which the host had not queued the next work yet."""
-        return self.end_of(lane) - self.busy_s(lane) - self.exposed_s(lane)
+    def starved_s(self, stream: str) -> float:
+        """Return the seconds, until the last work on `stream`, in which the host had not queued the next work yet."""
+        return self.end_of(stream) - self.busy_s(stream) - self.exposed_s(stream)
 
-    def exposed_by(self, lane: str) -> dict[str, float]:
-        """Return the exposed seconds of `lane` by what it waited for, as text, the largest first."""
+    def exposed_by(self, stream: str) -> dict[str, float]:
+        """Return the exposed seconds of `stream` by what it waited for, as text, the largest first."""
         found: dict[str, float] = defaultdict(float)
         for stall in self.stalls:
-            if stall.lane == lane:
+            if stall.stream == stream:
                 found[str(stall.cause or "what came before")] += stall.seconds
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -115,7 +115,7 @@ def lay_out_parts(
         yield Timeline(list(layout.placed), list(layout.stalls), layout.now)
 
 
-_BESIDE = 32  # recent collectives that may overlap with an operation
+_ALONGSIDE = 32  # recent collectives that may overlap with an operation
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class _Point:
 
 
 @dataclass(slots=True)
-class _LaneState:
+class _StreamState:
     done: _Point = field(default_factory=_Point)  # the end of the last work
     held: _Point = field(default_factory=_Point)  # the latest event that it waits for
 
@@ -143,10 +143,10 @@ class _Layout:
         self.stalls: list[Stall] = []
         self.now = 0.0  # the host's
         self._costs = costs
-        self._lanes: dict[str, _LaneState] = defaultdict(_LaneState)
+        self._streams: dict[str, _StreamState] = defaultdict(_StreamState)
         self._communicators: dict[tuple[int, ...], _Point] = defaultdict(_Point)
         self._marks: dict[int, _Point] = {}
-        self._carried: deque[tuple[float, float]] = deque(maxlen=_BESIDE)  # when collectives ran
+        self._carried: deque[tuple[float, float]] = deque(maxlen=_ALONGSIDE)  # when collectives ran
         self._carried_until = 0.0
 
     def place(self, entry: Entry) -> None:
@@ -155,7 +155,7 @@ class _Layout:
                 self._costs.note_memory(entry)
                 if self._memory is not None:
                     self._ask(self._memory, entry)
-            case Operation() if entry.lane == HOST:
+            case Operation() if entry.stream == HOST:
                 begun = self.now
                 self.now += self._costs.host_s + entry.nbytes / self._costs.host_memory_bytes_per_s
                 self.placed.append(Placed(entry, begun, begun, self.now))
@@ -171,20 +171,21 @@ class _Layout:
                 self._carried_until = max(self._carried_until, ran.end)
             case Recorded():
                 self.now += self._costs.host_mark_s
-                self._marks[entry.mark] = self._reached(entry.lane)
+                self._marks[entry.mark] = self._reached(entry.stream)
             case Waited():
                 self.now += self._costs.host_mark_s
-                self._wait(entry.lane, self._marks.get(entry.mark, _Point()))
+                self._wait(entry.stream, self._marks.get(entry.mark, _Point()))
 
     def _ask(self, memory: TapeAllocator, entry: Allocation | Free) -> None:
         """Allocate or free, including the device calls that this needs."""
-        retries, calls = memory.retries, memory.asked + memory.given_back
+        retries, calls = memory.retries, memory.requested + memory.given_back
         memory.note(entry)
         if memory.retries > retries:
             self._wait(
-                HOST, max((lane.done for lane in self._lanes.values()), key=lambda done: done.time, default=_Point())
+                HOST,
+                max((stream.done for stream in self._streams.values()), key=lambda done: done.time, default=_Point()),
             )
-        self.now += self._costs.segment_s * (memory.asked + memory.given_back - calls)
+        self.now += self._costs.segment_s * (memory.requested + memory.given_back - calls)
 
     def _run(self, entry: Operation | Collective, seconds: float, communicator: _Point) -> Placed:
         """Place `entry` on its stream, after earlier work, the events it waits for, and its communicator.
@@ -194,23 +195,23 @@ class _Layout:
             seconds: Its duration.
             communicator: The time at which the communicator is free.
         """
-        lane = self._lanes[entry.lane]
-        last = communicator if communicator.time > lane.ready.time else lane.ready
-        could = max(self.now, lane.done.time)
+        stream = self._streams[entry.stream]
+        last = communicator if communicator.time > stream.ready.time else stream.ready
+        could = max(self.now, stream.done.time)
         start = max(could, last.time)
         if start > could:
-            self.stalls.append(Stall(entry.lane, could, start, last.cause))
+            self.stalls.append(Stall(entry.stream, could, start, last.cause))
         end = start + seconds
         if isinstance(entry, Operation) and start < self._carried_until:
-            beside = self._costs.beside(entry)
-            end = self._end_beside(start, seconds, beside) if beside > seconds else end
+            alongside = self._costs.alongside(entry)
+            end = self._end_alongside(start, seconds, alongside) if alongside > seconds else end
         placed = Placed(entry, self.now, start, end)
         self.placed.append(placed)
-        lane.done = _Point(placed.end, placed)
+        stream.done = _Point(placed.end, placed)
         return placed
 
-    def _end_beside(self, start: float, alone: float, beside: float) -> float:
-        """Return when work ends that starts at `start` and takes `alone` seconds, or `beside` during collectives."""
+    def _end_alongside(self, start: float, alone: float, alongside: float) -> float:
+        """Return when work ends that starts at `start` and takes `alone` seconds, or `alongside` during collectives."""
         now, left = start, 1.0  # the remaining share
         for begun, over in self._carried:
             if over <= now:
@@ -219,22 +220,22 @@ class _Layout:
             if left * alone <= free:
                 break
             left, now = left - free / alone, now + free
-            if left * beside <= over - now:
-                return now + left * beside
-            left, now = left - (over - now) / beside, over
+            if left * alongside <= over - now:
+                return now + left * alongside
+            left, now = left - (over - now) / alongside, over
         return now + left * alone
 
-    def _reached(self, lane: str) -> _Point:
-        """Return when `lane` completes an event that is recorded now."""
-        if lane == HOST:
+    def _reached(self, stream: str) -> _Point:
+        """Return when `stream` completes an event that is recorded now."""
+        if stream == HOST:
             return _Point(self.now)
-        ready = self._lanes[lane].ready
+        ready = self._streams[stream].ready
         return ready if ready.time > self.now else _Point(self.now, ready.cause)
 
-    def _wait(self, lane: str, point: _Point) -> None:
-        if lane == HOST:
+    def _wait(self, stream: str, point: _Point) -> None:
+        if stream == HOST:
             if point.time > self.now:
                 self.stalls.append(Stall(HOST, self.now, point.time, point.cause))
                 self.now = point.time
-        elif point.time > self._lanes[lane].held.time:
-            self._lanes[lane].held = point
+        elif point.time > self._streams[stream].held.time:
+            self._streams[stream].held = point

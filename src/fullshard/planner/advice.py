@@ -165,8 +165,8 @@ def _policy(program: Program) -> str:
     param, reduce = PRECISIONS[program.precision]
     given = {"param_dtype": param, "reduce_dtype": reduce}
     parts = [f"{name}={dtype}" for name, dtype in given.items() if dtype is not None]
-    wires = {"gather_wire": program.gather_wire, "reduce_wire": program.reduce_wire}
-    parts += [f'{name}="{wire}"' for name, wire in wires.items() if wire]
+    encodings = {"gather_wire": program.gather_wire, "reduce_wire": program.reduce_wire}
+    parts += [f'{name}="{encoding}"' for name, encoding in encodings.items() if encoding]
     return f"MixedPrecisionPolicy({', '.join(parts)})"
 
 

@@ -148,7 +148,7 @@ class Bounds:
     def guess(self, program: Program) -> float:
         """Return the sort key of programs: likely seconds in arbitrary units."""
         compute = _LIKELY[program.checkpointing] * self._compute_guess()
-        return max(compute, self._wire_s(program)) + 0.1 * min(compute, self._wire_s(program))
+        return max(compute, self._transport_s(program)) + 0.1 * min(compute, self._transport_s(program))
 
     def next_of(self, waiting: Sequence[Program], running: Collection[Program]) -> Program:
         """Return the program in `waiting` to simulate next: the first, or one that provides more information.
@@ -163,8 +163,8 @@ class Bounds:
         program = next(certain, waiting[0])
         if _kind(program) in self._beyond or not self.is_likely_too_large(program, _UNSURE):
             return program
-        alike = (item for item in waiting if _kind(item) == _kind(program))
-        return min(alike, key=lambda item: states_bytes(self._question, item))
+        identical = (item for item in waiting if _kind(item) == _kind(program))
+        return min(identical, key=lambda item: states_bytes(self._question, item))
 
     def is_likely_too_large(self, program: Program, unsure: float = 1.0) -> bool:
         """Return whether `program` probably does not fit, judged by similar programs: for the order only.
@@ -173,8 +173,10 @@ class Bounds:
         `unsure`.
         """
         kind, guess = _kind(program), _Bytes(self._kept_guess, self._kept_guess)
-        alike = {item: nbytes for item, nbytes in self._beyond.items() if item[0] == kind[0]}
-        known = {kind: alike[kind]} if kind in alike else alike or self._beyond or {(("none", ""), ""): guess}
+        identical = {item: nbytes for item, nbytes in self._beyond.items() if item[0] == kind[0]}
+        known = (
+            {kind: identical[kind]} if kind in identical else identical or self._beyond or {(("none", ""), ""): guess}
+        )
         share, rows = _KEPT.get(program.checkpointing, 1.0), self._least_rows(program)
         likely = min(item.of(rows) * share / _KEPT.get(kept, 1.0) for ((kept, _), _), item in known.items())
         return states_bytes(self._question, program, unsure * likely) > self._question.cluster.usable_bytes
@@ -193,7 +195,7 @@ class Bounds:
         if best_s is None or self._question.global_batch is None or fitting < _LEAST:
             return None
         busy_s = min(rows * count * self._least_busy_s(program, rows) for rows, count in shapes)
-        if max(busy_s, self._wire_s(program)) >= NO_MATTER * best_s:
+        if max(busy_s, self._transport_s(program)) >= NO_MATTER * best_s:
             return f"that cannot be {1 - NO_MATTER:.0%} faster than the best"
         return None
 
@@ -201,7 +203,7 @@ class Bounds:
         """Update the bounds with a simulated program."""
         program = made.program
         self._first.setdefault(_like(program), made)
-        shapes = [shape for shape in self._question.shapes_of(program) if made.can_tell(shape[0])]
+        shapes = [shape for shape in self._question.shapes_of(program) if made.can_report(shape[0])]
         for shape in [shape for shape in shapes if made.needed_bytes(shape[0]) <= self._question.cluster.usable_bytes]:
             self._note_busy(made.figures(*shape))
         states = states_bytes(self._question, program)
@@ -213,7 +215,7 @@ class Bounds:
 
     def _may_fit(self, program: Program, rows: int) -> bool:
         made = self._first.get(_like(program))
-        activations = 0.0 if made is None or not made.can_tell(rows) else _SURELY * made.activations_bytes(rows)
+        activations = 0.0 if made is None or not made.can_report(rows) else _SURELY * made.activations_bytes(rows)
         return states_bytes(self._question, program, activations) <= self._question.cluster.usable_bytes
 
     def _least_rows(self, program: Program) -> int:
@@ -234,7 +236,7 @@ class Bounds:
         of = like if like in self._first else ("none", program.precision)
         if (of, rows) not in self._busy:
             made = self._first.get(of)
-            if made is None or not made.can_tell(rows):
+            if made is None or not made.can_report(rows):
                 return 0.0
             self._note_busy(made.figures(rows, 2 if made.program.accumulates else 1))
         busy = self._busy[of, rows]
@@ -273,7 +275,7 @@ class Bounds:
         rows = (self._question.global_batch or self._question.cluster.world) / self._question.cluster.world
         return 6 * numel * rows * self._question.subject.per_row / self._costs.flops_per_s
 
-    def _wire_s(self, program: Program) -> float:
+    def _transport_s(self, program: Program) -> float:
         """Return the minimum communication seconds per step: all bytes without latency, by docs/strategies.md."""
         model = self._question.subject.model
         cluster = self._question.cluster

@@ -53,8 +53,8 @@ PRECISIONS = {
 
 T = TypeVar("T")
 
-_GPU_BYTES_APART = 2.0e9  # CUDA's context, NCCL's buffers (about 0.5 GB each), cuBLAS's workspaces, and a margin
-_CPU_BYTES_APART = 0.45e9  # of a process: Python, torch and their libraries
+_GPU_BYTES_SEPARATE = 2.0e9  # CUDA's context, NCCL's buffers (about 0.5 GB each), cuBLAS's workspaces, and a margin
+_CPU_BYTES_SEPARATE = 0.45e9  # of a process: Python, torch and their libraries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,8 @@ class Cluster:
         """The bytes available for a rank's tensors and the overhead of the allocator."""
         whole = self.hardware.memory_bytes
         if self.hardware.kind == "cpu":
-            return (self.share or 0.95) * whole / self.per_host - _CPU_BYTES_APART
-        return whole * self.share if self.share is not None else whole - _GPU_BYTES_APART
+            return (self.share or 0.95) * whole / self.per_host - _CPU_BYTES_SEPARATE
+        return whole * self.share if self.share is not None else whole - _GPU_BYTES_SEPARATE
 
     @property
     def holder(self) -> str:
@@ -100,13 +100,13 @@ class Cluster:
         whole, usable = self.hardware.memory_bytes / 1e9, self.usable_bytes / 1e9
         if self.hardware.kind == "cpu":
             return (
-                f"{usable:.1f} GB of each rank's part of {whole:.1f} GB: {_CPU_BYTES_APART / 1e9:.2f} GB a process are "
-                "left for Python and torch"
+                f"{usable:.1f} GB of each rank's part of {whole:.1f} GB: {_CPU_BYTES_SEPARATE / 1e9:.2f} GB a process "
+                "are left for Python and torch"
             )
         if self.share is not None:
             return f"{usable:.1f} of {whole:.1f} GB, as --gpu-memory {self.share:g} says"
         return (
-            f"{usable:.1f} of {whole:.1f} GB: {_GPU_BYTES_APART / 1e9:.0f} GB are left for CUDA's context, NCCL's "
+            f"{usable:.1f} of {whole:.1f} GB: {_GPU_BYTES_SEPARATE / 1e9:.0f} GB are left for CUDA's context, NCCL's "
             "buffers and cuBLAS's workspaces (--gpu-memory says otherwise)"
         )
 
@@ -222,7 +222,7 @@ def programs(
     precisions: Sequence[str] = ("bf16",),
     offloads: Sequence[bool] = (False,),
     accumulates: Sequence[bool] = (False, True),
-    wires: tuple[str | None, str | None] = (None, None),
+    encodings: tuple[str | None, str | None] = (None, None),
 ) -> Iterator[Program]:
     """Yield all useful programs for `cluster`. Hybrid strategies need several hosts, and sharded ones several ranks.
 
@@ -254,8 +254,8 @@ def programs(
                                 offload=offload,
                                 accumulates=several,
                                 syncs_each=each,
-                                gather_wire=wires[0] if strategy != "ddp" else None,
-                                reduce_wire=wires[1],
+                                gather_wire=encodings[0] if strategy != "ddp" else None,
+                                reduce_wire=encodings[1],
                             )
 
 
@@ -271,8 +271,8 @@ def share_rows(global_batch: int, world: int) -> list[int]:
         raise ConfigError(
             f"--global-batch {global_batch}: {world} ranks cannot share {global_batch} rows evenly. Take {near}."
         )
-    mine = global_batch // world
-    return [rows for rows in range(1, mine + 1) if mine % rows == 0]
+    local = global_batch // world
+    return [rows for rows in range(1, local + 1) if local % rows == 0]
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:

@@ -22,12 +22,12 @@ from fullshard.planner.question import Question
 from fullshard.planner.report import (
     WIDTH,
     as_dict,
-    foresee,
     head,
     left_out_lines,
     nearest_lines,
     paste,
-    said,
+    predict_load,
+    stated,
     table,
     what_ifs,
     why,
@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
         if path is not None and str(path) != "-":
             check_writable(name, Path(path))
     if answer.against is not None:
-        return _say_against(answer.against, answer.json)
+        return _report_drawbacks(answer.against, answer.json)
     if answer.why is not None and answer.why not in STRATEGIES:
         raise ConfigError(
             f"--why {answer.why}: unknown.{near_matches(answer.why, STRATEGIES)} Take one of {', '.join(STRATEGIES)}."
@@ -79,50 +79,50 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
     answer = settings.answer
     quiet = answer.json == "-"
 
-    def say(*lines: str) -> None:
+    def log(*lines: str) -> None:
         if not quiet:
             for line in lines:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    say(*head(question))
+    log(*head(question))
     if answer.why is not None:
-        return _say_why(question, answer.why, answer.json, say)
+        return _report_why(question, answer.why, answer.json, log)
     waiting: Any = console.status("simulating") if console.is_terminal and not quiet else nullcontext()
     with waiting as status:
-        tell = (lambda item: status.update(f"simulating {item}")) if status is not None else (lambda item: None)
-        with Workers(question, tell) as workers:
+        tell_ = (lambda item: status.update(f"simulating {item}")) if status is not None else (lambda item: None)
+        with Workers(question, tell_) as workers:
             if answer.fits_on:
                 plan = least_hosts(question, workers)
             elif answer.largest_batch:
                 plan = search(replace(question, global_batch=None, largest=True), workers)
             else:
-                plan = search(question, workers, foresee=lambda plan: foresee(plan, workers))
+                plan = search(question, workers, predict_load=lambda plan: predict_load(plan, workers))
             asks_size = answer.fits_on or answer.largest_batch
             changes = [] if plan is None or asks_size else what_ifs(plan, workers)
     if plan is None:
         nowhere = (
             "It fits on none of the worlds that were tried: a row's activations, or a unit, are too large for a rank."
         )
-        say(nowhere)
+        log(nowhere)
         _write_json(answer.json, {"recommended": None, "said": [nowhere]})
         return FITS_NOT
     if answer.fits_on:
         cluster = plan.question.cluster
         hosts = f"{cluster.hosts} host{'s' * (cluster.hosts > 1)} of {cluster.per_host}"
-        say(f"Fewest ranks that will do: {cluster.world} ({hosts}).")
+        log(f"Fewest ranks that will do: {cluster.world} ({hosts}).")
     if not quiet:
         console.print(table(plan))
     if answer.largest_batch:
-        say(*_largest(plan))
+        log(*_largest(plan))
     else:
-        say(*said(plan), *map(str, changes))
+        log(*stated(plan), *map(str, changes))
         for where, text in paste(plan).items():
-            say("", f"--- {where} ---", text)
+            log("", f"--- {where} ---", text)
     _write_json(answer.json, as_dict(plan, changes))
     if answer.html is not None and plan.best is not None:
         answer.html.write_text(page(plan, changes))
     elif answer.html is not None:
-        say(f"{answer.html} is not written: there is no step to draw, since nothing fits.")
+        log(f"{answer.html} is not written: there is no step to draw, since nothing fits.")
     return FITS if plan.best is not None else FITS_NOT
 
 
@@ -137,7 +137,7 @@ def _write_json(path: str | None, report: dict[str, Any]) -> None:
         Path(path).write_text(text)
 
 
-def _say_against(out: Path, path: str | None) -> int:
+def _report_drawbacks(out: Path, path: str | None) -> int:
     """Print the predictions for a run and its measurements."""
     from fullshard.train.predicting import comparison_of  # late: it takes a quarter of a second that plans do not need
 
@@ -152,7 +152,7 @@ def _say_against(out: Path, path: str | None) -> int:
     return FITS
 
 
-def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> int:
+def _report_why(question: Question, strategy: str, path: str | None, log: Any) -> int:
     """Explain one strategy, with the first of the checkpointing options, and what comes nearest to fitting."""
     rows, count = min(question.shapes())
     program = Program(
@@ -168,7 +168,7 @@ def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> i
         found = Found(made, figures, figures.needed_bytes <= usable, largest_rows(made, usable))
         others = [] if found.fits else nearest(question, program, ask)
     lines = [*why(question, found), *nearest_lines(question, found, others)]
-    say(*lines)
+    log(*lines)
     if path is not None:
         plan = Plan(question, [found, *(other for other in others if other.sketch.program != program)])
         _write_json(path, {**as_dict(plan), "why": lines})

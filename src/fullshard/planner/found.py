@@ -8,9 +8,9 @@ from fullshard.planner.candidates import Cluster
 from fullshard.planner.question import Question
 from fullshard.planner.sketch import Figures, Sketch
 
-__all__ = ["ALIKE", "Found", "Plan", "answer", "host_fits", "largest_rows"]
+__all__ = ["IDENTICAL", "Found", "Plan", "answer", "host_fits", "largest_rows"]
 
-ALIKE = 1.005
+IDENTICAL = 1.005
 """Times with a smaller ratio count as equal."""
 _PLENTY = 0.5
 """A share of the usable memory. Programs below it are not replaced by ones that need less."""
@@ -51,8 +51,10 @@ class Plan:
         fitting = self.fitting
         if not fitting or fitting[0].figures.needed_bytes <= _PLENTY * self.question.cluster.usable_bytes:
             return next(iter(fitting), None)
-        alike = (item for item in fitting if item.figures.seconds_a_row <= ALIKE * fitting[0].figures.seconds_a_row)
-        return min(alike, key=lambda item: item.figures.needed_bytes)
+        identical = (
+            item for item in fitting if item.figures.seconds_a_row <= IDENTICAL * fitting[0].figures.seconds_a_row
+        )
+        return min(identical, key=lambda item: item.figures.needed_bytes)
 
     @property
     def runner_up(self) -> Found | None:
@@ -79,7 +81,7 @@ def answer(question: Question, made: Sketch) -> Found | None:
     usable = question.cluster.usable_bytes
     if made.program.disk:
         return _answer_on_disk(question, made)
-    shapes = [shape for shape in question.shapes_of(made.program) if made.can_tell(shape[0])]
+    shapes = [shape for shape in question.shapes_of(made.program) if made.can_report(shape[0])]
     if not shapes:
         return None
     small = [made.figures(rows, count) for rows, count in shapes if made.needed_bytes(rows) <= usable]
@@ -94,7 +96,7 @@ def answer(question: Question, made: Sketch) -> Found | None:
 def _answer_on_disk(question: Question, made: Sketch) -> Found | None:
     """Return the fastest candidate with the smallest fraction on disk that fits; if none fits, with all on disk."""
     usable = question.cluster.usable_bytes
-    shapes = [shape for shape in question.shapes_of(made.program) if made.can_tell(shape[0])]
+    shapes = [shape for shape in question.shapes_of(made.program) if made.can_report(shape[0])]
     shares = {shape: made.least_on_disk(shape[0], usable) for shape in shapes}
     if not shapes or any(share == 0 for share in shares.values()):
         return None

@@ -11,7 +11,7 @@ import numpy as np
 from fullshard.plan.memory import State, memory_curve
 from fullshard.plan.timeline import Placed, lay_out
 from fullshard.planner.found import Found, Plan
-from fullshard.planner.report import WhatIf, columns, head, paste, row, said
+from fullshard.planner.report import WhatIf, columns, head, paste, row, stated
 from fullshard.report import shown
 from fullshard.report.frame import framed, stamped
 from fullshard.report.run import Memory, Span
@@ -28,7 +28,7 @@ _PARTS = {
     Phase.STEP: "optimizer",
     Phase.IDLE: "other",
 }
-_OF_LANE = {"gather": "gather", "reduce": "reduce", "replicate": "reduce", "offload": "other"}
+_OF_STREAM = {"gather": "gather", "reduce": "reduce", "replicate": "reduce", "offload": "other"}
 _GAP = 2e-3  # of a step: shorter gaps between work of the same unit and phase are merged
 
 
@@ -51,7 +51,7 @@ def page(plan: Plan, changes: Sequence[WhatIf] = ()) -> str:
         "head": head(plan.question),
         "columns": columns(plan),
         "rows": [row(plan, found) for found in plan.fitting],
-        "said": [*said(plan), *map(str, changes)],
+        "said": [*stated(plan), *map(str, changes)],
         "paste": paste(plan),
         "step_s": laid.end,
         "shown": _shown(best),
@@ -73,16 +73,16 @@ def _spans(placed: Sequence[Placed], end: float) -> Iterator[Span]:
     """Yield the work of the streams by phase. Work of the same unit and phase without a gap is one span."""
     last: dict[str, Span] = {}
     for item in placed:
-        lane, origin = item.entry.lane, item.entry.origin
-        part = _OF_LANE.get(lane, _PARTS[origin.phase])
-        span = Span(lane=lane, name=part, unit=origin.unit, start_s=item.start, end_s=item.end)
-        before = last.get(lane)
+        stream, origin = item.entry.stream, item.entry.origin
+        part = _OF_STREAM.get(stream, _PARTS[origin.phase])
+        span = Span(stream=stream, name=part, unit=origin.unit, start_s=item.start, end_s=item.end)
+        before = last.get(stream)
         if before is not None:
             if (before.name, before.unit) == (part, origin.unit) and item.start - before.end_s < _GAP * end:
                 span = replace(span, start_s=before.start_s)
             else:
                 yield before
-        last[lane] = span
+        last[stream] = span
     yield from last.values()
 
 

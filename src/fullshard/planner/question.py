@@ -43,7 +43,7 @@ class Question:
     checkpointing: Sequence[str] = ("none", "selective", "every-2", "every-1")
     precisions: Sequence[str] = ("bf16",)
     offload: bool = False
-    wires: tuple[str | None, str | None] = (None, None)
+    encodings: tuple[str | None, str | None] = (None, None)
     max_norm: float | None = 1.0
     make_optimizer: MakeOptimizer | None = None
     most: int = 8
@@ -58,9 +58,9 @@ class Question:
         """
         if self.global_batch is None:
             return [(rows, 1) for rows in (_ROWS if self.subject.any_rows else (1,))]
-        mine = self.global_batch // self.cluster.world
+        local = self.global_batch // self.cluster.world
         rows = share_rows(self.global_batch, self.cluster.world)
-        return [(each, mine // each) for each in rows if self.subject.any_rows or each == 1]
+        return [(each, local // each) for each in rows if self.subject.any_rows or each == 1]
 
     def programs(self) -> list[Program]:
         """Return the programs to consider."""
@@ -76,7 +76,7 @@ class Question:
             precisions=self.precisions,
             offloads=(False, True) if self.offload else (False,),
             accumulates=[False] * (1 in counts) + [True] * (max(counts) > 1),
-            wires=self.wires,
+            encodings=self.encodings,
         )
         every = list(found)
         return every + (with_disk(every) if self.offload else [])
@@ -85,7 +85,7 @@ class Question:
         """Return the entries of `shapes` that match `program`."""
         return [(rows, count) for rows, count in self.shapes() if (count > 1) == program.accumulates]
 
-    def asked(self, program: Program) -> Sketch:
+    def requested(self, program: Program) -> Sketch:
         """Return the sketch of `program`."""
         return sketch(self.subject, self.cluster, program, max_norm=self.max_norm, make_optimizer=self.make_optimizer)
 

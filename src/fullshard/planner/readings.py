@@ -61,7 +61,7 @@ def _again(step: Sequence[Entry], second: int) -> list[Entry]:
 
 
 def _goes_up(entry: Entry) -> bool:
-    return isinstance(entry, Operation) and entry.crosses and entry.lane == GATHER
+    return isinstance(entry, Operation) and entry.crosses and entry.stream == GATHER
 
 
 def held_of(tapes: Tapes, kind: str) -> dict[Any, float]:
@@ -87,19 +87,19 @@ def _spent(laid: Timeline, costs: Costs) -> dict[Any, float]:
     found: dict[Any, float] = dict.fromkeys((*LIMITS, "step", "optimizer", "blocks"), 0.0)
     for placed in laid.placed:
         entry = placed.entry
-        if entry.lane == COMPUTE and entry.origin.phase is Phase.STEP:
+        if entry.stream == COMPUTE and entry.origin.phase is Phase.STEP:
             found["optimizer"] += placed.end - placed.start
-        if entry.lane == COMPUTE and entry.origin.phase is Phase.FORWARD and entry.origin.unit:
+        if entry.stream == COMPUTE and entry.origin.phase is Phase.FORWARD and entry.origin.unit:
             found["blocks"] += placed.end - placed.start
-        if entry.lane == COMPUTE and isinstance(entry, Operation):
+        if entry.stream == COMPUTE and isinstance(entry, Operation):
             is_compute = entry.flops / costs.flops_per_s > entry.nbytes / costs.memory_bytes_per_s
             found["compute" if is_compute else "memory bandwidth"] += placed.end - placed.start
-        elif entry.lane == COMPUTE:
+        elif entry.stream == COMPUTE:
             found[_kind(entry)] += placed.end - placed.start
     for stall in laid.stalls:
-        if stall.lane == COMPUTE:
+        if stall.stream == COMPUTE:
             cause = stall.cause.entry if stall.cause is not None else None
-            found[_kind(cause) if isinstance(cause, Collective) else _lane_kind(cause)] += stall.seconds
+            found[_kind(cause) if isinstance(cause, Collective) else _stream_kind(cause)] += stall.seconds
     end, compute_end = laid.end, laid.end_of(COMPUTE)
     found["host"] = max(0.0, laid.starved_s(COMPUTE)) + max(0.0, laid.host_s - compute_end)
     found["reductions"] += max(0.0, end - max(compute_end, laid.host_s))
@@ -112,9 +112,9 @@ def _kind(entry: Entry) -> str:
     return "reductions" if "reduce" in name else "gathers"
 
 
-def _lane_kind(entry: Entry | None) -> str:
-    lane = "" if entry is None else entry.lane
-    return "reductions" if "reduce" in lane else "gathers" if "gather" in lane else "waits"
+def _stream_kind(entry: Entry | None) -> str:
+    stream = "" if entry is None else entry.stream
+    return "reductions" if "reduce" in stream else "gathers" if "gather" in stream else "waits"
 
 
 def region_peaks(tapes: Tapes, step: int, whole: Mapping[str, int], of_host: bool) -> dict[Any, float]:
@@ -149,9 +149,9 @@ def _place_of(unit: str, lengths: Mapping[str, int], whole: Mapping[str, int]) -
     """Return the unit's name in the whole model; blocks in the middle of a list have a common name."""
     for fqn, length in lengths.items():
         if unit.startswith(f"{fqn}."):
-            number, dot, rest = unit.removeprefix(f"{fqn}.").partition(".")
+            number, dot, remaining = unit.removeprefix(f"{fqn}.").partition(".")
             place = int(number)
             if place >= length - 2:
-                return f"{fqn}.{place + whole[fqn] - length}{dot}{rest}"
-            return f"{fqn}.{'0' if place == 0 else 'N'}{dot}{rest}"
+                return f"{fqn}.{place + whole[fqn] - length}{dot}{remaining}"
+            return f"{fqn}.{'0' if place == 0 else 'N'}{dot}{remaining}"
     return unit

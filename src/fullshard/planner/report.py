@@ -10,13 +10,13 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fullshard.disk.foresight import DAY_S
+from fullshard.disk.prediction import DAY_S
 from fullshard.disk.speed import TYPICAL
 from fullshard.errors import ConfigError
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.bounds import states_bytes
 from fullshard.planner.candidates import Candidate, Program
-from fullshard.planner.found import ALIKE, Found, Plan
+from fullshard.planner.found import IDENTICAL, Found, Plan
 from fullshard.planner.question import Question
 from fullshard.planner.sketch import Figures
 from fullshard.planner.workers import Workers
@@ -27,12 +27,12 @@ __all__ = [
     "WhatIf",
     "as_dict",
     "columns",
-    "foresee",
     "head",
     "nearest_lines",
     "paste",
+    "predict_load",
     "row",
-    "said",
+    "stated",
     "table",
     "what_ifs",
     "why",
@@ -89,8 +89,8 @@ def table(plan: Plan) -> Table:
 def columns(plan: Plan) -> list[str]:
     """Return the columns of the table."""
     unit = plan.question.subject.unit
-    told = ("strategy", "checkpoints", "rows x micro", "peak, GB", "usable", "step, ms", f"{unit}/s", "MFU")
-    return [*told, "exposed", "limited by", "most rows"]
+    reported = ("strategy", "checkpoints", "rows x micro", "peak, GB", "usable", "step, ms", f"{unit}/s", "MFU")
+    return [*reported, "exposed", "limited by", "most rows"]
 
 
 def row(plan: Plan, found: Found) -> list[str]:
@@ -112,7 +112,7 @@ def row(plan: Plan, found: Found) -> list[str]:
     return [*cells, _ms(figures.exposed_s), figures.limited_by, str(found.largest)]
 
 
-def said(plan: Plan) -> list[str]:
+def stated(plan: Plan) -> list[str]:
     """Return the recommendation and its reason, the runner-up, and what was left out."""
     lines = left_out_lines(plan)
     names = sorted({name for found in plan.found for name in found.sketch.custom_operations})
@@ -172,7 +172,7 @@ def what_ifs(plan: Plan, ask: Workers) -> list[WhatIf]:
     best, question = plan.best, plan.question
     if best is None:
         return []
-    foresee(plan, ask)  # in parallel with the following, if there is a free core
+    predict_load(plan, ask)  # in parallel with the following, if there is a free core
     hardware = question.cluster.hardware
     if question.cluster.hosts > 1:
         slower = replace(hardware, network=replace(hardware.network, bytes_per_s=hardware.network.bytes_per_s / 2))
@@ -191,7 +191,7 @@ def what_ifs(plan: Plan, ask: Workers) -> list[WhatIf]:
     return [slower_link, WhatIf("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2))]
 
 
-def foresee(plan: Plan, ask: Workers) -> None:
+def predict_load(plan: Plan, ask: Workers) -> None:
     """Start the simulations that `what_ifs` needs if the best program so far stays the best."""
     with suppress(ConfigError):
         ask.ask_ahead(*_twice(plan))
@@ -219,7 +219,7 @@ def _fastest(sketches: Sequence[tuple[Any, Question]]) -> Figures | None:
         made.figures(rows, count)
         for made, question in sketches
         for rows, count in question.shapes_of(made.program)
-        if made.can_tell(rows) and made.needed_bytes(rows) <= usable
+        if made.can_report(rows) and made.needed_bytes(rows) <= usable
     ]
     return min(fitting, key=lambda item: item.seconds_a_row, default=None)
 
@@ -286,7 +286,7 @@ def as_dict(plan: Plan, changes: Sequence[WhatIf] = ()) -> dict[str, Any]:
         "global_batch": plan.question.global_batch,
         "recommended": None if best is None else _found_dict(plan, best),
         "runner_up": None if second is None else _found_dict(plan, second),
-        "said": said(plan),
+        "said": stated(plan),
         "paste": paste(plan),
         "what_if": [
             {"change": change.change, "throughput": change.of_best, **_candidate_dict(change.figures)}
@@ -360,7 +360,9 @@ def _reason(best: Found, plan: Plan) -> str:
     figures, usable = best.figures, plan.question.cluster.usable_bytes
     share = figures.limits[figures.limited_by] / figures.step_s
     is_fastest = plan.fitting[0] is best
-    beyond = "is faster" if is_fastest else f"is faster by more than {ALIKE - 1:.1%}, and this takes the least memory"
+    beyond = (
+        "is faster" if is_fastest else f"is faster by more than {IDENTICAL - 1:.1%}, and this takes the least memory"
+    )
     return (
         f"Nothing simulated that fits {beyond}: {_ms(figures.step_s)} ms a step, of which {share:.0%} are "
         f"{figures.limited_by}, in {figures.needed_bytes / usable:.0%} of the usable memory."
@@ -401,7 +403,7 @@ def _behind(best: Found, second: Found) -> str:
     most = max(more, key=lambda name: more[name])
     less = 1 - second.figures.needed_bytes / best.figures.needed_bytes
     memory = f"{abs(less):.0%} {'less' if less > 0 else 'more'} memory"
-    if abs(slower) < ALIKE - 1:
+    if abs(slower) < IDENTICAL - 1:
         return f"As fast; it takes {memory}."
     return f"{slower:.1%} slower, mostly by {most}; it takes {memory}."
 

@@ -21,7 +21,7 @@ __all__ = ["least_hosts", "nearest", "search"]
 
 
 def search(
-    question: Question, workers: Workers | None = None, foresee: Callable[[Plan], None] = lambda element: None
+    question: Question, workers: Workers | None = None, predict_load: Callable[[Plan], None] = lambda element: None
 ) -> Plan:
     """Return the plan: every program that may fit and may be the fastest, simulated by `workers` or temporary ones.
 
@@ -34,13 +34,13 @@ def search(
         ConfigError: The model cannot be run dry, or the global batch is not divisible by the number of ranks.
     """
     with _given(workers, question) as ask:
-        plan = _searched(question, question.programs(), ask, foresee=foresee)
+        plan = _searched(question, question.programs(), ask, predict_load=predict_load)
         if plan.best is None or question.offload:
             fitting = {element.sketch.program for element in plan.fitting}
             wanted = with_cpu(question, (program for program in question.programs() if program not in fitting))
             _add(plan, _searched_on_cpu(question, wanted, ask), "states on the CPU")
         if plan.best is None and not question.offload and question.subject.make_sharded is None:
-            ask.tell("nothing fits: the same with shards on the CPU, or part of the optimizer's state on a disk")
+            ask.tell_("nothing fits: the same with shards on the CPU, or part of the optimizer's state on a disk")
             offloaded = replace(question, offload=True)
             wanted = [program for program in offloaded.programs() if program.offload or program.disk]
             _add(plan, _searched(offloaded, wanted, ask, plan.found), "offload")
@@ -87,7 +87,7 @@ def _searched(
     wanted: Iterable[Program],
     ask: Workers,
     known: Sequence[Found] = (),
-    foresee: Callable[[Plan], None] | None = None,
+    predict_load: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """Return the plan of the programs in `wanted`. Those in `known` have been simulated already."""
     plan = Plan(question)
@@ -106,7 +106,7 @@ def _searched(
     waiting.sort(key=bounds.is_likely_too_large)
     if question.largest:
         waiting.sort(key=lambda item: leanness(question, item))
-    asked = 0
+    requested = 0
     running: dict[Future[Any], Program] = {}
     while waiting or running:
         while waiting and len(running) < ask.at_once:
@@ -116,21 +116,21 @@ def _searched(
                 program = bounds.next_of(waiting, running.values())
                 fitting = len(plan.fitting) + sum(not bounds.is_likely_too_large(item) for item in running.values())
                 reason = bounds.excludes(program, plan.best.figures.step_s if plan.best else None, fitting)
-                if reason is None and 0 < question.most <= asked:
+                if reason is None and 0 < question.most <= requested:
                     reason = f"behind the {question.most} likeliest (--most 0 takes all)"
             waiting.remove(program)
             if reason is not None:
                 plan.leave_out(reason)
                 continue
-            asked += 1
-            ask.tell(f"{asked}: {program}")
+            requested += 1
+            ask.tell_(f"{requested}: {program}")
             like = sketches.get(replace(program, disk=0.0))
             running[ask(question, program) if like is None else _done(like.with_on_disk(program.disk))] = program
         if not running:
             break
-        if foresee is not None and len(running) < ask.at_once and plan.best is not None:
-            foresee(plan)
-            foresee = None
+        if predict_load is not None and len(running) < ask.at_once and plan.best is not None:
+            predict_load(plan)
+            predict_load = None
         future = next(iter(running))  # in submission order, so that results are deterministic
         del running[future]
         made = ask.sketch(future)
@@ -168,7 +168,7 @@ def _searched_on_cpu(question: Question, wanted: Iterable[Program], ask: Workers
         elif plan.best and span.least_seconds_a_row >= NO_MATTER * plan.best.figures.seconds_a_row:
             plan.leave_out(f"that cannot be {1 - NO_MATTER:.0%} faster than the best")
         else:
-            ask.tell(f"{span.made.program.strategy}, some {span.share:.0%} of states on the CPU")
+            ask.tell_(f"{span.made.program.strategy}, some {span.share:.0%} of states on the CPU")
             figures, made = _least_on_cpu(question, ask, span, fractions)
             if host_fits(question.cluster, figures):
                 plan.found.append(Found(made, figures, True, largest_rows(made, question.cluster.usable_bytes)))
@@ -210,7 +210,7 @@ def _span(question: Question, made: Sketch) -> _Span | None:
     free = made.on(replace(hardware, host_memory_bytes_per_s=_AT_ONCE, host_link_bytes_per_s=_AT_ONCE))
     guesses = []
     for rows, count in question.shapes_of(made.program):
-        spare = cluster.usable_bytes - made.needed_bytes(rows) if made.can_tell(rows) else -1.0
+        spare = cluster.usable_bytes - made.needed_bytes(rows) if made.can_report(rows) else -1.0
         if spare < 0:
             continue
         figures, least = made.figures(rows, count), free.figures(rows, count)
@@ -285,18 +285,18 @@ def _leanest(question: Question, hosts: int, per_host: int, ask: Workers) -> Pla
     cluster = replace(question.cluster, hosts=hosts, per_host=per_host)
     kept = [item for item in ("none", "every-1") if item in question.checkpointing] or list(question.checkpointing)
     strategies = question.strategies if cluster.world > 1 else ("ddp",)
-    asked = replace(
+    requested = replace(
         question, cluster=cluster, global_batch=None, strategies=strategies, checkpointing=kept, exhaustive=True
     )
-    wanted = asked.programs()
+    wanted = requested.programs()
     if not wanted:
         return None
-    least = min(wanted, key=lambda item: (states_bytes(asked, item), item.strategy != "zero3")).strategy
+    least = min(wanted, key=lambda item: (states_bytes(requested, item), item.strategy != "zero3")).strategy
     wanted = [item for item in wanted if item.strategy == least]
-    if min(states_bytes(asked, item) for item in wanted) > cluster.usable_bytes:
+    if min(states_bytes(requested, item) for item in wanted) > cluster.usable_bytes:
         return None
-    ask.tell(f"{cluster.world} ranks")
-    plan = _searched(asked, wanted, ask)
+    ask.tell_(f"{cluster.world} ranks")
+    plan = _searched(requested, wanted, ask)
     return plan if plan.best is not None else None
 
 

@@ -13,7 +13,7 @@ from fullshard.planner.candidates import CHECKPOINTING, PRECISIONS, STRATEGIES, 
 from fullshard.planner.question import Question
 from fullshard.planner.steps import MakeOptimizer
 from fullshard.planner.subject import Subject, gpt_subject, named_subject, transformers_subject
-from fullshard.policy.precision import GATHER_WIRES, REDUCE_WIRES
+from fullshard.policy.precision import GATHER_ENCODINGS, REDUCE_ENCODINGS
 from fullshard.testing.parity.named import function_named, mismatch
 from fullshard.train.settings import ModelSettings
 
@@ -133,18 +133,20 @@ class PlanSettings:
             ConfigError: there are some.
         """
         answer = self.answer
-        asked = [name for name in ("fits_on", "largest_batch", "why", "against") if getattr(answer, name)]
-        if len(asked) > 1:
-            raise ConfigError(f"{_options(asked)} are questions of their own. Ask one at a time.")
-        if asked and asked[0] in ("fits_on", "largest_batch") and self.search.global_batch is not None:
+        requested = [name for name in ("fits_on", "largest_batch", "why", "against") if getattr(answer, name)]
+        if len(requested) > 1:
+            raise ConfigError(f"{_options(requested)} are questions of their own. Ask one at a time.")
+        if requested and requested[0] in ("fits_on", "largest_batch") and self.search.global_batch is not None:
             raise ConfigError(
-                f"--global-batch {self.search.global_batch}: {_options(asked)} asks of one microbatch of any number of "
-                "rows. Leave --global-batch out."
+                f"--global-batch {self.search.global_batch}: {_options(requested)} asks of one microbatch of any "
+                "number of rows. Leave --global-batch out."
             )
-        if asked and asked[0] in ("why", "against") and answer.html is not None:
-            raise ConfigError(f"--html: {_options(asked)} recommends nothing that could be drawn. Leave --html out.")
+        if requested and requested[0] in ("why", "against") and answer.html is not None:
+            raise ConfigError(
+                f"--html: {_options(requested)} recommends nothing that could be drawn. Leave --html out."
+            )
         model = next((name for name in _OF_MODEL if getattr(self.subject, name) is not None), None)
-        if asked == ["against"] and model is not None:
+        if requested == ["against"] and model is not None:
             raise ConfigError(
                 f"--{model}: --against tells of a run that was, which has its model. Leave --{model} out."
             )
@@ -168,12 +170,12 @@ class PlanSettings:
         """
         search, cluster = self.search, self.cluster()
         chosen = search.precision or ("fp32" if cluster.hardware.kind == "cpu" else "bf16")
-        for name, wire, known in (
-            ("gather-wire", search.gather_wire, GATHER_WIRES),
-            ("reduce-wire", search.reduce_wire, REDUCE_WIRES),
+        for name, encoding, known in (
+            ("gather-wire", search.gather_wire, GATHER_ENCODINGS),
+            ("reduce-wire", search.reduce_wire, REDUCE_ENCODINGS),
         ):
-            if wire is not None and wire not in known:
-                raise ConfigError(f"--{name} {wire}: unknown. Take one of {', '.join(known)}.")
+            if encoding is not None and encoding not in known:
+                raise ConfigError(f"--{name} {encoding}: unknown. Take one of {', '.join(known)}.")
         subject = self.made_subject()
         if self.subject.optimizer is not None:
             subject = subject.with_optimizer(self.subject.optimizer)
@@ -187,7 +189,7 @@ class PlanSettings:
             checkpointing=_words("checkpointing", search.checkpointing, CHECKPOINTING),
             precisions=_words("precision", chosen, tuple(PRECISIONS)),
             offload=search.offload,
-            wires=(search.gather_wire, search.reduce_wire),
+            encodings=(search.gather_wire, search.reduce_wire),
             max_norm=self.subject.clip or None,
             make_optimizer=self._optimizer(),
             most=search.most,
@@ -201,17 +203,17 @@ class PlanSettings:
         Raises:
             ConfigError: the hardware is unknown, or a number is not positive.
         """
-        asked = self.machines
-        machine = hardware(asked.hardware)
-        per_host = machine.ranks_per_host if asked.per_host is None else asked.per_host
-        for name, number in (("hosts", asked.hosts), ("per-host", per_host)):
+        requested = self.machines
+        machine = hardware(requested.hardware)
+        per_host = machine.ranks_per_host if requested.per_host is None else requested.per_host
+        for name, number in (("hosts", requested.hosts), ("per-host", per_host)):
             if number < 1:
                 raise ConfigError(f"--{name} {number}: must be at least 1.")
-        if asked.gpu_memory is not None and not 0 < asked.gpu_memory <= 1:
-            raise ConfigError(f"--gpu-memory {asked.gpu_memory:g}: must be a share, such as 0.95.")
-        if asked.disk is not None and not asked.disk.is_dir():
+        if requested.gpu_memory is not None and not 0 < requested.gpu_memory <= 1:
+            raise ConfigError(f"--gpu-memory {requested.gpu_memory:g}: must be a share, such as 0.95.")
+        if requested.disk is not None and not requested.disk.is_dir():
             raise ConfigError(
-                f"--disk {asked.disk}: there is no such folder. Name one on a disk like that of the hosts."
+                f"--disk {requested.disk}: there is no such folder. Name one on a disk like that of the hosts."
             )
         if per_host > machine.ranks_per_host and machine.kind == "gpu":
             raise ConfigError(
@@ -220,10 +222,10 @@ class PlanSettings:
             )
         return Cluster(
             hardware=machine.with_hosts_of(per_host) if machine.kind == "gpu" else machine,
-            hosts=asked.hosts,
+            hosts=requested.hosts,
             per_host=per_host,
-            share=asked.gpu_memory,
-            disk=TYPICAL if asked.disk is None else measure(asked.disk, seconds=_MEASURING_S),
+            share=requested.gpu_memory,
+            disk=TYPICAL if requested.disk is None else measure(requested.disk, seconds=_MEASURING_S),
         )
 
     def made_subject(self) -> Subject:
@@ -232,27 +234,31 @@ class PlanSettings:
         Raises:
             ConfigError: not exactly one model is named, or it cannot be made.
         """
-        asked = self.subject
-        named = [name for name in ("model", "config", "size") if getattr(asked, name) is not None]
+        requested = self.subject
+        named = [name for name in ("model", "config", "size") if getattr(requested, name) is not None]
         if len(named) != 1:
             found = " and ".join(f"--{name}" for name in named) or "none of them"
             raise ConfigError(
                 f"--model, --config and --size each name a model; found {found}. Name one, such as --model "
                 "my:make_model --batch my:make_batch, or --size large."
             )
-        if asked.seq is not None and asked.seq < 1:
-            raise ConfigError(f"--seq {asked.seq}: must be at least 1.")
-        if asked.model is not None:
-            return named_subject(asked.model, asked.batch, asked.loss, measure=asked.measure)
-        if asked.measure:
+        if requested.seq is not None and requested.seq < 1:
+            raise ConfigError(f"--seq {requested.seq}: must be at least 1.")
+        if requested.model is not None:
+            return named_subject(requested.model, requested.batch, requested.loss, measure=requested.measure)
+        if requested.measure:
             raise ConfigError("--measure: is for models of --model. Leave it out: this one needs no values.")
-        if asked.config is not None:
-            return transformers_subject(asked.config, asked.seq)
-        assert asked.size is not None
+        if requested.config is not None:
+            return transformers_subject(requested.config, requested.seq)
+        assert requested.size is not None
         size = ModelSettings(
-            size=asked.size, layers=asked.layers, heads=asked.heads, width=asked.width, mlp_ratio=asked.mlp_ratio
+            size=requested.size,
+            layers=requested.layers,
+            heads=requested.heads,
+            width=requested.width,
+            mlp_ratio=requested.mlp_ratio,
         )
-        return gpt_subject(size, asked.seq or _DEFAULT_SEQ)
+        return gpt_subject(size, requested.seq or _DEFAULT_SEQ)
 
     def _check_leaves_sharding(self) -> None:
         """Refuse options about what the user's function does itself."""

@@ -27,7 +27,7 @@ from fullshard.planner.shorten import BlockList, block_lists
 from fullshard.planner.steps import MakeOptimizer, take_steps, users_mistake
 from fullshard.planner.subject import Subject
 from fullshard.planner.tapes import Tapes, with_one_more_row
-from fullshard.state.on_disk import BUFFERS, PORTION_NBYTES
+from fullshard.state.on_disk import BUFFERS, CHUNK_NBYTES
 from fullshard.tape.tape import Entry, Operation, Tape
 
 __all__ = ["Figures", "Sketch", "sketch"]
@@ -130,7 +130,7 @@ class Sketch:
             return 1
         return None if all(each.is_straight for each in self.tapes) else self.least_rows + 1
 
-    def can_tell(self, rows: int) -> bool:
+    def can_report(self, rows: int) -> bool:
         """Return True if a step with `rows` rows can be predicted."""
         return self.most_rows is None or rows <= self.most_rows
 
@@ -178,7 +178,7 @@ class Sketch:
         if model is not None:
             trained = [param.numel() for param in model.parameters() if param.requires_grad]
             largest = self.states_bytes * max(trained, default=0) / max(1, sum(trained))
-        return min(self.disk_bytes, BUFFERS * max(PORTION_NBYTES, largest))
+        return min(self.disk_bytes, BUFFERS * max(CHUNK_NBYTES, largest))
 
     def least_on_disk(self, rows: int, usable: float) -> float | None:
         """Return the smallest share of the optimizer state on disk with which `rows` rows fit in 1 % steps, or None."""
@@ -198,7 +198,7 @@ class Sketch:
         Raises:
             ConfigError: The operations depend on the number of rows, so this number cannot be predicted.
         """
-        if not self.can_tell(rows):
+        if not self.can_report(rows):
             raise ConfigError(
                 f"{rows} rows: what the model does differs with them; up to {self.most_rows} can be told."
             )
@@ -229,8 +229,8 @@ class Sketch:
     def needed_bytes(self, rows: int) -> float:
         """Return the memory required with `rows` rows: the peak of tensors plus the overhead of the allocator."""
         nbytes = self._peak(rows)[0]
-        away = self.disk_bytes - self.disk_buffers_bytes
-        return (nbytes + away) * self._held - away + self._apart
+        offloaded = self.disk_bytes - self.disk_buffers_bytes
+        return (nbytes + offloaded) * self._held - offloaded + self._separate
 
     def activations_bytes(self, rows: int) -> float:
         """Return the peak bytes of activations with `rows` rows, which sharding does not reduce."""
@@ -249,7 +249,7 @@ class Sketch:
         return min(_MOST_HELD, max(1.0, found["held"] / max(found["tensors"], 1.0)))
 
     @property
-    def _apart(self) -> float:
+    def _separate(self) -> float:
         """Bytes that a CPU process takes for its steps, independently of the model size."""
         return fixed_nbytes(self.dtype) if self.cluster.hardware.kind == "cpu" else 0.0
 
@@ -279,19 +279,19 @@ class Sketch:
         by_state = {state: max(0.0, regions.get((*region[:-1], state), 0.0)) for state in State}
         share = regions[region] / max(sum(by_state.values()), 1.0)  # the parts are extrapolated, not measured
         by_state = {state: share * nbytes for state, nbytes in by_state.items()}
-        away = self.disk_bytes - self.disk_buffers_bytes
-        by_state[State.OPTIMIZER] = max(0.0, by_state[State.OPTIMIZER] - away)
+        offloaded = self.disk_bytes - self.disk_buffers_bytes
+        by_state[State.OPTIMIZER] = max(0.0, by_state[State.OPTIMIZER] - offloaded)
         unit, phase, _ = region
-        return regions[region] - away, by_state, f"{phase.value} of {unit or 'the root'}"
+        return regions[region] - offloaded, by_state, f"{phase.value} of {unit or 'the root'}"
 
     def _regions(self, rows: int, *, of_host: bool) -> dict[Any, float]:
         """Return the peak bytes of each region: (unit, phase, None) for the sum, (unit, phase, state) for its parts."""
-        one, two = self._rests_of_host if of_host else self._rests
+        one, two = self._stored_on_host if of_host else self._stored
         more = rows - self.least_rows
         return {key: max(0.0, value + more * (two.get(key, value) - value)) for key, value in one.items()}
 
     @cached_property
-    def _rests(self) -> Sequence[dict[Any, float]]:
+    def _stored(self) -> Sequence[dict[Any, float]]:
         """The regions of both steps."""
         both = range(2)
         return [
@@ -299,7 +299,7 @@ class Sketch:
         ]
 
     @cached_property
-    def _rests_of_host(self) -> Sequence[dict[Any, float]]:
+    def _stored_on_host(self) -> Sequence[dict[Any, float]]:
         each = [[region_peaks(tape, step, self.whole, of_host=True) for tape in self.tapes] for step in range(2)]
         found = [self._whole(item) for item in each]
         return [{key: value for key, value in item.items() if key[-1] is None} for item in found]

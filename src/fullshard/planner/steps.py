@@ -18,8 +18,8 @@ from fullshard import dry
 from fullshard._compat import data_dependent_errors
 from fullshard.dry.run import fused_adamw
 from fullshard.dry.watch import EndlessLoopError
-from fullshard.engine.homes import fractions_of
 from fullshard.engine.hooks import without_sync
+from fullshard.engine.placements import fractions_of
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
 from fullshard.optim.clipping import clip_grad_norm_
@@ -57,11 +57,11 @@ def take_steps(
     if program.cpu:
         steps.insert(1, steps[0])
     microbatches = 2 if program.accumulates else 1
-    lanes: Any = "gpu" if cluster.hardware.kind == "gpu" else "cpu"
+    streams: Any = "gpu" if cluster.hardware.kind == "gpu" else "cpu"
     gc.freeze()  # garbage collection skips existing objects, which would take as long as a step
     with (
         dry.world(cluster.world, ranks_per_host=cluster.per_host),
-        dry.taped(lanes=lanes, values=subject.values) as tape,
+        dry.taped(streams=streams, values=subject.values) as tape,
     ):
         try:
             model = _made(subject, cluster, program, lengths)
@@ -106,8 +106,8 @@ def _short_copy(subject: Subject, lengths: dict[str, int]) -> nn.Module:
     try:
         return copy_with_memory(subject.model, values=subject.values)
     finally:
-        for blocks, rest in undo:
-            blocks.extend(rest)
+        for blocks, remaining in undo:
+            blocks.extend(remaining)
 
 
 def _step(
@@ -151,9 +151,9 @@ def users_mistake(subject: Subject, error: Exception) -> ConfigError | None:
     where = user_line(error) or library_line(error)
     if not where:
         return None
-    said = " ".join(str(error).split()).rstrip(".")
+    stated = " ".join(str(error).split()).rstrip(".")
     remedy = "" if subject.values else f" If it runs on real tensors, it needs their values. {_MEASURE}"
-    return ConfigError(f"{subject.name}: cannot take a step{where}: {type(error).__name__}: {said}.{remedy}")
+    return ConfigError(f"{subject.name}: cannot take a step{where}: {type(error).__name__}: {stated}.{remedy}")
 
 
 def _check_reads_no_values(subject: Subject, cluster: Cluster, lengths: dict[str, int], step: Sequence[Entry]) -> None:

@@ -164,18 +164,18 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         raise ConfigError("--config needs transformers: pip install 'fullshard[transformers]'.") from error
     config = config / "config.json" if config.is_dir() else config
     try:
-        said = json.loads(read_text(config, limit=CONFIG_BYTES))
+        stated = json.loads(read_text(config, limit=CONFIG_BYTES))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--config {config}: cannot be read as JSON ({error}). Name a model's config.json."
         ) from error
-    kind = said.pop("model_type", None) if isinstance(said, dict) else None
+    kind = stated.pop("model_type", None) if isinstance(stated, dict) else None
     if kind is None:
         raise ConfigError(f"--config {config}: says no model_type, so it is no configuration of transformers.")
     try:
-        described = transformers.AutoConfig.for_model(kind, **said)
+        described = transformers.AutoConfig.for_model(kind, **stated)
         described.use_cache = False
-        names = [name for name in said.get("architectures") or () if hasattr(transformers, name)]
+        names = [name for name in stated.get("architectures") or () if hasattr(transformers, name)]
         with _uncollected():  # its modules are imported lazily
             made_by: Any = getattr(transformers, names[0]) if names else transformers.AutoModelForCausalLM
         with torch.device("meta"):
@@ -272,8 +272,8 @@ def user_line(error: BaseException | None) -> str:
     If `error` is None, use the current stack.
     """
     frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
-    own = [item for item in _without_torch(frames) if not _is_ours(item) and "site-packages" not in item.filename]
-    return _said(own[-1]) if own else ""
+    own = [item for item in _without_torch(frames) if not _is_own(item) and "site-packages" not in item.filename]
+    return _stated(own[-1]) if own else ""
 
 
 def library_line(error: BaseException) -> str:
@@ -282,10 +282,10 @@ def library_line(error: BaseException) -> str:
     The format is that of `user_line`; empty if there is none.
     """
     others = [item for item in _without_torch(traceback.extract_tb(error.__traceback__)) if not _watches(item)]
-    return _said(others[-1]) if others and not _is_ours(others[-1]) else ""
+    return _stated(others[-1]) if others and not _is_own(others[-1]) else ""
 
 
-def _said(frame: traceback.FrameSummary) -> str:
+def _stated(frame: traceback.FrameSummary) -> str:
     return f" ({frame.filename}:{frame.lineno}: {frame.line})"
 
 
@@ -295,7 +295,7 @@ def _watches(frame: traceback.FrameSummary) -> bool:
     return file.parent == Path(dry.__file__).parent or file == Path(_fakes.__file__)
 
 
-def _is_ours(frame: traceback.FrameSummary) -> bool:
+def _is_own(frame: traceback.FrameSummary) -> bool:
     return frame.filename.startswith(str(Path(__file__).parent.parent))
 
 

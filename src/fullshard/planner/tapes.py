@@ -97,19 +97,19 @@ def with_one_more_row(longer: Tapes, first: Tapes) -> Tapes | None:
         else:
             step.append(entry)  # more tensors at once: the optimizer's or the engine's work, independent of rows
     tape = _joined(longer, step)
-    told = replace(longer, two=step, tape=tape, begins=[*longer.begins[:3], len(tape.entries)])
-    told.pairs = list(zip(longer.one, step, strict=True))
-    return told
+    reported = replace(longer, two=step, tape=tape, begins=[*longer.begins[:3], len(tape.entries)])
+    reported.pairs = list(zip(longer.one, step, strict=True))
+    return reported
 
 
 def _joined(longer: Tapes, step: Sequence[Entry]) -> Tape:
     """Return the trace of `longer` followed by `step`, which has the storages of its last step under new numbers."""
-    mine = {entry.storage for entry in step if isinstance(entry, Allocation)}
+    local = {entry.storage for entry in step if isinstance(entry, Allocation)}
     freed = {entry.storage for entry in step if isinstance(entry, Free)}
     left: dict[tuple[str, int], list[int]] = {}  # storages of the step before that this step frees
     for entry in longer.one:
         if isinstance(entry, Allocation) and entry.storage not in freed:
-            left.setdefault((entry.lane, entry.nbytes), []).append(entry.storage)
+            left.setdefault((entry.stream, entry.nbytes), []).append(entry.storage)
     more = 1 + max(entry.storage for entry in longer.tape.entries if isinstance(entry, Allocation))
     tape = Tape()
     tape.entries = list(longer.tape.entries[: longer.begins[2]])
@@ -121,7 +121,7 @@ def _joined(longer: Tapes, step: Sequence[Entry]) -> Tape:
         elif isinstance(entry, Free) and entry.storage in renamed:
             renamed.discard(entry.storage)
             tape.entries.append(entry._replace(storage=entry.storage + more))
-        elif isinstance(entry, Free) and (waiting := left.get((entry.lane, entry.nbytes))):
+        elif isinstance(entry, Free) and (waiting := left.get((entry.stream, entry.nbytes))):
             tape.entries.append(entry._replace(storage=waiting.pop(0)))
         elif isinstance(entry, Operation | Collective):
             reads, writes = (
@@ -129,7 +129,7 @@ def _joined(longer: Tapes, step: Sequence[Entry]) -> Tape:
                 for those in (entry.reads, entry.writes)
             )
             tape.entries.append(entry._replace(reads=reads, writes=writes))
-        elif not (isinstance(entry, Free) and entry.storage in mine):
+        elif not (isinstance(entry, Free) and entry.storage in local):
             tape.entries.append(entry)
     return tape
 
@@ -153,7 +153,7 @@ def _kinds(step: Sequence[Entry]) -> list[tuple[Any, ...]]:
             last[entry.storage] = place
         if isinstance(entry, Allocation | Free):
             name = writers.get(last.get(entry.storage, -1), "")
-        found.append((type(entry), name, entry.lane, entry.origin.phase, entry.origin.microbatch))
+        found.append((type(entry), name, entry.stream, entry.origin.phase, entry.origin.microbatch))
     return found
 
 
@@ -161,13 +161,13 @@ def _likes(unit: str, lengths: Mapping[str, int], others: Mapping[str, int]) -> 
     """Return the counterpart of `unit` in a model of `others` blocks: as far from the nearer end."""
     for fqn, length in lengths.items():
         if unit.startswith(f"{fqn}."):
-            number, dot, rest = unit.removeprefix(f"{fqn}.").partition(".")
+            number, dot, remaining = unit.removeprefix(f"{fqn}.").partition(".")
             place, few, more = int(number), others[fqn], length - others[fqn]
             if place >= length - 2:
                 place -= more
             elif place >= few - 2:
                 place = few - 2 if more == 1 or (place - few) % 2 == 0 else few - 3
-            return f"{fqn}.{place}{dot}{rest}"
+            return f"{fqn}.{place}{dot}{remaining}"
     return unit
 
 
@@ -205,7 +205,7 @@ def _scaled(one: Entry, two: Entry, more: int) -> Entry:
                 return one
             return Operation(
                 one.name,
-                one.lane,
+                one.stream,
                 one.origin,
                 _lengthened(one.reads, two.reads, more),
                 _lengthened(one.writes, two.writes, more),
@@ -216,16 +216,16 @@ def _scaled(one: Entry, two: Entry, more: int) -> Entry:
                 one.crosses,
             )
         case Allocation(), Allocation():
-            return one._replace(nbytes=_told(one.nbytes, two.nbytes, more))
+            return one._replace(nbytes=_reported(one.nbytes, two.nbytes, more))
         case Free(), Free():
-            return one._replace(nbytes=_told(one.nbytes, two.nbytes, more))
+            return one._replace(nbytes=_reported(one.nbytes, two.nbytes, more))
     return one
 
 
 def _lengthened(one: Sequence[Access], two: Sequence[Access], more: int) -> tuple[Access, ...]:
-    return tuple(Access(a.storage, 0, _told(a.nbytes, b.nbytes, more)) for a, b in zip(one, two, strict=False))
+    return tuple(Access(a.storage, 0, _reported(a.nbytes, b.nbytes, more)) for a, b in zip(one, two, strict=False))
 
 
-def _told(one: int, two: int, more: int) -> int:
+def _reported(one: int, two: int, more: int) -> int:
     """Return the bytes with `more` rows than `one` (negative for fewer)."""
     return max(0, one + more * (two - one))

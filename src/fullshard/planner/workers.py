@@ -33,18 +33,18 @@ class Workers:
         tell: Called with the program that is simulated.
     """
 
-    def __init__(self, question: Question, tell: Callable[[str], None] = lambda element: None) -> None:
+    def __init__(self, question: Question, tell_: Callable[[str], None] = lambda element: None) -> None:
         self._question = question
         self._pool: ProcessPoolExecutor | None = None
         self._ahead: list[tuple[Question, Program, Future[Any]]] = []
-        self.tell = tell
+        self.tell_ = tell_
         self.at_once = 1
 
     def __enter__(self) -> Workers:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         if sys.platform == "linux" and cores > 1 and not self._question.subject.values:
             context = multiprocessing.get_context("fork")
-            _ASKED.append(self._question)
+            _REQUESTED.append(self._question)
             self.at_once = min(cores, 8)
             # garbage collection skips existing objects, whose memory it would otherwise copy in each process
             self._pool = ProcessPoolExecutor(self.at_once, mp_context=context, initializer=gc.freeze)
@@ -60,7 +60,7 @@ class Workers:
         pool, self._pool, self.at_once = self._pool, None, 1
         if pool is not None:
             pool.shutdown(cancel_futures=True)
-            _ASKED.pop()
+            _REQUESTED.pop()
 
     def __call__(self, question: Question, program: Program) -> Future[Any]:
         """Start to make a sketch, with all derived values that a search needs.
@@ -70,11 +70,11 @@ class Workers:
             program: The program to sketch.
         """
         if self._pool is not None:
-            ready = (future for asked, what, future in self._ahead if asked == question and what == program)
+            ready = (future for requested, what, future in self._ahead if requested == question and what == program)
             return next(ready, None) or self._submit(self._pool, question, program)
         future: Future[Any] = Future()
         try:
-            future.set_result(question.asked(program))
+            future.set_result(question.requested(program))
         except BaseException as error:
             future.set_exception(error)
         return future
@@ -94,7 +94,7 @@ class Workers:
         return made if isinstance(made, Sketch) else Sketch.unpacked(self._question.subject, made)
 
 
-_ASKED: list[Question] = []  # set by this process for those that it forks
+_REQUESTED: list[Question] = []  # set by this process for those that it forks
 
 
 def _run_backward() -> None:
@@ -104,9 +104,9 @@ def _run_backward() -> None:
 
 def _sketched(sent: Question, program: Program) -> Mapping[str, Any]:
     """Make a sketch in a forked process in a form that can be sent back."""
-    forked = _ASKED[-1]
+    forked = _REQUESTED[-1]
     question = replace(sent, subject=forked.subject, make_optimizer=forked.make_optimizer)
-    made = question.asked(program)
+    made = question.requested(program)
     answer(question, made)
     _ = made.custom_operations
     return made.packed()

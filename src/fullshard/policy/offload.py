@@ -14,10 +14,18 @@ from fullshard.errors import ConfigError
 from fullshard.policy.arguments import check_flags
 from fullshard.policy.sizes import parse_size
 
-__all__ = ["CPUOffload", "CPUOffloadPolicy", "Home", "Offload", "OffloadPolicy", "check_policy", "policies_by_name"]
+__all__ = [
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "Offload",
+    "OffloadPolicy",
+    "StatePlacement",
+    "check_policy",
+    "policies_by_name",
+]
 
 
-class Home(Enum):
+class StatePlacement(Enum):
     """The placement of the shards of a unit, their gradients and the optimizer state."""
 
     DEVICE = "on the device"
@@ -145,23 +153,23 @@ class Offload(OffloadPolicy):
         """The equivalent `Offload`."""
         return self
 
-    def home_of_all(self, *, beside: bool) -> Home:
+    def placement_of_all(self, *, alongside: bool) -> StatePlacement:
         """Return the placement of all units; the device while it is not known which units are offloaded.
 
         Args:
             beside: See `states_on_cpu`.
         """
         if self.parameters.get("cpu", 0.0) == 1:
-            return Home.CPU
-        return Home.STEPPED_ON_CPU if self.states_on_cpu(beside=beside) == 1 else Home.DEVICE
+            return StatePlacement.CPU
+        return StatePlacement.STEPPED_ON_CPU if self.states_on_cpu(alongside=alongside) == 1 else StatePlacement.DEVICE
 
-    def states_on_cpu(self, *, beside: bool) -> float:
+    def states_on_cpu(self, *, alongside: bool) -> float:
         """Return the fraction of the optimizer state on the CPU. With a budget, all of it until fractions are chosen.
 
         Args:
             beside: Whether the CPU is alongside an accelerator that computes. If not, a budget does not offload to it.
         """
-        return self.cpu_fraction if self.budget is None else float(beside)
+        return self.cpu_fraction if self.budget is None else float(alongside)
 
     @property
     def cpu_fraction(self) -> float:
@@ -179,7 +187,7 @@ class Offload(OffloadPolicy):
         return self.budget is not None and self.folder is not None
 
     @property
-    def activations_away(self) -> Mapping[str, float]:
+    def offloaded_activations(self) -> Mapping[str, float]:
         """The fraction of activations that are offloaded until backward, by tier."""
         return self.activations if self.budget is None else {self.activations_tier: 1.0}
 

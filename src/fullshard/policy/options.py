@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from fullshard.errors import ConfigError
 from fullshard.policy.offload import OffloadPolicy, check_policy
-from fullshard.policy.precision import MixedPrecisionPolicy, check_wires
+from fullshard.policy.precision import MixedPrecisionPolicy, check_encodings
 from fullshard.policy.strategy import Placement, Placements, ShardingStrategy, resolve_placements
 
 __all__ = ["ShardOptions"]
@@ -48,7 +48,7 @@ class ShardOptions:
     shard_alignment: int = 1
 
     def __post_init__(self) -> None:
-        check_wires(self.precision, self.placements)
+        check_encodings(self.precision, self.placements)
         check_policy(self.offload)
         if self.parameters_on_disk:
             self._check_parameters_on_disk()
@@ -114,7 +114,7 @@ class ShardOptions:
     @property
     def activations(self) -> Mapping[str, float]:
         """The fraction of activations that are offloaded between forward and backward, by tier."""
-        return self.offload.in_full.activations_away
+        return self.offload.in_full.offloaded_activations
 
     @property
     def keeps_unsharded(self) -> bool:

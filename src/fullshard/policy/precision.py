@@ -13,19 +13,19 @@ from fullshard.policy.arguments import check_flags, check_iterable
 from fullshard.policy.strategy import Placement, Placements
 
 __all__ = [
-    "GATHER_WIRES",
-    "REDUCE_WIRES",
+    "GATHER_ENCODINGS",
+    "REDUCE_ENCODINGS",
     "DtypeContract",
     "MixedPrecision",
     "MixedPrecisionPolicy",
-    "check_wires",
+    "check_encodings",
     "is_castable",
 ]
 
-GATHER_WIRES = ("int8", "fp8")
+GATHER_ENCODINGS = ("int8", "fp8")
 """Encodings of parameters in an all-gather, besides their compute dtype."""
 
-REDUCE_WIRES = ("bf16", "int8", "int4")
+REDUCE_ENCODINGS = ("bf16", "int8", "int4")
 """Encodings of gradients in a reduction, besides their reduce dtype."""
 
 
@@ -111,7 +111,7 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         _check_floating(self, ("param_dtype", "reduce_dtype", "output_dtype"))
         check_flags(cast_forward_inputs=self.cast_forward_inputs)
-        _check_wire(self)
+        _check_encoding(self)
 
     def contract(self, stored: torch.dtype, grad: torch.dtype | None = None) -> DtypeContract:
         """Return the dtypes of parameters that are stored as `stored`. Integers and 8-bit floats are never cast.
@@ -173,7 +173,7 @@ class MixedPrecision:
             keep_low_precision_grads=self.keep_low_precision_grads,
         )
         check_iterable("_module_classes_to_ignore", self._module_classes_to_ignore, "a list of module classes")
-        _check_wire(self)
+        _check_encoding(self)
         if self.keep_low_precision_grads:
             raise ConfigError(
                 "keep_low_precision_grads=True cannot be honoured: parameters keep their own dtype in the shards, and "
@@ -191,13 +191,13 @@ def _check_floating(policy: object, names: Sequence[str]) -> None:
             )
 
 
-def _check_wire(policy: MixedPrecision | MixedPrecisionPolicy) -> None:
-    for name, known in (("gather_wire", GATHER_WIRES), ("reduce_wire", REDUCE_WIRES)):
-        wire = getattr(policy, name)
-        if wire is not None and wire not in known:
+def _check_encoding(policy: MixedPrecision | MixedPrecisionPolicy) -> None:
+    for name, known in (("gather_wire", GATHER_ENCODINGS), ("reduce_wire", REDUCE_ENCODINGS)):
+        encoding = getattr(policy, name)
+        if encoding is not None and encoding not in known:
             raise ConfigError(
-                f"{type(policy).__name__}({name}={wire!r}): one of {', '.join(map(repr, known))} is needed, or None to "
-                "send numbers as they are."
+                f"{type(policy).__name__}({name}={encoding!r}): one of {', '.join(map(repr, known))} is needed, or "
+                "None to send numbers as they are."
             )
     if policy.reduce_wire is not None and policy.reduce_dtype not in (None, torch.float32):
         raise ConfigError(
@@ -206,7 +206,7 @@ def _check_wire(policy: MixedPrecision | MixedPrecisionPolicy) -> None:
         )
 
 
-def check_wires(policy: MixedPrecisionPolicy, placements: Placements) -> None:
+def check_encodings(policy: MixedPrecisionPolicy, placements: Placements) -> None:
     """Raise if an encoding is set for parameters that are never gathered.
 
     Raises:

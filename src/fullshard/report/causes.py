@@ -33,29 +33,29 @@ def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
         return _out_of_memory(run, findings)
     if findings:
         first = findings[0]
-        said = f"{first.said} {first.change}"
-        if first.gain_s is not None and figures.tells_time:
-            said += f" Simulated gain: {milliseconds(first.gain_s)} of {milliseconds(figures.usual_step_s)}."
-        return said
-    if not figures.tells_time:
+        stated = f"{first.stated} {first.change}"
+        if first.gain_s is not None and figures.reports_time:
+            stated += f" Simulated gain: {milliseconds(first.gain_s)} of {milliseconds(figures.usual_step_s)}."
+        return stated
+    if not figures.reports_time:
         return (
             f"{run.step_s.shape[1]} steps were recorded; from {ENOUGH_STEPS + 1} on, causes of lost time can be told."
         )
     shares = {part: figures.usual(figures.of(part).mean(0)) for part in PARTS}
     computes = figures.usual(figures.computes.mean(0))
-    rest = max((part for part in PARTS if part not in _COMPUTES), key=lambda part: shares[part])
-    said = f"No cause of lost time: {percent(computes)} of a step of {milliseconds(figures.usual_step_s)} computes"
-    if shares[rest] >= _WORTH_SAYING:
-        said += f", and most of the rest is {_PARTS_SAID[rest]}, {percent(shares[rest])}"
-    return f"{said}.{_room(figures)}"
+    remaining = max((part for part in PARTS if part not in _COMPUTES), key=lambda part: shares[part])
+    stated = f"No cause of lost time: {percent(computes)} of a step of {milliseconds(figures.usual_step_s)} computes"
+    if shares[remaining] >= _WORTH_REPORTING:
+        stated += f", and most of the rest is {_PART_NAMES[remaining]}, {percent(shares[remaining])}"
+    return f"{stated}.{_room(figures)}"
 
 
 def tier_lines(run: Run) -> list[str]:
     """Return a line per tier on what the first rank stores there and moves per step; none without offloading."""
     return [
-        f"on the {tier.name}: {_said(tier.at_rest)}"
+        f"on the {tier.name}: {_stated(tier.at_rest)}"
         + (
-            f"; a step brings {_said(tier.comes)} from there and takes {_said(tier.goes)}"
+            f"; a step brings {_stated(tier.comes)} from there and takes {_stated(tier.goes)}"
             if tier.comes or tier.goes
             else ""
         )
@@ -63,14 +63,14 @@ def tier_lines(run: Run) -> list[str]:
     ]
 
 
-def _said(by_state: Mapping[str, float]) -> str:
+def _stated(by_state: Mapping[str, float]) -> str:
     each = ", ".join(f"{state} {amount(nbytes)}" for state, nbytes in by_state.items())
     return f"{amount(sum(by_state.values()))} ({each})" if each else "nothing"
 
 
 _COMPUTES = ("forward", "backward", "optimizer")
-_WORTH_SAYING = 0.005
-_PARTS_SAID = {
+_WORTH_REPORTING = 0.005
+_PART_NAMES = {
     "input": "input",
     "gather": "waiting for gathers",
     "reduce": "waiting for reductions",
@@ -91,14 +91,14 @@ def _out_of_memory(run: Run, findings: tuple[Finding, ...]) -> str:
     failed = run.out_of_memory
     assert failed is not None
     used = f"{amount(failed.used_bytes)} of {amount(failed.limit_bytes)} in use"
-    if failed.asked_bytes is None:
-        said = f"Rank {failed.rank} had {used} in {failed.where}: next to nothing is left."
+    if failed.requested_bytes is None:
+        stated = f"Rank {failed.rank} had {used} in {failed.where}: next to nothing is left."
     else:
-        asked = amount(failed.asked_bytes)
-        said = f"Rank {failed.rank} ran out of memory in {failed.where}: it asked for {asked} with {used}."
+        requested = amount(failed.requested_bytes)
+        stated = f"Rank {failed.rank} ran out of memory in {failed.where}: it asked for {requested} with {used}."
     of_memory = next((finding for finding in findings if finding.of_memory), None)
     if of_memory is not None:
-        said += f" {of_memory.said} {of_memory.change}"
+        stated += f" {of_memory.stated} {of_memory.change}"
     if failed.would_fit:
-        said += f" It would fit with {failed.would_fit[0]}."
-    return said
+        stated += f" It would fit with {failed.would_fit[0]}."
+    return stated

@@ -79,7 +79,7 @@ class Figures:
         """Step times as the mean over ranks; shape (steps,)."""
 
     @property
-    def tells_time(self) -> bool:
+    def reports_time(self) -> bool:
         """True if there are enough steps for statements about time."""
         return self.step_s.size >= ENOUGH_STEPS
 
@@ -122,7 +122,7 @@ class Figures:
 
         The ranks must be behind in nine of ten steps: among many ranks, one is behind in three of four by chance alone.
         """
-        if len(seconds) < 2 or not self.tells_time:
+        if len(seconds) < 2 or not self.reports_time:
             return None
         others = _others(seconds)
         behind = (seconds - others) / self.step_s
@@ -164,7 +164,7 @@ class Figures:
         )
 
     @cached_property
-    def wire_share(self) -> float:
+    def transport_share(self) -> float:
         """The fraction of the time of collectives in which they did not wait for a slow rank."""
         waited = (self.of("gather") + self.of("reduce")).mean(0)
         return min(1.0, self.waits.usual / max(self.usual(waited), 1e-9))
@@ -182,7 +182,7 @@ class Figures:
     @cached_property
     def moving_s(self) -> float:
         """Seconds per step in which collectives of units are in progress and no rank is late."""
-        return self.wire_share * sum(unit.gather_s + unit.reduce_s for unit in self.run.units)
+        return self.transport_share * sum(unit.gather_s + unit.reduce_s for unit in self.run.units)
 
     @property
     def waited_s(self) -> float:
@@ -205,7 +205,7 @@ class Figures:
         """Return the rank at an index of the arrays."""
         return self.run.ranks[place]
 
-    def ranks_said(self, places: tuple[int, ...]) -> str:
+    def ranks_text(self, places: tuple[int, ...]) -> str:
         """Format ranks, as in "rank 3" or "ranks 1 and 3", with their host if there are several hosts."""
         ranks = [str(self.rank(place).rank) for place in places]
         hosts = {self.rank(place).host for place in places}

@@ -25,15 +25,17 @@ def framed(template: str, known: Mapping[str, Any], drawn: Mapping[str, Any]) ->
         known: The values that it prints, including those of `stamped`.
         drawn: The data of its charts, by the names in `page.js`, as JSON values.
     """
-    told = Environment(
+    reported = Environment(
         autoescape=True,
         loader=FunctionLoader(_asset),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    told.filters.update(coded=_coded, time=_time, size=_size, percent=_percent, rate=_rate, number=_number, many=_many)
-    return told.get_template(template).render(
+    reported.filters.update(
+        coded=_coded, time=_time, size=_size, percent=_percent, rate=_rate, number=_number, many=_many
+    )
+    return reported.get_template(template).render(
         known,
         data=htmlsafe_json_dumps(drawn, dumps=_compact),
         style=_asset("page.css"),

@@ -195,9 +195,9 @@ def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
     names = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
     for unit in units_in(model):
         name = unit.name or "the root"
-        rest = sum(param_group.plan.rest_nbytes for param_group in unit.param_groups)
-        if rest:
-            yield Held(nbytes=rest, state=State.PARAMETERS.value, what=f"shards of {name}")
+        remaining = sum(param_group.plan.stored_nbytes for param_group in unit.param_groups)
+        if remaining:
+            yield Held(nbytes=remaining, state=State.PARAMETERS.value, what=f"shards of {name}")
         grads = sum(
             param_group.gradients.flat.nbytes
             for param_group in unit.param_groups

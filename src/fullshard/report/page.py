@@ -48,9 +48,9 @@ def write(run: Run, findings: Sequence[Finding], folder: Path, *, against: Run |
 
 
 def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    alongside = path.with_name(path.name + ".new")
+    alongside.write_text(text, encoding="utf-8")
+    alongside.replace(path)
 
 
 def _page(known: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@
 | `start` | the rank, its host and device, the facts of the run; another one follows if a run is resumed |
 | `model` | the units, and how parameters are sharded: once their names are known, by the first rank |
 | `step` | a step: its parts, busy and starved seconds, bytes held, work |
-| `told` | what the loop logs of a step: loss and the like |
+| `reported` | what the loop logs of a step: loss and the like |
 | `units` | totals of each unit's collectives since the third step: the last such line counts |
 | `spans` | what the streams did in one step: at steps whose number is a power of two |
 | `memory` | the step whose memory was observed, by the first rank |

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.device.lanes import LANES
+from fullshard.device.streams import STREAMS
 from fullshard.device.travel import STATES
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import ShardSpec
@@ -56,7 +56,7 @@ class _Rank:
     out_of_memory: dict[str, Any] = field(default_factory=dict)
     what_ifs: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    told: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    reported: dict[int, dict[str, float | None]] = field(default_factory=dict)
     spans: dict[int, bytes] = field(default_factory=dict)  # unparsed lines
 
     @classmethod
@@ -67,7 +67,7 @@ class _Rank:
             if kind == "step":
                 rank.steps[line["n"]] = line
             elif kind == "told":
-                rank.told.setdefault(line["n"], {}).update(line["v"])
+                rank.reported.setdefault(line["n"], {}).update(line["v"])
             elif kind == "spans":
                 rank.spans[line["n"]] = line["line"]
             elif kind in ("start", "model", "units", "memory", "out_of_memory", "what_ifs"):
@@ -146,7 +146,7 @@ def _elsewhere(ranks: Sequence[_Rank]) -> dict[str, str]:
             f"{held:.3g} GB of files on all ranks; a step reads {read:.3g} GB and writes {written:.3g} GB, for which "
             f"it is busy {busy_s:.3g} s, of which a rank waits {waited_s:.3g} s at most"
         )
-    return {name: said for name, said in found.items() if said}
+    return {name: stated for name, stated in found.items() if stated}
 
 
 _TIERS = {"device": "device", "cpu": "CPU", "disk": "disk"}
@@ -222,13 +222,19 @@ def _shown_step(ranks: Sequence[_Rank], steps: Sequence[int], step_s: NDArray[np
 
 
 def _spans(line: bytes) -> list[Span]:
-    said = parsed(line)
-    if said is None:
+    stated = parsed(line)
+    if stated is None:
         return []
-    names, units = said["names"], said["units"]
+    names, units = stated["names"], stated["units"]
     return [
-        Span(lane=LANES[lane], name=names[name], unit=units[unit], start_s=start / 1e6, end_s=(start + length) / 1e6)
-        for lane, name, unit, start, length in said["v"]
+        Span(
+            stream=STREAMS[stream],
+            name=names[name],
+            unit=units[unit],
+            start_s=start / 1e6,
+            end_s=(start + length) / 1e6,
+        )
+        for stream, name, unit, start, length in stated["v"]
     ]
 
 
@@ -315,10 +321,10 @@ def _shard(line: Mapping[str, Any]) -> Shard:
 
 def _training(ranks: Sequence[_Rank], steps: Sequence[int]) -> dict[str, NDArray[np.float64]]:
     """Return what loops have logged by step: the mean over the ranks that have logged it."""
-    names = dict.fromkeys(name for rank in ranks for told in rank.told.values() for name in told)
+    names = dict.fromkeys(name for rank in ranks for reported in rank.reported.values() for name in reported)
     found = {}
     for name in names:
-        values = np.array([[_value(rank.told.get(number, {}).get(name)) for number in steps] for rank in ranks])
+        values = np.array([[_value(rank.reported.get(number, {}).get(name)) for number in steps] for rank in ranks])
         known = ~np.isnan(values)
         total, times = np.where(known, values, 0.0).sum(axis=0), known.sum(axis=0)
         mean = np.divide(total, times, out=np.full(len(steps), np.nan), where=times > 0)
@@ -326,5 +332,5 @@ def _training(ranks: Sequence[_Rank], steps: Sequence[int]) -> dict[str, NDArray
     return found
 
 
-def _value(told: float | None) -> float:
-    return float("nan") if told is None else told
+def _value(reported: float | None) -> float:
+    return float("nan") if reported is None else reported

@@ -20,21 +20,21 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.device.accelerator import accelerator_for
-from fullshard.device.lanes import LANES
-from fullshard.device.travel import STATES, Journeys, travel
+from fullshard.device.streams import STREAMS
+from fullshard.device.travel import STATES, Transfers, travel
 from fullshard.disk.pace import Moved, paces
 from fullshard.engine.nested import tensors_in
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
 from fullshard.plan.explain import offload_lines
 from fullshard.plan.memory_used import memory_for_a_rank
-from fullshard.plan.resting import measure_tiers
-from fullshard.report.elsewhere import check_home, open_home
+from fullshard.plan.stored import measure_tiers
+from fullshard.report.destinations import check_destination, open_destination
 from fullshard.report.facts import facts_of, link_bytes_per_s, rank_facts, shards_of, strategy_of, units_of
 from fullshard.report.memory_watch import MemoryWatch, can_be_watched
 from fullshard.report.rank_file import RankFile, finite, is_closed, path_of
 from fullshard.report.run import PARTS, WhatIf
-from fullshard.report.running_out import MemoryGuard, holders_said, is_out_of_memory
+from fullshard.report.running_out import MemoryGuard, holders_text, is_out_of_memory
 from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts, is_kept_whole
 from fullshard.report.usage import UsageMeter
 from fullshard.report.writing import write_report
@@ -94,7 +94,7 @@ def report(
     if first_step < 1:
         raise ConfigError(f"report(first_step={first_step}): steps are numbered from 1 on.")
     if log_to is not None:
-        check_home(log_to)
+        check_destination(log_to)
     return RunReport(model, Path(path), [optimizer] if optimizer else [], settings or {}, first_step, log_to)
 
 
@@ -123,7 +123,7 @@ class RunReport:
         self._units: dict[str, UnitCounts] = {}
         self._host_waits: dict[str, tuple[int, float]] = {}
         self._disks: dict[Path, Moved] = {}  # bytes moved before steps were counted
-        self._travelled: Journeys = {}  # likewise
+        self._travelled: Transfers = {}  # likewise
         self._at_rest: dict[str, dict[str, int]] = {}
         self._counted = 0  # steps, in both
         self._best_bytes_per_s = 0.0
@@ -132,11 +132,11 @@ class RunReport:
         self._group: list[StepTaken] = []  # steps that form one line
         self._lines, self._group_size = 0, 1
         self._output_nbytes = 0
-        self._told: dict[int, dict[str, float | Tensor]] = {}  # by step: not read yet
+        self._reported: dict[int, dict[str, float | Tensor]] = {}  # by step: not read yet
         self._is_open = True
         self._guard = MemoryGuard(model, self._optimizers, self._device)
         self._file = RankFile(path_of(path, self._rank), goes_on=first_step > 1)
-        said = {name: str(value) for name, value in settings.items()}
+        stated = {name: str(value) for name, value in settings.items()}
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self._world))
         self._file.add(
             "start",
@@ -145,20 +145,20 @@ class RunReport:
             rank=rank_facts(self._device),
             strategy=strategy_of(model),
             facts=facts_of(model) if self._rank == 0 else {},
-            settings=said,
+            settings=stated,
             link_bytes_per_s=link_bytes_per_s(self._device),
             limit=memory_for_a_rank(self._device, local_world),
             first_step=first_step,
         )
         self._file.flush()
-        self._home = open_home(log_to, path, said) if log_to is not None and self._rank == 0 else None
+        self._destination = open_destination(log_to, path, stated) if log_to is not None and self._rank == 0 else None
         usage = UsageMeter(self._device)
         self._steps = StepRecorder(
             accelerator_for(self._device),
             usage,
             self._after_step,
             self._before_step,
-            self._seen,
+            self._observed,
             first=first_step,
         )
         self._stack = ExitStack()
@@ -182,12 +182,14 @@ class RunReport:
         Tensors are read after the following step, so that nothing waits for them. If `step` is None, it is the current
         step, or the last one if none is in progress.
         """
-        told = {name: value.detach() if isinstance(value, Tensor) else float(value) for name, value in numbers.items()}
+        reported = {
+            name: value.detach() if isinstance(value, Tensor) else float(value) for name, value in numbers.items()
+        }
         number = self._steps.number if step is None else step
         if number >= self._steps.number:
-            self._told.setdefault(number, {}).update(told)
+            self._reported.setdefault(number, {}).update(reported)
         else:
-            self._tell(number, told)
+            self._report(number, reported)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
         """Context manager in which the program does `what`.
@@ -216,7 +218,7 @@ class RunReport:
         """Show a predicted curve next to the measured one: labels and sums of a trace's `memory_turns`."""
         self._predicted = turns
 
-    def tell_what_ifs(self, what_ifs: Sequence[WhatIf]) -> None:
+    def report_what_ifs(self, what_ifs: Sequence[WhatIf]) -> None:
         """Show the simulated gains of other settings on the page."""
         self._file.add("what_ifs", v=[asdict(item) for item in what_ifs])
 
@@ -234,8 +236,8 @@ class RunReport:
         self._write_units()
         self._file.add("end")
         self._file.close()
-        if self._home is not None:
-            self._home.close()
+        if self._destination is not None:
+            self._destination.close()
         if self._rank == 0 and draws:
             self._await_others()
             try:
@@ -251,7 +253,7 @@ class RunReport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and is_out_of_memory(error):
-            self._tell_memory(error)
+            self._report_memory(error)
         self.close()
 
     # -- from the engine -----------------------------------------------------------------------------------------------
@@ -270,15 +272,15 @@ class RunReport:
         if self._steps.number - self._first_step < WATCHED_STEP and not any(
             each_optimizer is optimizer for each_optimizer in self._optimizers
         ):
-            mine = {id(param.sharded) for unit in units_in(self._model) for param in unit.params}
-            if any(id(param) in mine for group in optimizer.param_groups for param in group["params"]):
+            local = {id(param.sharded) for unit in units_in(self._model) for param in unit.params}
+            if any(id(param) in local for group in optimizer.param_groups for param in group["params"]):
                 self._optimizers.append(optimizer)
 
-    def _seen(self, event: Event) -> None:
+    def _observed(self, event: Event) -> None:
         if self._watch is not None:
             self._watch.note_event(event)
         if self._guard.is_near():
-            self._tell_memory()
+            self._report_memory()
 
     def _before_step(self, number: int) -> None:
         if number - self._first_step + 1 == WATCHED_STEP and self._rank == 0 and can_be_watched(self._model):
@@ -292,15 +294,15 @@ class RunReport:
         if self._watch is not None and nth >= WATCHED_STEP and self._watch.stop():
             self._write_memory(self._watch)
             self._watch = None
-        for number in [number for number in self._told if number <= step.number]:
-            self._tell(number, self._told.pop(number))
+        for number in [number for number in self._reported if number <= step.number]:
+            self._report(number, self._reported.pop(number))
         if nth == WATCHED_STEP:
             self._disks = {pace.folder: pace.total for pace in paces()}
             self._travelled = travel.total
         if nth > WATCHED_STEP:
             self._counted += 1
             if self._counted == 1:  # decisions for a budget have been made by now
-                self._at_rest = self._rests()
+                self._at_rest = self._stored()
             self._best_bytes_per_s = max(self._best_bytes_per_s, step.best_bytes_per_s)
             for name, counts in step.units.items():
                 self._units.setdefault(name, UnitCounts()).add(counts)
@@ -309,9 +311,9 @@ class RunReport:
                 self._host_waits[name] = known[0] + times, known[1] + seconds
             if is_kept_whole(step.number):
                 self._write_spans(step)
-        if self._home is not None:
+        if self._destination is not None:
             parts = {f"seconds/{part}": seconds for part, seconds in step.parts_s.items()}
-            self._home.tell(step.number, {"seconds/step": step.step_s, **parts, "bytes held": step.usage.held})
+            self._destination.tell_(step.number, {"seconds/step": step.step_s, **parts, "bytes held": step.usage.held})
         self._group.append(step)
         if len(self._group) == self._group_size:
             self._write_line()
@@ -319,7 +321,7 @@ class RunReport:
             self._write_units()
             self._file.flush()
 
-    def _tell_memory(self, error: BaseException | None = None) -> None:
+    def _report_memory(self, error: BaseException | None = None) -> None:
         """Write the page of a run that is out of memory, or will be soon. It names the error, if there is one."""
         state = self._guard.state(self._rank, self._steps.origin, error)
         self._file.add("out_of_memory", **asdict(state))
@@ -329,21 +331,21 @@ class RunReport:
         except Exception:  # there may be too little memory for it; the record remains
             _log.warning("rank %d: no page was written for %s", self._rank, self.path, exc_info=True)
         what = "is out of memory" if error is not None else "is about to run out of memory"
-        said = (
-            f"rank {self._rank} {what} in {state.where}. It holds {holders_said(state)}. See {self.page or self.path}"
+        stated = (
+            f"rank {self._rank} {what} in {state.where}. It holds {holders_text(state)}. See {self.page or self.path}"
         )
         if error is None:
-            _log.warning(said)
+            _log.warning(stated)
         else:
-            error.add_note(said)
+            error.add_note(stated)
 
     # -- lines --------------------------------------------------------------------------------------------------------
 
-    def _tell(self, step: int, told: Mapping[str, float | Tensor]) -> None:
-        numbers = {name: float(value) for name, value in told.items()}
+    def _report(self, step: int, reported: Mapping[str, float | Tensor]) -> None:
+        numbers = {name: float(value) for name, value in reported.items()}
         self._file.add("told", n=step, v=finite(numbers))
-        if self._home is not None:
-            self._home.tell(step, numbers)
+        if self._destination is not None:
+            self._destination.tell_(step, numbers)
 
     def _write_line(self) -> None:
         group, self._group = self._group, []
@@ -390,13 +392,14 @@ class RunReport:
             },
             at_rest=self._at_rest,
             travelled=[
-                [place, state, item.came, item.went] for (place, state), item in travel.since(self._travelled).items()
+                [place, state, item.arrived, item.passed]
+                for (place, state), item in travel.since(self._travelled).items()
             ],
         )
         self._units_every_s *= 2  # only the last line counts: a long run has a few dozen
         self._units_due = time.monotonic() + self._units_every_s
 
-    def _rests(self) -> dict[str, dict[str, int]]:
+    def _stored(self) -> dict[str, dict[str, int]]:
         """Return the bytes of this rank in each tier, by state; empty without offloading."""
         if not any(offload_lines(units_in(self._model))):
             return {}
@@ -417,7 +420,7 @@ class RunReport:
             names=names,
             units=units,
             v=[
-                [LANES.index(piece.lane), name_at[piece.name], unit_at[piece.unit], *_microseconds(piece)]
+                [STREAMS.index(piece.stream), name_at[piece.name], unit_at[piece.unit], *_microseconds(piece)]
                 for piece in pieces
             ],
         )

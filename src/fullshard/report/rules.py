@@ -41,14 +41,14 @@ class Rule:
 
     def finding(self, figures: Figures) -> Finding | None:
         """Return the finding of the rule in a run, or None."""
-        if self.of_time and not figures.tells_time:
+        if self.of_time and not figures.reports_time:
             return None
         return self.find(figures, self)
 
-    def found(self, said: str, change: str, *, lost: float = 0.0, of_memory: float = 0.0) -> Finding:
+    def found(self, stated: str, change: str, *, lost: float = 0.0, of_memory: float = 0.0) -> Finding:
         """Return a finding of this cause."""
         lost, of_memory = min(1.0, float(lost)), min(1.0, float(of_memory))
-        return Finding(cause=self.cause, said=said, change=change, lost=lost, of_memory=of_memory)
+        return Finding(cause=self.cause, stated=stated, change=change, lost=lost, of_memory=of_memory)
 
 
 Series = NDArray[np.float64]
@@ -80,14 +80,14 @@ def slow_input(figures: Figures, rule: Rule) -> Finding | None:
     each = figures.of_most_ranks(seconds)
     if figures.steady(each) >= rule.least:
         lost = figures.usual(each)
-        said = f"{percent(lost)} of a step waits for input, on all ranks: {milliseconds(float(np.median(each)))}."
-        return rule.found(said, "Give the loader workers (`num_workers`), or prepare the data beforehand.", lost=lost)
+        stated = f"{percent(lost)} of a step waits for input, on all ranks: {milliseconds(float(np.median(each)))}."
+        return rule.found(stated, "Give the loader workers (`num_workers`), or prepare the data beforehand.", lost=lost)
     late = figures.late(seconds, rule.least)
     if late is None:
         return None
-    who = figures.ranks_said(late.ranks)
-    said = f"{percent(late.lost)} of a step waits for the input of {who}: {_times(late)}."
-    return rule.found(said, "Look at what its files lie on, and whether its loader has workers.", lost=late.lost)
+    who = figures.ranks_text(late.ranks)
+    stated = f"{percent(late.lost)} of a step waits for the input of {who}: {_times(late)}."
+    return rule.found(stated, "Look at what its files lie on, and whether its loader has workers.", lost=late.lost)
 
 
 @rule("unequal work", least=0.10, why="lengths in a bucket differ by a few per cent; 10 % is worth sorting")
@@ -103,10 +103,12 @@ def unequal_work(figures: Figures, rule: Rule) -> Finding | None:
         return None
     always = int(np.bincount(most).argmax())
     is_one = float((most == always).mean()) > 0.75
-    who = figures.ranks_said((always,)) if is_one else "another rank in each step"
+    who = figures.ranks_text((always,)) if is_one else "another rank in each step"
     lost = figures.usual(behind)
-    said = f"{percent(lost)} of a step waits for {who}, which is given {percent(1 + spread)} of the mean of the ranks."
-    return rule.found(said, "Give all ranks the same number of tokens: sort rows by length, or pack them.", lost=lost)
+    stated = (
+        f"{percent(lost)} of a step waits for {who}, which is given {percent(1 + spread)} of the mean of the ranks."
+    )
+    return rule.found(stated, "Give all ranks the same number of tokens: sort rows by length, or pack them.", lost=lost)
 
 
 def _has_more_to_do(figures: Figures, place: int) -> bool:
@@ -130,12 +132,12 @@ def slow_host(figures: Figures, rule: Rule) -> Finding | None:
     if found is None:
         return None
     host, late = found
-    said = (
+    stated = (
         f"{percent(late.lost)} of a step waits for {host}: each of its ranks computes for longer for the same work, "
         f"{_times(late)}."
     )
     change = f"Look at clocks, temperature and other programs on {host}, or leave it out."
-    return rule.found(said, change, lost=late.lost)
+    return rule.found(stated, change, lost=late.lost)
 
 
 @rule("throttled rank", least=0.10, why="clocks of equal devices differ by 1 to 3 %, of a throttled one by 10 and more")
@@ -145,8 +147,10 @@ def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
         return None
     if host is not None and set(late.ranks) <= set(figures.hosts()[host[0]]):
         return None
-    who = figures.ranks_said(late.ranks)
-    said = f"{percent(late.lost)} of a step waits for {who}: it computes for longer for the same work, {_times(late)}."
+    who = figures.ranks_text(late.ranks)
+    stated = (
+        f"{percent(late.lost)} of a step waits for {who}: it computes for longer for the same work, {_times(late)}."
+    )
     starved, place = figures.starved, late.latest
     if starved is not None and figures.steady(starved[place] - figures.of_most_ranks(starved)) >= rule.least / 2:
         part = figures.usual(starved[place])
@@ -154,7 +158,7 @@ def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
     else:
         device = figures.rank(place).device
         change = f"Look at clock, temperature and power of its {device}, and at what else runs there."
-    return rule.found(said, change, lost=late.lost)
+    return rule.found(stated, change, lost=late.lost)
 
 
 @rule("oversubscribed cores", least=0.10, why="a program with cores of its own waits for one below 1 % of its time")
@@ -165,19 +169,19 @@ def oversubscribed_cores(figures: Figures, rule: Rule) -> Finding | None:
     if figures.steady(each) < rule.least:
         return None
     lost = figures.usual(each)
-    said = f"For {percent(lost)} of a step a rank is ready to compute and has no core."
+    stated = f"For {percent(lost)} of a step a rank is ready to compute and has no core."
     host, places = max(figures.hosts().items(), key=lambda host: len(host[1]))
     threads, cores = (
         sum(figures.rank(place).threads for place in places),
         max(figures.rank(place).cores for place in places),
     )
     if threads > cores:
-        said += f" {len(places)} ranks with {threads} threads share {cores} cores of {host}."
+        stated += f" {len(places)} ranks with {threads} threads share {cores} cores of {host}."
         share = cores // len(places)
         change = f"Set OMP_NUM_THREADS={share}, or start fewer ranks." if share else f"Start {cores} ranks, not more."
-        return rule.found(said, change, lost=lost)
+        return rule.found(stated, change, lost=lost)
     return rule.found(
-        said, f"Other programs take the {cores} cores of {host}: end them, or give ranks cores.", lost=lost
+        stated, f"Other programs take the {cores} cores of {host}: end them, or give ranks cores.", lost=lost
     )
 
 
@@ -191,7 +195,7 @@ _FEW_MOVING = 1 / 3  # maximum share of transfer in the time of a small message;
 _NO_SMALL_NBYTES = 1_000_000  # takes 20 us at 50 GB/s, as long as the start of a collective
 
 
-def _waits_for_wire(figures: Figures) -> bool:
+def _waits_for_transport(figures: Figures) -> bool:
     return figures.waits.steady >= EXPOSED and bool(figures.run.units)
 
 
@@ -219,15 +223,15 @@ def _never_prefetches(figures: Figures) -> bool:
 
 @rule("one unit for all", least=EXPOSED, why="while nothing else is gathered or reduced, nothing hides it")
 def one_unit(figures: Figures, rule: Rule) -> Finding | None:
-    if not (_waits_for_wire(figures) and _is_one_unit(figures)):
+    if not (_waits_for_transport(figures) and _is_one_unit(figures)):
         return None
     lost = figures.waits.usual
     unit = max(figures.run.units, key=lambda unit: unit.nbytes)
-    said = (
+    stated = (
         f"{percent(lost)} of a step waits for the wire: {named(unit)} is one unit of {amount(unit.nbytes)}, nearly all."
     )
     change = "Make each block a unit: `fully_shard(block)` before `fully_shard(model)`, or `auto_wrap_policy`."
-    return rule.found(said, change, lost=lost)
+    return rule.found(stated, change, lost=lost)
 
 
 @rule(
@@ -237,7 +241,7 @@ def one_unit(figures: Figures, rule: Rule) -> Finding | None:
 )
 def unit_too_large(figures: Figures, rule: Rule) -> Finding | None:
     units = figures.run.units
-    if not _waits_for_wire(figures) or _is_one_unit(figures) or len(units) < 4:
+    if not _waits_for_transport(figures) or _is_one_unit(figures) or len(units) < 4:
         return None
     median = float(np.median([unit.nbytes for unit in units]))
     largest = max(range(len(units)), key=lambda index: units[index].nbytes)
@@ -245,11 +249,11 @@ def unit_too_large(figures: Figures, rule: Rule) -> Finding | None:
     others = [unit for place, unit in enumerate(units) if place != largest]
     if times < _SPREAD or lost < rule.least or _exposed_part([units[largest]]) < 1.5 * _exposed_part(others):
         return None
-    said = (
+    stated = (
         f"{percent(lost)} of a step waits for {named(units[largest])}: that unit is {times:.0f} times as large as the "
         "median of all."
     )
-    return rule.found(said, "Make units of its parts, each of about the size of the others.", lost=lost)
+    return rule.found(stated, "Make units of its parts, each of about the size of the others.", lost=lost)
 
 
 def _exposed_part(units: list[UnitTimes]) -> float:
@@ -264,27 +268,27 @@ def _exposed_part(units: list[UnitTimes]) -> float:
     why=f"where data moves for less than {percent(_FEW_MOVING)} of a collective's time, the rest is its start",
 )
 def units_too_small(figures: Figures, rule: Rule) -> Finding | None:
-    if not _waits_for_wire(figures) or not _has_small_messages(figures):
+    if not _waits_for_transport(figures) or not _has_small_messages(figures):
         return None
     lost, count = figures.waits.usual, figures.collectives
-    said = (
+    stated = (
         f"{percent(lost)} of a step waits for {count:.0f} collectives of {amount(figures.moved_bytes / count)} each: "
         f"{milliseconds(figures.waited_s / count)} apiece, most of it to start."
     )
-    return rule.found(said, "Make larger units: several blocks as one, `fully_shard([a, b])`.", lost=lost)
+    return rule.found(stated, "Make larger units: several blocks as one, `fully_shard([a, b])`.", lost=lost)
 
 
 @rule("no prefetch", least=EXPOSED, why="a gather that starts when it is needed is not hidden", helps=("prefetch",))
 def no_prefetch(figures: Figures, rule: Rule) -> Finding | None:
     lost = figures.waits.gathers
-    if not _waits_for_wire(figures) or not _never_prefetches(figures) or lost < rule.least:
+    if not _waits_for_transport(figures) or not _never_prefetches(figures) or lost < rule.least:
         return None
-    said = f"{percent(lost)} of a step waits for gathers, and none was started ahead."
+    stated = f"{percent(lost)} of a step waits for gathers, and none was started ahead."
     change = (
         "Turn prefetching on (`forward_prefetch=True`, `backward_prefetch=BackwardPrefetch.BACKWARD_PRE`); if it is, "
         "use units in the same order in every step."
     )
-    return rule.found(said, change, lost=lost)
+    return rule.found(stated, change, lost=lost)
 
 
 @rule(
@@ -303,12 +307,12 @@ def frozen_part_gathered(figures: Figures, rule: Rule) -> Finding | None:
         return None
     units = sorted(frozen, key=lambda item: -item[1])
     nbytes = sum(item.nbytes for item, _ in frozen)
-    said = (
+    stated = (
         f"{percent(lost)} of a step waits for gathers of {len(frozen)} frozen units, {amount(nbytes)}, most for "
         f"{listed([named(item) for item, _ in units[:2]])}."
     )
     change = "Keep them whole on every rank: `fully_shard(part, reshard_after_forward=False)`, or `ignored_params`."
-    return rule.found(said, change, lost=lost)
+    return rule.found(stated, change, lost=lost)
 
 
 @rule(
@@ -327,13 +331,13 @@ def gradients_in_float32(figures: Figures, rule: Rule) -> Finding | None:
     exposed = sum(reduce for _, reduce in wide)
     if exposed / 2 < rule.least:
         return None
-    said = (
+    stated = (
         f"{percent(exposed)} of a step waits for reductions in float32, of {len(wide)} units that compute in "
         f"{wide[0][0].param_dtype}: {amount(sum(item.reduced_bytes for item, _ in wide))} a step."
     )
     dtype = wide[0][0].param_dtype
     change = f"Sum in {dtype} (`MixedPrecisionPolicy(reduce_dtype=...)`, `--reduce-dtype`): half the bytes."
-    return rule.found(said, change, lost=exposed / 2)
+    return rule.found(stated, change, lost=exposed / 2)
 
 
 def _is_half(dtype: str) -> bool:
@@ -356,11 +360,11 @@ def slow_link(figures: Figures, rule: Rule) -> Finding | None:
         usual = np.array([np.median(np.delete(links, index)) for index in range(len(links))])
         slowest = int(np.argmin(links / usual))
         if links[slowest] < usual[slowest] / 2:
-            said = (
-                f"{percent(waits.usual)} of a step waits for the wire: to {figures.ranks_said((slowest,))} it gives "
+            stated = (
+                f"{percent(waits.usual)} of a step waits for the wire: to {figures.ranks_text((slowest,))} it gives "
                 f"{amount(1e9 * links[slowest])}/s, to others {amount(1e9 * usual[slowest])}/s."
             )
-            return rule.found(said, "Look at cable, port and driver there, or leave that host out.", lost=waits.usual)
+            return rule.found(stated, "Look at cable, port and driver there, or leave that host out.", lost=waits.usual)
     others = (one_unit, unit_too_large, units_too_small, no_prefetch, frozen_part_gathered)
     explained = sum(item.lost for item in (other.finding(figures) for other in others) if item is not None)
     if gradients_in_float32.finding(figures) is not None:
@@ -368,11 +372,11 @@ def slow_link(figures: Figures, rule: Rule) -> Finding | None:
     if waits.steady - explained < rule.least:
         return None
     gave = f"; it has given {amount(1e9 * run.link_gb_s)}/s" if run.link_gb_s else ""
-    said = (
+    stated = (
         f"{percent(waits.usual)} of a step waits for the wire, which carries {amount(figures.moved_bytes)} a step at "
         f"{amount(1e9 * figures.reached_gb_s)}/s{gave}."
     )
-    return rule.found(said, change, lost=waits.usual)
+    return rule.found(stated, change, lost=waits.usual)
 
 
 # -- the program ------------------------------------------------------------------------------------------------------
@@ -386,9 +390,9 @@ def checkpoint_stalls(figures: Figures, rule: Rule) -> Finding | None:
         return None
     stalled = seconds[seconds > seconds.max() / 10]
     each = milliseconds(float(np.median(stalled)))
-    said = f"{percent(lost)} of the time the run waits for checkpoints: {len(stalled)} of {each} were recorded."
+    stated = f"{percent(lost)} of the time the run waits for checkpoints: {len(stalled)} of {each} were recorded."
     return rule.found(
-        said, "Save beside the steps (`checkpoint.async_save`), to a faster disk, or less often.", lost=lost
+        stated, "Save beside the steps (`checkpoint.async_save`), to a faster disk, or less often.", lost=lost
     )
 
 
@@ -409,9 +413,9 @@ def host_waits(figures: Figures, rule: Rule) -> Finding | None:
     what = (
         listed([f"{wait.what} ({wait.waits:.3g} times)" for wait in waits]) if waits else "logging, metrics or prints"
     )
-    said = f"{percent(lost)} of a step the program is neither computing nor on the wire: {what}."
+    stated = f"{percent(lost)} of a step the program is neither computing nor on the wire: {what}."
     change = "Log every tenth step, keep values on the device until then: no `.item()` in the loop."
-    return rule.found(said, change, lost=lost)
+    return rule.found(stated, change, lost=lost)
 
 
 def _idle(figures: Figures) -> float:
@@ -448,12 +452,12 @@ def no_activation_checkpointing(figures: Figures, rule: Rule) -> Finding | None:
         return None
     if binding < _BINDS or held < rule.least * max(total, 1):
         return None
-    said = (
+    stated = (
         f"Memory is {percent(min(1.0, binding))} full, and {percent(held / total)} of tensors at the peak are "
         f"activations: {amount(held)}."
     )
     change = "Recompute them (`--activation-checkpointing`, `torch.utils.checkpoint`), or use smaller microbatches."
-    return rule.found(said, change, of_memory=binding * held / total)
+    return rule.found(stated, change, of_memory=binding * held / total)
 
 
 @rule("large logits", least=0.30, why="of tensors at the peak: less is one of many", of_time=False)
@@ -462,20 +466,20 @@ def large_logits(figures: Figures, rule: Rule) -> Finding | None:
     logits = run.output_nbytes
     if run.memory is None or not total or logits < _NOTABLE_LOGITS_NBYTES:
         return None
-    alike = [
+    identical = [
         item.nbytes for item in run.memory.largest if item.nbytes in (logits, 2 * logits)
     ]  # cast to float32, gradients
-    if sum(alike) < rule.least * total:
+    if sum(identical) < rule.least * total:
         return None
-    said = (
-        f"The model returns {amount(logits)}, and the peak has {len(alike)} tensors of that kind: "
-        f"{percent(sum(alike) / total)} of {amount(total)}."
+    stated = (
+        f"The model returns {amount(logits)}, and the peak has {len(identical)} tensors of that kind: "
+        f"{percent(sum(identical) / total)} of {amount(total)}."
     )
     change = (
         "Take the loss in chunks of rows, or fused with the head, so that logits are never whole; or use smaller "
         "microbatches."
     )
-    return rule.found(said, change, of_memory=sum(alike) / total)
+    return rule.found(stated, change, of_memory=sum(identical) / total)
 
 
 _NOTABLE_LOGITS_NBYTES = 64_000_000  # smaller logits do not cause an out-of-memory error
@@ -502,13 +506,13 @@ def memory_leak(figures: Figures, rule: Rule) -> Finding | None:
         return None
     if _trend(series) < _SURE or _trend(run.held_bytes[worst].astype(np.float64)) < _SURE_OF_ALL_STEPS:
         return None
-    who = figures.ranks_said((worst,))
-    said = f"{who[0].upper()}{who[1:]} holds {amount(slope)} more after each step, {amount(series[-1])} by now."
+    who = figures.ranks_text((worst,))
+    stated = f"{who[0].upper()}{who[1:]} holds {amount(slope)} more after each step, {amount(series[-1])} by now."
     limit = run.memory.limit if run.memory is not None else None
     if limit is not None and limit > series[-1]:
-        said += f" In {(limit - series[-1]) / slope:.0f} steps its memory is full."
+        stated += f" In {(limit - series[-1]) / slope:.0f} steps its memory is full."
     change = "Keep numbers of losses and outputs, not tensors: `.detach()` or `.item()` before they go into a list."
-    return rule.found(said, change, of_memory=grown / series[-1])
+    return rule.found(stated, change, of_memory=grown / series[-1])
 
 
 _LEAK_STEPS = 10

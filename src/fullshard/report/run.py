@@ -77,7 +77,7 @@ class HostWait:
 class Span:
     """Work of a stream in the displayed step. Times are seconds from the start of that step."""
 
-    lane: str  # one of `fullshard.device.lanes.LANES`
+    stream: str  # one of `fullshard.device.streams.STREAMS`
     name: str  # "forward", "backward", "all_gather", "wait", "optimizer", "input", ...
     unit: str  # FQN
     start_s: float
@@ -127,7 +127,7 @@ class Finding:
     """A cause of lost time or memory: the number that proves it, and a change that helps."""
 
     cause: str  # a short name, such as "slow input"; the same words as in the docs page
-    said: str  # one or two sentences with the number and the location: units, ranks
+    stated: str  # one or two sentences with the number and the location: units, ranks
     change: str  # what to do: the flag, the line, the host
     lost: float  # the fraction of a step that it costs, from 0 to 1
     of_memory: float = 0.0  # the fraction of a rank's memory, or of its peak, from 0 to 1
@@ -162,7 +162,7 @@ class OutOfMemory:
     """The allocation that failed, or would have failed soon."""
 
     rank: int
-    asked_bytes: int | None
+    requested_bytes: int | None
     where: str  # unit and phase
     used_bytes: int
     limit_bytes: int

@@ -30,7 +30,7 @@ from fullshard.report.memory_watch import Held, held_between_steps
 from fullshard.report.run import OutOfMemory, TensorHeld
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["MemoryGuard", "asked_bytes", "holders_said", "is_out_of_memory"]
+__all__ = ["MemoryGuard", "holders_text", "is_out_of_memory", "requested_bytes"]
 
 NEAR = 0.95
 """The fraction of a container's limit at which it is reported: writing a page takes a few dozen MB."""
@@ -66,39 +66,39 @@ class MemoryGuard:
         self._own = [max(0, limit.used() - known) for limit in self._limits]  # of the program itself
         self._ballast = bytearray(_BALLAST_NBYTES) if any(_of_process()) else None
         self._looked_at = 0.0
-        self.has_told = False
+        self.has_reported = False
 
     def is_near(self) -> bool:
         """Return True if a limit without an error is near and was not reported. Cheap enough for every event."""
         now = time.monotonic()
-        if self.has_told or now - self._looked_at < _LOOK_EVERY_S:
+        if self.has_reported or now - self._looked_at < _LOOK_EVERY_S:
             return False
         self._looked_at = now
         return any(not limit.raises and limit.used() >= NEAR * limit.nbytes for limit in self._limits)
 
     def state(self, rank: int, origin: Origin, error: BaseException | None = None) -> OutOfMemory:
         """Return the memory that this rank holds now, while working for `origin`. This releases the reserved memory."""
-        self.has_told, self._ballast = True, None
-        asked = None if error is None else asked_bytes(error)
+        self.has_reported, self._ballast = True, None
+        requested = None if error is None else requested_bytes(error)
         limit, own = min(zip(self._limits, self._own, strict=True), key=lambda item: item[0].nbytes - item[0].used())
         used = limit.used()
         held = [*held_between_steps(self._model, self._optimizers), *_gradients(self._model)]
-        rest = max(0, used - own - sum(item.nbytes for item in held))
-        by_state = Counter({State.ACTIVATIONS.value: rest})
+        remaining = max(0, used - own - sum(item.nbytes for item in held))
+        by_state = Counter({State.ACTIVATIONS.value: remaining})
         for item in held:
             by_state[item.state] += item.nbytes
-        every = [*held, Held(nbytes=rest, state=State.ACTIVATIONS.value, what="activations and temporaries")]
+        every = [*held, Held(nbytes=remaining, state=State.ACTIVATIONS.value, what="activations and temporaries")]
         largest = sorted(every, key=lambda item: -item.nbytes)[:_SHOWN]
-        lacking = used + (asked or 0) - limit.nbytes * (1 - _MARGIN)
+        lacking = used + (requested or 0) - limit.nbytes * (1 - _MARGIN)
         return OutOfMemory(
             rank=rank,
-            asked_bytes=asked,
+            requested_bytes=requested,
             where=_where(self._model, origin, error),
             used_bytes=used,
             limit_bytes=limit.nbytes,
             by_state=dict(by_state),
             largest=tuple(TensorHeld(nbytes=item.nbytes, state=item.state, what=item.what) for item in largest),
-            would_fit=tuple(_would_fit(self._model, rest, lacking)),
+            would_fit=tuple(_would_fit(self._model, remaining, lacking)),
         )
 
 
@@ -109,7 +109,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def asked_bytes(error: BaseException) -> int | None:
+def requested_bytes(error: BaseException) -> int | None:
     """Return the number of bytes in the allocator's error message, or None."""
     found = re.search(r"(?:tried to allocate|Tried to allocate) ([\d.]+) (bytes|[KMG]iB)", str(error))
     if found is None:
@@ -117,7 +117,7 @@ def asked_bytes(error: BaseException) -> int | None:
     return round(float(found[1]) * {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[found[2]])
 
 
-def holders_said(state: OutOfMemory) -> str:
+def holders_text(state: OutOfMemory) -> str:
     """Format the three largest holders."""
     return "; ".join(f"{item.nbytes / 1e6:,.0f} MB {item.what}" for item in state.largest[:3])
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fullshard.device.lanes import LANES
+from fullshard.device.streams import STREAMS
 from fullshard.device.travel import STATES
 from fullshard.report.run import (
     PARTS,
@@ -51,7 +51,7 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
         findings: Its causes, the worst first.
         against: Another run to compare with.
     """
-    told = {
+    reported = {
         "name": run.name,
         "strategy": run.strategy,
         "world": len(run.ranks),
@@ -77,9 +77,9 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
         "what_ifs": [asdict(item) for item in sorted(run.what_ifs, key=lambda element: -element.gain_s)],
         "settings": dict(run.settings),
         "facts": dict(run.facts),
-        "against": None if against is None else _beside(run, against),
+        "against": None if against is None else _alongside(run, against),
     }
-    found: dict[str, Any] = plain(told)
+    found: dict[str, Any] = plain(reported)
     return found
 
 
@@ -186,7 +186,7 @@ def _each(steps: Numbers, most: int = _POINTS) -> int:
 def _timeline(run: Run) -> dict[str, Any] | None:
     if not any(run.spans.values()):
         return None
-    return {"step": run.shown_step, **timeline([(rank, why, run.spans[rank]) for rank, why in _worth_seeing(run)])}
+    return {"step": run.shown_step, **timeline([(rank, why, run.spans[rank]) for rank, why in _notable(run)])}
 
 
 def timeline(ranks: Sequence[tuple[int, str, Sequence[Span]]]) -> dict[str, Any]:
@@ -198,33 +198,33 @@ def timeline(ranks: Sequence[tuple[int, str, Sequence[Span]]]) -> dict[str, Any]
     """
     names: dict[str, int] = {}
     units: dict[str, int] = {}
-    lanes = in_order({span.lane for _, _, spans in ranks for span in spans}, LANES)
-    place = {lane: number for number, lane in enumerate(lanes)}
-    seen: list[dict[str, Any]] = []
+    streams = in_order({span.stream for _, _, spans in ranks for span in spans}, STREAMS)
+    place = {stream: number for number, stream in enumerate(streams)}
+    visited: list[dict[str, Any]] = []
     left, cut = _SPANS, 0
     for rank, why, spans in ranks:
-        if seen and len(spans) > left:
+        if visited and len(spans) > left:
             continue
         kept = sorted(spans, key=lambda span: span.start_s - span.end_s)[:_SPANS]
         cut = max(cut, len(spans) - len(kept))
         left -= len(kept)
-        seen.append({"rank": rank, "why": why, **_columns(kept, place, names, units)})
+        visited.append({"rank": rank, "why": why, **_columns(kept, place, names, units)})
     return {
-        "lanes": lanes,
+        "streams": streams,
         "names": list(names),
         "units": list(units),
-        "ranks": sorted(seen, key=lambda item: item["rank"]),
+        "ranks": sorted(visited, key=lambda item: item["rank"]),
         "of_ranks": len(ranks),
         "cut": cut,
     }
 
 
 def _columns(
-    spans: Iterable[Span], lanes: Mapping[str, int], names: dict[str, int], units: dict[str, int]
+    spans: Iterable[Span], streams: Mapping[str, int], names: dict[str, int], units: dict[str, int]
 ) -> dict[str, list[int]]:
     ordered = sorted(spans, key=lambda span: (span.start_s, -span.end_s))
     return {
-        "lane": [lanes[item.lane] for item in ordered],
+        "stream": [streams[item.stream] for item in ordered],
         "name": [names.setdefault(item.name, len(names)) for item in ordered],
         "unit": [units.setdefault(item.unit, len(units)) for item in ordered],
         "start_us": [round(item.start_s * 1e6) for item in ordered],
@@ -237,17 +237,17 @@ def in_order(found: Iterable[str], known: Sequence[str]) -> list[str]:
     return sorted(found, key=lambda item: (known.index(item) if item in known else len(known), item))
 
 
-def _worth_seeing(run: Run) -> Iterator[tuple[int, str]]:
+def _notable(run: Run) -> Iterator[tuple[int, str]]:
     """Yield the ranks with spans, the most informative first, each with a reason."""
     late = _lateness(run)
     ranks = [rank for rank, spans in run.spans.items() if spans]
     by_lateness = sorted(ranks, key=lambda rank: -late[rank] if rank < len(late) and math.isfinite(late[rank]) else 0.0)
-    said = {by_lateness[0]: "comes last", by_lateness[-1]: "comes first"}
+    stated = {by_lateness[0]: "comes last", by_lateness[-1]: "comes first"}
     if len(by_lateness) < 2 or not np.isfinite(late).any():
-        said = {}
-    first = [*said, *(item for item in (0, by_lateness[len(by_lateness) // 2]) if item in ranks)]
+        stated = {}
+    first = [*stated, *(item for item in (0, by_lateness[len(by_lateness) // 2]) if item in ranks)]
     for rank in dict.fromkeys([*first, *ranks]):
-        yield rank, said.get(rank, "")
+        yield rank, stated.get(rank, "")
 
 
 def _lateness(run: Run) -> Numbers:
@@ -433,11 +433,11 @@ def _skew(run: Run) -> dict[str, Any] | None:
     """Return the delay between the first and the last rank over steps."""
     if len(run.ranks) < 2 or len(run.steps) < 3 or not np.isfinite(run.waited_for_s).any():
         return None
-    apart = np.ptp(np.nan_to_num(run.waited_for_s), axis=0)
+    separate = np.ptp(np.nan_to_num(run.waited_for_s), axis=0)
     return {
         "at": _first_of(run.steps),
         "each": _each(run.steps),
-        "apart_s": np.round(_thin(apart[None], _POINTS)[0], 6),
+        "apart_s": np.round(_thin(separate[None], _POINTS)[0], 6),
     }
 
 
@@ -515,7 +515,7 @@ def _out_of_memory(found: OutOfMemory | None) -> dict[str, Any] | None:
     return None if found is None else asdict(found)
 
 
-def _beside(run: Run, other: Run) -> dict[str, Any]:
+def _alongside(run: Run, other: Run) -> dict[str, Any]:
     """Return the differences between two runs: settings and facts, time by part, memory by state."""
     return {
         "name": other.name,
@@ -527,19 +527,19 @@ def _beside(run: Run, other: Run) -> dict[str, Any]:
     }
 
 
-def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    for name in dict.fromkeys([*ours, *theirs]):
-        pair = [ours.get(name), theirs.get(name)]
+def _differences(own: Mapping[str, str], peer: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    for name in dict.fromkeys([*own, *peer]):
+        pair = [own.get(name), peer.get(name)]
         if pair[0] != pair[1]:
             yield {"name": name, "values": pair}
 
 
-def _pairs(ours: Mapping[str, float], theirs: Mapping[str, float], order: Sequence[str] = ()) -> list[dict[str, Any]]:
-    found = [*ours, *(their for their in theirs if their not in ours)]
+def _pairs(own: Mapping[str, float], peer: Mapping[str, float], order: Sequence[str] = ()) -> list[dict[str, Any]]:
+    found = [*own, *(their for their in peer if their not in own)]
     return [
-        {"name": item, "values": [ours.get(item), theirs.get(item)]}
+        {"name": item, "values": [own.get(item), peer.get(item)]}
         for item in (in_order(found, order) if order else found)
-        if ours.get(item) or theirs.get(item)
+        if own.get(item) or peer.get(item)
     ]
 
 

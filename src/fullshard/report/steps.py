@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from fullshard.device.accelerator import Accelerator
-from fullshard.device.lanes import Stamp
+from fullshard.device.streams import Stamp
 from fullshard.report.run import PARTS
 from fullshard.report.usage import Usage
 from fullshard.tape.recorder import Event, Origin, Phase, Recorder
@@ -79,7 +79,7 @@ def is_kept_whole(number: int) -> bool:
 class Piece(NamedTuple):
     """Work of a stream, in seconds from the start of the step."""
 
-    lane: str
+    stream: str
     name: str
     unit: str
     start: float
@@ -108,7 +108,7 @@ class _Turn(NamedTuple):
     stamp: Stamp | None
     phase: Phase
     unit: str
-    told: str  # by the loop: a part, or the name of an activity; empty if the turn comes from the engine only
+    reported: str  # by the loop: a part, or the name of an activity; empty if the turn comes from the engine only
     trains: bool
 
 
@@ -121,7 +121,7 @@ class _Unread:
     events: list[Event]
     usage: Usage
     work: float
-    tells_input: bool
+    reports_input: bool
 
 
 class StepRecorder(Recorder):
@@ -142,18 +142,18 @@ class StepRecorder(Recorder):
         usage: Callable[[], Usage],
         done: Callable[[StepTaken], None],
         begins: Callable[[int], None] = lambda number: None,
-        seen: Callable[[Event], None] = lambda event: None,
+        visited: Callable[[Event], None] = lambda event: None,
         first: int = 1,
     ) -> None:
         super().__init__()
         self._accelerator = accelerator
         self.number = first  # of the current step
         self.work = 0.0  # number of elements passed to this step's forwards
-        self._compute = accelerator.lanes.compute
-        self._usage, self._done, self._begins, self._seen = usage, done, begins, seen
-        self._told: list[str] = []
+        self._compute = accelerator.streams.compute
+        self._usage, self._done, self._begins, self._observed = usage, done, begins, visited
+        self._reported: list[str] = []
         self._turns = [self._turn(self.origin)]
-        self._told_input = False
+        self._reported_input = False
         self._stepped = False
         self._end: int | None = None  # the index of the turn at which this step ends, unless more work follows
         self._used = self._used_at_end = usage()
@@ -161,23 +161,23 @@ class StepRecorder(Recorder):
         self._has_begun = False
 
     @property
-    def reads_lanes(self) -> bool:  # type: ignore[override]  # which changes here
+    def reads_streams(self) -> bool:  # type: ignore[override]  # which changes here
         """True if streams run asynchronously to the program and are not being captured into a graph."""
-        return self._accelerator.has_lanes and not self._accelerator.is_capturing
+        return self._accelerator.has_streams and not self._accelerator.is_capturing
 
     # -- from the engine and the loop ----------------------------------------------------------------------------------
 
     def add(self, event: Event) -> Event:
         """Keep `event` until its step is complete."""
-        if PAUSE not in self._told:
+        if PAUSE not in self._reported:
             self.events.append(event)
-            self._seen(event)
+            self._observed(event)
         return event
 
     def turn_to(self, origin: Origin) -> None:
         """See `Recorder.turn_to`."""
         self.origin = origin
-        if PAUSE in self._told or self._accelerator.is_capturing:
+        if PAUSE in self._reported or self._accelerator.is_capturing:
             return
         turn = self._turn(origin)
         if origin.phase is Phase.FORWARD:
@@ -192,15 +192,15 @@ class StepRecorder(Recorder):
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Context manager in which the program does `what`: a part, the name of another activity, or PAUSE."""
-        self._told_input = self._told_input or what == "input"
-        before, is_paused = self.origin, PAUSE in self._told
-        self._told.append(what)
+        self._reported_input = self._reported_input or what == "input"
+        before, is_paused = self.origin, PAUSE in self._reported
+        self._reported.append(what)
         if not is_paused:
             self._turns.append(self._turn(before))
         try:
             yield
         finally:
-            self._told.pop()
+            self._reported.pop()
             if not is_paused:
                 self.origin = before
                 self._turns.append(self._turn(before))
@@ -219,9 +219,9 @@ class StepRecorder(Recorder):
         return self._end is not None
 
     def _turn(self, origin: Origin) -> _Turn:
-        told = self._told[-1] if self._told else ""
-        stamp = self._compute.stamp() if self._accelerator.has_lanes else None
-        return _Turn(time.perf_counter(), stamp, origin.phase, origin.unit, told, torch.is_grad_enabled())
+        reported = self._reported[-1] if self._reported else ""
+        stamp = self._compute.stamp() if self._accelerator.has_streams else None
+        return _Turn(time.perf_counter(), stamp, origin.phase, origin.unit, reported, torch.is_grad_enabled())
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -237,8 +237,8 @@ class StepRecorder(Recorder):
         last = self._turns[self._end]
         before = [event for event in self.events if event.start < last.at]
         used, now = self._used, self._used_at_end
-        turns, tells = self._turns[: self._end + 1], self._told_input
-        self._unread.append(_Unread(self.number, turns, before, now.since(used), self.work, tells))
+        turns, reports = self._turns[: self._end + 1], self._reported_input
+        self._unread.append(_Unread(self.number, turns, before, now.since(used), self.work, reports))
         self.events = [event for event in self.events if event.start >= last.at]
         self._turns = self._turns[self._end :]
         self._end, self._stepped, self._used, self.work = None, False, now, 0.0
@@ -252,13 +252,13 @@ class StepRecorder(Recorder):
                 if len(self._unread) > _MOST_UNREAD:
                     self._unread.popleft()
                 return
-            self._done(_read(self._unread.popleft(), self._accelerator.has_lanes))
+            self._done(_read(self._unread.popleft(), self._accelerator.has_streams))
 
 
 # -- from turns and events to parts -----------------------------------------------------------------------------------
 
 
-class _Stretch(NamedTuple):
+class _Region(NamedTuple):
     """A time interval of the program, or of the compute stream, and its part."""
 
     start: float
@@ -273,7 +273,7 @@ _GATHERS = ("all_gather", "broadcast")
 _SUMS = ("reduce_scatter", "all_reduce", "all_to_all")
 
 
-def _read(step: _Unread, reads_lanes: bool) -> StepTaken:
+def _read(step: _Unread, reads_streams: bool) -> StepTaken:
     """Split a step whose times are all known."""
     zero, first = step.turns[0].at, step.turns[0].stamp
 
@@ -282,27 +282,27 @@ def _read(step: _Unread, reads_lanes: bool) -> StepTaken:
 
     turned = [turn.at - zero for turn in step.turns]
     units: dict[str, UnitCounts] = {}
-    pieces, cuts = list[Piece](), list[_Stretch]()
+    pieces, cuts = list[Piece](), list[_Region]()
     waits: dict[str, tuple[int, float]] = {}
     best, is_kept = 0.0, is_kept_whole(step.number)
     for event in step.events:
         part = _part_of(event)
-        if part is None or event.end is None or (reads_lanes and event.ended is None):
+        if part is None or event.end is None or (reads_streams and event.ended is None):
             continue
         start, end = seconds(event.start, event.began), seconds(event.end, event.ended)
         if event.launched is None:  # the program, or the compute stream, waited immediately
             exposed = [(start, end)]
-        elif reads_lanes:  # separate events record its exposed time
+        elif reads_streams:  # separate events record its exposed time
             exposed = []
         else:
             exposed = [(start, event.launched - zero), ((event.awaited or event.end) - zero, end)]
         name = "checkpoint" if part == "checkpoint" else "wait"
-        cuts += [_Stretch(begin, stop, part, name, event.origin.unit) for begin, stop in exposed]
+        cuts += [_Region(begin, stop, part, name, event.origin.unit) for begin, stop in exposed]
         exposed_s = sum(stop - begin for begin, stop in exposed)
         if event.name == "all_gather" and event.sent_bytes >= _LARGE:
             best = max(best, event.sent_bytes / max(end - start, 1e-9))
         if is_kept and name == "wait" and event.name != "wait":
-            pieces.append(Piece(event.lane, event.name, event.origin.unit, start, end))
+            pieces.append(Piece(event.stream, event.name, event.origin.unit, start, end))
         if event.origin.phase is Phase.STEP:
             _add_wait(waits, event.origin.unit, exposed_s)
         elif event.launched is not None or event.name == "wait":
@@ -310,7 +310,7 @@ def _read(step: _Unread, reads_lanes: bool) -> StepTaken:
     parts = dict.fromkeys(PARTS, 0.0)
     paused = 0.0
     at = [seconds(turn.at, turn.stamp) for turn in step.turns]
-    for item in _carved(_stretches(step.turns, at, step.tells_input, units), sorted(cuts)):
+    for item in _carved(_regions(step.turns, at, step.reports_input, units), sorted(cuts)):
         if item.part == PAUSE:
             paused += item.end - item.start
             continue
@@ -325,7 +325,7 @@ def _read(step: _Unread, reads_lanes: bool) -> StepTaken:
         step_s=sum(parts.values()),
         parts_s=parts,
         host_waits=waits,
-        usage=step.usage.on_device(computed_s) if reads_lanes else step.usage,
+        usage=step.usage.on_device(computed_s) if reads_streams else step.usage,
         work=step.work,
         best_bytes_per_s=best,
         units=units,
@@ -375,17 +375,17 @@ def _count(
         counts.reduce_s += seconds
 
 
-def _stretches(
-    turns: Sequence[_Turn], at: Sequence[float], tells_input: bool, units: dict[str, UnitCounts]
-) -> Iterator[_Stretch]:
+def _regions(
+    turns: Sequence[_Turn], at: Sequence[float], reports_input: bool, units: dict[str, UnitCounts]
+) -> Iterator[_Region]:
     """Yield the time from each turn to the next with its part. Units whose forward runs within backward are counted."""
     in_backward = False
     for turn, following, start, end in zip(turns, turns[1:], at, at[1:], strict=False):
         in_backward = turn.phase not in (Phase.IDLE, Phase.STEP) and (in_backward or turn.phase is not Phase.FORWARD)
-        if turn.told:
-            part, name = turn.told if turn.told in (*PARTS, PAUSE) else "other", turn.told
+        if turn.reported:
+            part, name = turn.reported if turn.reported in (*PARTS, PAUSE) else "other", turn.reported
         elif turn.phase is Phase.IDLE:
-            before_forward = following.phase is Phase.FORWARD and following.trains and not tells_input
+            before_forward = following.phase is Phase.FORWARD and following.trains and not reports_input
             part = name = "input" if before_forward else "other"
         elif turn.phase is Phase.STEP:
             part = name = "optimizer"
@@ -398,37 +398,37 @@ def _stretches(
             part = name = "forward"
         else:
             part, name = "other", "forward without gradients"
-        yield _Stretch(start, end, part, name, turn.unit)
+        yield _Region(start, end, part, name, turn.unit)
 
 
-def _carved(stretches: Iterator[_Stretch], cuts: Sequence[_Stretch]) -> Iterator[_Stretch]:
-    """Yield consecutive `stretches`, with `cuts` replacing the time that they cover.
+def _carved(regions: Iterator[_Region], cuts: Sequence[_Region]) -> Iterator[_Region]:
+    """Yield consecutive `regions`, with `cuts` replacing the time that they cover.
 
     For nested cuts, the outer one counts.
     """
-    coming = deque(_apart(cuts))
-    for stretch in stretches:
-        at = stretch.start
-        while stretch.part == PAUSE and coming and coming[0].end <= stretch.end:
+    coming = deque(_separate(cuts))
+    for region in regions:
+        at = region.start
+        while region.part == PAUSE and coming and coming[0].end <= region.end:
             coming.popleft()
-        while stretch.part != PAUSE and coming and coming[0].start < stretch.end:
+        while region.part != PAUSE and coming and coming[0].start < region.end:
             cut = coming[0]
-            start, end = max(cut.start, at), min(cut.end, stretch.end)
+            start, end = max(cut.start, at), min(cut.end, region.end)
             if start > at:
-                yield _Stretch(at, start, *stretch[2:])
+                yield _Region(at, start, *region[2:])
             if end > start:
-                yield _Stretch(start, end, *cut[2:])
+                yield _Region(start, end, *cut[2:])
             at = max(at, end)
-            if cut.end > stretch.end:
+            if cut.end > region.end:
                 break
             coming.popleft()
-        if at < stretch.end:
-            yield stretch if at == stretch.start else _Stretch(at, *stretch[1:])
+        if at < region.end:
+            yield region if at == region.start else _Region(at, *region[1:])
 
 
-def _apart(cuts: Sequence[_Stretch]) -> Iterator[_Stretch]:
+def _separate(cuts: Sequence[_Region]) -> Iterator[_Region]:
     end = float("-inf")
     for cut in cuts:
         if cut.end > end:
-            yield cut if cut.start >= end else _Stretch(end, *cut[1:])
+            yield cut if cut.start >= end else _Region(end, *cut[1:])
             end = cut.end

@@ -41,14 +41,14 @@ def serving(folder: Path) -> Iterator[str]:
         thread.join()
 
 
-def follow(state: Callable[[], object], write: Callable[[], object], rest: Callable[[], bool]) -> None:
-    """Call `write` whenever `state` has changed. Call `rest` between checks, until it returns False."""
-    seen = state()
-    while rest():
+def follow(state: Callable[[], object], write: Callable[[], object], remaining: Callable[[], bool]) -> None:
+    """Call `write` whenever `state` has changed. Call `remaining` between checks, until it returns False."""
+    visited = state()
+    while remaining():
         now = state()
-        if now != seen:
+        if now != visited:
             write()
-            seen = now
+            visited = now
 
 
 def _handler(folder: Path) -> type[BaseHTTPRequestHandler]:

@@ -84,7 +84,7 @@ class BlockStates:
         """Elements of the tensor that has the codes of a block."""
         return self.block
 
-    def _take_apart(self, name: str, values: Mapping[str, Any], local: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _unpack(self, name: str, values: Mapping[str, Any], local: Tensor) -> tuple[Tensor, Tensor] | None:
         """Codes and scales of the state `name`; None if that is no state which is encoded."""
         raise NotImplementedError
 
@@ -133,7 +133,7 @@ class BlockStates:
         """How the states of `param` are encoded, in words; None if they are not."""
         return self._describe() if self.encodes(param) else None
 
-    def apart(self, values: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
+    def separate(self, values: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
         """The state `values` of `param`, in the form of state dicts."""
         values = {**values, **values.get(_NESTED, {})}
         values.pop(_NESTED, None)
@@ -142,7 +142,7 @@ class BlockStates:
         cut = _Cut(param, self.block)
         found: dict[str, Any] = {FORM: self._describe()}
         for name, value in values.items():
-            parts = self._take_apart(name, values, _local(param))
+            parts = self._unpack(name, values, _local(param))
             if parts is not None:
                 found |= {name + _CODES: cut.codes(parts[0], self._block_codes), name + _SCALE: cut.scale(parts[1])}
             elif not self._follows(name):
@@ -154,7 +154,7 @@ class BlockStates:
         return False
 
     def together(self, values: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
-        """The inverse of `apart`: the state of `param` as the optimizer keeps it."""
+        """The inverse of `separate`: the state of `param` as the optimizer keeps it."""
         if FORM not in values:
             return dict(values)
         found: dict[str, Any] = {}
@@ -193,7 +193,7 @@ class _Torchao(BlockStates):
     def _describe(self) -> str:
         return f"torchao {type(self._one_block).__name__}, blocks of {self.block}"
 
-    def _take_apart(self, name: str, values: Mapping[str, Any], local: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _unpack(self, name: str, values: Mapping[str, Any], local: Tensor) -> tuple[Tensor, Tensor] | None:
         if name not in self._STATES:
             return None
         if not local.numel():  # of which it keeps plain zeros
@@ -254,7 +254,7 @@ class _Bitsandbytes(BlockStates):
     def _describe(self) -> str:
         return f"bitsandbytes in 8 bits, blocks of {self.block}"
 
-    def _take_apart(self, name: str, values: Mapping[str, Any], local: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _unpack(self, name: str, values: Mapping[str, Any], local: Tensor) -> tuple[Tensor, Tensor] | None:
         if name not in self._TABLES:
             return None
         return _local(values[name]), _local(values[self._TABLES[name][0]])
@@ -342,13 +342,13 @@ class _Cut:
         """This rank's `codes`, of which a block has so many elements, with those of other ranks beside them."""
         if in_block == self._block:
             return self._placed(codes.view(self._local.shape), tuple(self._param.shape))
-        return self._by_stretches(codes, self._blocks * in_block)
+        return self._by_regions(codes, self._blocks * in_block)
 
     def scale(self, scale: Tensor) -> Tensor:
         """This rank's scales, one of each block, with those of other ranks beside them."""
-        return self._by_stretches(scale, self._blocks)
+        return self._by_regions(scale, self._blocks)
 
-    def _by_stretches(self, part: Tensor, width: int) -> Tensor:
+    def _by_regions(self, part: Tensor, width: int) -> Tensor:
         shape, local_shape = (
             (*item.shape[: self._dim], -(-item.shape[self._dim] // self._rows), width)
             for item in (self._param, self._local)

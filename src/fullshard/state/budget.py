@@ -26,7 +26,7 @@ those of two portions, of shards and gradients beside the states, and again what
 
 Before it, all is away that can be, so that a model which fits at all comes so far: units rest on the CPU beside the
 device, or on the disk, and those that fit come to the device then, with gradients, and with states that were loaded
-(`Unit.rest`).
+(`Unit.move_to`).
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.disk.buffers import MOST_WRITING
 from fullshard.disk.files import ALIGNMENT, aligned
 from fullshard.disk.tensors import OnDisk
-from fullshard.engine import away
+from fullshard.engine import offloaded
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.footprint import gathered_peak, kept_between_steps
 from fullshard.engine.group_plan import GroupPlan
-from fullshard.engine.homes import on_disk_in_turn, rest_as_asked, stepped_on_cpu_in_turn
 from fullshard.engine.managed import in_model_order, managed_by
 from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.placements import on_disk_in_turn, place_as_requested, stepped_on_cpu_in_turn
 from fullshard.engine.registry import process_groups_along
 from fullshard.engine.runtime import Runtime, runtime_or_none
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
-from fullshard.policy.offload import Home, Offload
+from fullshard.policy.offload import Offload, StatePlacement
 from fullshard.policy.strategy import Placement
 from fullshard.policy.tiers import Tier, least_that_fits
 from fullshard.state import on_disk
@@ -74,7 +74,7 @@ _log = logging.getLogger(__name__)
 _ORIGIN = Origin("budget", Phase.STEP)
 _ANY = 1 << 62  # bytes, where nobody can tell how many there are
 _REDUCTIONS = 2  # units whose gradients are reduced at once
-_seen: WeakSet[Optimizer] = WeakSet()
+_observed: WeakSet[Optimizer] = WeakSet()
 
 
 def choose_for_budget(optimizer: Optimizer) -> None:
@@ -87,7 +87,7 @@ def choose_for_budget(optimizer: Optimizer) -> None:
             room for what would have to be there. Or units have several budgets.
         DiskError: on some rank, what is to be in memory again cannot be read.
     """
-    if optimizer in _seen:
+    if optimizer in _observed:
         return
     params = in_model_order([param for group in optimizer.param_groups for param in group["params"]])
     units = dict.fromkeys(managed.unit for param in params if (managed := managed_by(param)) is not None)
@@ -107,13 +107,13 @@ def choose_for_budget(optimizer: Optimizer) -> None:
             )
         if policies:
             _choose(runtime, policies[0], optimizer)
-    _bring_beside(optimizer, params)
-    _seen.add(optimizer)
+    _bring_alongside(optimizer, params)
+    _observed.add(optimizer)
 
 
 def _is_in_backward(runtime: Runtime) -> bool:
     """True if an optimizer that steps now does so within a backward, and units would move that it needs."""
-    is_elsewhere = (unit.rests_on_disk or unit.is_on_cpu for unit in runtime.units if _open(unit) is not None)
+    is_elsewhere = (unit.is_on_disk or unit.is_on_cpu for unit in runtime.units if _open(unit) is not None)
     return runtime.phase is Phase.BACKWARD and any(is_elsewhere)
 
 
@@ -131,10 +131,10 @@ class _UnitNeeds:
     gradients: int
     states: int
     shards: int  # beyond the copy of them that stays on the device while the CPU steps them
-    to_come: int  # of states, in the host's memory once the CPU beside the device steps them
+    outstanding: int  # of states, in the host's memory once the CPU beside the device steps them
     # Where its shards rest on a disk:
     buffer: int = 0  # the largest that some of them, or their gradients, pass through
-    portion: int = 0  # the most of both that is in memory while it is stepped
+    chunk: int = 0  # the most of both that is in memory while it is stepped
     inseparable: int = 0  # shards that are stepped as one
     reads: int = 0  # how many buffers a read of all of it takes
     writes: int = 0  # and one of its gradients
@@ -186,27 +186,27 @@ class _Needs:
             buffers: for that.
             on_disk: the numbers of units whose shards and gradients rest on a disk. States are counted all the same.
         """
-        there, resting_there = [self.units[number] for number in on_cpu], [self.units[number] for number in on_disk]
-        gradients = self.gradients - sum(unit.gradients for unit in (*there, *resting_there))
-        resting = self.parameters - sum(unit.shards for unit in (*there, *resting_there))
-        resting += self.states - sum(unit.states for unit in there) + self._passing(resting_there)
+        there, stored_there = [self.units[number] for number in on_cpu], [self.units[number] for number in on_disk]
+        gradients = self.gradients - sum(unit.gradients for unit in (*there, *stored_there))
+        stored = self.parameters - sum(unit.shards for unit in (*there, *stored_there))
+        stored += self.states - sum(unit.states for unit in there) + self._passing(stored_there)
         kept = self.kept - gone + min(buffers, gone)
         both = kept + gradients if self.adds_up else max(kept, gradients)
         passes = self.gathered + self.whole_gradients + self.working + both + self._on_their_way(there)
-        stepped = gradients + sum(unit.gradients for unit in resting_there)
+        stepped = gradients + sum(unit.gradients for unit in stored_there)
         temporaries = 2 * (gradients if self.steps_at_once else min(self.largest, stepped))
-        return resting + max(passes, gradients + temporaries)
+        return stored + max(passes, gradients + temporaries)
 
-    def _passing(self, resting_there: Sequence[_UnitNeeds]) -> int:
+    def _passing(self, stored_there: Sequence[_UnitNeeds]) -> int:
         """Bytes of the buffers through which shards and gradients of units pass that rest on a disk."""
-        if not resting_there:
+        if not stored_there:
             return 0
-        count, of_pass = len(resting_there), max(unit.buffer for unit in resting_there)
-        reads = min(self.reads_ahead, count) * max(unit.reads for unit in resting_there)
-        writes = min(_REDUCTIONS, count) * max(unit.writes for unit in resting_there)
+        count, of_pass = len(stored_there), max(unit.buffer for unit in stored_there)
+        reads = min(self.reads_ahead, count) * max(unit.reads for unit in stored_there)
+        writes = min(_REDUCTIONS, count) * max(unit.writes for unit in stored_there)
         in_step = 2 + MOST_WRITING  # a portion that is stepped, and the next one
         in_all = max(reads + writes + MOST_WRITING, in_step)
-        of_step = max(of_pass, *(unit.portion for unit in resting_there))
+        of_step = max(of_pass, *(unit.chunk for unit in stored_there))
         return (in_all - in_step) * of_pass + in_step * of_step
 
     def states_buffers(self, numbers: Collection[int] = (), *, of: int) -> int:
@@ -214,7 +214,7 @@ class _Needs:
         inseparable = max((self.units[number].inseparable for number in numbers), default=0)
         largest = max(self.largest, inseparable)
         blocks = 2 * on_disk.BUFFERS * ALIGNMENT  # that buffers are larger, to begin and to end with one
-        return min(of, on_disk.BUFFERS * max(on_disk.PORTION_NBYTES, on_disk.STATES * largest)) + blocks
+        return min(of, on_disk.BUFFERS * max(on_disk.CHUNK_NBYTES, on_disk.STATES * largest)) + blocks
 
     def on_host(self, on_cpu: Collection[int], *, passing: int = 0) -> int:
         """Bytes that are to come to the host's memory beside the device.
@@ -223,7 +223,7 @@ class _Needs:
             on_cpu: the numbers of units that the CPU there steps.
             passing: of the states of others, those that go to a disk.
         """
-        states = sum(self.units[number].to_come for number in on_cpu)
+        states = sum(self.units[number].outstanding for number in on_cpu)
         temporaries = 2 * self.largest if on_cpu else 0
         return states + temporaries + (self.states_buffers(of=passing) if passing else 0)
 
@@ -237,8 +237,8 @@ class _Needs:
     def over_all_ranks(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> _Needs:
         """The largest of each number over the ranks that `groups` reach."""
         names = [field.name for field in fields(self) if field.name != "units"]
-        mine = [getattr(self, name) for name in names] + [number for unit in self.units for number in astuple(unit)]
-        most = iter(_over_all_ranks(mine, groups, device, dist.ReduceOp.MAX))
+        own_part = [getattr(self, name) for name in names] + [number for unit in self.units for number in astuple(unit)]
+        most = iter(_over_all_ranks(own_part, groups, device, dist.ReduceOp.MAX))
         common = {name: next(most) for name in names}
         width = len(fields(_UnitNeeds))
         units = tuple(_UnitNeeds(*islice(most, width)) for _ in self.units)
@@ -246,14 +246,14 @@ class _Needs:
 
 
 def _over_all_ranks(
-    mine: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device, how: dist.ReduceOp.RedOpType
+    own_part: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device, how: dist.ReduceOp.RedOpType
 ) -> Sequence[int]:
     """The largest, or the least, of each number over the ranks that `groups` reach: a collective."""
-    numbers = torch.tensor(mine, dtype=torch.int64, device=device)
+    numbers = torch.tensor(own_part, dtype=torch.int64, device=device)
     for group in groups:
         collectives_for(group, device).combine(numbers, how, origin=_ORIGIN)
     if isinstance(numbers, FakeTensor):  # a dry run, whose ranks are all like this one
-        return mine
+        return own_part
     found: list[int] = numbers.tolist()
     return found
 
@@ -297,24 +297,24 @@ def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
     needs = _needs(runtime, optimizer).over_all_ranks(process_groups_along(runtime.units), runtime.units[0].device)
     units = [unit for unit in runtime.units if _open(unit) == policy]
     budget = _Budget(nbytes, policy, runtime, units, needs)
-    has_lanes = accelerator_for(units[0].device).has_lanes
-    chosen, least = _chosen_beside(budget) if has_lanes else _chosen_on_cpu(budget)
+    has_streams = accelerator_for(units[0].device).has_streams
+    chosen, least = _chosen_alongside(budget) if has_streams else _chosen_on_cpu(budget)
     if least > nbytes:
         raise _too_small(budget, least)
     decided = _decided(policy, chosen)
     for unit in units:
         unit.offload_as(decided)
     _move(runtime, units, decided)
-    on_disk.choose_portions_anew(units)
-    runtime.activations.choose_anew()
+    on_disk.choose_chunks_again(units)
+    runtime.activations.choose_again()
     if dist.get_rank() == 0:
-        said = [f"{fraction:.0%} of {tier.what} to {tier.where}" for tier, fraction in chosen]
+        stated = [f"{fraction:.0%} of {tier.what} to {tier.where}" for tier, fraction in chosen]
         _log.info(
             "a budget of %d bytes, of which %d are needed if nothing is away, and %d as chosen: %s.",
             nbytes,
             needs.at_most(),
             least,
-            ", ".join(said) or "nothing is away",
+            ", ".join(stated) or "nothing is away",
         )
 
 
@@ -332,12 +332,12 @@ def _move(runtime: Runtime, units: Sequence[Unit], decided: Offload) -> None:
     Raises:
         DiskError: what is there cannot be read on some rank.
     """
-    if not any(unit.rests_on_disk for unit in units):
-        rest_as_asked(units, decided)
+    if not any(unit.is_on_disk for unit in units):
+        place_as_requested(units, decided)
         return
     failures, device = DiskFailures(), units[0].device
     with failures.noted():
-        rest_as_asked(units, decided)
+        place_as_requested(units, decided)
     failures.raise_on_every_rank(process_groups_along(runtime.units), device)
 
 
@@ -350,12 +350,12 @@ def _needs(runtime: Runtime, optimizer: Optimizer) -> _Needs:
         whole = []
     stepped = [local_tensor(param).nbytes for unit in units if _is_stepped_here(unit) for param in _trained(unit)]
     return _Needs(
-        parameters=sum(plan.rest_nbytes for plan in here if not plan.memory.offloaded)
+        parameters=sum(plan.stored_nbytes for plan in here if not plan.memory.offloaded)
         + sum(plan.copy_nbytes for plan in here)
         + kept_between_steps(units, size, placements),
         gathered=0 if all(unit.keeps_unsharded for unit in units) else gathered_peak(units, size, placements),
         whole_gradients=sum(whole if runtime.activations.held_whole else whole[:2]),
-        steps_at_once=int(accelerator_for(units[0].device).has_lanes),
+        steps_at_once=int(accelerator_for(units[0].device).has_streams),
         largest=max(stepped, default=0),
         adds_up=int(runtime.activations.backwards > 1),
         steps_wholes=int(steps_wholes),
@@ -369,20 +369,22 @@ def _needs_of(unit: Unit, runtime: Runtime, optimizer: Optimizer) -> _UnitNeeds:
     """What of `unit` can be elsewhere. Nothing, of states, where a policy of its own has the CPU step it already."""
     each = [(param, local_tensor(param).nbytes) for param in _trained(unit)] if _is_stepped_here(unit) else []
     here = [_plan_on_device(unit, param_group) for param_group in unit.param_groups]
-    there = [replace(plan, memory=unit.memory_at(Home.STEPPED_ON_CPU)) for plan in here]
+    there = [replace(plan, memory=unit.memory_at(StatePlacement.STEPPED_ON_CPU)) for plan in here]
     return _UnitNeeds(
         kept=runtime.activations.most_kept[unit],
         gradients=sum(nbytes for _, nbytes in each),
         states=sum(_values(optimizer, param) * nbytes for param, nbytes in each),
-        shards=sum(plan.rest_nbytes for plan in here) - sum(plan.copy_nbytes for plan in there),
-        to_come=sum(max(0, _values(optimizer, param) * nbytes - _on_host(optimizer, param)) for param, nbytes in each),
+        shards=sum(plan.stored_nbytes for plan in here) - sum(plan.copy_nbytes for plan in there),
+        outstanding=sum(
+            max(0, _values(optimizer, param) * nbytes - _on_host(optimizer, param)) for param, nbytes in each
+        ),
         **_passing_of(unit),
     )
 
 
 def _passing_of(unit: Unit) -> dict[str, int]:
     """What of `unit` passes through memory while its shards rest on a disk, as they do at the moment."""
-    if not (unit.rests_on_disk and unit.params):
+    if not (unit.is_on_disk and unit.params):
         return {}
     shards, gradients, inseparable = [], [], 0
     for param_group in unit.param_groups:
@@ -394,10 +396,10 @@ def _passing_of(unit: Unit) -> dict[str, int]:
             inseparable = max(inseparable, aligned(numel * max(contract.stored.itemsize, contract.delivered.itemsize)))
     # Of the values in a portion one is the shard's, and one the gradient's. Shards in place, of 16 KiB and more, are in
     # whole blocks of the disk, which are 4 KiB.
-    of_each = max(on_disk.PORTION_NBYTES // (on_disk.STATES + 2) * 5 // 4, inseparable)
+    of_each = max(on_disk.CHUNK_NBYTES // (on_disk.STATES + 2) * 5 // 4, inseparable)
     return {
         "buffer": max(shards + gradients),
-        "portion": min(sum(shards + gradients), 2 * of_each),
+        "chunk": min(sum(shards + gradients), 2 * of_each),
         "inseparable": inseparable,
         "reads": len(shards),
         "writes": len(gradients),
@@ -412,7 +414,9 @@ def _is_stepped_here(unit: Unit) -> bool:
 def _plan_on_device(unit: Unit, param_group: ParamGroup) -> GroupPlan:
     """The plan of a group of `unit` as it is if nothing is away."""
     plan: GroupPlan = param_group.plan
-    return plan if _open(unit) is None else plan.changed(plan.contract, plan.device, unit.memory_at(Home.DEVICE))
+    return (
+        plan if _open(unit) is None else plan.changed(plan.contract, plan.device, unit.memory_at(StatePlacement.DEVICE))
+    )
 
 
 def _trained(unit: Unit) -> list[nn.Parameter]:
@@ -469,12 +473,12 @@ def _chosen_on_cpu(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
 def _states_on_disk(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
     """That of the optimizer's state of units, but of those whose numbers are `on_cpu`."""
     sizes = {unit: sum(param.nbytes for param in _trained(unit)) for unit in reversed(budget.units)}
-    rest = {unit: size for unit, size in sizes.items() if size and budget.number_of(unit) not in on_cpu}
-    states = sum(budget.needs_of(unit).states for unit in rest)
+    remaining = {unit: size for unit, size in sizes.items() if size and budget.number_of(unit) not in on_cpu}
+    states = sum(budget.needs_of(unit).states for unit in remaining)
     steps, taken = [], 0
-    for size in rest.values():
+    for size in remaining.values():
         taken += size
-        nbytes = states * taken // sum(rest.values())
+        nbytes = states * taken // sum(remaining.values())
         steps.append((taken / sum(sizes.values()), nbytes - budget.needs.states_buffers(of=nbytes)))
     return Tier(what="optimizer", where="disk", steps=steps)
 
@@ -493,7 +497,7 @@ def _shards_on_disk(budget: _Budget, before: Sequence[Tier]) -> Tier:
     for unit in on_disk_in_turn(budget.units):
         taken += unit.whole_nbytes
         numbers.append(budget.number_of(unit))
-        then = needs.at_most(gone=gone, buffers=2 * away.WINDOW_BYTES, on_disk=numbers)
+        then = needs.at_most(gone=gone, buffers=2 * offloaded.WINDOW_BYTES, on_disk=numbers)
         then -= needs.states - needs.states_buffers(numbers, of=needs.states)
         steps.append((taken / total, needed - then))
     return Tier(what="parameters", where="disk", steps=steps)
@@ -502,7 +506,7 @@ def _shards_on_disk(budget: _Budget, before: Sequence[Tier]) -> Tier:
 # -- beside an accelerator --------------------------------------------------------------------------------------------
 
 
-def _chosen_beside(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
+def _chosen_alongside(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
     """What `least_that_fits` gives beside an accelerator: a collective.
 
     [Note: what the host has no room for]
@@ -515,23 +519,23 @@ def _chosen_beside(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
         ConfigError: the budget would do, but for the room that the host's memory has.
     """
     numbers = [budget.number_of(unit) for unit in stepped_on_cpu_in_turn(budget.units)]
-    chosen, least = budget.least_that_fits(_tiers_beside(budget, numbers))
-    room, asked = _room_on_host(budget.runtime.units), budget.needs.on_host(numbers[: _count_on_cpu(chosen)])
-    if asked > room:
+    chosen, least = budget.least_that_fits(_tiers_alongside(budget, numbers))
+    room, requested = _room_on_host(budget.runtime.units), budget.needs.on_host(numbers[: _count_on_cpu(chosen)])
+    if requested > room:
         would_do = least <= budget.nbytes
         chosen, least = _chosen_with_room(budget, numbers, room)
         if would_do and least > budget.nbytes:
-            raise _host_too_small(budget.policy, asked, room, least)
+            raise _host_too_small(budget.policy, requested, room, least)
     return chosen, least
 
 
 def _chosen_with_room(budget: _Budget, numbers: Sequence[int], room: int) -> tuple[list[tuple[Tier, float]], int]:
-    """As `_chosen_beside`, where no more than `room` bytes are to come to the host's memory."""
+    """As `_chosen_alongside`, where no more than `room` bytes are to come to the host's memory."""
     found = []
     for to_disk in (True, False) if budget.policy.folder is not None else (False,):
         fitting = _that_fit(budget.needs, numbers, room, to_disk=to_disk)
         if fitting is not None:
-            found.append(budget.least_that_fits(_tiers_beside(budget, fitting, to_disk=to_disk)))
+            found.append(budget.least_that_fits(_tiers_alongside(budget, fitting, to_disk=to_disk)))
     return next((item for item in found if item[1] <= budget.nbytes), min(found, key=lambda item: item[1]))
 
 
@@ -558,7 +562,7 @@ def _count_on_cpu(chosen: Iterable[tuple[Tier, float]]) -> int:
     return sum([share for share, _ in tier.steps].index(fraction) + 1 for tier, fraction in tiers)
 
 
-def _tiers_beside(budget: _Budget, numbers: Sequence[int], *, to_disk: bool = False) -> list[Tier]:
+def _tiers_alongside(budget: _Budget, numbers: Sequence[int], *, to_disk: bool = False) -> list[Tier]:
     """What can be away, the cheapest first: states of the units of `numbers` on the CPU, and of others `to_disk`."""
     states = _states_on_cpu(budget, numbers)
     most = max((freed for _, freed in states.steps), default=0)
@@ -585,24 +589,24 @@ def _activations(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
     steps, taken = [], 0
     for number, unit in enumerate(ordered, 1):
         taken += budget.needs_of(unit).kept
-        freed = needs.at_most(on_cpu) - needs.at_most(on_cpu, gone=taken, buffers=2 * away.WINDOW_BYTES)
+        freed = needs.at_most(on_cpu) - needs.at_most(on_cpu, gone=taken, buffers=2 * offloaded.WINDOW_BYTES)
         steps.append((number / len(ordered), freed))
     return Tier(what="activations", where=budget.policy.activations_tier, steps=steps)
 
 
-def _bring_beside(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+def _bring_alongside(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
     """Have states that were loaded before the homes of units were known in the memory in which they are stepped."""
     follow = {id(param) for group in optimizer.param_groups if _counts_follow(group) for param in group["params"]}
     for param in params:
         managed, state = managed_by(param), optimizer.state.get(param)
-        if managed is None or not state or managed.unit.rests_on_disk:
+        if managed is None or not state or managed.unit.is_on_disk:
             continue
         shard, accelerator = managed.param.local, accelerator_for(managed.unit.device)
         for name, value in state.items():
             if isinstance(value, DTensor) and not isinstance(value._local_tensor, OnDisk):
-                set_local_tensor(value, accelerator.beside(value._local_tensor, shard))
+                set_local_tensor(value, accelerator.alongside(value._local_tensor, shard))
             elif isinstance(value, Tensor) and (value.numel() > 1 or id(param) in follow):
-                state[name] = moved = accelerator.beside(value, shard)
+                state[name] = moved = accelerator.alongside(value, shard)
                 vars(moved).update(vars(value))
 
 
@@ -623,20 +627,21 @@ def _too_small(budget: _Budget, least: int) -> ConfigError:
     )
 
 
-def _host_too_small(policy: Offload, asked: int, room: int, least: int) -> ConfigError:
+def _host_too_small(policy: Offload, requested: int, room: int, least: int) -> ConfigError:
     folder = ["Name a folder on a disk, where states can be, too"] if policy.folder is None else []
     remedies = [*folder, f"give budget={least}", "free memory of the host", "shard over more hosts"]
-    said = f"{', '.join(remedies[:-1])}; or {remedies[-1]}."
+    stated = f"{', '.join(remedies[:-1])}; or {remedies[-1]}."
     return ConfigError(
-        f"Offload(budget={policy.budget!r}): the optimizer's states that have to be on the CPU would take {asked} more "
-        f"bytes of the host's memory on each rank, and a rank may take {room} more. {said[0].upper()}{said[1:]}"
+        f"Offload(budget={policy.budget!r}): the optimizer's states that have to be on the CPU would take {requested} "
+        "more "
+        f"bytes of the host's memory on each rank, and a rank may take {room} more. {stated[0].upper()}{stated[1:]}"
     )
 
 
 def _remedies(policy: Offload, units: Sequence[Unit]) -> list[str]:
     """What else would have more of `units` away."""
     options = units[0].options
-    if accelerator_for(units[0].device).has_lanes or on_disk_in_turn(units):
+    if accelerator_for(units[0].device).has_streams or on_disk_in_turn(units):
         return []
     if policy.folder is None:
         return ["name a folder on a disk, where the optimizer's state can be"]

@@ -43,26 +43,26 @@ from fullshard.disk.pace import pace_of
 from fullshard.disk.space import Extent, Scratch
 from fullshard.disk.tensors import OnDisk, no_buffer
 from fullshard.engine.findings import DiskFailures
-from fullshard.engine.homes import homes_of
 from fullshard.engine.managed import Managed, in_model_order, managed_by
+from fullshard.engine.placements import placements_of
 from fullshard.engine.registry import process_groups_along
 from fullshard.engine.unit import Unit
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
-from fullshard.policy.offload import Home, Offload
+from fullshard.policy.offload import Offload, StatePlacement
 
 __all__ = [
     "BUFFERS",
-    "PORTION_NBYTES",
+    "CHUNK_NBYTES",
+    "ChunkedSteps",
     "StatesOnDisk",
-    "StepsInPortions",
     "bring_to_memory",
-    "choose_portions_anew",
-    "portions_on_disk",
+    "choose_chunks_again",
+    "chunks_on_disk",
     "states_on_disk",
 ]
 
-PORTION_NBYTES = 64 * 2**20
+CHUNK_NBYTES = 64 * 2**20
 """Bytes of states that are stepped at a time; those of one parameter, if they are more."""
 BUFFERS = 3
 """For the portion that is stepped, the one before it and the one after it."""
@@ -73,12 +73,12 @@ Key = tuple[int, str]  # the number of a parameter in its portion, and the name 
 
 
 @dataclass(eq=False)
-class _Portion:
+class _Chunk:
     """Parameters that are stepped together, and where their states rest."""
 
     params: list[nn.Parameter]
     scratch: Scratch
-    rests: dict[Key, OnDisk] = field(default_factory=dict)  # all in one extent
+    disk_tensors: dict[Key, OnDisk] = field(default_factory=dict)  # all in one extent
     buffer: Tensor = field(default_factory=no_buffer)  # what the extent is read into
     block: Tensor = field(default_factory=no_buffer)  # the same on the device that steps
     views: dict[Key, Tensor] = field(default_factory=dict)  # of the block: what its states hold while it is stepped
@@ -88,7 +88,7 @@ class _Portion:
     @property
     def extent(self) -> Extent | None:
         """The stretch of the file that is its own, once it has states."""
-        return next((rest.extent for rest in self.rests.values()), None)
+        return next((stored.extent for stored in self.disk_tensors.values()), None)
 
     @property
     def is_offloaded(self) -> bool:
@@ -140,12 +140,12 @@ class StatesOnDisk:
         name: of the file, for messages.
     """
 
-    def __init__(self, portions: Iterable[tuple[Path, list[nn.Parameter]]], name: str) -> None:
+    def __init__(self, chunks: Iterable[tuple[Path, list[nn.Parameter]]], name: str) -> None:
         scratches: dict[Path, Scratch] = {}
-        self._portions = [
-            _Portion(params, scratches.setdefault(folder, Scratch(folder, name))) for folder, params in portions
+        self._chunks = [
+            _Chunk(params, scratches.setdefault(folder, Scratch(folder, name))) for folder, params in chunks
         ]
-        self._portion_of = {id(param): portion for portion in self._portions for param in portion.params}
+        self._chunk_of = {id(param): chunk for chunk in self._chunks for param in chunk.params}
         self._buffers = {is_host: [no_buffer() for _ in range(BUFFERS)] for is_host in (False, True)}
         self._writes = [DiskWork([]) for _ in range(BUFFERS)]
         self._buffer_nbytes = 0
@@ -154,7 +154,7 @@ class StatesOnDisk:
     @property
     def nbytes(self) -> int:
         """Bytes of states on the disk, rounded up to whole blocks in each portion."""
-        return sum(self.portions)
+        return sum(self.chunks)
 
     @property
     def buffer_nbytes(self) -> int:
@@ -162,13 +162,13 @@ class StatesOnDisk:
         return self._buffer_nbytes
 
     @property
-    def portions(self) -> list[int]:
+    def chunks(self) -> list[int]:
         """Bytes of each portion on the disk, in the order in which they are stepped."""
-        return [portion.extent.nbytes for portion in self._portions if portion.extent is not None]
+        return [chunk.extent.nbytes for chunk in self._chunks if chunk.extent is not None]
 
     def holds(self, param: Tensor) -> bool:
         """True if the states of `param` rest on the disk."""
-        return id(param) in self._portion_of
+        return id(param) in self._chunk_of
 
     def step(
         self, optimizer: Optimizer, run: Callable[[Sequence[nn.Parameter]], None], without: Collection[int] = ()
@@ -181,42 +181,42 @@ class StatesOnDisk:
         """
         for param in (item for group in optimizer.param_groups for item in group["params"] if item.grad is not None):
             optimizer.state[param]  # in the order of a step that is taken at once
-        todo = [portion for portion in self._portions if portion.has_grads]
+        todo = [chunk for chunk in self._chunks if chunk.has_grads]
         self._begin_to_read(todo, 0)
         params = (item for group in optimizer.param_groups for item in group["params"])
-        rest = [param for param in params if not self.holds(param) and id(param) not in without]
-        bring_to_memory(optimizer, rest)
-        run(rest)
-        takes_room = next((portion for portion in todo if portion.extent is None), None)
-        for number, portion in enumerate(todo):
+        stored = [param for param in params if not self.holds(param) and id(param) not in without]
+        bring_to_memory(optimizer, stored)
+        run(stored)
+        takes_room = next((chunk for chunk in todo if chunk.extent is None), None)
+        for number, chunk in enumerate(todo):
             self._begin_to_read(todo, number + 1)
-            self._fill(portion, optimizer)
+            self._fill(chunk, optimizer)
             try:
-                if isinstance(optimizer, StepsInPortions):  # which sends messages as it steps, and says what goes where
-                    run(portion.params)
+                if isinstance(optimizer, ChunkedSteps):  # which sends messages as it steps, and says what goes where
+                    run(chunk.params)
                 elif not self._failures:
-                    with portion.where_it_is_stepped():
-                        run(portion.params)
+                    with chunk.where_it_is_stepped():
+                        run(chunk.params)
             except BaseException:
-                self._empty(portion, optimizer)
+                self._empty(chunk, optimizer)
                 raise
-            self._begin_to_write(portion, optimizer, number)
-            if portion.shards is not None:
+            self._begin_to_write(chunk, optimizer, number)
+            if chunk.shards is not None:
                 with self._failures.noted():
-                    portion.shards.end(writes=not self._failures)
-                portion.shards = None
-            if portion is takes_room:
+                    chunk.shards.end(writes=not self._failures)
+                chunk.shards = None
+            if chunk is takes_room:
                 self._raise_failures()
         self._raise_failures()
         self._drop_buffers()
-        for folder in dict.fromkeys(portion.scratch.folder for portion in self._portions):
+        for folder in dict.fromkeys(chunk.scratch.folder for chunk in self._chunks):
             pace_of(folder).look()
 
     def _drop_buffers(self) -> None:
         """Let go of what this step's portions passed through. It lasts until the last of them have been written."""
         self._buffer_nbytes = sum(buffer.numel() for buffers in self._buffers.values() for buffer in buffers)
         device = next(self._managed).unit.device
-        if not accelerator_for(device).has_lanes:
+        if not accelerator_for(device).has_streams:
             for buffers in self._buffers.values():
                 buffers[:] = [no_buffer() for _ in buffers]
         buffers_of(device).drop()
@@ -224,7 +224,7 @@ class StatesOnDisk:
     @property
     def _managed(self) -> Iterator[Managed]:
         """What the engine knows of the parameters."""
-        return filter(None, (managed_by(param) for portion in self._portions for param in portion.params))
+        return filter(None, (managed_by(param) for chunk in self._chunks for param in chunk.params))
 
     def write_all(self, optimizer: Optimizer) -> None:
         """Bring all states to the disk that are not there, such as those of a step that was not taken in portions.
@@ -233,12 +233,12 @@ class StatesOnDisk:
             DiskError: some rank cannot.
         """
         lacking = [
-            (number, portion)
-            for number, portion in enumerate(self._portions)
-            if any(value._local_tensor is not portion.rests.get(key) for key, value in _items(portion, optimizer))
+            (number, chunk)
+            for number, chunk in enumerate(self._chunks)
+            if any(value._local_tensor is not chunk.disk_tensors.get(key) for key, value in _items(chunk, optimizer))
         ]
-        for number, portion in lacking:
-            self._begin_to_write(portion, optimizer, number)
+        for number, chunk in lacking:
+            self._begin_to_write(chunk, optimizer, number)
         if lacking:
             self._raise_failures()
             self._drop_buffers()
@@ -249,141 +249,137 @@ class StatesOnDisk:
         Raises:
             DiskError: there is none.
         """
-        for portion in self._portions:
+        for chunk in self._chunks:
             forms = {
                 (number, name): _Form(local_tensor(param).shape, dtype, local_tensor(param).device)
-                for number, param in enumerate(portion.params)
+                for number, param in enumerate(chunk.params)
                 for (key, name), dtype in dtypes.items()
                 if key == id(param) and param.ndim
             }
             if forms:
-                self._make_room(portion, forms)
+                self._make_room(chunk, forms)
 
     def place_of(self, param: nn.Parameter, name: str) -> OnDisk | None:
         """Where the state `name` of `param` rests; None if there is no room for one of that name."""
-        portion = self._portion_of.get(id(param))
-        if portion is None:
+        chunk = self._chunk_of.get(id(param))
+        if chunk is None:
             return None
-        number = next(number for number, known in enumerate(portion.params) if known is param)
-        return portion.rests.get((number, name))
+        number = next(number for number, known in enumerate(chunk.params) if known is param)
+        return chunk.disk_tensors.get((number, name))
 
     def _raise_failures(self) -> None:
         """Tell all ranks that have these parameters if the disk of one of them has failed."""
         units = list(dict.fromkeys(item.unit for item in self._managed))
         self._failures.raise_on_every_rank(process_groups_along(units), units[0].device)
 
-    def _begin_to_read(self, todo: Sequence[_Portion], number: int) -> None:
+    def _begin_to_read(self, todo: Sequence[_Chunk], number: int) -> None:
         if number >= len(todo):
             return
-        portion = todo[number]
+        chunk = todo[number]
         with self._failures.noted():
-            portion.shards = ShardsInMemory.of(portion.params)
-        extent = portion.extent
+            chunk.shards = ShardsInMemory.of(chunk.params)
+        extent = chunk.extent
         if extent is not None:
-            portion.buffer = self._take_buffer(portion, number, extent.nbytes)
-            portion.reading = DiskWork([])
+            chunk.buffer = self._take_buffer(chunk, number, extent.nbytes)
+            chunk.reading = DiskWork([])
             with self._failures.noted():
-                portion.reading = extent.read(portion.buffer)
+                chunk.reading = extent.read(chunk.buffer)
 
-    def _take_buffer(self, portion: _Portion, number: int, nbytes: int) -> Tensor:
-        """The first `nbytes` of the buffer whose turn it is with `portion`, the one of that number, once it is free."""
-        turn, buffers = number % BUFFERS, self._buffers[portion.is_offloaded]
+    def _take_buffer(self, chunk: _Chunk, number: int, nbytes: int) -> Tensor:
+        """The first `nbytes` of the buffer whose turn it is with `chunk`, the one of that number, once it is free."""
+        turn, buffers = number % BUFFERS, self._buffers[chunk.is_offloaded]
         writing, self._writes[turn] = self._writes[turn], DiskWork([])
         with self._failures.noted():
             writing.wait()
         if buffers[turn].numel() < nbytes:
             buffers[turn] = no_buffer()  # before there is another
-            buffers[turn] = portion.new_buffer(nbytes)
+            buffers[turn] = chunk.new_buffer(nbytes)
         return buffers[turn][:nbytes]
 
-    def _fill(self, portion: _Portion, optimizer: Optimizer) -> None:
-        """Give what of `portion` rests on the disk memory, with its values; with any, if these cannot be read."""
-        if portion.shards is not None:
+    def _fill(self, chunk: _Chunk, optimizer: Optimizer) -> None:
+        """Give what of `chunk` rests on the disk memory, with its values; with any, if these cannot be read."""
+        if chunk.shards is not None:
             with self._failures.noted():
-                portion.shards.fill()
-        if portion.reading is None:
-            bring_to_memory(optimizer, portion.params)
+                chunk.shards.fill()
+        if chunk.reading is None:
+            bring_to_memory(optimizer, chunk.params)
             return
         with self._failures.noted():
-            portion.reading.wait()
-        portion.reading = None
-        portion.block = portion.buffer.to(_device(portion.rests))
-        portion.views = {key: rest.over(portion.block) for key, rest in portion.rests.items()}
-        for key, value in _items(portion, optimizer):
-            if value._local_tensor is portion.rests.get(key):
-                set_local_tensor(value, portion.views[key])
-        bring_to_memory(optimizer, portion.params)
+            chunk.reading.wait()
+        chunk.reading = None
+        chunk.block = chunk.buffer.to(_device(chunk.disk_tensors))
+        chunk.views = {key: stored.over(chunk.block) for key, stored in chunk.disk_tensors.items()}
+        for key, value in _items(chunk, optimizer):
+            if value._local_tensor is chunk.disk_tensors.get(key):
+                set_local_tensor(value, chunk.views[key])
+        bring_to_memory(optimizer, chunk.params)
 
-    def _empty(self, portion: _Portion, optimizer: Optimizer) -> None:
+    def _empty(self, chunk: _Chunk, optimizer: Optimizer) -> None:
         """Take the memory away again: what the file has is true."""
-        if portion.shards is not None:
-            portion.shards.end(writes=False)
-            portion.shards = None
-        for key, value in _items(portion, optimizer):
-            if key in portion.views and value._local_tensor is portion.views[key]:
-                set_local_tensor(value, portion.rests[key])
-        portion.buffer, portion.block, portion.views = no_buffer(), no_buffer(), {}
+        if chunk.shards is not None:
+            chunk.shards.end(writes=False)
+            chunk.shards = None
+        for key, value in _items(chunk, optimizer):
+            if key in chunk.views and value._local_tensor is chunk.views[key]:
+                set_local_tensor(value, chunk.disk_tensors[key])
+        chunk.buffer, chunk.block, chunk.views = no_buffer(), no_buffer(), {}
 
-    def _begin_to_write(self, portion: _Portion, optimizer: Optimizer, number: int) -> None:
-        """Begin to write the states of `portion`, which hold no memory afterwards.
+    def _begin_to_write(self, chunk: _Chunk, optimizer: Optimizer, number: int) -> None:
+        """Begin to write the states of `chunk`, which hold no memory afterwards.
 
         After a failure nothing more is written: what the file has of others is true still.
         """
         if not self._failures:
             with self._failures.noted():
-                self._write(portion, optimizer, number)
+                self._write(chunk, optimizer, number)
         if self._failures:
-            self._empty(portion, optimizer)
+            self._empty(chunk, optimizer)
 
-    def _write(self, portion: _Portion, optimizer: Optimizer, number: int) -> None:
+    def _write(self, chunk: _Chunk, optimizer: Optimizer, number: int) -> None:
         """As `_begin_to_write`.
 
         Raises:
             DiskError: there is no room, or what was written last is not there.
         """
-        states = portion.states(optimizer)
+        states = chunk.states(optimizer)
         if not states:
             return
-        filled = portion.views
-        if self._make_room(portion, {key: _form(value._local_tensor) for key, value in states.items()}) or not filled:
-            assert portion.extent is not None
-            nbytes = portion.extent.nbytes
+        filled = chunk.views
+        if self._make_room(chunk, {key: _form(value._local_tensor) for key, value in states.items()}) or not filled:
+            assert chunk.extent is not None
+            nbytes = chunk.extent.nbytes
             # The buffer of its turn has what the states hold at the moment, if they are filled.
-            portion.buffer = portion.new_buffer(nbytes) if filled else self._take_buffer(portion, number, nbytes)
-            portion.block = portion.buffer.to(_device(portion.rests))
-            portion.views = {key: rest.over(portion.block) for key, rest in portion.rests.items()}
+            chunk.buffer = chunk.new_buffer(nbytes) if filled else self._take_buffer(chunk, number, nbytes)
+            chunk.block = chunk.buffer.to(_device(chunk.disk_tensors))
+            chunk.views = {key: stored.over(chunk.block) for key, stored in chunk.disk_tensors.items()}
         for key, value in states.items():
             local = value._local_tensor
-            if local is not portion.views[key]:
-                portion.views[key].copy_(local)
-            if local is portion.views[key] or local is filled.get(key):
-                set_local_tensor(value, portion.rests[key])
+            if local is not chunk.views[key]:
+                chunk.views[key].copy_(local)
+            if local is chunk.views[key] or local is filled.get(key):
+                set_local_tensor(value, chunk.disk_tensors[key])
             else:  # somebody else's tensor, who may have further use for its values
-                optimizer.state[portion.params[key[0]]][key[1]] = dtensor_like(portion.rests[key], value)
-        if portion.block is not portion.buffer:
-            portion.buffer.copy_(portion.block)
-        assert portion.extent is not None
-        self._writes[number % BUFFERS] = portion.extent.write(portion.buffer)
-        portion.buffer, portion.block, portion.views = no_buffer(), no_buffer(), {}
+                optimizer.state[chunk.params[key[0]]][key[1]] = dtensor_like(chunk.disk_tensors[key], value)
+        if chunk.block is not chunk.buffer:
+            chunk.buffer.copy_(chunk.block)
+        assert chunk.extent is not None
+        self._writes[number % BUFFERS] = chunk.extent.write(chunk.buffer)
+        chunk.buffer, chunk.block, chunk.views = no_buffer(), no_buffer(), {}
 
-    def _make_room(self, portion: _Portion, forms: Mapping[Key, _Form]) -> bool:
-        """Have `portion` rest where there is room for states of `forms`. False if it does so already.
+    def _make_room(self, chunk: _Chunk, forms: Mapping[Key, _Form]) -> bool:
+        """Have `chunk` rest where there is room for states of `forms`. False if it does so already.
 
         Raises:
             DiskError: there is none.
         """
-        if {key: _form(rest) for key, rest in portion.rests.items()} == forms:
+        if {key: _form(stored) for key, stored in chunk.disk_tensors.items()} == forms:
             return False
         starts, end = aligned_offsets([form.nbytes for form in forms.values()], ALIGNMENT_BYTES)
-        others = (
-            each_portion
-            for each_portion in self._portions
-            if each_portion.extent is None and each_portion is not portion
-        )
-        lacking = [other for other in others if other.scratch is portion.scratch]
-        more = sum(aligned(end * item.nbytes // max(1, portion.nbytes)) + ALIGNMENT for item in lacking)
-        extent = portion.scratch.take(aligned(end), more, state="optimizer state")
-        portion.rests = {
+        others = (each_chunk for each_chunk in self._chunks if each_chunk.extent is None and each_chunk is not chunk)
+        lacking = [other for other in others if other.scratch is chunk.scratch]
+        more = sum(aligned(end * item.nbytes // max(1, chunk.nbytes)) + ALIGNMENT for item in lacking)
+        extent = chunk.scratch.take(aligned(end), more, state="optimizer state")
+        chunk.disk_tensors = {
             key: OnDisk(extent, start, form.shape, form.dtype, form.device)
             for (key, form), start in zip(forms.items(), starts, strict=True)
         }
@@ -414,27 +410,27 @@ def _form(tensor: Tensor) -> _Form:
     return _Form(tensor.shape, tensor.dtype, tensor.device)
 
 
-def _device(rests: Mapping[Key, OnDisk]) -> torch.device:
-    return next(iter(rests.values())).device
+def _device(disk_tensors: Mapping[Key, OnDisk]) -> torch.device:
+    return next(iter(disk_tensors.values())).device
 
 
-def _items(portion: _Portion, optimizer: Optimizer) -> list[tuple[Key, Any]]:
-    return list(portion.states(optimizer).items())
+def _items(chunk: _Chunk, optimizer: Optimizer) -> list[tuple[Key, Any]]:
+    return list(chunk.states(optimizer).items())
 
 
 def _divided(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """`params` in portions: the same on every rank, though shards may differ in size."""
-    portion: list[nn.Parameter] = []
+    chunk: list[nn.Parameter] = []
     nbytes = 0
     for its in _inseparable(params):
         size = sum(_stepped_nbytes(param) for param in its)
-        if portion and nbytes + size > PORTION_NBYTES:
-            yield portion
-            portion, nbytes = [], 0
-        portion += its
+        if chunk and nbytes + size > CHUNK_NBYTES:
+            yield chunk
+            chunk, nbytes = [], 0
+        chunk += its
         nbytes += size
-    if portion:
-        yield portion
+    if chunk:
+        yield chunk
 
 
 def _inseparable(params: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
@@ -442,7 +438,7 @@ def _inseparable(params: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]
     together: dict[int, list[nn.Parameter]] = {}
     for number, param in enumerate(params):
         managed = managed_by(param)
-        is_alone = managed is None or not managed.unit.rests_on_disk or managed.param.layout.in_place
+        is_alone = managed is None or not managed.unit.is_on_disk or managed.param.layout.in_place
         together.setdefault(number if is_alone else -1, []).append(param)
     return together.values()
 
@@ -450,7 +446,7 @@ def _inseparable(params: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]
 def _stepped_nbytes(param: nn.Parameter) -> int:
     """Bytes that pass through the buffers of a step for `param`."""
     managed = managed_by(param)
-    values = STATES if managed is None or not managed.unit.rests_on_disk else STATES + 2  # its shard, and the gradient
+    values = STATES if managed is None or not managed.unit.is_on_disk else STATES + 2  # its shard, and the gradient
     return values * param.numel() * param.dtype.itemsize // _parts(param)
 
 
@@ -465,7 +461,7 @@ def _parts(param: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _Region:
     """Whole blocks of an extent, and where they are in a buffer."""
 
     extent: Extent
@@ -484,17 +480,17 @@ class ShardsInMemory:
 
     def __init__(self, held: Sequence[tuple[DTensor, OnDisk]], is_shard: Sequence[bool]) -> None:
         self._held = list(held)
-        blocks = _blocks([rest for _, rest in held])
-        self._stretches, nbytes = [], 0
+        blocks = _blocks([stored for _, stored in held])
+        self._regions, nbytes = [], 0
         for extent, start, end in blocks:
-            self._stretches.append(_Stretch(extent, start, end, nbytes))
+            self._regions.append(_Region(extent, start, end, nbytes))
             nbytes += end - start
-        written = {id(rest.extent) for (_, rest), item in zip(held, is_shard, strict=True) if item}
-        self._written = [stretch for stretch in self._stretches if id(stretch.extent) in written]
+        written = {id(stored.extent) for (_, stored), item in zip(held, is_shard, strict=True) if item}
+        self._written = [region for region in self._regions if id(region.extent) in written]
         self._buffers = buffers_of(held[0][1].device)
         self._buffer = self._buffers.take(nbytes)
         self._reading = DiskWork.of_all(
-            stretch.extent.read(self._place(stretch), stretch.start) for stretch in self._stretches
+            region.extent.read(self._place(region), region.start) for region in self._regions
         )
 
     @classmethod
@@ -509,8 +505,8 @@ class ShardsInMemory:
                     is_shard.append(is_param)
         return cls(held, is_shard) if held else None
 
-    def _place(self, stretch: _Stretch) -> Tensor:
-        return self._buffer.data[stretch.offset :][: stretch.end - stretch.start]
+    def _place(self, region: _Region) -> Tensor:
+        return self._buffer.data[region.offset :][: region.end - region.start]
 
     def fill(self) -> None:
         """Have them hold memory, with their values; with any, if these cannot be read.
@@ -518,10 +514,10 @@ class ShardsInMemory:
         Raises:
             DiskError: they cannot.
         """
-        for tensor, rest in self._held:
-            around = (stretch for stretch in self._stretches if stretch.extent is rest.extent)
-            inside = next(item for item in around if item.start <= rest.start <= item.end)
-            set_local_tensor(tensor, rest.over(self._place(inside), inside.start))
+        for tensor, stored in self._held:
+            around = (region for region in self._regions if region.extent is stored.extent)
+            inside = next(item for item in around if item.start <= stored.start <= item.end)
+            set_local_tensor(tensor, stored.over(self._place(inside), inside.start))
         self._reading.wait()
 
     def end(self, *, writes: bool) -> None:
@@ -530,17 +526,17 @@ class ShardsInMemory:
         Raises:
             DiskError: what was written before could not be.
         """
-        for tensor, rest in self._held:
-            set_local_tensor(tensor, rest)
+        for tensor, stored in self._held:
+            set_local_tensor(tensor, stored)
         works = [item.extent.write(self._place(item), item.start) for item in (self._written if writes else ())]
         self._buffers.give(self._buffer, DiskWork.of_all([self._reading, *works]))
 
 
-def _blocks(rests: Iterable[OnDisk]) -> list[tuple[Extent, int, int]]:
-    """The blocks in which `rests` lie, as few stretches: where each begins and ends in its extent."""
+def _blocks(disk_tensors: Iterable[OnDisk]) -> list[tuple[Extent, int, int]]:
+    """The blocks in which `disk_tensors` lie, as few stretches: where each begins and ends in its extent."""
     by_extent: dict[int, tuple[Extent, list[tuple[int, int]]]] = {}
-    for rest in rests:
-        by_extent.setdefault(id(rest.extent), (rest.extent, []))[1].append(rest.blocks)
+    for stored in disk_tensors:
+        by_extent.setdefault(id(stored.extent), (stored.extent, []))[1].append(stored.blocks)
     found: list[tuple[Extent, int, int]] = []
     for extent, its in by_extent.values():
         for start, end in sorted(its):
@@ -554,7 +550,7 @@ def _blocks(rests: Iterable[OnDisk]) -> list[tuple[Extent, int, int]]:
 # -- the units whose states are there ---------------------------------------------------------------------------------
 
 
-class StepsInPortions:
+class ChunkedSteps:
     """Optimizers of this class step by `StatesOnDisk.step` themselves."""
 
 
@@ -570,26 +566,26 @@ def states_on_disk(optimizer: Optimizer) -> StatesOnDisk | None:
     ids = tuple(map(id, params))
     known = _made.get(optimizer)
     if known is None or known[0] != ids:
-        portions = portions_on_disk(params)
-        states = StatesOnDisk(portions, f"states-{type(optimizer).__name__}".lower()) if portions else None
+        chunks = chunks_on_disk(params)
+        states = StatesOnDisk(chunks, f"states-{type(optimizer).__name__}".lower()) if chunks else None
         known = _made[optimizer] = ids, states
     return known[1]
 
 
-def choose_portions_anew(units: Iterable[Unit]) -> None:
+def choose_chunks_again(units: Iterable[Unit]) -> None:
     """Have the states of the parameters of `units` rest where their policies say now, from the next step on."""
     changed = {id(param.sharded) for unit in units for param in unit.params}
     for optimizer in [item for item, (ids, _) in _made.items() if changed.intersection(ids)]:
         del _made[optimizer]
 
 
-def portions_on_disk(params: Iterable[nn.Parameter]) -> list[tuple[Path, list[nn.Parameter]]]:
+def chunks_on_disk(params: Iterable[nn.Parameter]) -> list[tuple[Path, list[nn.Parameter]]]:
     """The portions of `params`, which one optimizer steps, whose states rest on a disk; each with the folder.
 
     They are the same on every rank, since Muon runs collectives for each.
     """
     ordered = in_model_order(list(params))
-    return [(folder, portion) for folder, of_unit in _chosen(ordered) for portion in _divided(of_unit)]
+    return [(folder, chunk) for folder, of_unit in _chosen(ordered) for chunk in _divided(of_unit)]
 
 
 def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Parameter]]]:
@@ -600,7 +596,7 @@ def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Para
         policy = None if managed is None else managed.unit.options.offload
         if managed is None or not param.requires_grad or not isinstance(policy, Offload):
             continue
-        if not policy.disk_fraction and not managed.unit.rests_on_disk:
+        if not policy.disk_fraction and not managed.unit.is_on_disk:
             continue
         known = next((units for other, units in by_policy if other == policy), None)
         if known is None:
@@ -608,13 +604,13 @@ def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Para
             by_policy.append((policy, known))
         known.setdefault(managed.unit, []).append(param)
     for policy, units in by_policy:
-        homes = homes_of(list(units))
+        placements = placements_of(list(units))
         nbytes = {unit: sum(param.numel() * param.dtype.itemsize for param in its) for unit, its in units.items()}
-        wanted = round(policy.disk_fraction * sum(nbytes.values()))  # as in `homes.py`
-        taken = sum(size for unit, size in nbytes.items() if unit.rests_on_disk)
+        wanted = round(policy.disk_fraction * sum(nbytes.values()))  # as in `placements.py`
+        taken = sum(size for unit, size in nbytes.items() if unit.is_on_disk)
         for unit in reversed(units):
-            if unit.rests_on_disk:
+            if unit.is_on_disk:
                 yield policy.disk_folder, units[unit]
-            elif taken < wanted and homes[unit] is Home.DEVICE:
+            elif taken < wanted and placements[unit] is StatePlacement.DEVICE:
                 taken += nbytes[unit]
                 yield policy.disk_folder, units[unit]

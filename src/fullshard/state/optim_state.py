@@ -235,7 +235,7 @@ def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[s
     state = _in_model_order(model, state)
     blocks = block_states(optim)
     if blocks is not None:
-        state = {fqn: blocks.apart(values, params[fqn]) for fqn, values in state.items()}
+        state = {fqn: blocks.separate(values, params[fqn]) for fqn, values in state.items()}
     for fqn, values in state.items():
         own = next((name for name, value in values.items() if _is_of_shard_alone(value)), None)
         if own is not None:
@@ -325,27 +325,27 @@ def _sent_by_first(state_dict: StateDict | None, model: nn.Module) -> tuple[Stat
     So no other rank ever holds more than one of them whole.
     """
     groups, device = groups_of(model), device_of(model)
-    mine = state_dict if state_dict and is_first_rank(model) else None
+    first_rank_state = state_dict if state_dict and is_first_rank(model) else None
     to_send: list[Tensor] = []
 
     def note(value: Tensor) -> _Absent:
         to_send.append(value)
         return _Absent(tuple(value.shape), value.dtype)
 
-    skeleton: Any = mine and _mapped(mine, note)
-    wires = [collectives_for(group or dist.distributed_c10d._get_default_group(), device) for group in groups]
-    for wire in wires:
-        skeleton = wire.broadcast_object(skeleton, 0, origin=_ORIGIN)
+    skeleton: Any = first_rank_state and _mapped(first_rank_state, note)
+    transports = [collectives_for(group or dist.distributed_c10d._get_default_group(), device) for group in groups]
+    for transport in transports:
+        skeleton = transport.broadcast_object(skeleton, 0, origin=_ORIGIN)
     sent = iter(to_send)
 
     def fetch(value: Any) -> Any:
         if not isinstance(value, _Absent):
             return value
         tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
-        if mine is not None:
+        if first_rank_state is not None:
             tensor.copy_(next(sent))
-        for wire in wires:
-            wire.broadcast([tensor], 0, origin=_ORIGIN)
+        for transport in transports:
+            transport.broadcast([tensor], 0, origin=_ORIGIN)
         return tensor
 
     return skeleton or {}, fetch

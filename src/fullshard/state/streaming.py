@@ -217,5 +217,5 @@ def _whole(weight: _Weight, region: Tensor | None) -> Tensor:
             for rank in range(spec.world)
         ]
         local = torch.cat(parts, spec.dim)
-    seen = param.view.make_unsharded(local)
-    return full_copy(seen) if isinstance(seen, DTensor) else seen
+    visited = param.view.make_unsharded(local)
+    return full_copy(visited) if isinstance(visited, DTensor) else visited

@@ -133,10 +133,10 @@ def _unsharded(unit: Unit, wish: _Wish) -> Iterator[None]:
                 _write_back(param, whole, version, wish.with_grads)
 
 
-def _summoned(param: ShardedParam, device: torch.device, wire: torch.device, wish: _Wish) -> nn.Parameter | None:
+def _summoned(param: ShardedParam, device: torch.device, transport: torch.device, wish: _Wish) -> nn.Parameter | None:
     """The unsharded parameter, in memory of its own on `device`; None on a rank that only takes part in the gather."""
-    value = _gathered(param, param.local, wire)
-    grad = _gathered(param, param.grad, wire) if wish.with_grads and param.grad is not None else None
+    value = _gathered(param, param.local, transport)
+    grad = _gathered(param, param.grad, transport) if wish.with_grads and param.grad is not None else None
     if not wish.shows:
         return None
     whole = param.view.make_summoned(value.to(device), requires_grad=param.sharded.requires_grad)
@@ -147,8 +147,8 @@ def _summoned(param: ShardedParam, device: torch.device, wire: torch.device, wis
     return whole
 
 
-def _gathered(param: ShardedParam, shard: Tensor, wire: torch.device) -> Tensor:
-    return full_copy(param.placed(shard.to(wire)))
+def _gathered(param: ShardedParam, shard: Tensor, transport: torch.device) -> Tensor:
+    return full_copy(param.placed(shard.to(transport)))
 
 
 def _check_unchanged(param: ShardedParam, whole: nn.Parameter, first: nn.Parameter, version: int) -> None:

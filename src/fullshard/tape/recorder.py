@@ -18,7 +18,7 @@ from enum import Enum
 from typing import TypeVar
 
 from fullshard.device.current import stamp_here
-from fullshard.device.lanes import Lane, Stamp
+from fullshard.device.streams import Stamp, Stream
 
 __all__ = [
     "Event",
@@ -81,7 +81,7 @@ class Event:
 
     name: str
     origin: Origin
-    lane: str = "compute"
+    stream: str = "compute"
     nbytes: int = 0
     sent_bytes: int = 0
     messages: int = 0
@@ -113,7 +113,7 @@ class Recorder:
     Within the context of another recorder, it forwards all events to that recorder as well.
     """
 
-    reads_lanes = False
+    reads_streams = False
     """True if events record times on streams, which can differ from the program's."""
 
     def __init__(self) -> None:
@@ -219,22 +219,22 @@ def noting(name: str) -> Iterator[None]:
     if recorder is None:
         yield
         return
-    event = recorder.add(Event(name, recorder.origin, "host", began=stamp_here() if recorder.reads_lanes else None))
+    event = recorder.add(Event(name, recorder.origin, "host", began=stamp_here() if recorder.reads_streams else None))
     try:
         yield
     finally:
-        event.ended = stamp_here() if recorder.reads_lanes else None
+        event.ended = stamp_here() if recorder.reads_streams else None
         event.finish()
 
 
 @contextmanager
-def noting_wait(lane: Lane, origin: Origin) -> Iterator[None]:
-    """Context manager in which `lane` waits for a collective of `origin`. The program itself does not wait."""
+def noting_wait(stream: Stream, origin: Origin) -> Iterator[None]:
+    """Context manager in which `stream` waits for a collective of `origin`. The program itself does not wait."""
     recorder = _active
-    if recorder is None or not (recorder.reads_lanes and lane.is_stream):
+    if recorder is None or not (recorder.reads_streams and stream.is_stream):
         yield
         return
-    event = Event("wait", origin, lane.name, began=lane.stamp())
+    event = Event("wait", origin, stream.name, began=stream.stamp())
     yield
-    event.ended = lane.stamp()
+    event.ended = stream.stamp()
     recorder.add(event).finish()

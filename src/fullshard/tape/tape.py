@@ -43,7 +43,7 @@ class Operation(NamedTuple):
     """
 
     name: str
-    lane: str
+    stream: str
     origin: Origin
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
@@ -63,7 +63,7 @@ class Collective(NamedTuple):
     """A collective on a stream: the ranks of its process group, and the bytes of each input tensor on this rank."""
 
     name: str
-    lane: str
+    stream: str
     origin: Origin
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
@@ -80,7 +80,7 @@ class Allocation(NamedTuple):
 
     storage: int
     nbytes: int
-    lane: str
+    stream: str
     origin: Origin
     purpose: str = ""
     ranks: int = 1
@@ -96,7 +96,7 @@ class Free(NamedTuple):
 
     storage: int
     nbytes: int
-    lane: str
+    stream: str
     origin: Origin
     ranks: int = 1
 
@@ -110,7 +110,7 @@ class Recorded(NamedTuple):
     """A numbered event after all work queued on a stream so far."""
 
     mark: int
-    lane: str
+    stream: str
     origin: Origin
 
 
@@ -118,7 +118,7 @@ class Waited(NamedTuple):
     """A stream waits for an event. `site` is the source line that requested the wait."""
 
     mark: int
-    lane: str
+    stream: str
     site: str
     origin: Origin
 
@@ -154,7 +154,7 @@ class Tape(Recorder):
         """
         held = peak = 0.0
         for place, entry in enumerate(self.entries):
-            if isinstance(entry, Allocation | Free) and (entry.lane == HOST) == of_host:
+            if isinstance(entry, Allocation | Free) and (entry.stream == HOST) == of_host:
                 held += entry.own_nbytes if isinstance(entry, Allocation) else -entry.own_nbytes
             peak = max(peak, held) if place >= since else held
         return round(peak)

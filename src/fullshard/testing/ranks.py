@@ -204,12 +204,12 @@ class _Rank:
     def start(cls, job: _Job, rank: int, port: int, folder: Path) -> _Rank:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)])
-        ours, theirs = context.Pipe()
+        own, peer = context.Pipe()
         trace = folder / f"rank{rank}.txt"
-        process = context.Process(target=_rank_main, args=(job, rank, port, trace, theirs), name=f"rank {rank}")
+        process = context.Process(target=_rank_main, args=(job, rank, port, trace, peer), name=f"rank {rank}")
         process.start()
-        theirs.close()  # the rank holds the only other end now, so its death reads as an end of file here
-        return cls(rank, process, ours, trace)
+        peer.close()  # the rank holds the only other end now, so its death reads as an end of file here
+        return cls(rank, process, own, trace)
 
     def call(self, job: _Job) -> None:
         """Send it another job. A process that is gone is noticed when it should report."""

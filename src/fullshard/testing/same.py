@@ -31,8 +31,8 @@ def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
         _assert_type(actual, type(expected), f"a {type(expected).__name__}", name)
         if len(actual) != len(expected):
             raise AssertionError(f"{name or 'top level'}: {len(actual)} items instead of {len(expected)}")
-        for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-            assert_same(ours, theirs, name=f"{name}[{index}]")
+        for index, (own, peer) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(own, peer, name=f"{name}[{index}]")
     elif not (actual == expected or (actual != actual and expected != expected)):
         raise AssertionError(f"{name or 'top level'}: {actual!r} instead of {expected!r}")
 
@@ -51,14 +51,14 @@ def _assert_keys(actual: Mapping[Any, Any], expected: Mapping[Any, Any], name: s
 
 def _assert_same_tensor(actual: Any, expected: Tensor, name: str) -> None:
     _assert_type(actual, Tensor, "a tensor", name)
-    ours, theirs = _whole(actual), _whole(expected)
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+    own, peer = _whole(actual), _whole(expected)
+    if (own.dtype, own.shape) != (peer.dtype, peer.shape):
         raise AssertionError(
-            f"{name}: {ours.dtype} of {tuple(ours.shape)} instead of {theirs.dtype} of {tuple(theirs.shape)}"
+            f"{name}: {own.dtype} of {tuple(own.shape)} instead of {peer.dtype} of {tuple(peer.shape)}"
         )
-    differs = differing(ours, theirs)
+    differs = differing(own, peer)
     if differs.any():
-        raise AssertionError(f"{name}: {_describe_difference(ours, theirs, differs)}")
+        raise AssertionError(f"{name}: {_describe_difference(own, peer, differs)}")
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -66,26 +66,26 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
-def differing(ours: Tensor, theirs: Tensor) -> Tensor:
+def differing(own: Tensor, peer: Tensor) -> Tensor:
     """A mask of the elements that differ in any bit: -0.0 is not 0.0, and a NaN is the same NaN."""
-    return (_bytes(ours) != _bytes(theirs)).any(dim=-1).reshape(ours.shape)
+    return (_bytes(own) != _bytes(peer)).any(dim=-1).reshape(own.shape)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)  # (numel, itemsize)
 
 
-def gaps(ours: Tensor, theirs: Tensor, differs: Tensor) -> Tensor:
+def gaps(own: Tensor, peer: Tensor, differs: Tensor) -> Tensor:
     """Absolute differences of the elements that differ, in float64: infinite where one of two is not a number."""
-    wide = torch.complex128 if ours.is_complex() else torch.float64
-    return (ours.to(wide) - theirs.to(wide)).abs().where(differs, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    wide = torch.complex128 if own.is_complex() else torch.float64
+    return (own.to(wide) - peer.to(wide)).abs().where(differs, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def _describe_difference(ours: Tensor, theirs: Tensor, differs: Tensor) -> str:
-    gap = gaps(ours, theirs, differs)
+def _describe_difference(own: Tensor, peer: Tensor, differs: Tensor) -> str:
+    gap = gaps(own, peer, differs)
     worst = int(gap.argmax()) if bool(gap.max() > 0) else int(differs.int().argmax())
-    index = tuple(int(place) for place in torch.unravel_index(torch.tensor(worst), ours.shape))
+    index = tuple(int(place) for place in torch.unravel_index(torch.tensor(worst), own.shape))
     return (
-        f"{int(differs.sum())} of {ours.numel()} elements differ, by at most {float(gap.max()):.3g} "
-        f"(at {index}: {ours.flatten()[worst].item()!r} instead of {theirs.flatten()[worst].item()!r})"
+        f"{int(differs.sum())} of {own.numel()} elements differ, by at most {float(gap.max()):.3g} "
+        f"(at {index}: {own.flatten()[worst].item()!r} instead of {peer.flatten()[worst].item()!r})"
     )

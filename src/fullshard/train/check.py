@@ -11,10 +11,10 @@ from pathlib import Path
 
 from fullshard.command_line import near_matches
 from fullshard.errors import ConfigError
-from fullshard.policy.precision import GATHER_WIRES, REDUCE_WIRES
+from fullshard.policy.precision import GATHER_ENCODINGS, REDUCE_ENCODINGS
 from fullshard.policy.sizes import parse_size
 from fullshard.policy.strategy import ShardingStrategy
-from fullshard.report.elsewhere import check_home
+from fullshard.report.destinations import check_destination
 from fullshard.train.model import shape_of
 from fullshard.train.parallelism import replicas_of, sequences_of
 from fullshard.train.resuming import AUTO
@@ -53,10 +53,10 @@ def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
     return source
 
 
-def check_ranks(asked: int | None, world: int) -> None:
+def check_ranks(requested: int | None, world: int) -> None:
     """Refuse a `--ranks` other than the number that torchrun has started."""
-    if asked is not None and asked != world:
-        raise ConfigError(f"--ranks {asked}: torchrun has started {world} ranks. Leave --ranks out under torchrun.")
+    if requested is not None and requested != world:
+        raise ConfigError(f"--ranks {requested}: torchrun has started {world} ranks. Leave --ranks out under torchrun.")
 
 
 def _check_parallelism(settings: ParallelSettings, world: int, machines: int) -> None:
@@ -87,14 +87,14 @@ def _check_memory(settings: MemorySettings, parallelism: ParallelSettings) -> No
         _check_choice("dtype", settings.dtype, DTYPES)
     _check_choice("reduce-dtype", settings.reduce_dtype, DTYPES)
     if settings.gather_wire is not None:
-        _check_choice("gather-wire", settings.gather_wire, GATHER_WIRES)
+        _check_choice("gather-wire", settings.gather_wire, GATHER_ENCODINGS)
         if parallelism.strategy == "ddp":
             raise ConfigError(
                 f"--gather-wire {settings.gather_wire}: under --strategy ddp no parameters are gathered. Leave it out, "
                 "or take another strategy."
             )
     if settings.reduce_wire is not None:
-        _check_choice("reduce-wire", settings.reduce_wire, REDUCE_WIRES)
+        _check_choice("reduce-wire", settings.reduce_wire, REDUCE_ENCODINGS)
         if settings.reduce_dtype != "float32":
             raise ConfigError(
                 f"--reduce-wire {settings.reduce_wire}: what travels encoded is summed in float32, but --reduce-dtype "
@@ -142,10 +142,10 @@ def _check_offload(settings: MemorySettings) -> None:
     if settings.offload_budget is not None:
         parse_size(settings.offload_budget, "--offload-budget", "memory")
         if any(every.values()):
-            said = " ".join(f"--{name} {fraction:g}" for name, fraction in every.items() if fraction)
+            stated = " ".join(f"--{name} {fraction:g}" for name, fraction in every.items() if fraction)
             raise ConfigError(
-                f"--offload-budget {settings.offload_budget} with {said}: a budget chooses the fractions. Leave either "
-                "out."
+                f"--offload-budget {settings.offload_budget} with {stated}: a budget chooses the fractions. Leave "
+                "either out."
             )
 
 
@@ -168,7 +168,7 @@ def _check_run(settings: RunSettings) -> None:
     if settings.log_to is not None:
         if not settings.report:
             raise ConfigError("--log-to with --no-report: its numbers are those of the report. Leave one of them out.")
-        check_home(settings.log_to)
+        check_destination(settings.log_to)
     for name in ("log_every", "validate_every", "sample_every", "sample_bytes", "seed"):
         _check_at_least(name, getattr(settings, name), 0)
     _check_at_least("validate_bytes", settings.validate_bytes, 1)

@@ -38,8 +38,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _start_ranks(argv: Sequence[str]) -> int:
     settings = parse_settings(argv)
-    asked = settings.parallelism.ranks
-    ranks = ranks_of_machine() if asked is None else asked
+    requested = settings.parallelism.ranks
+    ranks = ranks_of_machine() if requested is None else requested
     check_restarts(settings.checkpoints.safety_copy_every)
     settings = going_on(settings, ranks)
     check(settings, ranks)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.plan.ledger import measure_ledger, predict_activations, predict_ledger
-from fullshard.plan.resting import activations_away
+from fullshard.plan.stored import offloaded_activations
 from fullshard.train.bytes_table import RunLedgers
 from fullshard.train.model import GPT, byte_losses, shape_of
 from fullshard.train.parallelism import rows_of
@@ -45,9 +45,9 @@ def ledgers_of_run(
 
     activations = predict_activations(plain_gpt, loss_of)
     measured = measure_ledger(model, optimizer, lambda: loss_of(model))
-    away = sum(activations_away(model).values())
+    offloaded = sum(offloaded_activations(model).values())
     return RunLedgers(
         measured=measured,
-        formula=predict_ledger(model, activations=max(0, activations - away)),
+        formula=predict_ledger(model, activations=max(0, activations - offloaded)),
         ddp=predict_ledger(model, strategy="ddp", activations=activations),
     )

@@ -19,7 +19,7 @@ from fullshard.checkpoint.exporting import write_safetensors
 from fullshard.checkpoint.keeper import named
 from fullshard.checkpoint.manifest import step_of
 from fullshard.checkpoint.safety_copy import SafetyCopies
-from fullshard.plan.beside import FirstSteps, say_if_too_large
+from fullshard.plan.background import FirstSteps, warn_if_too_large
 from fullshard.plan.forecast import Forecast, Measured, compare
 from fullshard.plan.memory_used import PeakMemory
 from fullshard.report.recording import RunReport, report
@@ -28,7 +28,7 @@ from fullshard.train.evaluate import bits, sample, validation_loss
 from fullshard.train.ledgers import ledgers_of_run
 from fullshard.train.model import byte_losses
 from fullshard.train.parallelism import part_of, replicas_of, rows_of, sequences_of
-from fullshard.train.predicting import Foresight, by_state, disk_lines, disk_traffic, start_forecast
+from fullshard.train.predicting import RunPrediction, by_state, disk_lines, disk_traffic, start_forecast
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for
 from fullshard.train.ranks import Rank, gather_in_rank_order
 from fullshard.train.resuming import AUTO
@@ -83,7 +83,7 @@ def train(
     trainer = Trainer(settings, rank, text, model, folder, display, records=records, predicts=predicts)
     if forecasting is not None:
         peak.reset()  # a model may be made whole before it is sharded
-        trainer.foresight = Foresight(forecasting, peak)
+        trainer.prediction = RunPrediction(forecasting, peak)
     if settings.checkpoints.safety_copy_every:
         trainer.copies = SafetyCopies.kept_with(os.getppid())
     saves = settings.checkpoints.checkpoint_every > 0
@@ -91,8 +91,8 @@ def train(
         try:
             return trainer.run(stop)
         finally:
-            if trainer.foresight is not None:
-                trainer.foresight.close()
+            if trainer.prediction is not None:
+                trainer.prediction.close()
             display.close()
 
 
@@ -112,7 +112,7 @@ class Trainer:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     pending: PendingSave | None = None  # the checkpoint that is being written
     copies: SafetyCopies | None = None
-    foresight: Foresight | None = None  # on the rank that shows, in a run that predicts
+    prediction: RunPrediction | None = None  # on the rank that shows, in a run that predicts
     forecast: Forecast | None = None
     record: RunReport | None = None
 
@@ -122,7 +122,7 @@ class Trainer:
     def run(self, stop: StopRequest | None) -> int:
         """All remaining steps, with saves, reports and evaluations between them, then the end; the exit code."""
         done = self.begin()
-        self.foresee()
+        self.predict_load()
         with self.recording(done):
             code = self.take_steps(done, stop)
             if code == 0:
@@ -150,10 +150,10 @@ class Trainer:
 
     def ask_what_if(self) -> None:
         """Have the page say what other settings would have gained, in a run that was predicted."""
-        if self.record is None or self.foresight is None:
+        if self.record is None or self.prediction is None:
             return
         try:
-            self.record.tell_what_ifs(simulate_changes(self.settings, self.rank, str(self.folder.path)))
+            self.record.report_what_ifs(simulate_changes(self.settings, self.rank, str(self.folder.path)))
         except ConfigError as error:
             self.display.show_problem(str(error))
 
@@ -191,33 +191,33 @@ class Trainer:
             self.finish()
         return 0
 
-    def foresee(self) -> None:
+    def predict_load(self) -> None:
         """Show what is predicted, and have it shown beside what is measured once the third step is done.
 
         Raises:
             DiskError: what is to be on a disk finds no room there; on every rank.
         """
-        if self.foresight is not None:
-            self.forecast = self.foresee_step(self.foresight)
+        if self.prediction is not None:
+            self.forecast = self.predict_step(self.prediction)
         if self.predicts and offload_of(self.settings.memory).folder is not None:
-            self.foresee_disk()
-        if self.foresight is not None and self.forecast is not None:
-            self.foresight.peak.reset()  # the disk was measured with memory that the run does not need
-            self.measure_first_steps(self.foresight, self.forecast)
+            self.predict_disk()
+        if self.prediction is not None and self.forecast is not None:
+            self.prediction.peak.reset()  # the disk was measured with memory that the run does not need
+            self.measure_first_steps(self.prediction, self.forecast)
 
-    def foresee_step(self, foresight: Foresight) -> Forecast | None:
+    def predict_step(self, prediction: RunPrediction) -> Forecast | None:
         """Show what is predicted of a step; None if nothing could be."""
         try:
-            forecast = foresight.forecasting.result()
+            forecast = prediction.forecasting.result()
         except ConfigError as error:
             self.display.show_problem(str(error))
             return None
         self.folder.write_line("forecast", forecast.as_dict())
         self.display.show_forecast(forecast)
-        say_if_too_large(forecast, self.display.show_problem)
+        warn_if_too_large(forecast, self.display.show_problem)
         return forecast
 
-    def measure_first_steps(self, foresight: Foresight, forecast: Forecast) -> None:
+    def measure_first_steps(self, prediction: RunPrediction, forecast: Forecast) -> None:
         """Have the first steps measured, and shown beside what was predicted."""
 
         def done(measured: Measured) -> None:
@@ -225,9 +225,9 @@ class Trainer:
             self.folder.write_line("measured", measured.as_dict())
             self.display.show_comparison(compare(forecast, measured))
 
-        foresight.steps = FirstSteps(self.model, self.optimizer, foresight.peak, done)
+        prediction.steps = FirstSteps(self.model, self.optimizer, prediction.peak, done)
 
-    def foresee_disk(self) -> None:
+    def predict_disk(self) -> None:
         """Show what the disk costs in a step; the first rank measures it while the others wait.
 
         Raises:
@@ -320,8 +320,8 @@ class Trainer:
             )
         self.folder.cut_back(was["sizes"])
         self.stopwatch.total_s = was["seconds"]
-        came = {"step": restored.step, "world": self.rank.world, "from": str(named(restored.path))}
-        self.folder.write_line("resume", came)
+        arrived = {"step": restored.step, "world": self.rank.world, "from": str(named(restored.path))}
+        self.folder.write_line("resume", arrived)
         return restored.step or 0
 
     def load(self, source: Path) -> Restored:
@@ -405,24 +405,24 @@ class Trainer:
         with self.stopwatch.running():  # waits for the device, so it belongs to the time of the steps
             loss = mean_in_row_order(trained.losses, self.sequences, self.rank)
         seconds_a_step = self.stopwatch.lap(step)
-        said = StepReport(
+        stated = StepReport(
             step=step,
             loss=loss,
             bits_per_byte=bits(loss),
             tokens_per_s=self.tokens_a_step / seconds_a_step,
             left_s=seconds_a_step * (self.settings.optimization.steps - step),
         )
-        self.display.report(said)
+        self.display.report(stated)
         norm, rate = float(trained.gradient_norm), self.optimizer.param_groups[0]["lr"]
         self.folder.write_line(
             "step",
             {
                 "step": step,
                 "loss": loss,
-                "bits_per_byte": said.bits_per_byte,
+                "bits_per_byte": stated.bits_per_byte,
                 "gradient_norm": norm,
                 "lr": rate,
-                "tokens_per_s": round(said.tokens_per_s, 1),
+                "tokens_per_s": round(stated.tokens_per_s, 1),
                 "seconds": round(self.stopwatch.total_s, 3),
             },
         )
@@ -431,10 +431,10 @@ class Trainer:
         self.record.log(
             step=step,
             loss=loss,
-            bits_per_byte=said.bits_per_byte,
+            bits_per_byte=stated.bits_per_byte,
             gradient_norm=norm,
             learning_rate=rate,
-            tokens_per_s=said.tokens_per_s,
+            tokens_per_s=stated.tokens_per_s,
         )
         if self.forecast is not None and self.forecast.flops_share:
             self.record.log(step=step, mfu=self.forecast.flops_share * self.forecast.step_s / seconds_a_step)

@@ -88,7 +88,7 @@ def _read_mapping(path: Path) -> dict[Any, Any]:
 
 def _without_config(argv: Sequence[str]) -> tuple[list[str], list[Path]]:
     """The command line less its `--config FILE`, and the files it named."""
-    rest: list[str] = []
+    remaining: list[str] = []
     files: list[Path] = []
     items = iter(argv)
     for item in items:
@@ -100,5 +100,5 @@ def _without_config(argv: Sequence[str]) -> tuple[list[str], list[Path]]:
         elif item.startswith(f"--{CONFIG}="):
             files.append(Path(item.partition("=")[2]))
         else:
-            rest.append(item)
-    return rest, files
+            remaining.append(item)
+    return remaining, files

@@ -94,7 +94,7 @@ def part_of(settings: OptimizationSettings, *, microbatch: int, rank: int, world
     return Part(first, rows, counted=min(rows, max(0, sequences_of(settings, world) - first)))
 
 
-def shared_anew(settings: OptimizationSettings, *, before: int, world: int) -> OptimizationSettings:
+def shared_again(settings: OptimizationSettings, *, before: int, world: int) -> OptimizationSettings:
     """The same steps for `world` ranks that `before` ranks took: from as many sequences, with no more of them in one
     microbatch of a rank.
     """

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.device.accelerator import accelerator_for
-from fullshard.device.travel import Journeys, travel
+from fullshard.device.travel import Transfers, travel
 from fullshard.disk.folder import free_bytes, made
-from fullshard.disk.foresight import Traffic, check_room, floored, foresee
 from fullshard.disk.pace import pace_of
+from fullshard.disk.prediction import Traffic, check_room, floored, predict_load
 from fullshard.disk.speed import measure
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
-from fullshard.plan.beside import STEPS, FirstSteps
+from fullshard.plan.background import STEPS, FirstSteps
 from fullshard.plan.forecast import Comparison, Forecast, Forecasting, Measured, compare, forecast_of
 from fullshard.plan.hardware import Hardware, hardware, hardware_named_like
 from fullshard.plan.ledger import Ledger, predict_on_disk, predict_tiers
 from fullshard.plan.memory import State
 from fullshard.plan.memory_used import PeakMemory, memory_for_a_rank
 from fullshard.plan.prediction import Prediction, predict
-from fullshard.plan.resting import activations_away
+from fullshard.plan.stored import offloaded_activations
 from fullshard.policy.strategy import Placement, resolve_placements
 from fullshard.train.model import GPT, byte_losses, shape_of
 from fullshard.train.parallelism import rows_of
@@ -37,8 +37,8 @@ from fullshard.train.sharding import mesh_of, offload_of, shard
 
 __all__ = [
     "DiskUse",
-    "Foresight",
     "Machine",
+    "RunPrediction",
     "by_state",
     "comparison_of",
     "described_here",
@@ -93,7 +93,7 @@ def machine_of(rank: Rank) -> Machine:
 
 
 @dataclass
-class Foresight:
+class RunPrediction:
     """A forecast under way, and what measures the run beside it."""
 
     forecasting: Forecasting[Forecast]
@@ -118,7 +118,7 @@ class DiskUse:
     def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches
         self._calls = self._at_rest = self._kept = 0
-        self._before: Journeys = {}
+        self._before: Transfers = {}
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """The loss of a microbatch. With the second step's first one, the states are where they rest."""
@@ -127,7 +127,7 @@ class DiskUse:
             self._at_rest = predict_tiers(model)["disk"].total
         self._calls += 1
         loss = byte_losses(model(batch), batch).mean()
-        self._kept = activations_away(model).get("disk", 0)
+        self._kept = offloaded_activations(model).get("disk", 0)
         return loss
 
     @property
@@ -136,8 +136,8 @@ class DiskUse:
         moved = [item for (place, _), item in travel.since(self._before).items() if place == "disk"]
         states = Traffic(
             room_bytes=self._at_rest,
-            read_bytes=sum(item.came for item in moved),
-            written_bytes=sum(item.went for item in moved),
+            read_bytes=sum(item.arrived for item in moved),
+            written_bytes=sum(item.passed for item in moved),
         )
         return states + Traffic.of_activations(self._kept, microbatches=self._microbatches)
 
@@ -179,7 +179,7 @@ def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: fl
     speed = measure(folder, seconds=MEASURING_S)
     pace_of(folder).expect(lambda read, written: speed.seconds(ranks * read, ranks * written))
     there = replace(speed, free_bytes=speed.free_bytes + held)
-    return foresee(there, whole, step_s=step_s, ask=ask).lines(settings.optimization.steps)
+    return predict_load(there, whole, step_s=step_s, ask=ask).lines(settings.optimization.steps)
 
 
 def _options_that_fit(model: nn.Module, memory: MemorySettings, ranks: int, wanted_bytes: int, room_bytes: int) -> str:
@@ -194,8 +194,8 @@ def _options_that_fit(model: nn.Module, memory: MemorySettings, ranks: int, want
         "parameters": memory.offload_parameters,
         "activations": memory.offload_activations,
     }
-    asked = [f"--offload-{name} {floored(share * fraction)}" for name, fraction in given.items() if fraction]
-    return f"Ask for {' '.join(asked)}" if share else "Not even one unit fits: offload nothing there"
+    requested = [f"--offload-{name} {floored(share * fraction)}" for name, fraction in given.items() if fraction]
+    return f"Ask for {' '.join(requested)}" if share else "Not even one unit fits: offload nothing there"
 
 
 def by_state(ledger: Ledger) -> dict[str, int]:
@@ -266,9 +266,9 @@ def forecast_run(settings: TrainSettings, machine: Machine) -> Forecast:
     if found.fits:
         return found
     fitting = (
-        say for say, other in _smaller(settings, machine.world) if forecast(predicted(other, machine, described)).fits
+        log for log, other in _smaller(settings, machine.world) if forecast(predicted(other, machine, described)).fits
     )
-    return replace(found, would_fit=tuple(next(([say] for say in fitting), [])))
+    return replace(found, would_fit=tuple(next(([log] for log in fitting), [])))
 
 
 def predicted(
@@ -289,7 +289,7 @@ def predicted(
         lambda mesh: shard(gpt(), settings, mesh, machine.device_type),
         lambda: torch.zeros((rows, settings.text.seq), dtype=torch.int64),
         hardware=described or hardware("h100-80"),  # whose seconds are not told then
-        lanes="cpu" if machine.device_type == "cpu" else "gpu",
+        streams="cpu" if machine.device_type == "cpu" else "gpu",
         world=machine.world,
         ranks_per_host=machine.local_world,
         microbatches=settings.optimization.accumulate,

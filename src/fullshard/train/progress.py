@@ -126,65 +126,65 @@ class LineDisplay(Display):
 
     def start(self, heading: Heading) -> None:
         self._steps = heading.steps
-        self.say(
+        self.log(
             f"Training {heading.parameters / 1e6:.2f}M parameters on {heading.ranks} x {heading.device}, "
             f"strategy {heading.strategy}, {heading.steps} steps"
         )
-        self.say(
+        self.log(
             f"Text: {in_bytes(heading.training_bytes)} to train on, {in_bytes(heading.validation_bytes)} to validate "
             f"on. Output: {heading.out}"
         )
 
     def remember_memory(self, ledgers: RunLedgers) -> None:
-        ours, ddp = in_bytes(ledgers.measured.total), in_bytes(ledgers.ddp.total)
-        self._memory = f"  {ours} a rank (ddp {ddp})"
+        own, ddp = in_bytes(ledgers.measured.total), in_bytes(ledgers.ddp.total)
+        self._memory = f"  {own} a rank (ddp {ddp})"
 
     def show_forecast(self, forecast: Forecast) -> None:
         step = f", {forecast.step_s * 1e3:.3g} ms a step" if forecast.step_s else ""
-        self.say(f"Predicted: {in_bytes(forecast.needed_bytes)} a rank{step}; most in {forecast.peak_at}")
+        self.log(f"Predicted: {in_bytes(forecast.needed_bytes)} a rank{step}; most in {forecast.peak_at}")
 
     def show_comparison(self, comparison: Comparison) -> None:
         self.console.print(comparison_table(comparison))
         for cause in comparison.causes:
-            self.say(cause)
+            self.log(cause)
 
     def report(self, report: StepReport) -> None:
         now = time.monotonic()
         if report.step < self._steps and now - self._shown_at < LINE_EVERY_S:
             return
         self._shown_at = now
-        self.say(f"step {report.step}/{self._steps}  {self.numbers_of(report)}")
+        self.log(f"step {report.step}/{self._steps}  {self.numbers_of(report)}")
 
     def show_validation(self, step: int, bits_per_byte: float) -> None:
-        self.say(f"step {step}/{self._steps}  validation: {bits_per_byte:.3f} bits per byte")
+        self.log(f"step {step}/{self._steps}  validation: {bits_per_byte:.3f} bits per byte")
 
     def show_sample(self, step: int, content: bytes) -> None:
-        self.say(f"step {step}/{self._steps}  sample:")
-        self.say(indented(printable(content)))
+        self.log(f"step {step}/{self._steps}  sample:")
+        self.log(indented(printable(content)))
 
     def show_result(self, result: Result) -> None:
-        self.say(f"\nSample of the trained model:\n{indented(printable(result.sample))}\n")
+        self.log(f"\nSample of the trained model:\n{indented(printable(result.sample))}\n")
         self.console.print(bytes_table(result.ledgers, result.strategy))
-        self.say(
+        self.log(
             f"Validation: {result.bits_per_byte:.3f} bits per byte after {duration(result.seconds)}. "
             f"In {result.out}: {METRICS}, {SAMPLES}, {WEIGHTS}"
         )
 
     def show_page(self, page: Path) -> None:
-        self.say(f"Where time and memory went: {page}")
+        self.log(f"Where time and memory went: {page}")
 
     def show_resumed(self, step: int, path: Path) -> None:
-        self.say(f"Going on after step {step} from {path}")
+        self.log(f"Going on after step {step} from {path}")
 
     def show_disk(self, lines: Sequence[str]) -> None:
         for line in lines:
-            self.say(f"Disk: {line}")
+            self.log(f"Disk: {line}")
 
     def show_problem(self, message: str) -> None:
-        self.say(f"Problem: {message}")
+        self.log(f"Problem: {message}")
 
     def show_stopped(self, step: int, path: Path) -> None:
-        self.say(f"Stopped after step {step}, which {path} holds. Go on by --resume auto.")
+        self.log(f"Stopped after step {step}, which {path} holds. Go on by --resume auto.")
 
     @contextmanager
     def watching(self, what: str) -> Iterator[Progress | None]:
@@ -200,7 +200,7 @@ class LineDisplay(Display):
 
     def show_watched(self, line: str) -> None:
         """Show the progress of something that takes long."""
-        self.say(line)
+        self.log(line)
 
     def numbers_of(self, report: StepReport) -> str:
         """Loss, speed, time left and memory in one line."""
@@ -209,7 +209,7 @@ class LineDisplay(Display):
             f"{report.tokens_per_s / 1000:.1f}k tokens/s  {duration(report.left_s)} left{self._memory}"
         )
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print one text as it is: no markup, no highlighting, no wrapping."""
         self.console.print(Styled(line), soft_wrap=True)
 

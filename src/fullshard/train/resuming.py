@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fullshard.errors import ConfigError
-from fullshard.train.parallelism import sequences_of, shared_anew, shared_by_any
+from fullshard.train.parallelism import sequences_of, shared_again, shared_by_any
 from fullshard.train.run_folder import lines_of
 from fullshard.train.schedule import peak_lr
 from fullshard.train.settings import OptimizationSettings, TrainSettings
@@ -48,15 +48,15 @@ def going_on(settings: TrainSettings, world: int) -> TrainSettings:
         )
     before = header["world"]
     taken = OptimizationSettings(**{name: was[name] for name in ("batch", "accumulate", "sequences") if name in was})
-    asked = settings.optimization
-    wanted = asked.sequences or (asked.batch and asked.batch * asked.accumulate)
+    requested = settings.optimization
+    wanted = requested.sequences or (requested.batch and requested.batch * requested.accumulate)
     if wanted not in (None, sequences_of(taken, before)):
         raise ConfigError(
             f"--resume auto: a step of the run in {out} learns from {sequences_of(taken, before)} sequences, not from "
             f"{wanted}. Leave --batch, --accumulate and --sequences as they were."
         )
-    shared = shared_anew(taken, before=before, world=world)
+    shared = shared_again(taken, before=before, world=world)
     return replace(
         settings,
-        optimization=replace(asked, batch=shared.batch, accumulate=shared.accumulate, sequences=shared.sequences),
+        optimization=replace(requested, batch=shared.batch, accumulate=shared.accumulate, sequences=shared.sequences),
     )

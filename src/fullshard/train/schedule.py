@@ -22,5 +22,5 @@ def learning_rate(settings: OptimizationSettings, peak: float, step: int) -> flo
 
 def peak_lr(settings: TrainSettings) -> float:
     """The learning rate at the end of the warm-up: as asked, else the one that suits the size."""
-    asked = settings.optimization.lr
-    return shape_of(settings.model).lr if asked is None else asked
+    requested = settings.optimization.lr
+    return shape_of(settings.model).lr if requested is None else requested

@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from fullshard.liveness.whereabouts import here
+from fullshard.liveness.rank_progress import here
 
 __all__ = ["PREEMPTED", "StopRequest", "heeding_sigterm"]
 
@@ -23,19 +23,19 @@ class StopRequest:
     """A request to any rank to stop; all ranks learn of it after the same step."""
 
     def __init__(self) -> None:
-        self._asked = False
+        self._requested = False
         self._group = dist.new_group(backend="gloo")  # of its own: it is used while a step's messages are under way
-        self._any_asked = torch.zeros(1, dtype=torch.int32)
+        self._any_requested = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
     def note(self, signum: int, frame: FrameType | None) -> None:
         """Handle SIGTERM."""
-        self._asked = True
+        self._requested = True
 
     def exchange(self) -> None:
         """Begin to exchange requests with the other ranks; before each step."""
-        self._any_asked.fill_(self._asked)
-        self._work = dist.all_reduce(self._any_asked, dist.ReduceOp.MAX, self._group, async_op=True)
+        self._any_requested.fill_(self._requested)
+        self._work = dist.all_reduce(self._any_requested, dist.ReduceOp.MAX, self._group, async_op=True)
 
     @property
     def is_wanted(self) -> bool:
@@ -43,7 +43,7 @@ class StopRequest:
         assert self._work is not None, "exchange() comes first"
         with here.waiting("all_reduce of requests to stop"):
             self._work.wait()
-        return bool(self._any_asked)
+        return bool(self._any_requested)
 
 
 @contextmanager

@@ -47,12 +47,12 @@ def run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(_usage() + "\n")
         return GOOD
-    name, *rest = argv
+    name, *remaining = argv
     if name not in _ACTIONS:
         raise ConfigError(f"{_PROG} {name}: unknown.{near_matches(name, _ACTIONS)} Take one of {', '.join(_ACTIONS)}.")
     action = _ACTIONS[name]
     prog = " ".join([_PROG, name, *action.words])
-    words, options = take_words(action.settings, rest, action.words, prog=prog)
+    words, options = take_words(action.settings, remaining, action.words, prog=prog)
     settings = parse(action.settings, options, prog=prog, description=f"{action.does[0].upper()}{action.does[1:]}.")
     try:
         return action.run(*map(Path, words), settings)
@@ -199,16 +199,16 @@ def _verify(path: Path, settings: ShowSettings) -> int:
     rows: list[dict[str, Any]] = []
     with SlowBar() as bar:
         for place, files, damage in _accounts(path):
-            tell = bar.telling(f"verifying {place.name}")
-            found = [*damage, *damage_in(place, files, progress=tell)]
+            tell_ = bar.telling(f"verifying {place.name}")
+            found = [*damage, *damage_in(place, files, progress=tell_)]
             nbytes = sum(stored.nbytes for stored in files.values())
             rows.append({"path": str(place), "files": len(files), "bytes": nbytes, "damage": found})
     if settings.output.json:
         print_json(rows)
     else:
         for row in rows:
-            said = "damaged" if row["damage"] else f"intact ({row['files']} files, {in_bytes(row['bytes'])})"
-            print_line(f"{row['path']}: {said}")
+            stated = "damaged" if row["damage"] else f"intact ({row['files']} files, {in_bytes(row['bytes'])})"
+            print_line(f"{row['path']}: {stated}")
             for line in row["damage"]:
                 print_line(f"  {line}")
     return BAD if any(row["damage"] for row in rows) else GOOD
@@ -285,7 +285,7 @@ def _diff(one: Path, other: Path, settings: ShowSettings) -> int:
         shown = [
             [
                 item.name,
-                item.said,
+                item.stated,
                 str(item.one or "-"),
                 str(item.other or "-"),
                 "" if item.largest is None else f"{item.largest:.6g}",
@@ -304,7 +304,7 @@ def _as_json(found: Difference) -> dict[str, Any]:
     largest = found.largest
     return {
         "name": found.name,
-        "differs_in": None if found.bit_equal else found.said,
+        "differs_in": None if found.bit_equal else found.stated,
         "first": side(found.one),
         "second": side(found.other),
         # JSON has no NaN and no infinity.

@@ -29,7 +29,7 @@ class Difference:
     largest: float | None = None  # absolute difference, where the shapes are the same
 
     @property
-    def said(self) -> str:
+    def stated(self) -> str:
         """The kind of difference, in a word or two."""
         if self.one is None or self.other is None:
             return "missing in the first" if self.one is None else "missing in the second"
@@ -42,12 +42,12 @@ class Difference:
 
 def differences(one: Stored, other: Stored, progress: Progress | None = None) -> Iterator[Difference]:
     """A row for each tensor of either side, in order. Optimizers are compared where both sides have one."""
-    mine, theirs = (one.tensors, other.tensors) if one.others and other.others else (one.weights, other.weights)
-    names = list(dict.fromkeys([*mine, *theirs]))
-    total = sum(mine[name].nbytes for name in names if name in mine and name in theirs)
+    local, peer = (one.tensors, other.tensors) if one.others and other.others else (one.weights, other.weights)
+    names = list(dict.fromkeys([*local, *peer]))
+    total = sum(local[name].nbytes for name in names if name in local and name in peer)
     done = 0
     for name in names:
-        here, there = mine.get(name), theirs.get(name)
+        here, there = local.get(name), peer.get(name)
         if here is None or there is None or here.shape != there.shape:
             yield Difference(name, here, there)
         else:
@@ -66,10 +66,10 @@ def _compared(one: Tensor, other: Tensor) -> tuple[bool, float]:
     largest = 0.0
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
     for pieces in zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True):
-        mine, theirs = (piece.to(wide) for piece in pieces)
-        same = (mine == theirs) | (mine.isnan() & theirs.isnan())
-        apart = (mine - theirs).abs().masked_fill(same, 0.0)
-        found = apart.max().item() if apart.numel() else 0.0
+        local, peer = (piece.to(wide) for piece in pieces)
+        same = (local == peer) | (local.isnan() & peer.isnan())
+        separate = (local - peer).abs().masked_fill(same, 0.0)
+        found = separate.max().item() if separate.numel() else 0.0
         largest = found if math.isnan(found) else max(largest, found)
         if math.isnan(largest):
             break

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.checkpoint.manifest import Progress as Tell
+from fullshard.checkpoint.manifest import Progress as Report
 from fullshard.regular_files import shown
 
 __all__ = ["SlowBar", "in_bytes", "print_json", "print_line", "print_table"]
@@ -69,11 +69,11 @@ class SlowBar:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def telling(self, doing: str) -> Tell:
+    def telling(self, doing: str) -> Report:
         """A function to call with the bytes done and the bytes to do; `doing` is shown beside the bar."""
         self._stop()
 
-        def tell(done: int, total: int) -> None:
+        def tell_(done: int, total: int) -> None:
             if self._bar is None and self._console.is_terminal and monotonic() - self._began > _BAR_AFTER_S:
                 columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), DownloadColumn())
                 self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
@@ -82,7 +82,7 @@ class SlowBar:
             if self._bar is not None:
                 self._bar.update(self._bar.task_ids[0], completed=done, total=total)
 
-        return tell
+        return tell_
 
     def _stop(self) -> None:
         if self._bar is not None:

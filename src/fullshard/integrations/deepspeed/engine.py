@@ -119,7 +119,7 @@ class Engine(nn.Module):
         if scale_wrt_gas:
             loss = loss / self._sizes.microbatches
         if self._settings.stage < 2:  # unsharded gradients need one reduction per step
-            self._sharded.set_requires_gradient_sync(self.is_gradient_accumulation_boundary() and not self._apart)
+            self._sharded.set_requires_gradient_sync(self.is_gradient_accumulation_boundary() and not self._separate)
         (loss * self._loss_scale.scale).backward(retain_graph=retain_graph)
         self._backwards += 1
         return loss
@@ -196,7 +196,7 @@ class Engine(nn.Module):
 
     # -- accumulation -------------------------------------------------------------------------------------------------
 
-    _apart = False  # within no_sync()
+    _separate = False  # within no_sync()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True if the current microbatch is the last of its step."""
@@ -205,12 +205,12 @@ class Engine(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager in which backward accumulates unsharded gradients. A later backward reduces all of them."""
-        self._apart = True
+        self._separate = True
         try:
             with self._sharded.no_sync():
                 yield
         finally:
-            self._apart = False
+            self._separate = False
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of samples per step over all ranks, and so of microbatches. Their size stays the same.

@@ -179,21 +179,21 @@ def _load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: it cannot be read ({error}). Copy the file again.") from error
     except Exception as error:  # whatever bytes can make torch raise
         raise CheckpointError(
-            f"{path}: it cannot be read without executing code ({_said_by(error)}). Nothing in it was executed. Save "
-            "it with plain values in client_state."
+            f"{path}: it cannot be read without executing code ({_reported_by(error)}). Nothing in it was executed. "
+            "Save it with plain values in client_state."
         ) from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path}: expected a dict of states, found a {type(loaded).__name__}.")
     return loaded
 
 
-def _said_by(error: Exception) -> str:
+def _reported_by(error: Exception) -> str:
     """Return the class that torch rejects, or the first line of its message."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     return f"it names {named[1]}" if named else str(error).partition("\n")[0]
 
 
-class _StandIn:
+class _Placeholder:
     """A stand-in for an object of DeepSpeed: its arguments and its state."""
 
     def __init__(self, *made_with: Any) -> None:
@@ -218,8 +218,8 @@ _CLASSES = (
 @contextmanager
 def _knowing_deepspeeds_classes() -> Iterator[None]:
     """Context manager in which torch reads those classes as stand-ins. Each stand-in must be a separate class."""
-    stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_StandIn,), {}), name) for name in _CLASSES]
-    with torch.serialization.safe_globals(stand_ins):
+    placeholders: list[Any] = [(type(name.rpartition(".")[2], (_Placeholder,), {}), name) for name in _CLASSES]
+    with torch.serialization.safe_globals(placeholders):
         yield
 
 
@@ -237,11 +237,11 @@ def _contents(read: _Read) -> Contents:
         contents.ties[f"{MODEL}.{alias}"] = f"{MODEL}.{name}"
     for name, value in weights.items():
         contents.put((MODEL, name), value)
-    ours: dict[str, Any] = {"ties": contents.ties, "model": {}, "extra": _extra(read)}
-    ours["optimizer"] = put_optimizer(contents, _optimizer(read, layout))
+    record: dict[str, Any] = {"ties": contents.ties, "model": {}, "extra": _extra(read)}
+    record["optimizer"] = put_optimizer(contents, _optimizer(read, layout))
     if first.get("lr_scheduler") is not None:
-        ours["scheduler"] = first["lr_scheduler"]
-    contents.ours = plain_copy(ours, "the checkpoint's ")
+        record["scheduler"] = first["lr_scheduler"]
+    contents.record = plain_copy(record, "the checkpoint's ")
     contents.own = {"random": random_states()}
     return contents
 
@@ -381,7 +381,7 @@ def _extra(read: _Read) -> dict[str, Any]:
         "global_samples": first.get("global_samples", 0),
         "skipped_steps": first.get("skipped_steps", 0),
     }
-    scaler = read.optimizers[0].get("loss_scaler", _StandIn()).had
+    scaler = read.optimizers[0].get("loss_scaler", _Placeholder()).had
     if scaler.get("dynamic"):
         engine["loss_scale"] = {
             "scale": float(scaler["cur_scale"]),

@@ -34,17 +34,17 @@ class Key:
 
     path: str
     fate: Fate
-    said: str
+    stated: str
     idle: tuple[Any, ...] = (None, False)
 
     @property
     def explanation(self) -> str:
         """Its fate in words."""
-        return f"{self.fate.value}. {self.said}"
+        return f"{self.fate.value}. {self.stated}"
 
 
-def _honoured(path: str, said: str) -> Key:
-    return Key(path, Fate.HONOURED, said)
+def _honoured(path: str, stated: str) -> Key:
+    return Key(path, Fate.HONOURED, stated)
 
 
 def _needless(why: str, *paths: str) -> list[Key]:
@@ -323,8 +323,8 @@ def table() -> list[tuple[str, str, str]]:
     """Rows of keys, their fate, and its explanation, in the order of the page."""
     found: dict[tuple[Fate, str], list[str]] = {}
     for key in _ALL:
-        found.setdefault((key.fate, key.said), []).append(f"`{key.path}`")
-    rows = [(", ".join(keys), fate.value, said) for (fate, said), keys in found.items()]
+        found.setdefault((key.fate, key.stated), []).append(f"`{key.path}`")
+    rows = [(", ".join(keys), fate.value, stated) for (fate, stated), keys in found.items()]
     return sorted(rows, key=lambda row: [fate.value for fate in Fate].index(row[1]))
 
 
@@ -379,7 +379,7 @@ def check(path: str, value: Any) -> Key:
     if "auto" in (value.values() if isinstance(value, Mapping) else (value,)):
         raise ConfigError(f"{path} has the value 'auto', which a trainer around DeepSpeed fills in. Write it out.")
     if key.fate is Fate.REFUSED and not any(value == item and type(value) is type(item) for item in key.idle):
-        raise ConfigError(f"{path}={value!r} of the DeepSpeed configuration has no counterpart. {key.said}")
+        raise ConfigError(f"{path}={value!r} of the DeepSpeed configuration has no counterpart. {key.stated}")
     return key
 
 

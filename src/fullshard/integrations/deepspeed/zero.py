@@ -105,8 +105,8 @@ def _write(item: Managed, whole: Tensor, source: int) -> None:
     """Broadcast the values of rank `source` in `whole` along one mesh axis after another, and keep them."""
     mesh = item.param.dtensor.device_mesh
     for axis, place in enumerate(_coordinates(item, source)):
-        wire = collectives_for(mesh.get_group(axis), whole.device)
-        wire.broadcast([whole], place, origin=Origin("", Phase.IDLE))
+        transport = collectives_for(mesh.get_group(axis), whole.device)
+        transport.broadcast([whole], place, origin=Origin("", Phase.IDLE))
     item.param.write(whole)
 
 

@@ -137,23 +137,23 @@
     };
   };
 
-  // Rows are the lanes of the rank that is chosen, or of all ranks one under the other.
+  // Rows are the streams of the rank that is chosen, or of all ranks one under the other.
   const chosenRanks = () => {
-    const chosen = document.getElementById("lanes-of").value;
+    const chosen = document.getElementById("streams-of").value;
     return chosen === "all" ? run.timeline.ranks : [run.timeline.ranks[Number(chosen)]];
   };
 
   const partOfSpan = (name) => SPANS[name] || name;
 
   charts.timeline = (box) => {
-    const { lanes, names: what, units } = run.timeline;
+    const { streams, names: what, units } = run.timeline;
     const ranks = chosenRanks();
-    const used = lanes.map((_, lane) => ranks.some((it) => it.lane.includes(lane)));
-    const shown = lanes.map((_, lane) => lane).filter((lane) => used[lane]);
-    const rows = ranks.flatMap((it) => shown.map((lane) => ranks.length > 1 ? `${narrow(box) ? "" : "rank "}${it.rank}, ${lanes[lane]}` : lanes[lane]));
+    const used = streams.map((_, stream) => ranks.some((it) => it.stream.includes(stream)));
+    const shown = streams.map((_, stream) => stream).filter((stream) => used[stream]);
+    const rows = ranks.flatMap((it) => shown.map((stream) => ranks.length > 1 ? `${narrow(box) ? "" : "rank "}${it.rank}, ${streams[stream]}` : streams[stream]));
     const data = [];
-    ranks.forEach((it, place) => it.lane.forEach((lane, at) => {
-      data.push([place * shown.length + shown.indexOf(lane), it.start_us[at] / 1e6, (it.start_us[at] + it.took_us[at]) / 1e6, it.name[at], it.unit[at]]);
+    ranks.forEach((it, place) => it.stream.forEach((stream, at) => {
+      data.push([place * shown.length + shown.indexOf(stream), it.start_us[at] / 1e6, (it.start_us[at] + it.took_us[at]) / 1e6, it.name[at], it.unit[at]]);
     }));
     const end = data.reduce((most, it) => Math.max(most, it[2]), 0);
     const shades = what.map((name) => partColor(partOfSpan(name)));
@@ -171,10 +171,10 @@
         },
       ],
       tooltip: tooltip({
-        formatter: ({ value: [row, from, to, name, of] }) => tip(what[name], [["unit", unit(units[of])], ["lane", rows[row]], ["took", time(to - from)], ["from", time(from)]]),
+        formatter: ({ value: [row, from, to, name, of] }) => tip(what[name], [["unit", unit(units[of])], ["stream", rows[row]], ["took", time(to - from)], ["from", time(from)]]),
       }),
       series: [{
-        type: "custom", data, clip: true, encode: { x: [1, 2], y: 0 }, dimensions: ["lane", "from", "to", "what", "unit"],
+        type: "custom", data, clip: true, encode: { x: [1, 2], y: 0 }, dimensions: ["stream", "from", "to", "what", "unit"],
         renderItem: (params, api) => {
           const [x, y] = api.coord([api.value(1), api.value(0)]);
           const [stop] = api.coord([api.value(2), api.value(0)]);
@@ -520,8 +520,8 @@
 
   const option = (select, value, label) => select.append(new Option(label, value));
 
-  const lanes = () => {
-    const select = document.getElementById("lanes-of");
+  const streams = () => {
+    const select = document.getElementById("streams-of");
     if (!select) return;
     const { ranks, names: what } = run.timeline;
     if (ranks.length > 1 && ranks.length <= 8) option(select, "all", "all");
@@ -537,7 +537,7 @@
     document.getElementById("zoom-in").addEventListener("click", () => zoom(0.5));
     document.getElementById("zoom-out").addEventListener("click", () => zoom(2));
     document.getElementById("zoom-all").addEventListener("click", () => chart().dispatchAction({ type: "dataZoom", start: 0, end: 100 }));
-    const key = document.getElementById("lanes-key");
+    const key = document.getElementById("streams-key");
     for (const name of what) {
       const item = document.createElement("span");
       const swatch = document.createElement("i");
@@ -607,7 +607,7 @@
     }
   };
 
-  lanes();
+  streams();
   shards();
   document.querySelectorAll("table.sortable").forEach(sortable);
   document.querySelectorAll("button.more").forEach(more);

@@ -43,8 +43,8 @@ class Case:
 
     def mesh(self) -> DeviceMesh:
         """All processes: stages, matrices, replicas, shards."""
-        beside = {name: size for name, size in (("pp", self.axes.pp), ("tp", self.axes.tp)) if size > 1}
-        return _mesh(**beside, **({"replicate": self.replicas} if self.has_two_axes else {}), shard=self.shards)
+        alongside = {name: size for name, size in (("pp", self.axes.pp), ("tp", self.axes.tp)) if size > 1}
+        return _mesh(**alongside, **({"replicate": self.replicas} if self.has_two_axes else {}), shard=self.shards)
 
     def data_mesh(self) -> DeviceMesh:
         """The ranks of data and context, among which gradients are averaged."""

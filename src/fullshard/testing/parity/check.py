@@ -131,16 +131,16 @@ def rows_of(recipe: Recipe, cases: Sequence[Case], tolerance: Tolerance, timeout
     """
     for (ranks, replicas), group in groupby(cases, key=lambda case: (case.ranks, case.replicas)):
         with tempfile.TemporaryDirectory(prefix="fullshard-parity-") as folder:
-            trace, alike = Trace(Path(folder)), list(group)
+            trace, identical = Trace(Path(folder)), list(group)
             _train_unsharded(1, train_plain, recipe, ranks, ranks // replicas, trace, timeout=timeout)
-            if alike[0].axes.rounds:
-                axes = replace(alike[0].axes, pp=1)
-                bare = replace(alike[0], strategy=NOT_SHARDED, axes=axes)
+            if identical[0].axes.rounds:
+                axes = replace(identical[0].axes, pp=1)
+                bare = replace(identical[0], strategy=NOT_SHARDED, axes=axes)
                 plain, trace = trace, Trace(Path(folder, "bare"))
                 trace.folder.mkdir()
                 compared = _train_unsharded(bare.world, train_unsharded, recipe, bare, trace, plain, timeout=timeout)
                 yield ParityRow.of(bare, compared)
-            for case in alike:
+            for case in identical:
                 try:
                     compared = run_ranks(case.world, train_sharded, recipe, case, trace, tolerance, timeout=timeout)
                 except RanksFailed as failed:

@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     console.print(report.table())
-    console.print(report.said, markup=False, highlight=False, soft_wrap=True)
+    console.print(report.stated, markup=False, highlight=False, soft_wrap=True)
     if settings.verdict.json is not None:
         settings.verdict.json.write_text(dumps_with_options(settings, report.as_dict()))
     return EQUAL if report.is_equal else DIFFERENT

@@ -63,7 +63,7 @@ class Plain:
             self._hand_values_to(copy)
         plans = [self._recipe.microbatches(number, rank, len(self._copies)) for rank in range(len(self._copies))]
         for together in zip(*plans, strict=True):  # each rank's microbatches until a reduction
-            terms = [self._gradients(copy, mine, losses) for copy, mine in zip(self._copies, together, strict=True)]
+            terms = [self._gradients(copy, local, losses) for copy, local in zip(self._copies, together, strict=True)]
             self._add_mean(terms)
         gradients = {
             name: None if param.grad is None else param.grad.clone() for name, param in self._model.named_parameters()

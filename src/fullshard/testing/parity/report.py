@@ -98,8 +98,8 @@ class ParityRow:
         return "see below" if self.failure else "" if self.first is None else str(self.first)
 
     def __str__(self) -> str:
-        said = {"yes": "the same bits", "tolerated": "within the tolerance", "no": f"differs: {self._first}"}
-        return f"{self.title}: {said.get(self._verdict, self._verdict)}"
+        stated = {"yes": "the same bits", "tolerated": "within the tolerance", "no": f"differs: {self._first}"}
+        return f"{self.title}: {stated.get(self._verdict, self._verdict)}"
 
     def as_dict(self) -> dict[str, Any]:
         """The row for JSON: differences as numbers, `"inf"` where there is none."""
@@ -158,7 +158,7 @@ class ParityReport:
         return table
 
     @property
-    def said(self) -> str:
+    def stated(self) -> str:
         """The messages of ranks that could not train, and the verdict in a line."""
         titles: dict[str, list[str]] = {}
         for row in self.rows:
@@ -199,7 +199,7 @@ class ParityReport:
         console = Console(file=io.StringIO(), width=WIDTH)
         with console.capture() as captured:
             console.print(self.table())
-        return f"{captured.get().rstrip()}\n{self.said}"
+        return f"{captured.get().rstrip()}\n{self.stated}"
 
 
 def _number(value: float) -> str:

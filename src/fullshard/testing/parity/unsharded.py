@@ -132,8 +132,8 @@ class _Means:
         losses: dict[int, Tensor] = {}
         totals: list[Tensor | None] = [None for _ in self._params]
         for together in zip(*plans, strict=True):
-            mine = together[self._divided.rank]
-            found = torch.stack([recipe.backward(self.model, number) for number in mine])
+            own_part = together[self._divided.rank]
+            found = torch.stack([recipe.backward(self.model, number) for number in own_part])
             gathered = torch.stack(_gathered(found, self._group)).unflatten(0, (case.ranks, case.axes.cp))
             for numbers, of_rank in zip(together, gathered, strict=True):
                 losses.update(zip(numbers, of_rank.T if case.axes.cp > 1 else of_rank[0], strict=True))
@@ -166,10 +166,10 @@ class _Means:
         return DTensor.from_local(grad, mesh["shard"], [Replicate()])
 
 
-def _gathered(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+def _gathered(own_part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """The tensors of all ranks of the group, in order."""
-    of_ranks = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(of_ranks, mine.contiguous(), group=group)
+    of_ranks = [torch.empty_like(own_part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(of_ranks, own_part.contiguous(), group=group)
     return of_ranks
 
 

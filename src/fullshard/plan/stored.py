@@ -5,7 +5,7 @@ The formula, for each rank:
     parameters on the CPU      copied to the device for each all-gather; if the device keeps a copy, after each
                                reduction, because an optimizer may have updated them; in the all-gather dtype
     gradients on the CPU       copied from the device after each reduction, in the reduce dtype
-    states on disk             see `disk.foresight.Traffic`
+    states on disk             see `disk.prediction.Traffic`
     activations                copied from the device in forward and back in backward
 """
 
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fullshard._compat import local_tensor
-from fullshard.device.travel import Journeys, Travelled
+from fullshard.device.travel import Transfers, Travelled
 from fullshard.disk.files import aligned
-from fullshard.disk.foresight import Traffic
+from fullshard.disk.prediction import Traffic
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.managed import managed_by
@@ -30,13 +30,13 @@ from fullshard.plan.ledger import (
     TIERS,
     Ledger,
     OptimizerCost,
-    plans_at_home,
+    plans_without_offload,
     predict_on_disk,
     predict_tiers,
     storage_bytes,
 )
 
-__all__ = ["activations_away", "measure_tiers", "predict_travel"]
+__all__ = ["measure_tiers", "offloaded_activations", "predict_travel"]
 
 
 def measure_tiers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Ledger]:
@@ -56,22 +56,22 @@ def measure_tiers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
     for optimizer in optimizers:
         for param, state in optimizer.state.items():
             managed = managed_by(param)
-            beside = managed is not None and managed.unit.is_offloaded
+            alongside = managed is not None and managed.unit.is_offloaded
             for value in (local_tensor(item) for item in state.values() if isinstance(item, Tensor)):
-                states["disk" if isinstance(value, OnDisk) else "cpu" if beside else "device"].append(value)
+                states["disk" if isinstance(value, OnDisk) else "cpu" if alongside else "device"].append(value)
     nbytes = {tier: storage_bytes(tensors) for tier, tensors in states.items()}
     nbytes["disk"] = sum(state.nbytes for state in states["disk"])
     on_disk = predict_on_disk(model)
-    nbytes["cpu" if on_disk.beside_nbytes else "device"] += on_disk.buffer_nbytes
-    found = predict_tiers(model, activations=activations_away(model))
+    nbytes["cpu" if on_disk.alongside_nbytes else "device"] += on_disk.buffer_nbytes
+    found = predict_tiers(model, activations=offloaded_activations(model))
     return {tier: replace(ledger, optimizer_state=nbytes[tier]) for tier, ledger in found.items()}
 
 
-def activations_away(model: nn.Module) -> Mapping[str, int]:
+def offloaded_activations(model: nn.Module) -> Mapping[str, int]:
     """Return the most bytes that one forward of `model` has offloaded, by tier. Empty if none have been offloaded."""
     units = units_in(model)
     runtime = runtime_or_none(units[0]) if units else None
-    return {} if runtime is None else runtime.activations.most_away
+    return {} if runtime is None else runtime.activations.most_offloaded
 
 
 def predict_travel(
@@ -81,7 +81,7 @@ def predict_travel(
     clips: bool = False,
     optimizer: OptimizerCost | None = None,
     activations: Mapping[str, int] | None = None,
-) -> Journeys:
+) -> Transfers:
     """Return the bytes copied to and from this rank's device per step, by tier and state, without zeros.
 
     Args:
@@ -95,13 +95,13 @@ def predict_travel(
         ConfigError: The model has no units.
     """
     found: dict[tuple[str, str], Travelled] = {}
-    for key, more in _journeys(model, microbatches, clips, optimizer, activations or {}):
+    for key, more in _transfers(model, microbatches, clips, optimizer, activations or {}):
         known = found.get(key, Travelled())
-        found[key] = Travelled(known.came + more.came, known.went + more.went)
-    return {key: item for key, item in found.items() if item.came or item.went}
+        found[key] = Travelled(known.arrived + more.arrived, known.passed + more.passed)
+    return {key: item for key, item in found.items() if item.arrived or item.passed}
 
 
-def _journeys(
+def _transfers(
     model: nn.Module,
     microbatches: int,
     clips: bool,
@@ -112,10 +112,10 @@ def _journeys(
     yield ("disk", "optimizer state"), _as_travelled(states)
     for tier, nbytes in activations.items():
         yield (tier, "activations"), _as_travelled(Traffic.of_activations(nbytes, microbatches=microbatches))
-    for unit, plan, is_trained in plans_at_home(model):
+    for unit, plan, is_trained in plans_without_offload(model):
         reductions = microbatches if is_trained else 0
         gathers = reductions if unit.keeps_unsharded else microbatches * (2 if unit.reshards_after_forward else 1)
-        if plan.rests_on_disk:
+        if plan.is_on_disk:
             shards = aligned(plan.layout.shard_numel * plan.contract.stored.itemsize)
             moved = Traffic.of_shards(shards, gathers=gathers, is_stepped=is_trained)
             yield ("disk", "parameters"), _as_travelled(moved)
@@ -124,8 +124,8 @@ def _journeys(
                 moved = Traffic.of_gradients(grads, reductions=reductions, clips=clips)
                 yield ("disk", "gradients"), _as_travelled(moved)
         elif plan.memory.offloaded:
-            yield ("cpu", "parameters"), Travelled(came=_comes(plan, gathers, reductions))
-            yield ("cpu", "gradients"), Travelled(went=reductions * _summed(plan))
+            yield ("cpu", "parameters"), Travelled(arrived=_comes(plan, gathers, reductions))
+            yield ("cpu", "gradients"), Travelled(passed=reductions * _summed(plan))
 
 
 def _as_travelled(traffic: Traffic) -> Travelled:

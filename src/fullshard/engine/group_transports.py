@@ -10,12 +10,12 @@ from fullshard.comm.collectives import Collectives
 from fullshard.comm.encoded import EncodedSums, gathers_encoded_as, sums_encoded_as
 from fullshard.comm.mesh import Axes, subgroup
 from fullshard.comm.routes import collectives_for
+from fullshard.comm.transport import Gathers, Sums
 from fullshard.comm.two_level import TwoLevelGathers, TwoLevelSums
-from fullshard.comm.wire import Gathers, Sums
 from fullshard.device.memory import Pool, scratch_of
 from fullshard.engine.group_plan import GroupPlan
 
-__all__ = ["AxesCollectives", "GroupWires"]
+__all__ = ["AxesCollectives", "GroupTransports"]
 
 _VARIANTS = 1024  # so many ways to lack gradients have messages of their own
 _FEW_VARIANTS = 64  # where a call has as many messages as there are groups of ranks
@@ -60,7 +60,7 @@ class AxesCollectives:
 
 
 @dataclass(frozen=True)
-class GroupWires:
+class GroupTransports:
     """The wires of one parameter group."""
 
     gathers: Gathers
@@ -70,7 +70,7 @@ class GroupWires:
     scratch: Pool
 
     @classmethod
-    def bind(cls, plan: GroupPlan, collectives: AxesCollectives) -> GroupWires:
+    def bind(cls, plan: GroupPlan, collectives: AxesCollectives) -> GroupTransports:
         """New channels for a group: ranks must make their groups in the same order."""
         messages = len(plan.layout.in_place) + 1
         gather_wire = plan.contract.gather_wire if plan.shards_optimizer else None

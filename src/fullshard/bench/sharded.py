@@ -11,12 +11,14 @@ from fullshard.bench.trainer import Build, Trainer
 from fullshard.bench.workload import Workload
 from fullshard.policy.strategy import resolve_placements
 
-__all__ = ["REPLICAS", "ours"]
+__all__ = ["REPLICAS", "fully_sharded"]
 
 REPLICAS = 2  # of a hybrid strategy
 
 
-def ours(strategy: str | Placements, *, gather_wire: str | None = None, reduce_wire: str | None = None) -> Build:
+def fully_sharded(
+    strategy: str | Placements, *, gather_wire: str | None = None, reduce_wire: str | None = None
+) -> Build:
     """`fully_shard` under `strategy`, each block a unit, with these encodings if any."""
 
     def build(workload: Workload, model: Model) -> Trainer:

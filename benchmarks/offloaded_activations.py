@@ -1,6 +1,7 @@
 """What do activations on a disk cost and free, beside keeping them and beside computing them again?
 
-    python benchmarks/activations_away.py --folder /nvme/scratch --json benchmarks/results/activations_away.json
+    python benchmarks/offloaded_activations.py --folder /nvme/scratch --json
+    benchmarks/results/offloaded_activations.json
 
 A chain of transformer blocks, a unit each, is trained on two ranks in four ways: activations kept, half of the units'
 on the disk, all of them there, and each block computed again by a checkpoint. Steps are timed by turns in the same
@@ -105,9 +106,9 @@ def main() -> None:
     print(f"{'':>16} {'step ms':>9} {'beside kept':>12} {'peak MiB':>9} {'formula MiB':>12} {'travels MiB':>12}")
     for way in WAYS:
         item = found[way]
-        ratios = [mine / its for mine, its in zip(item["seconds"], kept["seconds"], strict=True)]
+        ratios = [local / its for local, its in zip(item["seconds"], kept["seconds"], strict=True)]
         formula = None if way == "computed again" else kept["peak"] - item["travels"] + item["buffers"]
-        told = result["ways"][way] = {
+        reported = result["ways"][way] = {
             "step_ms": 1e3 * statistics.median(item["seconds"]),
             "beside_kept": statistics.median(ratios),
             "peak": item["peak"] + item["buffers"],
@@ -116,8 +117,8 @@ def main() -> None:
         }
         shown = "" if formula is None else f"{formula / 2**20:.1f}"
         print(
-            f"{way:>16} {told['step_ms']:9.1f} {told['beside_kept']:12.2f} {told['peak'] / 2**20:9.1f} {shown:>12} "
-            f"{item['travels'] / 2**20:12.1f}"
+            f"{way:>16} {reported['step_ms']:9.1f} {reported['beside_kept']:12.2f} {reported['peak'] / 2**20:9.1f} "
+            f"{shown:>12} {item['travels'] / 2**20:12.1f}"
         )
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fullshard.device.accelerator import Accelerator
-from fullshard.device.lanes import LANES, Lane, Lanes, Mark
+from fullshard.device.streams import STREAMS, Mark, Stream, Streams
 from fullshard.dry.storages import Storages
 from fullshard.tape.tape import HOST, Recorded, Tape, Waited
 
-__all__ = ["OF_TORCH", "DryAccelerator", "DryLane"]
+__all__ = ["OF_TORCH", "DryAccelerator", "DryStream"]
 
 _PACKAGE = Path(__file__).parent.parent
 OF_TORCH = "torch: "
@@ -29,7 +29,7 @@ _SEAM = tuple(str(_PACKAGE / room) for room in ("device", "dry"))
 class _DryMark:
     """A point in the work of a simulated stream."""
 
-    def __init__(self, number: int, host: DryLane) -> None:
+    def __init__(self, number: int, host: DryStream) -> None:
         self.number = number
         self._host = host
 
@@ -42,7 +42,7 @@ class _DryMark:
         self._host.wait(self)
 
 
-class DryLane(Lane):
+class DryStream(Stream):
     """A stream that records its operations in a trace."""
 
     is_stream = True
@@ -52,7 +52,7 @@ class DryLane(Lane):
         self._accelerator = accelerator
 
     def queueing(self) -> AbstractContextManager[object]:
-        return self._accelerator.on_lane(self.name)
+        return self._accelerator.on_stream(self.name)
 
     def mark(self) -> Mark:
         return self._accelerator.mark(self.name)
@@ -67,94 +67,96 @@ class DryAccelerator(Accelerator):
 
     Args:
         tape: The trace to record to.
-        has_lanes: Whether to simulate an accelerator. If False, only the memory of a CPU is recorded.
+        has_streams: Whether to simulate an accelerator. If False, only the memory of a CPU is recorded.
         host_bytes: The host memory in bytes that this rank may use. None means no limit.
     """
 
     is_dry = True
 
-    def __init__(self, tape: Tape, *, has_lanes: bool = True, host_bytes: int | None = None) -> None:
-        self.has_lanes = has_lanes
+    def __init__(self, tape: Tape, *, has_streams: bool = True, host_bytes: int | None = None) -> None:
+        self.has_streams = has_streams
         self.tape = tape
-        self.lane = LANES[0]
+        self.stream = STREAMS[0]
         self._host_bytes = host_bytes
         self._marks = 0
         self.storages = Storages(tape)
 
     @cached_property
-    def lanes(self) -> Lanes:
-        return Lanes(*[(DryLane(name, self) if self.has_lanes else Lane(name)) for name in LANES])
+    def streams(self) -> Streams:
+        return Streams(*[(DryStream(name, self) if self.has_streams else Stream(name)) for name in STREAMS])
 
     def mark_here(self) -> Mark | None:
-        return self.mark(self.lane) if self.has_lanes else None
+        return self.mark(self.stream) if self.has_streams else None
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         self.storages.note_freed(storage)
         super().resize(storage, nbytes)
-        self.storages.note_allocated(storage, self.lane, "unsharded parameters")
+        self.storages.note_allocated(storage, self.stream, "unsharded parameters")
 
     def note_shared(self, storage: torch.UntypedStorage, ranks: int, purpose: str) -> None:
         self.storages.note_freed(storage)
-        self.storages.note_allocated(storage, self.lane, purpose, ranks)
+        self.storages.note_allocated(storage, self.stream, purpose, ranks)
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return self._copied(tensor, self.lane) if self.storages.is_host(tensor) else tensor
+        return self._copied(tensor, self.stream) if self.storages.is_host(tensor) else tensor
 
-    def beside(self, tensor: Tensor, other: Tensor) -> Tensor:
+    def alongside(self, tensor: Tensor, other: Tensor) -> Tensor:
         to_host = self.storages.is_host(other)
         if to_host == self.storages.is_host(tensor):
             return tensor
-        return self._copied(tensor, HOST if to_host else self.lane)
+        return self._copied(tensor, HOST if to_host else self.stream)
 
     def memory_of(self, tensor: Tensor) -> Hashable:
-        return HOST if self.storages.is_host(tensor) else self.lane
+        return HOST if self.storages.is_host(tensor) else self.stream
 
-    def _copied(self, tensor: Tensor, lane: str) -> Tensor:
-        with self.on_lane(lane):
+    def _copied(self, tensor: Tensor, stream: str) -> Tensor:
+        with self.on_stream(stream):
             copied = torch.empty(tensor.shape, dtype=tensor.dtype)
         return copied.copy_(tensor)
 
     def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        with self.on_lane(HOST):
+        with self.on_stream(HOST):
             return torch.zeros(numel, dtype=dtype)
 
     def host_room(self, ranks: int) -> int | None:
         return None if self._host_bytes is None else self._host_bytes - self.storages.nbytes_from(HOST)
 
     def on_host(self) -> AbstractContextManager[object]:
-        return self.on_lane(HOST)
+        return self.on_stream(HOST)
 
     @contextmanager
-    def on_lane(self, name: str) -> Iterator[None]:
+    def on_stream(self, name: str) -> Iterator[None]:
         """Context manager that queues work on the stream called `name`."""
-        before, self.lane = self.lane, name
+        before, self.stream = self.stream, name
         try:
             yield
         finally:
-            self.lane = before
+            self.stream = before
 
-    def mark(self, lane: str) -> Mark:
-        """Record an event on the stream called `lane` and return it."""
-        self._check_current(lane)
+    def mark(self, stream: str) -> Mark:
+        """Record an event on the stream called `stream` and return it."""
+        self._check_current(stream)
         self._marks += 1
-        self.tape.note(Recorded(self._marks, lane, self.tape.origin))
-        host = self.lanes.host
-        assert isinstance(host, DryLane)
+        self.tape.note(Recorded(self._marks, stream, self.tape.origin))
+        host = self.streams.host
+        assert isinstance(host, DryStream)
         return _DryMark(self._marks, host)
 
-    def note_wait(self, mark: int, lane: str, site: str = "") -> None:
-        """Record that `lane` waits for `mark`. `site` is the line that requested it, the caller if empty."""
-        self._check_current(lane)
-        self.tape.note(Waited(mark, lane, site or _site(), self.tape.origin))
+    def note_wait(self, mark: int, stream: str, site: str = "") -> None:
+        """Record that `stream` waits for `mark`. `site` is the line that requested it, the caller if empty."""
+        self._check_current(stream)
+        self.tape.note(Waited(mark, stream, site or _site(), self.tape.origin))
 
-    def _check_current(self, lane: str) -> None:
-        """Raise if `lane` is not current. Compute uses the current stream, which another stream's context replaces."""
-        assert lane != LANES[0] or self.lane in (lane, HOST), f"compute was asked for within lane {self.lane}"
+    def _check_current(self, stream: str) -> None:
+        """Raise if `stream` is not current. Compute uses the current stream, unless another stream is entered."""
+        assert stream != STREAMS[0] or self.stream in (stream, HOST), (
+            f"compute was asked for within stream {self.stream}"
+        )
 
-    def hold_host(self, lane: str, operation: str) -> None:
-        """Record that an operation of torch makes the host wait for `lane`."""
+    def hold_host(self, stream: str, operation: str) -> None:
+        """Record that an operation of torch makes the host wait for `stream`."""
         self._marks += 1
-        self.tape.note(Recorded(self._marks, lane, self.tape.origin))
+        self.tape.note(Recorded(self._marks, stream, self.tape.origin))
         self.note_wait(self._marks, HOST, f"{OF_TORCH}{operation}")
 
 
@@ -169,10 +171,10 @@ def _site() -> str:
         frame = frame.f_back
     assert frame is not None, "somebody asks"
     site, caller = _line(frame), frame.f_back
-    is_ours = caller is not None and caller.f_code.co_filename.startswith(str(_PACKAGE))
+    is_own = caller is not None and caller.f_code.co_filename.startswith(str(_PACKAGE))
     if frame.f_code.co_name == "__del__":  # the garbage collector calls it from an arbitrary line
-        is_ours = False
-    return f"{site}, called by {_line(caller)}" if caller is not None and is_ours else site
+        is_own = False
+    return f"{site}, called by {_line(caller)}" if caller is not None and is_own else site
 
 
 def _line(frame: FrameType) -> str:

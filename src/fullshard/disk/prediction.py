@@ -16,7 +16,7 @@ from fullshard.disk.folder import IN_MEMORY
 from fullshard.disk.speed import DiskSpeed
 from fullshard.errors import ConfigError, DiskError
 
-__all__ = ["TB_WRITTEN_PER_TB", "Foresight", "Traffic", "check_room", "floored", "foresee"]
+__all__ = ["TB_WRITTEN_PER_TB", "PredictedLoad", "Traffic", "check_room", "floored", "predict_load"]
 
 TB_WRITTEN_PER_TB = 600
 """Endurance that makers of consumer SSDs typically warrant: terabytes written per terabyte of capacity. SSDs for data
@@ -90,7 +90,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foresight:
+class PredictedLoad:
     """The predicted load of a run on a disk."""
 
     speed: DiskSpeed
@@ -154,14 +154,14 @@ class Foresight:
         return f": {life:.1%} of the {_tb(self.endurance_bytes)} that {bears}"
 
 
-def foresee(
+def predict_load(
     speed: DiskSpeed,
     traffic: Traffic,
     *,
     step_s: float = 0.0,
     endurance_bytes: float | None = None,
     ask: Callable[[int], str] | None = None,
-) -> Foresight:
+) -> PredictedLoad:
     """Return the predicted load of `traffic` on a disk.
 
     Args:
@@ -183,7 +183,7 @@ def foresee(
             "a disk bears some writing. Leave out what is not known."
         )
     check_room(speed.folder, traffic, speed.free_bytes, ask=ask)
-    return Foresight(
+    return PredictedLoad(
         speed=speed,
         traffic=traffic,
         step_s=step_s,

@@ -1,19 +1,20 @@
-"""Lanes: compute, gathers, reductions and copies run beside each other on an accelerator. A CPU has one order of work.
+"""Streams: compute, gathers, reductions and copies run beside each other on an accelerator. A CPU has one order of
+work.
 
 [Note: who owns memory]
-A caching allocator keeps freed memory for the lane on which it was allocated, and gives it to the next allocation on
-that lane at once, whatever other lanes still do with it. So each kind of memory is allocated on one lane:
+A caching allocator keeps freed memory for the stream on which it was allocated, and gives it to the next allocation on
+that stream at once, whatever other streams still do with it. So each kind of memory is allocated on one stream:
 
     gradients as autograd makes them, activations                           compute
     unsharded parameters, secondary shards, shards on their way             gather
     sums on their way to the optimizer, send buffers of packs               reduce
     what encoded sums need on the second level                              replicate
 
-and is freed by the host only when the lane that owns it has waited for every other lane's last use of it; until then a
-reference keeps it. Where a lane waits for all that compute has queued, that includes what compute has waited for. So no
-tensor needs `record_stream`, and peak memory is the same in every run.
+and is freed by the host only when the stream that owns it has waited for every other stream's last use of it; until
+then a reference keeps it. Where a stream waits for all that compute has queued, that includes what compute has waited
+for. So no tensor needs `record_stream`, and peak memory is the same in every run.
 
-The gather lane waits for compute when memory of its own is freed, not when a gather starts; and where shards may have
+The gather stream waits for compute when memory of its own is freed, not when a gather starts; and where shards may have
 changed: at the beginning of a forward or a backward, after hooks on gradients, and when their versions say so. A gather
 is started before the memory of the unit before it is freed. So it runs beside that unit's computation even where the
 host only then learnt that it is needed; and at most two units are unsharded at once, though the host never waits.
@@ -29,21 +30,21 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["LANES", "ComputeLane", "HostLane", "Lane", "Lanes", "Mark", "Stamp", "StreamLane", "stamp_on"]
+__all__ = ["STREAMS", "ComputeStream", "DeviceStream", "HostStream", "Mark", "Stamp", "Stream", "Streams", "stamp_on"]
 
 
 class Mark(Protocol):
-    """A point in the work of a lane: an event."""
+    """A point in the work of a stream: an event."""
 
     def query(self) -> bool:
-        """True if the lane has come so far."""
+        """True if the stream has come so far."""
 
     def synchronize(self) -> None:
         """Let the host wait until it has."""
 
 
 class Stamp(Protocol):
-    """A point in the work of a lane whose time can be read, once the lane has come so far."""
+    """A point in the work of a stream whose time can be read, once the stream has come so far."""
 
     def query(self) -> bool:
         """True if it has."""
@@ -55,7 +56,7 @@ class Stamp(Protocol):
         """Milliseconds from here to `other`, on the same device. Both have been reached."""
 
 
-class Lane:
+class Stream:
     """One order of work. This one is the order of the program, in which nothing is ever to be waited for."""
 
     is_stream = False
@@ -68,28 +69,28 @@ class Lane:
         return f"{type(self).__name__}({self.name!r})"
 
     def queueing(self) -> AbstractContextManager[object]:
-        """A context in which work is queued on this lane."""
+        """A context in which work is queued on this stream."""
         return nullcontext()
 
-    def after(self, *others: Lane) -> AbstractContextManager[object]:
-        """A context in which work is queued on this lane, behind all work queued on `others` so far."""
+    def after(self, *others: Stream) -> AbstractContextManager[object]:
+        """A context in which work is queued on this stream, behind all work queued on `others` so far."""
         for other in others:
             self.wait(other.mark())
         return self.queueing()
 
     def mark(self) -> Mark | None:
-        """A mark behind all work queued on this lane so far; None where work is done when it is called for."""
+        """A mark behind all work queued on this stream so far; None where work is done when it is called for."""
         return None
 
     def stamp(self) -> Stamp | None:
-        """A stamp behind all work queued on this lane so far; None where work is done when it is called for."""
+        """A stamp behind all work queued on this stream so far; None where work is done when it is called for."""
         return None
 
     def wait(self, mark: Mark | None) -> None:
-        """Let this lane go on only after `mark`. The host does not wait, unless this is its own lane."""
+        """Let this stream go on only after `mark`. The host does not wait, unless this is its own stream."""
 
 
-class HostLane(Lane):
+class HostStream(Stream):
     """The host's own order of work beside an accelerator: waiting here holds the program up."""
 
     def wait(self, mark: Mark | None) -> None:
@@ -97,7 +98,7 @@ class HostLane(Lane):
             mark.synchronize()
 
 
-class StreamLane(Lane):
+class DeviceStream(Stream):
     """A stream of `device` beside its compute stream. Communication comes first where both could run."""
 
     is_stream = True
@@ -111,8 +112,8 @@ class StreamLane(Lane):
         return self._own
 
     def queueing(self) -> AbstractContextManager[object]:
-        """See `Lane.queueing`. By a new handle of the stream: torch keeps the stream to go back to in the handle, which
-        until torch 2.12 cannot be entered twice, as it is by threads that share a lane.
+        """See `Stream.queueing`. By a new handle of the stream: torch keeps the stream to go back to in the handle,
+        which until torch 2.12 cannot be entered twice, as it is by threads that share a stream.
         """
         own = self._own
         return torch.Stream(stream_id=own.stream_id, device_index=own.device_index, device_type=own.device_type)
@@ -129,11 +130,11 @@ class StreamLane(Lane):
             self._stream.wait_event(mark)
 
 
-class ComputeLane(StreamLane):
-    """The stream that is current on `device`, whichever that is: ask it outside of other lanes' contexts only."""
+class ComputeStream(DeviceStream):
+    """The stream that is current on `device`, whichever that is: ask it outside of other streams' contexts only."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        Lane.__init__(self, name)
+        Stream.__init__(self, name)
         self._device = device
 
     @property
@@ -144,7 +145,7 @@ class ComputeLane(StreamLane):
         return nullcontext()
 
     def wait(self, mark: Mark | None) -> None:
-        """See `Lane.wait`. A mark may be the user's, and of a class that only knows how to hold the current stream."""
+        """See `Stream.wait`. A mark may be the user's, of a class that can only hold the current stream."""
         if mark is not None:
             with _current(self._device):
                 mark.wait()  # type: ignore[attr-defined]  # every event of torch's has it
@@ -171,24 +172,24 @@ def _current(device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """The lanes of one device, which all that computes there shares."""
+class Streams:
+    """The streams of one device, which all that computes there shares."""
 
-    compute: Lane
-    gather: Lane
-    reduce: Lane  # sums over the shard axis, or within groups
-    replicate: Lane  # sums over the replicate axis, or across groups: the slow network holds up nothing else
-    offload: Lane  # copies to the host
-    host: Lane
+    compute: Stream
+    gather: Stream
+    reduce: Stream  # sums over the shard axis, or within groups
+    replicate: Stream  # sums over the replicate axis, or across groups: the slow network holds up nothing else
+    offload: Stream  # copies to the host
+    host: Stream
 
     def join(self) -> None:
         """Let compute wait for all other streams, and these for compute: memory of each can then be freed."""
         others = (self.gather, self.reduce, self.replicate, self.offload)
-        for lane in others:
-            self.compute.wait(lane.mark())
-        for lane in others:
-            lane.wait(self.compute.mark())
+        for stream in others:
+            self.compute.wait(stream.mark())
+        for stream in others:
+            stream.wait(self.compute.mark())
 
 
-LANES = tuple(lane.name for lane in fields(Lanes))
+STREAMS = tuple(stream.name for stream in fields(Streams))
 """Their names, in that order."""

@@ -44,9 +44,9 @@ __all__ = [
     "ADDRESS_NBYTES",
     "Block",
     "CannotShareError",
+    "HostPeers",
     "Key",
     "Memory",
-    "Neighbours",
     "Published",
     "address_of_none",
     "connect",
@@ -151,7 +151,7 @@ class Published:
 
 
 @dataclass(eq=False)
-class _Neighbour:
+class _HostPeer:
     rank: int
     socket: socket.socket
     ended: bool = False
@@ -161,7 +161,7 @@ class _Neighbour:
     fingerprints: deque[bytes] = field(default_factory=deque)
 
 
-class Neighbours:
+class HostPeers:
     """The other ranks of a group, all of them on this host. Ranks are numbered as in the group.
 
     Args:
@@ -173,7 +173,7 @@ class Neighbours:
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
         self.rank = rank
         self._timeout_s = timeout_s
-        self._others = {peer: _Neighbour(peer, connection) for peer, connection in sorted(sockets.items())}
+        self._others = {peer: _HostPeer(peer, connection) for peer, connection in sorted(sockets.items())}
         self._by_descriptor = {other.socket.fileno(): other for other in self._others.values()}
         self._epoll = select.epoll()
         for descriptor, other in self._by_descriptor.items():
@@ -345,9 +345,9 @@ class Neighbours:
         """Let the thread that waits raise `failure` soon, and whoever waits later. Called by another thread."""
         self._failure = failure
 
-    def _wait_for_all(self, has_come: Callable[[_Neighbour], bool]) -> None:
+    def _wait_for_all(self, has_arrived: Callable[[_HostPeer], bool]) -> None:
         deadline = monotonic() + self._timeout_s
-        while missing := [other for other in self._others.values() if not has_come(other)]:
+        while missing := [other for other in self._others.values() if not has_arrived(other)]:
             if self._failure is not None:
                 raise self._failure
             for other in missing:
@@ -373,7 +373,7 @@ class Neighbours:
             self._take_message(self._by_descriptor[descriptor])
         return bool(ready)
 
-    def _take_message(self, other: _Neighbour) -> None:
+    def _take_message(self, other: _HostPeer) -> None:
         try:
             message, ancillary, _, _ = other.socket.recvmsg(_MESSAGE_NBYTES, socket.CMSG_SPACE(_DESCRIPTOR.size))
         except BlockingIOError:  # it was taken while there was no room to send
@@ -405,7 +405,7 @@ class Neighbours:
         else:
             self._blocks[number].readers -= 1
 
-    def _send(self, other: _Neighbour, message: bytes, descriptor: bytes | None = None) -> None:
+    def _send(self, other: _HostPeer, message: bytes, descriptor: bytes | None = None) -> None:
         ancillary = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)]
         deadline = monotonic() + self._timeout_s
         while True:
@@ -428,13 +428,13 @@ class Neighbours:
             other.socket.close()
 
 
-_open: weakref.WeakSet[Neighbours] = weakref.WeakSet()
+_open: weakref.WeakSet[HostPeers] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
     """A forked process, such as a data loader's worker, must not keep connections open that its parent's end closes."""
-    for neighbours in list(_open):
-        neighbours.close()
+    for peers in list(_open):
+        peers.close()
 
 
 if hasattr(os, "register_at_fork"):
@@ -448,7 +448,7 @@ class CannotShareError(Exception):
     """The ranks of a group cannot share memory; the message says why."""
 
 
-def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: float) -> Neighbours:
+def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: float) -> HostPeers:
     """This rank's neighbours. All ranks of the group must call it, and all of them get theirs, or an error.
 
     Args:
@@ -481,7 +481,7 @@ def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: 
             for connection in sockets.values():
                 connection.close()
             raise
-    return Neighbours(rank, sockets, timeout_s)
+    return HostPeers(rank, sockets, timeout_s)
 
 
 def address_of_none(obstacle: str) -> bytes:

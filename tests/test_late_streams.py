@@ -1,4 +1,4 @@
-"""The race checker's claims where lanes really run beside each other: however late one comes, the bits are the same.
+"""The race checker's claims where streams really run beside each other: however late one comes, the bits are the same.
 
 Without a GPU there is one order of work, and this shows no more than that nothing else changes.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from late_lanes import QUEUES, late, some_late
+from late_streams import QUEUES, late, some_late
 from small_models import Chain, chain, leave
 from test_races import GROUPED, LOOPS, OPTIONS, is_common, scenarios
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import dry, fully_shard
 from fullshard.device.accelerator import Accelerator, StreamAccelerator, pretending
-from fullshard.dry.lanes import DryAccelerator
+from fullshard.dry.streams import DryAccelerator
 from fullshard.testing import assert_same, run_ranks
 
 Sleeping = Callable[[float], None]
@@ -29,7 +29,7 @@ Scenario = tuple[str, str, str]
 GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 IN_THREADS = ("zero3", "hsdp", "hpZ", "hfsdp")
 ON_ONE_RANK = ("ddp", "zero1", "zero2", "zero3", "hsdp")
-ALONE = range(len(QUEUES))  # one lane is late
+ALONE = range(len(QUEUES))  # one stream is late
 TOGETHER = range(len(QUEUES), len(QUEUES) + 2)
 
 
@@ -67,12 +67,12 @@ def learn(scenario: Scenario, mesh: DeviceMesh, lock: threading.Lock) -> list[Te
 
 def new_accelerator(device_type: str) -> Accelerator:
     accelerator = StreamAccelerator(torch.device("cuda", 0)) if device_type == "cuda" else Accelerator()
-    assert accelerator.lanes  # made before threads ask for them
+    assert accelerator.streams  # made before threads ask for them
     return accelerator
 
 
 def differing_when_late(of: list[Scenario], device_type: str, sleep: Sleeping) -> list[str]:
-    """The scenarios, and the lanes that were late, whose parameters had other bits than without delays."""
+    """The scenarios, and the streams that were late, whose parameters had other bits than without delays."""
     found, lock = [], threading.Lock()
     mesh = mesh_for(of[0][0], device_type)  # of one strategy
     for scenario in of:
@@ -107,7 +107,7 @@ def on_one_rank(strategy: str) -> Iterator[Scenario]:
 
 @gpu
 @pytest.mark.parametrize("strategy", ON_ONE_RANK)
-def test_on_one_rank_late_lanes_change_no_bit(strategy):
+def test_on_one_rank_late_streams_change_no_bit(strategy):
     of = list(on_one_rank(strategy))
     [found] = run_ranks(1, differing_when_late, of, "cuda", sleep_on_gpu, backend="nccl", timeout=100)
     assert not found
@@ -138,7 +138,7 @@ def differing_in_threads(world: int, strategy: str, device_type: str, sleep: Sle
 
 @gpu
 @pytest.mark.parametrize("strategy", IN_THREADS)
-def test_between_ranks_late_lanes_change_no_bit(strategy):
+def test_between_ranks_late_streams_change_no_bit(strategy):
     [found] = run_ranks(1, differing_in_threads, 4, strategy, "cuda", sleep_on_gpu, timeout=100)
     assert not found
 
@@ -151,7 +151,7 @@ def count_sleeps(of: list[Scenario]) -> tuple[list[str], list[float]]:
     return differing_when_late(of, "cpu", slept.append), slept
 
 
-def test_late_lanes_sleep_and_results_are_the_same():
+def test_late_streams_sleep_and_results_are_the_same():
     [(found, slept)] = run_ranks(1, count_sleeps, [("hsdp", "steps", "bf16"), ("hsdp", "accumulation", "offload")])
     assert not found
     assert len(slept) > 100 and max(slept) == 1.0
@@ -168,13 +168,13 @@ def do_not_sleep(ms: float) -> None:
 
 
 @pytest.mark.parametrize("name", QUEUES)
-def test_each_lane_can_be_late(name):
-    """On pretended lanes too, where each sleep can be told by its lane."""
+def test_each_stream_can_be_late(name):
+    """On pretended streams too, where each sleep can be told by its stream."""
     accelerator = DryAccelerator(dry.Tape())
     where: list[str] = []
-    late(accelerator, [name], lambda: where.append(accelerator.lane))
-    lane = getattr(accelerator.lanes, name)
-    with lane.after(accelerator.lanes.host):
+    late(accelerator, [name], lambda: where.append(accelerator.stream))
+    stream = getattr(accelerator.streams, name)
+    with stream.after(accelerator.streams.host):
         pass
-    assert lane.mark() is not None
+    assert stream.mark() is not None
     assert where == [name, name]

@@ -27,7 +27,7 @@ import torch
 from fullshard.errors import FullshardError
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["End", "GroupProgress", "Task", "Wait", "Whereabouts", "here"]
+__all__ = ["End", "GroupProgress", "RankProgress", "Task", "Wait", "here"]
 
 
 class End(Protocol):
@@ -126,7 +126,7 @@ class _TorchCall:
 
 
 @dataclass
-class Whereabouts:
+class RankProgress:
     """The activity of this rank. Written by the threads that wait, read by another one; all forget what has ended."""
 
     step: int = 0
@@ -137,12 +137,12 @@ class Whereabouts:
     _behind: set[int] = field(default_factory=set)  # threads that work for others
     _joining: dict[int, float] = field(default_factory=dict)  # since when a thread waits for one of those
     _trains: set[int] = field(default_factory=set)  # threads that have waited for ranks, besides the main thread
-    _seen_calls: dict[int, tuple[_TorchCall, Task]] = field(default_factory=dict)
+    _observed_calls: dict[int, tuple[_TorchCall, Task]] = field(default_factory=dict)
     _queued: deque[Task] = field(default_factory=deque)
     _drops: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that drops what has ended
     _last: Task | None = None
     _left: float = field(default_factory=monotonic)
-    _seen: set[tuple[str, str, Phase]] = field(default_factory=set)  # collectives before the first step
+    _observed: set[tuple[str, str, Phase]] = field(default_factory=set)  # collectives before the first step
     _groups: dict[str, weakref.ref[GroupProgress]] = field(default_factory=dict)  # by name
 
     def register(self, group: GroupProgress) -> None:
@@ -208,7 +208,7 @@ class Whereabouts:
         """Forget what belongs to a default process group that is gone. Threads that wait still do."""
         self.step, self.unwatched, self._last = 0, None, None
         self._left = monotonic()
-        self._seen.clear()
+        self._observed.clear()
         self._queued.clear()
         self._trains.clear()
 
@@ -259,17 +259,17 @@ class Whereabouts:
         task = self._waiting.get(trains.pop()) if len(trains) == 1 else None
         if task is None or task.group is None:
             return None
-        groups, mine = self.groups, task.group
+        groups, local = self.groups, task.group
         unsent = {
             name: [
                 number
                 for number, sends_always in group.unsent.copy().items()
-                if group is not mine or not (sends_always or number == task.number)
+                if group is not local or not (sends_always or number == task.number)
             ]
             for name, group in groups.items()
         }
         started = {name: group.started for name, group in groups.items()}
-        return Wait(mine.name, list(mine.ranks), task.number, task.since, started, unsent)
+        return Wait(local.name, list(local.ranks), task.number, task.since, started, unsent)
 
     def __str__(self) -> str:
         place, seconds = self.now()
@@ -296,14 +296,14 @@ class Whereabouts:
     def _torch_call_of(self, thread: int) -> Task | None:
         call = _torch_call_of(thread, self._left)
         if call is None:
-            self._seen_calls.pop(thread, None)
+            self._observed_calls.pop(thread, None)
             return None
-        seen = self._seen_calls.get(thread)
-        if seen is None or seen[0] != call:
+        visited = self._observed_calls.get(thread)
+        if visited is None or visited[0] != call:
             in_first_step = self.step < 2 and self._is_first(call.name, None)
             task = Task(call.name, None, monotonic(), in_first_step, is_torchs=True, thread=thread)
-            seen = self._seen_calls[thread] = call, task
-        return seen[1]
+            visited = self._observed_calls[thread] = call, task
+        return visited[1]
 
     def _threads(self) -> list[int]:
         """The threads whose calls of torch count: the main one, and those that have waited for ranks before. Those that
@@ -351,8 +351,8 @@ class Whereabouts:
         if self.step:
             return True
         collective = (name, origin.unit, origin.phase) if origin is not None else (name, "", Phase.IDLE)
-        is_new = collective not in self._seen
-        self._seen.add(collective)
+        is_new = collective not in self._observed
+        self._observed.add(collective)
         return is_new
 
 
@@ -394,9 +394,9 @@ def _is_of(frame: FrameType, folders: tuple[str, ...]) -> bool:
 def _is_public(frame: FrameType) -> bool:
     """True for a function of `torch.distributed` that users call: no private one, and no wrapper."""
     code = frame.f_code
-    is_ours = code.co_filename.startswith(str(Path(_TORCH, "distributed")))
+    is_own = code.co_filename.startswith(str(Path(_TORCH, "distributed")))
     return (
-        is_ours
+        is_own
         and not any(part.startswith(("_", "<")) for part in code.co_qualname.split("."))
         and (code.co_name != "wrapper")
     )
@@ -411,4 +411,4 @@ def _line_of(thread: int | None) -> str:
     return "ended" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-here = Whereabouts()
+here = RankProgress()

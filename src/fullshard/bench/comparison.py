@@ -53,13 +53,13 @@ class _System:
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def _ours(module: nn.Module, mesh: DeviceMesh) -> object:
+def _own(module: nn.Module, mesh: DeviceMesh) -> object:
     return fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=COMPUTE, reduce_dtype=REDUCE))
 
 
 SYSTEMS = {
-    "fullshard": _System(_ours),
-    "fsdp2": _System(peers.shard_by_fsdp2(COMPUTE, REDUCE), peers.fsdp2_on_dry_lanes),
+    "fullshard": _System(_own),
+    "fsdp2": _System(peers.shard_by_fsdp2(COMPUTE, REDUCE), peers.fsdp2_on_dry_streams),
 }
 
 
@@ -116,30 +116,30 @@ class StepTape:
         )
 
     def launches(self) -> int:
-        """Operations on lanes of the accelerator, and collectives: one that is of several tensors is one launch."""
+        """Operations on streams of the accelerator, and collectives: one that is of several tensors is one launch."""
         return len(self._operations()) + len(self._collectives())
 
     def copies_by_name(self) -> Counter[str]:
-        """Bytes that copies write, by operation, lane and phase."""
+        """Bytes that copies write, by operation, stream and phase."""
         found = Counter[str]()
         for operation in self._operations():
             if operation.copies:
-                found[f"{operation.name} on {operation.lane}, {operation.origin.phase.value}"] += sum(
+                found[f"{operation.name} on {operation.stream}, {operation.origin.phase.value}"] += sum(
                     access.nbytes for access in operation.writes
                 )
         return found
 
     def launches_by_name(self) -> Counter[str]:
-        """Launches by operation and lane."""
+        """Launches by operation and stream."""
         launched: list[Operation | Collective] = [*self._operations(), *self._collectives()]
-        return Counter(f"{item.name} on {item.lane}" for item in launched)
+        return Counter(f"{item.name} on {item.stream}" for item in launched)
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
         """When all of it would run."""
         return lay_out(self.entries, costs)
 
     def _operations(self) -> list[Operation]:
-        return [entry for entry in self.entries if isinstance(entry, Operation) and entry.lane != HOST]
+        return [entry for entry in self.entries if isinstance(entry, Operation) and entry.stream != HOST]
 
     def _collectives(self) -> list[Collective]:
         return [entry for entry in self.entries if isinstance(entry, Collective)]

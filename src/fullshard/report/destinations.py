@@ -16,14 +16,14 @@ from pathlib import Path
 
 from fullshard.errors import ConfigError, MissingLibraryError
 
-__all__ = ["HOMES", "Home", "check_home", "open_home"]
+__all__ = ["DESTINATIONS", "Destination", "check_destination", "open_destination"]
 
 
-class Home(ABC):
+class Destination(ABC):
     """A destination for numbers of steps."""
 
     @abstractmethod
-    def tell(self, step: int, numbers: Mapping[str, float]) -> None:
+    def tell_(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write numbers of a step, by name."""
 
     @abstractmethod
@@ -31,14 +31,14 @@ class Home(ABC):
         """Flush and close."""
 
 
-class TensorBoard(Home):
+class TensorBoard(Destination):
     """Event files in the run's folder."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
         self._writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
 
-    def tell(self, step: int, numbers: Mapping[str, float]) -> None:
+    def tell_(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
@@ -46,7 +46,7 @@ class TensorBoard(Home):
         self._writer.close()
 
 
-class WandB(Home):
+class WandB(Destination):
     """A run of Weights & Biases, in the project that its environment variables name, or in `fullshard`."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
@@ -57,14 +57,14 @@ class WandB(Home):
             config=dict(settings),
         )
 
-    def tell(self, step: int, numbers: Mapping[str, float]) -> None:
+    def tell_(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log({**numbers, "step": step})  # numbers of a step may arrive later than those of the next
 
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow(Home):
+class MLflow(Destination):
     """A run of MLflow, on the server that its environment variables name."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
@@ -72,32 +72,32 @@ class MLflow(Home):
         self._mlflow.start_run(run_name=folder.name)
         self._mlflow.log_params(dict(settings))
 
-    def tell(self, step: int, numbers: Mapping[str, float]) -> None:
+    def tell_(self, step: int, numbers: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(numbers), step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()
 
 
-_Opens = Callable[[Path, Mapping[str, str]], Home]
-HOMES: Mapping[str, _Opens] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+_Opens = Callable[[Path, Mapping[str, str]], Destination]
+DESTINATIONS: Mapping[str, _Opens] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 
 
-def check_home(name: str) -> None:
+def check_destination(name: str) -> None:
     """Raise if a destination is unknown, or its library is missing.
 
     Raises:
         ConfigError: It is unknown.
         MissingLibraryError: Its library is missing.
     """
-    if name not in HOMES:
-        raise ConfigError(f"log_to={name!r}: not known. Take one of {', '.join(HOMES)}.")
+    if name not in DESTINATIONS:
+        raise ConfigError(f"log_to={name!r}: not known. Take one of {', '.join(DESTINATIONS)}.")
     if find_spec(name) is None:
         raise MissingLibraryError(
             f"log_to={name!r} needs {name}, and found none. Install it by pip install 'fullshard[{name}]'."
         )
 
 
-def open_home(name: str, folder: Path, settings: Mapping[str, str]) -> Home:
+def open_destination(name: str, folder: Path, settings: Mapping[str, str]) -> Destination:
     """Return the destination called `name` for the run in `folder`."""
-    return HOMES[name](folder, settings)
+    return DESTINATIONS[name](folder, settings)

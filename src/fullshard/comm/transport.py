@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fullshard.tape.recorder import Event, Origin
 
-__all__ = ["Gathers", "PartSums", "Pending", "Sums", "TermName", "Wire", "then"]
+__all__ = ["Gathers", "PartSums", "Pending", "Sums", "TermName", "Transport", "then"]
 
 TermName = tuple[object, ...]
 """Of what a term of a sum is, and then all that it consists of: what error feedback goes by."""
@@ -52,18 +52,18 @@ class Pending:
     Args:
         finish: returns when the result is in place.
         event: for the record.
-        has_come: tells whether `wait()` is sure not to wait for other ranks. Not every collective knows.
+        has_arrived: tells whether `wait()` is sure not to wait for other ranks. Not every collective knows.
     """
 
     def __init__(
         self,
         finish: Callable[[], None] | None = None,
         event: Event | None = None,
-        has_come: Callable[[], bool] = lambda: False,
+        has_arrived: Callable[[], bool] = lambda: False,
     ) -> None:
         self._finish = finish
         self._event = event
-        self.has_come = has_come
+        self.has_arrived = has_arrived
 
     def wait(self) -> None:
         """Return when the result is in place.
@@ -126,7 +126,7 @@ class Sums(ABC):
         """The sum over ranks of each tensor, divided by `divisor`, in its place."""
 
 
-class Wire(Gathers, Sums):
+class Transport(Gathers, Sums):
     """A wire for everything."""
 
     @abstractmethod
@@ -143,15 +143,15 @@ class Wire(Gathers, Sums):
         """
 
 
-def then(wire: Gathers | Sums, first: Pending, finish: Callable[[], None]) -> Pending:
-    """Both, one after the other: queued at once where `wire` is a queue."""
+def then(transport: Gathers | Sums, first: Pending, finish: Callable[[], None]) -> Pending:
+    """Both, one after the other: queued at once where `transport` is a queue."""
 
     @torch.no_grad()
     def both() -> None:
         first.wait()
         finish()
 
-    if not wire.is_queued:
+    if not transport.is_queued:
         return Pending(both)
     both()
     return Pending()

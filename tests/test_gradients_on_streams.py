@@ -34,7 +34,7 @@ def trained(mesh: Any, **options: Any) -> dict[str, Tensor]:
     return wholes(model)
 
 
-def train_on_lanes_and_without(strategy: str) -> None:
+def train_on_streams_and_without(strategy: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     expected = trained(mesh, strategy=strategy)
     with dry.taped(values=True):
@@ -44,7 +44,7 @@ def train_on_lanes_and_without(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
 def test_numbers_are_those_of_a_cpu(strategy):
-    run_ranks(2, train_on_lanes_and_without, strategy)
+    run_ranks(2, train_on_streams_and_without, strategy)
 
 
 def steps_of(make_layer: Callable[[], nn.Module]) -> Tape:
@@ -107,7 +107,7 @@ def test_what_travels_in_place_is_cast_at_once_and_copied_no_more():
     copies = [
         operation
         for operation in tape.of(Operation)
-        if operation.copies and operation.origin.unit == "layers.1" and operation.lane == "reduce"
+        if operation.copies and operation.origin.unit == "layers.1" and operation.stream == "reduce"
     ]
     assert copies == [] or {copy.name for copy in copies} == {"aten.copy_"}  # of the last part of the sum
     assert not any("pad" in operation.name for operation in tape.of(Operation))

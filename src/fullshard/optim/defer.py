@@ -26,10 +26,10 @@ from fullshard._compat import held_twice, in_backward, local_tensor, set_local_t
 from fullshard.device.awaited import Awaited
 from fullshard.engine.unit import Unit
 
-__all__ = ["can_put_off", "put_off"]
+__all__ = ["can_defer", "defer"]
 
 
-def can_put_off(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter]) -> bool:
+def can_defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter]) -> bool:
     """True if a step of `params`, which are the unit's, can be taken later, and nobody can tell."""
     if any(param.grad is None for param in params):
         return False
@@ -47,7 +47,7 @@ def can_put_off(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter]
     return held_twice([local_tensor(value) for state in states for value in state.values()])
 
 
-class _PutOff:
+class _Deferred:
     """A step that is to come, see the note above. Once made, it stands in for what it will change."""
 
     def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter], run: Callable[[], None]) -> None:
@@ -67,17 +67,17 @@ class _PutOff:
         self._counts: list[tuple[dict[str, Any], str, Awaited]] = []
         self._is_taken = False
         for param in params:
-            self._stand_in(param)
-            self._stand_in(param.grad)
+            self._placeholder(param)
+            self._placeholder(param.grad)
         for state in self._states.values():
             for name, value in state.items():
                 if isinstance(value, DTensor):
-                    self._stand_in(value)
+                    self._placeholder(value)
                 else:
                     state[name] = Awaited(value, self.take)
                     self._counts.append((state, name, state[name]))
 
-    def _stand_in(self, tensor: Any) -> None:
+    def _placeholder(self, tensor: Any) -> None:
         awaited = Awaited(tensor._local_tensor, self.take)
         set_local_tensor(tensor, awaited)
         self._awaited.append((tensor, awaited))
@@ -110,11 +110,11 @@ class _PutOff:
         self._awaited, self._counts = [], []
 
 
-def put_off(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter], run: Callable[[], None]) -> None:
+def defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter], run: Callable[[], None]) -> None:
     """Have `run` step `params` of `optimizer`, which has no others meanwhile, when `unit` is needed next or one of
     them is looked at.
     """
-    unit.put_off(_PutOff(optimizer, params, run).take)
+    unit.defer(_Deferred(optimizer, params, run).take)
 
 
 def _own(value: Any) -> Any:

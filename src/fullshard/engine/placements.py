@@ -1,4 +1,4 @@
-"""Which units rest on the CPU, of those that were asked for a fraction, see `policy.offload.Home`.
+"""Which units rest on the CPU, of those that were asked for a fraction, see `policy.offload.StatePlacement`.
 
 [Note: from the last unit on]
 Backward comes to the last unit first. So its gradients are the first on the CPU, with all of backward still to run; and
@@ -18,31 +18,33 @@ from fullshard.disk.buffers import MOST_WRITING
 from fullshard.disk.files import aligned
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.unit import Unit
-from fullshard.policy.offload import Home, Offload
+from fullshard.policy.offload import Offload, StatePlacement
 
-__all__ = ["fractions_of", "homes_of", "on_disk_in_turn", "rest_as_asked", "stepped_on_cpu_in_turn"]
+__all__ = ["fractions_of", "on_disk_in_turn", "place_as_requested", "placements_of", "stepped_on_cpu_in_turn"]
 
 
-def homes_of(units: Sequence[Unit]) -> dict[Unit, Home]:
+def placements_of(units: Sequence[Unit]) -> dict[Unit, StatePlacement]:
     """The home of each of the units of a root, which are in order. Those that were asked for the same share a fraction.
 
     Units that a root has settled before stay where they are.
     """
-    homes = {unit: unit.home for unit in units}
+    placements = {unit: unit.destination for unit in units}
     policies: list[Offload] = []
     for unit in units:
         policy = unit.options.offload.in_full
         if policy not in policies:
             policies.append(policy)
-            alike = [other for other in units if other.options.offload.in_full == policy]
+            identical = [other for other in units if other.options.offload.in_full == policy]
             is_open = policy.budget is not None
-            there = _worth_the_disk(alike) if is_open else [unit for unit in alike if unit.rests_on_disk]
-            asked = _asked(alike, policy, there)
-            homes |= {unit: unit.home if unit.state.runtime is not None else asked[unit] for unit in alike}
-    return homes
+            there = _pays_on_disk(identical) if is_open else [unit for unit in identical if unit.is_on_disk]
+            requested = _requested(identical, policy, there)
+            placements |= {
+                unit: unit.destination if unit.state.runtime is not None else requested[unit] for unit in identical
+            }
+    return placements
 
 
-def rest_as_asked(units: Sequence[Unit], policy: Offload) -> None:
+def place_as_requested(units: Sequence[Unit], policy: Offload) -> None:
     """Have `units`, which share the fractions of `policy` from now on, rest where these have them. Between steps.
 
     Of those that are on a disk, as few stay there as have the fraction.
@@ -51,18 +53,18 @@ def rest_as_asked(units: Sequence[Unit], policy: Offload) -> None:
         DiskError: those that come from the disk cannot be read.
     """
     whole = _first(on_disk_in_turn(units), lambda unit: unit.whole_nbytes, policy.parameters.get("disk", 0.0), units)
-    for unit, home in _asked(units, policy, whole).items():
-        unit.rest(home)
+    for unit, destination in _requested(units, policy, whole).items():
+        unit.move_to(destination)
 
 
 def on_disk_in_turn(units: Sequence[Unit]) -> list[Unit]:
     """Those of `units` that rest on a disk, in the order in which a budget has them stay there: the root last, which
     is likely the largest, and so would need the largest buffers.
     """
-    return sorted((unit for unit in units if unit.rests_on_disk), key=lambda unit: unit.state.is_root)
+    return sorted((unit for unit in units if unit.is_on_disk), key=lambda unit: unit.state.is_root)
 
 
-def _worth_the_disk(units: Sequence[Unit]) -> list[Unit]:
+def _pays_on_disk(units: Sequence[Unit]) -> list[Unit]:
     """Those that rest on a disk, or as many of them as free the most: a few alone need larger buffers than they free,
     and so may many beside one that is much larger.
     """
@@ -87,7 +89,7 @@ def _shard_nbytes(param_group: ParamGroup) -> int:
 
 def stepped_on_cpu_in_turn(units: Sequence[Unit]) -> list[Unit]:
     """Those of `units` that have states which can be on the CPU, in the order in which they go there."""
-    return [unit for unit in reversed(units) if unit.trained_nbytes and not unit.rests_on_disk]
+    return [unit for unit in reversed(units) if unit.trained_nbytes and not unit.is_on_disk]
 
 
 def fractions_of(units: Sequence[Unit]) -> list[float]:
@@ -105,17 +107,23 @@ def _fraction_between(low: int, high: int, total: int) -> float:
     return next(fraction for fraction in fractions if low < round(fraction * total) <= high)
 
 
-def _asked(units: Sequence[Unit], policy: Offload, on_disk: Collection[Unit]) -> dict[Unit, Home]:
-    beside = accelerator_for(units[0].device).has_lanes
-    there = [unit for unit in reversed(units) if not unit.rests_on_disk]
+def _requested(units: Sequence[Unit], policy: Offload, on_disk: Collection[Unit]) -> dict[Unit, StatePlacement]:
+    alongside = accelerator_for(units[0].device).has_streams
+    there = [unit for unit in reversed(units) if not unit.is_on_disk]
     whole = _first(there, lambda unit: unit.whole_nbytes, policy.parameters.get("cpu", 0.0), units)
-    in_turn, fraction = stepped_on_cpu_in_turn(units), policy.states_on_cpu(beside=beside)
+    in_turn, fraction = stepped_on_cpu_in_turn(units), policy.states_on_cpu(alongside=alongside)
     stepped = _first(in_turn, lambda unit: unit.trained_nbytes, fraction, units)
-    homes = {}
+    placements = {}
     for unit in units:
-        on_cpu = Home.CPU if unit in whole else Home.STEPPED_ON_CPU if unit in stepped else Home.DEVICE
-        homes[unit] = Home.DISK if unit in on_disk else on_cpu
-    return homes
+        on_cpu = (
+            StatePlacement.CPU
+            if unit in whole
+            else StatePlacement.STEPPED_ON_CPU
+            if unit in stepped
+            else StatePlacement.DEVICE
+        )
+        placements[unit] = StatePlacement.DISK if unit in on_disk else on_cpu
+    return placements
 
 
 def _first(in_turn: Sequence[Unit], nbytes: Callable[[Unit], int], fraction: float, of: Sequence[Unit]) -> set[Unit]:
