@@ -546,3 +546,30 @@ def load_plain_states(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_a_plain_state_dict_is_loaded_and_trains_as_in_one_process(strategy):
     run_ranks(2, load_plain_states, strategy)
+
+
+def save_while_unsharded() -> None:
+    """By an explicit `unshard()`, and by an exception in backward."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(5, 6)), nn.Linear(6, 3)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    expected = full_optim_state_dict(model, optimizer, rank0_only=False)
+    model.unshard()
+    assert_same(full_optim_state_dict(model, optimizer, rank0_only=False), expected)
+    loss = model(torch.ones(2, 5)).sum()
+    model.register_forward_hook(lambda _, args, output: output.register_hook(fail) and None)
+    with pytest.raises(ZeroDivisionError):
+        (loss + model(torch.ones(2, 5)).sum()).backward()
+    state = full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert_same(state, expected)
+    optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, state))
+    assert_same(full_optim_state_dict(model, optimizer, rank0_only=False), expected)
+
+
+def test_states_are_saved_and_loaded_while_parameters_are_unsharded():
+    run_ranks(2, save_while_unsharded)

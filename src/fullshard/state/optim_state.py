@@ -22,6 +22,7 @@ from fullshard._compat import holds_tensors, make_dtensor, tree_map
 from fullshard.comm.mesh import own_part
 from fullshard.comm.routes import collectives_for
 from fullshard.engine.comparison import meet
+from fullshard.engine.managed import managed_by
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError, StateError
@@ -188,7 +189,11 @@ def _as_saved(model: nn.Module, named: StateDict) -> torch.optim.Optimizer:
 
 def params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The parameters of `optim` by FQN, in the order in which `optim` numbers them."""
-    fqns = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
+    fqns: dict[int, str] = {}
+    for name, param in model.named_parameters():
+        managed = managed_by(param)
+        forms = [param] if managed is None else [param, managed.param.sharded]  # a unit may be unsharded at the moment
+        fqns.update((id(form), clean_fqn(name)) for form in forms)
     found: dict[str, nn.Parameter] = {}
     for param in (param for group in optim.param_groups for param in group["params"]):
         if id(param) not in fqns:
