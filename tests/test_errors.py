@@ -993,6 +993,24 @@ def step_with_state_from_before() -> Steps:
     optimizer.step()
 
 
+@mistake(
+    StateError,
+    "SGD has state for weight of the root that was loaded while that was unsharded: momentum_buffer",
+    r"call reshard\(\) after unshard\(\)",
+)
+def step_with_state_loaded_while_unsharded() -> Steps:
+    module = fully_shard(linear())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    module.unshard()
+    loaded = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    loaded.load_state_dict(optimizer.state_dict())
+    module(torch.ones(2, 8)).sum().backward()
+    yield
+    loaded.step()
+
+
 def distributed(mesh: DeviceMesh, placement: Any) -> nn.Linear:
     module = linear()
     module.weight = nn.Parameter(DTensor.from_local(module.weight.detach(), mesh, [placement], run_check=False))

@@ -19,7 +19,8 @@ def point_to_shards(optimizer: Optimizer) -> None:
     Happens by itself before each `step()`.
 
     Raises:
-        StateError: the optimizer has state for a parameter from before it was sharded.
+        StateError: the optimizer has state for a parameter from before it was sharded, or state that was loaded while
+            it was unsharded.
     """
     for group in optimizer.param_groups:
         pointed = [_sharded(param, optimizer) for param in group["params"]]
@@ -33,9 +34,16 @@ def _sharded(param: Any, optimizer: Optimizer) -> Any:
         return param
     unit, sharded = managed.unit, managed.param
     if param is not sharded.sharded and optimizer.state.get(param):
+        what = f"{type(optimizer).__name__} has state for {sharded.fqn} of {unit.name or 'the root'}"
+        names = ", ".join(optimizer.state[param])
+        if param is sharded.unsharded:  # loading has cast the states to the compute dtype
+            raise StateError(
+                f"{what} that was loaded while that was unsharded: {names}. Make the optimizer and load its state "
+                "while parameters are sharded: call reshard() after unshard(), and abandon_step() after an exception "
+                "in a step."
+            )
         raise StateError(
-            f"{type(optimizer).__name__} has state for {sharded.fqn} of {unit.name or 'the root'} from before that was "
-            f"sharded: {', '.join(optimizer.state[param])}. Make the optimizer after sharding, and load into it what "
+            f"{what} from before that was sharded: {names}. Make the optimizer after sharding, and load into it what "
             "FullyShardedDataParallel.optim_state_dict_to_load makes of the old one's state by FQN."
         )
     return sharded.sharded
