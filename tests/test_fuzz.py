@@ -71,6 +71,10 @@ PLAIN_CASES = {
         "precision": {"param_dtype": "bfloat16"},
         "loop": [{"do": "step"}, {"do": "unshard", "leave": True}, {"do": "step"}],
     },
+    "optimizers are made of sharded parameters": {
+        "optimizer": {"name": "Adadelta"},
+        "loop": [{"do": "step"}, {"do": "unshard", "leave": True}, {"do": "optimizer_state"}, {"do": "reload"}],
+    },
 }
 
 

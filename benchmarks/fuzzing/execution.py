@@ -920,16 +920,23 @@ class Sharded(Driver):
         self.has_failed = True
 
     def edit(self, action: Json) -> None:
-        # Units may be unsharded, and writes to unsharded parameters are lost with a warning.
+        self.reshard_all()  # writes to unsharded parameters are lost with a warning
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.mul_(0.875)
+
+    def reshard_all(self) -> None:
+        """Reshard the units that a failed step or the action unshard has left unsharded."""
         if self.has_failed:
             self.model.abandon_step()
             self.has_failed = False
         for unit in self.left_unsharded:
             unit.reshard()
         self.left_unsharded.clear()
-        with torch.no_grad():
-            for param in self.model.parameters():
-                param.mul_(0.875)
+
+    def optimizer_state(self, action: Json) -> None:
+        self.reshard_all()  # torch's state dicts raise KeyError for an optimizer of unsharded parameters
+        Plain.optimizer_state(self, action)
 
     def summon(self, action: Json) -> None:
         with summon_full_params(self.model, writeback=bool(action.get("write"))):
@@ -940,7 +947,6 @@ class Sharded(Driver):
 
     learning_rate = Plain.learning_rate
     freeze = Plain.freeze
-    optimizer_state = Plain.optimizer_state
     nothing = Plain.nothing
 
     def copied(self, action: Json) -> None:
