@@ -8,13 +8,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import fullshard.train.launch
 from fullshard.cli import CLOSED_PIPE, main
 
 QUICK = ["--size", "nano", "--steps", "2", "--seq", "16", "--sample-bytes", "4", "--validate-bytes", "256"]
+PLAN = [
+    *("--hardware", "h100-80", "--checkpointing", "none", "--strategies", "zero3", "--most", "1"),
+    *("--model", f"{__file__}:make_model", "--batch", f"{__file__}:make_batch"),
+]
 
 
 @pytest.fixture
@@ -214,3 +221,51 @@ def test_special_files_are_refused_and_never_waited_for(
     found = subprocess.run([sys.executable, "-m", "fullshard.cli", *words], capture_output=True, text=True, timeout=60)
     assert found.returncode == 2, found.stderr
     assert kind in found.stderr and "Traceback" not in found.stderr
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+
+
+def make_batch(rows: int) -> Tensor:
+    return torch.ones(rows, 8)
+
+
+def parity_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fullshard.testing.parity.command.rows_of", lambda *_: [])
+
+
+def bench_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = SimpleNamespace(tables=list, stated="", as_dict=dict, systems=[], failed={})
+    monkeypatch.setattr("fullshard.bench.command.measure", lambda *_: report)
+
+
+def calibration_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fullshard.cli.calibrate.calibrate", lambda *_, **__: {"name": "here"})
+
+
+@pytest.mark.parametrize(
+    ("argv", "prepare"),
+    [
+        (["plan", *PLAN, "--json", "{full}"], None),
+        (["plan", *PLAN, "--why", "zero3", "--json", "{full}"], None),
+        (["plan", *PLAN, "--html", "{full}"], None),
+        (["parity", *PLAN[-4:], "--json", "{full}"], parity_of_nothing),
+        (["bench", "--json", "{full}"], bench_of_nothing),
+        (["calibrate", "--out", "{full}"], calibration_of_nothing),
+    ],
+)
+def test_a_full_disk_is_one_line_that_names_the_file(
+    argv: list[str],
+    prepare: Callable[[pytest.MonkeyPatch], None] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = tmp_path / "full.toml"
+    full.symlink_to("/dev/full")
+    if prepare is not None:
+        prepare(monkeypatch)
+    assert main([word.format(full=full) for word in argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{full}: cannot be written (No space left on device). Free space on that disk, or name another" in line

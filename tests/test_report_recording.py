@@ -540,6 +540,14 @@ def test_a_disk_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path,
     assert [record.message.count("nothing more is recorded") for record in caplog.records] == [1, 1]
 
 
+def test_a_page_that_finds_no_room_is_a_warning_of_one_line(tmp_path, caplog):
+    (tmp_path / "report.json.new").symlink_to("/dev/full")
+    run_alone(lambda: train(str(tmp_path), 1))
+    (warning,) = caplog.records
+    assert warning.exc_info is None
+    assert warning.message == f"rank 0: no page was written for {tmp_path} (No space left on device)"
+
+
 STUBS = {
     "wandb": """
 import json
@@ -565,8 +573,8 @@ from tensorboard import reported
 class SummaryWriter:
     def __init__(self, folder): reported.append(folder)
     def add_text(self, name, text): reported[-1] = reported[-1].split("/")[-2], {"batch": text.split(": ")[1]}
-    def add_scalar(self, name, value, step): reported.append((step, {name: value}))
-    def close(self): reported.append("closed")
+    def add_scalar(self, name, value, step): told.append((step, {name: value}))
+    def close(self): told.append("closed")
 """
 
 

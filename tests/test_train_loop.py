@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks
 
-from fullshard import ConfigError, DiskError, Offload, fully_shard
+from fullshard import CheckpointError, ConfigError, DiskError, Offload, fully_shard
 from fullshard.disk.pace import pace_of
 from fullshard.disk.prediction import Traffic
 from fullshard.plan.forecast import Forecast, Forecasting
@@ -35,6 +36,7 @@ QUICK = [
     *("--log-every", "1", "--validate-every", "2", "--validate-bytes", "300", "--sample-bytes", "8", "--batch", "4"),
 ]
 TIMES = ("seconds", "tokens_per_s")
+FULL = "/dev/full"  # every write fails as on a full disk
 
 
 def this_rank() -> Rank:
@@ -291,3 +293,48 @@ def train_unevenly(out: Path) -> None:
 
 def test_machines_of_different_numbers_of_ranks_are_refused_on_every_rank(tmp_path: Path) -> None:
     run_ranks(4, train_unevenly, tmp_path / "run")
+
+
+def train_where_nothing_fits(folder: Path, file: str) -> tuple[type[BaseException], str]:
+    """The error of a run in which the disk is full when `file` is written."""
+    rank, out = this_rank(), folder / "run"
+    settings = parse_settings([*QUICK, "--sample-every", "2", "--out", str(out)])
+    source = check(settings, rank.world)
+    if file == "text":
+        source = find_text(folder / "source")
+        file = f"text/text.bin.{os.getpid()}.tmp"
+    dist.barrier()  # until both have checked
+    if rank.leads:
+        link = out.with_name(file) if file == out.name else out / file
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if file == "model.safetensors":
+            link.mkdir()  # since that file is written under another name
+        else:
+            link.symlink_to(FULL)
+    dist.barrier()
+    with pytest.raises((ConfigError, CheckpointError)) as raised:
+        train(settings, source, rank)
+    return raised.type, str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("run", "run: cannot be written"),
+        ("text", "run/text/text.bin: cannot be written"),
+        ("settings.yaml", "run/settings.yaml: cannot be written"),
+        ("metrics.jsonl", "run/metrics.jsonl: cannot be written"),
+        ("samples.txt", "run/samples.txt: cannot be written"),
+        ("model.safetensors", "writing .*/run/model.safetensors: rank 0: .* Free space on the disk of --out"),
+    ],
+)
+def test_a_full_disk_is_one_error_on_every_rank_that_names_the_file(file: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / "source" / name).write_text("some text\n" * 1000)
+    first, *others = run_ranks(2, train_where_nothing_fits, tmp_path, file)
+    assert others == [first]
+    kind, message = first
+    assert re.search(named, message) and "\n" not in message and "another --out" in message
+    if kind is ConfigError:
+        assert ("No space left on device" in message and "Free space on that disk" in message) == (file != "run")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 import tyro
 
 from fullshard.errors import ConfigError
+from fullshard.regular_files import writing
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -114,10 +115,8 @@ def check_value(settings: type, name: str, value: str, where: str) -> None:
 
 def check_writable(name: str, path: Path) -> None:
     """Refuse the value of an option if it is no file that can be written: before hours of work, not after them."""
-    try:
+    with writing(path, option=f"--{name}"):
         path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"--{name} {path}: cannot be written ({error.strerror}). Name another file.") from error
 
 
 def dumps_with_options(settings: DataclassInstance, report: Mapping[str, Any]) -> str:

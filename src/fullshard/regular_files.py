@@ -1,4 +1,6 @@
-"""Read files that anybody may have put there: regular files only, and none larger than the reader expects.
+"""Read files that anybody may have put there, and write files with errors of our own.
+
+Only regular files are read, and none larger than the reader expects.
 
 A FIFO or a device in place of a file would block its reader, or never end. Every refusal is an `OSError` whose
 `strerror` says what was found, so callers handle it like a file that cannot be read.
@@ -14,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fullshard.errors import ConfigError
+
 __all__ = [
     "CONFIG_BYTES",
     "is_plain_name",
@@ -23,12 +27,14 @@ __all__ = [
     "read_text",
     "reopened",
     "shown",
+    "writing",
 ]
 
 CONFIG_BYTES = 64 << 20
 """The largest configuration file that is read."""
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a FIFO without a writer does not block then
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -101,6 +107,26 @@ def reopened(path: Path) -> Iterator[Path]:
     with open_regular(path) as file:
         same = Path(f"/proc/self/fd/{file.fileno()}")
         yield same if same.exists() else path
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str], *, option: str = "", instead: str = "another file") -> Iterator[None]:
+    """Context manager in which a file is written.
+
+    Args:
+        path: the file.
+        option: the command-line option that names it, such as "--json".
+        instead: what the user can name instead.
+
+    Raises:
+        ConfigError: the system refused an operation in it, for example because the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        named = f"{option} {os.fspath(path)}".lstrip()
+        room = "Free space on that disk, or name" if error.errno in _FULL else "Name"
+        raise ConfigError(f"{named}: cannot be written ({error.strerror or error}). {room} {instead}.") from error
 
 
 def is_plain_name(name: object) -> bool:

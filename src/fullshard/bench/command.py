@@ -14,6 +14,7 @@ from fullshard.bench.rounds import measure
 from fullshard.bench.settings import BenchSettings, OutputSettings
 from fullshard.bench.team import TeamFailed
 from fullshard.command_line import check_writable, dumps_with_options, parse
+from fullshard.regular_files import writing
 
 __all__ = ["run"]
 
@@ -50,9 +51,11 @@ def run(argv: Sequence[str]) -> int:
         console.print(table)
     console.print(report.stated, markup=False, highlight=False, soft_wrap=True)
     if output.json is not None:
-        output.json.write_text(dumps_with_options(settings, report.as_dict()))
+        with writing(output.json, option="--json"):
+            output.json.write_text(dumps_with_options(settings, report.as_dict()))
     if output.picture is not None and report.systems:
-        draw(report, output.picture)
+        with writing(output.picture, option="--picture"):
+            draw(report, output.picture)
     return FAILED if report.failed else MEASURED
 
 

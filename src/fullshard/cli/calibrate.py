@@ -15,6 +15,7 @@ from fullshard.command_line import MaybePath, MaybeStr, parse
 from fullshard.errors import ConfigError
 from fullshard.plan.calibration import calibrate, write_description
 from fullshard.plan.hardware import Hardware, described, hardware, here_path
+from fullshard.regular_files import writing
 from fullshard.train.bytes_table import in_bytes
 
 __all__ = ["run"]
@@ -59,11 +60,9 @@ def run(argv: Sequence[str]) -> int:
     out = here_path() if stated.out is None else stated.out
     if out.suffix != ".toml":
         raise ConfigError(f"--out {out}: descriptions are TOML. Name it {out.with_suffix('.toml')}.")
-    try:
+    with writing(out, option="--out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}). Name another file.") from error
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH

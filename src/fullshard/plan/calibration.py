@@ -16,6 +16,7 @@ from fullshard.plan.cpu_speeds import cpu_speeds
 from fullshard.plan.gpu_speeds import gpu_speeds, large_rate
 from fullshard.plan.hardware import HERE, hardware, known_hardware
 from fullshard.plan.link_speeds import link_speeds
+from fullshard.regular_files import writing
 
 __all__ = ["calibrate", "write_description"]
 
@@ -62,11 +63,16 @@ def calibrate(
 
 
 def write_description(stated: dict[str, Any], path: Path) -> None:
-    """Write a description as TOML and create missing folders."""
+    """Write a description as TOML and create missing folders.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     import tomli_w  # late: only needed for writing
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tomli_w.dumps(stated))
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(tomli_w.dumps(stated))
 
 
 def _gpu(device: torch.device, like: str | None, tell_: Report) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from fullshard.planner.report import (
 from fullshard.planner.search import least_hosts, nearest, search
 from fullshard.planner.settings import PlanSettings
 from fullshard.planner.workers import Workers
+from fullshard.regular_files import writing
 
 __all__ = ["run"]
 
@@ -120,7 +121,9 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
             log("", f"--- {where} ---", text)
     _write_json(answer.json, as_dict(plan, changes))
     if answer.html is not None and plan.best is not None:
-        answer.html.write_text(page(plan, changes))
+        drawn = page(plan, changes)
+        with writing(answer.html, option="--html"):
+            answer.html.write_text(drawn)
     elif answer.html is not None:
         log(f"{answer.html} is not written: there is no step to draw, since nothing fits.")
     return FITS if plan.best is not None else FITS_NOT
@@ -134,7 +137,8 @@ def _write_json(path: str | None, report: dict[str, Any]) -> None:
     if path == "-":
         sys.stdout.write(text)
     else:
-        Path(path).write_text(text)
+        with writing(path, option="--json"):
+            Path(path).write_text(text)
 
 
 def _report_drawbacks(out: Path, path: str | None) -> int:

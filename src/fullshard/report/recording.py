@@ -242,6 +242,8 @@ class RunReport:
             self._await_others()
             try:
                 self.page = write_report(self.path)
+            except OSError as error:
+                _log.warning("rank 0: no page was written for %s (%s)", self.path, error.strerror)
             except Exception:
                 _log.warning("rank 0: no page was written for %s", self.path, exc_info=True)
         return self.page

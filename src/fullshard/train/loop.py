@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,9 +31,9 @@ from fullshard.train.model import byte_losses
 from fullshard.train.parallelism import part_of, replicas_of, rows_of, sequences_of
 from fullshard.train.predicting import RunPrediction, by_state, disk_lines, disk_traffic, start_forecast
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for
-from fullshard.train.ranks import Rank, gather_in_rank_order
+from fullshard.train.ranks import Rank, do_together, gather_in_rank_order
 from fullshard.train.resuming import AUTO
-from fullshard.train.run_folder import STOPPED, RunFolder, check_shared, free_folder
+from fullshard.train.run_folder import ANOTHER_OUT, STOPPED, RunFolder, check_shared, free_folder
 from fullshard.train.schedule import learning_rate, peak_lr
 from fullshard.train.settings import TrainSettings
 from fullshard.train.sharding import ShardedGPT, dtype_of, offload_of, optimizer_of, sharded_gpt
@@ -66,7 +67,8 @@ def train(
 
     Raises:
         ConfigError: each machine is to hold one replica, and they have different numbers of ranks; or checkpoints are
-            to be saved where not all machines see them; or the checkpoint is not of this run.
+            to be saved where not all machines see them; or the checkpoint is not of this run; or a file of the output
+            folder cannot be written.
         CheckpointError: the checkpoint is damaged or does not fit; or SIGTERM came, and none could be written.
     """
     check_machines(settings, rank)
@@ -77,6 +79,7 @@ def train(
     if settings.checkpoints.checkpoint_every and rank.machines > 1:
         check_shared(out, rank)
     folder = RunFolder(out, writes=rank.leads)
+    do_together(folder.check, rank.world)
     text = agreed_text(source, out, rank)
     model = sharded_gpt(settings, rank)
     display = display_for(Console(), shows=rank.leads)
@@ -294,7 +297,7 @@ class Trainer:
             return self.go_on(restored)
         self.folder.cut_back(dict.fromkeys(self.folder.sizes(), 0))
         self.folder.write_settings(self.settings)
-        self.folder.write_line("run", header_of(self.settings, heading))
+        self.write_line("run", header_of(self.settings, heading))
         return 0 if resume in (None, AUTO) else self.load(Path(resume)).step or 0
 
     def restored(self) -> Restored | None:
@@ -321,7 +324,7 @@ class Trainer:
         self.folder.cut_back(was["sizes"])
         self.stopwatch.total_s = was["seconds"]
         arrived = {"step": restored.step, "world": self.rank.world, "from": str(named(restored.path))}
-        self.folder.write_line("resume", arrived)
+        self.write_line("resume", arrived)
         return restored.step or 0
 
     def load(self, source: Path) -> Restored:
@@ -388,7 +391,7 @@ class Trainer:
         assert self.pending is not None, "it was saved"
         path = self.pending.wait()
         self.settle()
-        self.folder.write_line(STOPPED, {"step": step})
+        self.write_line(STOPPED, {"step": step})
         self.display.close()
         self.display.show_stopped(step, path)
         return PREEMPTED
@@ -414,7 +417,7 @@ class Trainer:
         )
         self.display.report(stated)
         norm, rate = float(trained.gradient_norm), self.optimizer.param_groups[0]["lr"]
-        self.folder.write_line(
+        self.write_line(
             "step",
             {
                 "step": step,
@@ -451,24 +454,45 @@ class Trainer:
     def validate(self, step: int) -> float:
         """Bits per byte on the validation windows, also left in the metrics."""
         loss = validation_loss(self.model, self.text, self.settings, self.rank)
-        self.folder.write_line("validation", {"step": step, "loss": loss, "bits_per_byte": bits(loss)})
+        self.write_line("validation", {"step": step, "loss": loss, "bits_per_byte": bits(loss)})
         return bits(loss)
 
     def write_sample(self, step: int) -> bytes:
         """Text of the model as it is now, also left in the samples."""
         content = sample(self.model, self.settings, self.rank.device, seed=self.settings.run.seed + step)
         self.folder.write_sample(step, content)
+        do_together(self.folder.check, self.rank.world)
         return content
+
+    def write_line(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Add a line to the metrics. Every rank calls it, and the first one writes.
+
+        Raises:
+            ConfigError: the first rank could not write this file, or another one of the folder. On every rank.
+        """
+        self.folder.write_line(kind, values)
+        do_together(self.folder.check, self.rank.world)
+
+    def write_weights(self) -> None:
+        """Write the trained weights.
+
+        Raises:
+            CheckpointError: they cannot be written. On every rank.
+        """
+        try:
+            write_safetensors(self.model.state_dict(), self.folder.weights)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. Free space on the disk of --out, or name {ANOTHER_OUT}.") from error
 
     def finish(self) -> None:
         """The last validation and sample, the weights, and the result."""
         steps = self.settings.optimization.steps
         bits_per_byte = self.validate(steps)
         content = self.write_sample(steps)
-        write_safetensors(self.model.state_dict(), self.folder.weights)
+        self.write_weights()
         self.settle()
         seconds = self.stopwatch.since_start_s()
-        self.folder.write_line(
+        self.write_line(
             "end",
             {
                 "step": steps,
@@ -543,10 +567,8 @@ def agreed(value: T, rank: Rank) -> T:
 def agreed_text(source: TextSource, out: Path, rank: Rank) -> Text:
     """The text, written once on every machine before any rank reads it."""
     cache = out / "text"
-    if rank.leads_machine:
-        write_text(source, cache)
-    dist.barrier()
-    return write_text(source, cache)
+    do_together(lambda: write_text(source, cache) if rank.leads_machine else None, rank.world)
+    return do_together(lambda: write_text(source, cache), rank.world)
 
 
 def mean_in_row_order(losses: Tensor, sequences: int, rank: Rank) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch import Tensor
 from fullshard.checkpoint.keeper import keeps_folders
 from fullshard.device.current import count_devices, set_current_device, usual_device_type
 from fullshard.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,26 @@ def process_group(rank: Rank) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def do_together(action: Callable[[], T], world: int) -> T:
+    """Return the result of `action()` on this rank, once it has succeeded on every rank. Every rank calls it.
+
+    Raises:
+        ConfigError: it was raised on some rank. The same error is raised on every rank.
+    """
+    done: list[T] = []
+    failure: ConfigError | None = None
+    try:
+        done.append(action())
+    except ConfigError as error:
+        failure = error
+    failures: list[str | None] = [None] * world
+    dist.all_gather_object(failures, None if failure is None else str(failure))
+    for message in failures:
+        if message is not None:
+            raise ConfigError(message) from failure
+    return done[0]
 
 
 def gather_in_rank_order(values: Tensor, rank: Rank) -> Tensor:

@@ -7,7 +7,8 @@ import math
 import os
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch.distributed as dist
 import yaml
 
 from fullshard.errors import ConfigError
-from fullshard.regular_files import open_regular
-from fullshard.train.ranks import Rank
+from fullshard.regular_files import open_regular, writing
+from fullshard.train.ranks import Rank, do_together
 from fullshard.train.settings import TrainSettings
 
 __all__ = [
+    "ANOTHER_OUT",
     "CHECKPOINTS",
     "METRICS",
     "SAMPLES",
@@ -36,6 +38,7 @@ __all__ = [
 
 METRICS, SETTINGS, SAMPLES, WEIGHTS = "metrics.jsonl", "settings.yaml", "samples.txt", "model.safetensors"
 CHECKPOINTS = "checkpoints"
+ANOTHER_OUT = "another --out"
 STOPPED = "stopped"  # the last line of the metrics of a run that is to be resumed
 
 
@@ -56,15 +59,18 @@ def check_shared(out: Path, rank: Rank) -> None:
     """Refuse, on every rank, an output folder that not all machines share; for runs that save checkpoints there.
 
     Raises:
-        ConfigError: a machine does not see a file that the first rank has written.
+        ConfigError: the first rank cannot write there, or a machine does not see what it has written.
     """
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0, device=rank.device)
     probe = out / f"probe-{name[0]}"
-    if rank.leads:
-        out.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-    dist.barrier()
+
+    def write_probe() -> None:
+        with writing(probe, instead=ANOTHER_OUT):
+            out.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+
+    do_together(write_probe if rank.leads else lambda: None, rank.world)
     found: list[str | None] = [None] * rank.world
     dist.all_gather_object(found, None if probe.exists() else socket.gethostname())
     if rank.leads:
@@ -114,6 +120,9 @@ def has_stopped(out: Path) -> bool:
 class RunFolder:
     """Writes a run's files. A folder that does not write accepts every call and does nothing.
 
+    A file that cannot be written is an error of `check`, since other ranks wait for the rank that writes. Nothing is
+    written after it.
+
     Args:
         path: the folder; made when it is missing.
         writes: whether this rank writes.
@@ -122,8 +131,17 @@ class RunFolder:
     def __init__(self, path: Path, *, writes: bool) -> None:
         self.path = path
         self._writes = writes
-        if writes:
-            path.mkdir(parents=True, exist_ok=True)
+        self._failure: ConfigError | None = None
+        self._write(path, lambda: path.mkdir(parents=True, exist_ok=True))
+
+    def check(self) -> None:
+        """Raise the error of the first file that could not be written.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if self._failure is not None:
+            raise self._failure
 
     @property
     def weights(self) -> Path:
@@ -143,28 +161,45 @@ class RunFolder:
     def cut_back(self, sizes: Mapping[str, int]) -> None:
         """Cut the files back to `sizes` bytes each: the run goes on from there, and writes the rest again."""
         for name, nbytes in sizes.items():
-            file = self.path / name
-            if self._writes and file.exists() and file.stat().st_size > nbytes:
-                os.truncate(file, nbytes)
+            self._write(self.path / name, partial(_cut_back, self.path / name, nbytes))
 
     def write_settings(self, settings: TrainSettings) -> None:
         """Write the settings to a file that `--config` reads: all but those that another run must not share."""
-        if self._writes:
-            options = {name: value for name, value in settings.as_options().items() if name not in ("out", "resume")}
-            text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
-            (self.path / SETTINGS).write_text(text, encoding="utf-8")
+        file = self.path / SETTINGS
+        options = {name: value for name, value in settings.as_options().items() if name not in ("out", "resume")}
+        text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
+        self._write(file, lambda: file.write_text(text, encoding="utf-8"))
 
     def write_line(self, kind: str, values: Mapping[str, Any]) -> None:
         """Add one line of JSON to the metrics: `kind`, then the values. On disk when the call returns."""
-        if self._writes:
-            with (self.path / METRICS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": kind, **{k: _plain(v) for k, v in values.items()}}) + "\n")
+        line = json.dumps({"kind": kind, **{k: _plain(v) for k, v in values.items()}}) + "\n"
+        self._append(self.path / METRICS, line.encode())
 
     def write_sample(self, step: int, content: bytes) -> None:
         """Add a sample, byte for byte, under a heading with its step."""
-        if self._writes:
-            with (self.path / SAMPLES).open("ab") as file:
-                file.write(f"===== step {step} =====\n".encode() + content + b"\n")
+        self._append(self.path / SAMPLES, f"===== step {step} =====\n".encode() + content + b"\n")
+
+    def _append(self, path: Path, content: bytes) -> None:
+        def append() -> None:
+            with path.open("ab") as file:
+                file.write(content)
+
+        self._write(path, append)
+
+    def _write(self, path: Path, action: Callable[[], object]) -> None:
+        """Have `action` write the file, and keep its error for `check`."""
+        if not self._writes or self._failure is not None:
+            return
+        try:
+            with writing(path, instead=ANOTHER_OUT):
+                action()
+        except ConfigError as error:
+            self._failure = error
+
+
+def _cut_back(file: Path, nbytes: int) -> None:
+    if file.exists() and file.stat().st_size > nbytes:
+        os.truncate(file, nbytes)
 
 
 def _plain(value: Any) -> Any:

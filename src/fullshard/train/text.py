@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import ConfigError
-from fullshard.regular_files import CONFIG_BYTES, open_regular, read_regular, read_text
-from fullshard.train.run_folder import METRICS
+from fullshard.regular_files import CONFIG_BYTES, open_regular, read_regular, read_text, writing
+from fullshard.train.run_folder import ANOTHER_OUT, METRICS
 
 VALIDATION_SHARE = 20  # one part in twenty
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules"})
@@ -116,6 +116,9 @@ def write_text(source: TextSource, cache: Path) -> Text:
     """The source as one mapped file: the file itself, or a copy of the folder in `cache` with an index beside it.
 
     A cache that already holds this very source is used as it is.
+
+    Raises:
+        ConfigError: the cache cannot be written, or a file changes meanwhile.
     """
     if not source.files:
         return Text(source.root, source.training_bytes, source.validation_bytes)
@@ -129,7 +132,8 @@ def write_text(source: TextSource, cache: Path) -> Text:
     with suppress(OSError, ValueError):  # there is no index, or none that was written here
         if json.loads(read_text(index_file, limit=CONFIG_BYTES)) == index:
             return text
-    cache.mkdir(parents=True, exist_ok=True)
+    with writing(cache, instead=ANOTHER_OUT):
+        cache.mkdir(parents=True, exist_ok=True)
     _write_whole(text.path, _contents(source))
     _write_whole(index_file, iter([json.dumps(index, indent=0).encode()]))
     return text
@@ -235,6 +239,11 @@ def _contents(source: TextSource) -> Iterator[bytes]:
 def _write_whole(path: Path, parts: Iterator[bytes]) -> None:
     """Write under another name and rename, so that the file is never seen incomplete."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with unfinished.open("wb") as file:
-        file.writelines(parts)
-    unfinished.replace(path)
+    try:
+        with writing(path, instead=ANOTHER_OUT):
+            with unfinished.open("wb") as file:
+                file.writelines(parts)
+            unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)  # it may have taken the last of a disk
+        raise

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from fullshard.command_line import check_writable, dumps_with_options, parse
+from fullshard.regular_files import writing
 from fullshard.testing.parity.check import rows_of
 from fullshard.testing.parity.progress import shown
 from fullshard.testing.parity.report import WIDTH, ParityReport
@@ -49,5 +50,6 @@ def run(argv: Sequence[str]) -> int:
     console.print(report.table())
     console.print(report.stated, markup=False, highlight=False, soft_wrap=True)
     if settings.verdict.json is not None:
-        settings.verdict.json.write_text(dumps_with_options(settings, report.as_dict()))
+        with writing(settings.verdict.json, option="--json"):
+            settings.verdict.json.write_text(dumps_with_options(settings, report.as_dict()))
     return EQUAL if report.is_equal else DIFFERENT
