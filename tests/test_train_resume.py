@@ -11,6 +11,7 @@ import time
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from test_train_loop import QUICK, losses, metrics, this_rank
 
 from fullshard.checkpoint import latest
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.errors import ConfigError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.testing import assert_same, run_ranks
 from fullshard.train.check import check
 from fullshard.train.loop import Trainer, train
@@ -149,6 +150,44 @@ def test_a_run_of_its_own_begins_with_what_a_checkpoint_holds(whole, tmp_path):
     assert_same(weights(out), weights(whole))
     assert [line["step"] for line in metrics(out) if line["kind"] == "step"] == [3, 4]
     assert metrics(out)[0]["kind"] == "run"
+
+
+def train_without_checkpoints(out: Path, writable_from: int | None) -> str | None:
+    """The error of a run whose folder of checkpoints is a file, until the step `writable_from` if that is given."""
+    rank = this_rank()
+    settings = parse_settings([*QUICK, "--checkpoint-every", "1", "--out", str(out)])
+    source = check(settings, rank.world)
+    dist.barrier()
+    if rank.leads:
+        out.mkdir()
+        (out / "checkpoints").touch()
+    step_of = Trainer.train_step
+
+    def step(self: Trainer, step: int) -> Any:
+        self.settle()
+        if rank.leads and step + 1 == writable_from:
+            (out / "checkpoints").unlink()
+        return step_of(self, step)
+
+    with mock.patch.object(Trainer, "train_step", step):
+        try:
+            assert train(settings, source, rank) == 0
+        except CheckpointError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("writable_from", [None, 3])
+def test_a_run_that_could_save_no_checkpoint_is_an_error_after_its_end(writable_from, tmp_path):
+    first, second = run_ranks(2, train_without_checkpoints, tmp_path / "run", writable_from)
+    assert first == second
+    assert metrics(tmp_path / "run")[-1]["kind"] == "end"
+    assert weights(tmp_path / "run")
+    if writable_from is None:
+        assert "no checkpoint could be saved since this run started" in first
+        assert "FileExistsError" in first and "name another --out" in first
+    else:
+        assert first is None
 
 
 def refuse(out: Path, argv: list[str]) -> str:

@@ -69,7 +69,8 @@ def train(
         ConfigError: each machine is to hold one replica, and they have different numbers of ranks; or checkpoints are
             to be saved where not all machines see them; or the checkpoint is not of this run; or a file of the output
             folder cannot be written.
-        CheckpointError: the checkpoint is damaged or does not fit; or SIGTERM came, and none could be written.
+        CheckpointError: the checkpoint is damaged or does not fit; or none could be written until the end, or until
+            SIGTERM came.
     """
     check_machines(settings, rank)
     settings = resolved(settings, rank)
@@ -114,6 +115,8 @@ class Trainer:
     ledgers: RunLedgers = field(init=False)  # known once the first step is done
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     pending: PendingSave | None = None  # the checkpoint that is being written
+    has_saved: bool = False  # whether a checkpoint was written since the run started
+    unsaved: CheckpointError | None = None  # the error of the last save that failed
     copies: SafetyCopies | None = None
     prediction: RunPrediction | None = None  # on the rank that shows, in a run that predicts
     forecast: Forecast | None = None
@@ -132,6 +135,7 @@ class Trainer:
                 self.ask_what_if()
         if self.record is not None and self.record.page is not None:
             self.display.show_page(self.record.page)
+        self.check_saved()
         return code
 
     def recording(self, done: int) -> AbstractContextManager[object]:
@@ -382,9 +386,25 @@ class Trainer:
             try:
                 if waiting is not None:
                     waiting.wait()
+                    self.has_saved |= waiting is self.pending
             except CheckpointError as error:
                 self.display.show_problem(str(error))
+                if waiting is self.pending:
+                    self.unsaved = error
         self.pending = None
+
+    def check_saved(self) -> None:
+        """Raise the error of the last save if none has succeeded.
+
+        Raises:
+            CheckpointError: no checkpoint could be saved since this run started. On every rank.
+        """
+        if self.unsaved is not None and not self.has_saved:
+            raise CheckpointError(
+                f"no checkpoint could be saved since this run started. The last attempt: {self.unsaved}. The trained "
+                f"weights are in {self.folder.weights}. Free space on the disk of --out, or name another --out, and "
+                "start again if you need checkpoints."
+            ) from self.unsaved
 
     def stop(self, step: int) -> int:
         """End before the last step, once the checkpoint of this one is there; the exit code."""
