@@ -32,6 +32,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from small_models import Chain, Layer, chain, inputs
 from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks.default_hooks import (
+    DefaultState,
+    LowPrecisionState,
+    allreduce_hook,
+    bf16_compress_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -1273,6 +1280,52 @@ def full_precision_in_evaluation() -> Steps:
     yield
     with mock.patch.dict(os.environ, FSDP_USE_FULL_PREC_IN_EVAL="1"):
         wrapped(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+
+@mistake(ConfigError, "register_comm_hook: noop_hook is not supported", "reduce_dtype", "set_all_reduce_hook")
+def a_hook_that_torch_calls() -> Steps:
+    model = wrapped()
+    yield
+    model.register_comm_hook(None, noop_hook)
+
+
+@mistake(ConfigError, r"register_comm_hook\(state=None\): the state of a hook has a process group", "Pass DefaultState")
+def a_hook_without_its_state() -> Steps:
+    model = wrapped()
+    yield
+    model.register_comm_hook(None, allreduce_hook)
+
+
+@mistake(
+    ConfigError, "process group has 1 ranks, which are not the 2 that parameters are sharded over", "Pass the wrap"
+)
+def a_hook_over_other_ranks() -> Steps:
+    model, groups = wrapped(), [dist.new_group([rank]) for rank in range(2)]
+    yield
+    model.register_comm_hook(DefaultState(groups[dist.get_rank()]), allreduce_hook)
+
+
+@mistake(ConfigError, "parameter_type=torch.float64 in the state, but gradients", "torch.float32. Pass LowPrecision")
+def a_hook_to_another_dtype() -> Steps:
+    model = wrapped()
+    yield
+    model.register_comm_hook(LowPrecisionState(dist.group.WORLD, torch.float64), bf16_compress_hook)
+
+
+@mistake(StateError, "a hook is registered already", "Register one, once")
+def two_hooks() -> Steps:
+    model, state = wrapped(), LowPrecisionState(dist.group.WORLD)
+    model.register_comm_hook(state, bf16_compress_hook)
+    yield
+    model.register_comm_hook(state, allreduce_hook)
+
+
+@mistake(StateError, "register_comm_hook: .* has gradients already", "before the first backward, or after zero_grad")
+def a_hook_between_two_microbatches() -> Steps:
+    model = wrapped()
+    model(torch.ones(2, 8)).sum().backward()
+    yield
+    model.register_comm_hook(LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
 
 
 @mistake(ConfigError, "use_orig_params=False cannot be honoured", "Leave the argument out")

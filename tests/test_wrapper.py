@@ -27,6 +27,8 @@ from small_models import (
     wholes,
 )
 from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, LowPrecisionState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
@@ -813,3 +815,56 @@ def read_arguments_back() -> None:
 
 def test_scripts_read_arguments_back():
     run_ranks(2, read_arguments_back)
+
+
+def learn_with_hooks(options: dict[str, Any]) -> None:
+    hooks = {
+        default_hooks.allreduce_hook: (None, DefaultState),
+        default_hooks.reduce_scatter_hook: (None, DefaultState),
+        default_hooks.bf16_compress_hook: (torch.bfloat16, LowPrecisionState),
+        default_hooks.fp16_compress_hook: (torch.float16, LowPrecisionState),
+    }
+    plain = learn(wrapped(**options))
+    for hook, (dtype, state) in hooks.items():
+        expected = learn(wrapped(mixed_precision=MixedPrecision(reduce_dtype=dtype), **options))
+        model = wrapped(**options)
+        model.register_comm_hook(state(model.process_group), hook)
+        assert_same(learn(copy.deepcopy(model)), expected)
+        assert_same(learn(model), expected)
+        differs = any(not torch.equal(a, b) for a, b in zip(wholes_of(plain), wholes_of(expected), strict=True))
+        assert differs == (dtype is not None)
+
+
+def wholes_of(learned: list[Any]) -> list[Tensor]:
+    """The weights at the end of `learn`."""
+    return list(learned[-1].values())
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {}),
+        (2, {"sharding_strategy": "ddp"}),
+        (3, {"sharding_strategy": "zero2"}),
+        (2, {"cpu_offload": CPUOffload(True)}),
+    ],
+)
+def test_a_hook_of_torch_s_sets_the_dtype_of_the_reduction(world, options):
+    run_ranks(world, learn_with_hooks, options)
+
+
+def register_a_hook_between_steps() -> None:
+    model, expected = wrapped(), wrapped(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
+    optimizer = sgd(model)
+    model(inputs(0)).sum().backward()
+    optimizer.zero_grad()
+    model.register_comm_hook(LowPrecisionState(dist.group.WORLD), default_hooks.bf16_compress_hook)
+    for each in (model, expected):
+        each(inputs(1)).square().mean().backward()
+    assert_same(whole_grads(model), whole_grads(expected))
+    optimizer.step()
+    assert not torch.equal(wholes(model)["head.weight"], wholes(expected)["head.weight"])
+
+
+def test_a_hook_can_be_registered_between_steps():
+    run_ranks(2, register_a_hook_between_steps)

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -59,6 +60,7 @@ __all__ = [
     "autocast_of_cuda_on_cpu",
     "backward_number",
     "below_autograd",
+    "comm_hook_dtypes",
     "copyable_fakes",
     "data_dependent_errors",
     "default_store",
@@ -139,6 +141,19 @@ def in_backward() -> bool:
 def backward_number() -> int:
     """The number of the backward pass that autograd is executing on this thread; -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def comm_hook_dtypes() -> dict[Callable[..., Any], torch.dtype | None]:
+    """Return torch's hooks for `FullyShardedDataParallel.register_comm_hook`, with the dtype that each sums in.
+
+    None stands for the dtype of the gradients that the hook is given.
+    """
+    return {
+        default_hooks.allreduce_hook: None,
+        default_hooks.reduce_scatter_hook: None,
+        default_hooks.fp16_compress_hook: torch.float16,
+        default_hooks.bf16_compress_hook: torch.bfloat16,
+    }
 
 
 def implicitly_replicates() -> bool:

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard._compat import comm_hook_dtypes
 from fullshard.comm.mesh import default_mesh
 from fullshard.device.current import count_devices, current_device, usual_device_type
 from fullshard.engine.hooks import (
     abandon_step,
     changing_shards,
+    check_idle,
     refuse_pickle,
     runtime_of,
     without_sync,
@@ -26,7 +28,7 @@ from fullshard.engine.hooks import (
 from fullshard.engine.managed import mark_ignored_buffers
 from fullshard.engine.registry import clean_fqn, is_unit, process_groups_along, unit_of, units_in
 from fullshard.engine.unit import Unit
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, StateError
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.policy.arguments import check_callable, check_flags, check_iterable, check_type
 from fullshard.policy.offload import CPUOffload
@@ -54,6 +56,7 @@ __all__ = ["BackwardPrefetch", "FullyShardedDataParallel"]
 _WRAPPED = "_fsdp_wrapped_module"
 _SHARDED = "_sharded_module"
 _PRECISION = "_mixed_precision"
+_HOOKED = "_has_comm_hook"
 
 
 class BackwardPrefetch(Enum):
@@ -314,6 +317,38 @@ class FullyShardedDataParallel(nn.Module):
         with without_sync(self._units()):
             yield
 
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Sum gradients as one of torch's hooks does: in its dtype. Call it before the first backward.
+
+        Units here and below are affected. The hook itself is never called, since gradients are not flattened.
+
+        Args:
+            state: The hook's `DefaultState` or `LowPrecisionState`. Its process group must have this wrapper's ranks.
+            hook: `allreduce_hook`, `reduce_scatter_hook`, `fp16_compress_hook` or `bf16_compress_hook` of
+                `torch.distributed.algorithms._comm_hooks`. The first two change nothing.
+
+        Raises:
+            ConfigError: The hook is another one, or `state` does not fit.
+            StateError: A hook is registered already, or there are gradients.
+        """
+        wrappers, units = self.fsdp_modules(self), self._units()
+        dtype = _dtype_of_hook(hook)
+        _check_hook_state(state, self.process_group, units)
+        if any(vars(wrapper).get(_HOOKED) for wrapper in wrappers):
+            raise StateError("register_comm_hook: a hook is registered already. Register one, once, for each model.")
+        for unit in units:
+            check_idle(unit, "to be given a hook")
+            if unit.has_grads_waiting:
+                raise StateError(
+                    f"register_comm_hook: {unit.name or 'the root'} has gradients already. Call it before the first "
+                    "backward, or after zero_grad()."
+                )
+        for wrapper in wrappers:
+            vars(wrapper)[_HOOKED] = True
+        if dtype is not None:
+            for unit in units:
+                unit.reduce_in(dtype)
+
     def abandon_step(self) -> None:
         """Drop what the current step has done, as `FSDPModule.abandon_step` does.
 
@@ -571,6 +606,53 @@ def _check(
         )
     if ignored_modules is not None and ignored_states is not None:
         raise ConfigError("ignored_modules and ignored_states both say what to leave alone. Pass one of them.")
+
+
+def _dtype_of_hook(hook: Callable[..., Any]) -> torch.dtype | None:
+    """Return the dtype that `hook` sums gradients in; None for the dtype that they have.
+
+    Raises:
+        ConfigError: it is none of torch's.
+    """
+    known = comm_hook_dtypes()
+    found = [dtype for each, dtype in known.items() if each is hook]
+    if not found:
+        names = ", ".join(each.__name__ for each in known)
+        raise ConfigError(
+            f"register_comm_hook: {getattr(hook, '__name__', repr(hook))} is not supported, since a hook of torch's "
+            f"takes gradients as one flat tensor, and there is none. Pass one of {names}; or set "
+            "MixedPrecision(reduce_dtype=..., reduce_wire=...) for fewer bits; or use fullshard.fully_shard, whose "
+            "set_all_reduce_hook calls a function with the sums."
+        )
+    return found[0]
+
+
+def _check_hook_state(state: Any, group: dist.ProcessGroup, units: Iterable[Unit]) -> None:
+    """Refuse the state of a hook that sums over other ranks, or that gives gradients another dtype.
+
+    Raises:
+        ConfigError: it does.
+    """
+    ranks = getattr(state, "process_group", None)
+    if not isinstance(ranks, dist.ProcessGroup):
+        raise ConfigError(
+            f"register_comm_hook(state={state!r}): the state of a hook has a process group. Pass "
+            "DefaultState(process_group) or LowPrecisionState(process_group) of "
+            "torch.distributed.algorithms._comm_hooks."
+        )
+    if dist.get_process_group_ranks(ranks) != dist.get_process_group_ranks(group):
+        raise ConfigError(
+            f"register_comm_hook: the state's process group has {ranks.size()} ranks, which are not the "
+            f"{group.size()} that parameters are sharded over. Pass the wrapper's process_group."
+        )
+    given = getattr(state, "parameter_type", None)
+    trained = [each for unit in units for each in unit.param_groups if each.is_trained]
+    stored = {each.plan.contract.delivered for each in trained}
+    if given is not None and stored - {given}:
+        raise ConfigError(
+            f"register_comm_hook: parameter_type={given} in the state, but gradients have the dtypes of their "
+            f"parameters: {', '.join(sorted(map(str, stored)))}. Pass LowPrecisionState(process_group, dtype) with it."
+        )
 
 
 def _check_types(

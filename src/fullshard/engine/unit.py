@@ -612,6 +612,25 @@ class Unit:
 
     @torch.inference_mode(False)
     @torch.no_grad()
+    def reduce_in(self, dtype: torch.dtype) -> None:
+        """Sum gradients in `dtype` from the next backward. Only for a unit without gradients.
+
+        Raises:
+            ConfigError: the encoding of gradients cannot be combined with `dtype`.
+        """
+        assert not self.has_grads_waiting, "checked by the caller"
+        self.options = replace(self.options, precision=replace(self.options.precision, reduce_dtype=dtype))
+        self.reshard()
+        plans = []
+        for param_group in self.param_groups:
+            plan = param_group.plan
+            view, stored, grad = param_group.params[0].view, plan.contract.stored, plan.contract.grad
+            contract = contract_for(self.options, view, stored, grad)
+            plans.append(replace(plan.changed(contract, plan.device, plan.memory), options=self.options))
+        self._has_layout_of(plans)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def move_to(self, destination: StatePlacement) -> None:
         """Have the shards at `destination` from now on, with their gradients. The optimizer's state follows in its next
         step.
