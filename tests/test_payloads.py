@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Split
+from torch.testing._internal.two_tensor import TwoTensor
 from wrapped_weights import DecodedWeight, LowLinear, Operand, Product, Weight, decode, encode
 
 from fullshard import MixedPrecisionPolicy, fully_shard, recording, summon_full_params
@@ -233,6 +234,30 @@ def see_what_is_called() -> None:
     assert all(item is visited[0] and isinstance(item, Operand) and isinstance(item, nn.Parameter) for item in visited)
     assert tuple(visited[0].shape) == (HIDDEN, WIDTH)
     assert isinstance(layer.weight, DTensor) and type(layer.weight._local_tensor) is Weight
+
+
+class PairedWeight(Weight):
+    """Sends two tensors, and makes one of them that needs both at equal storage offsets."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        values = decode(*encode(self.values))
+        return (values, 2 * values), None
+
+    def fsdp_post_all_gather(
+        self, gathered: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        pair = TwoTensor(*(tensor.detach() for tensor in gathered))
+        assert [tensor.storage_offset() for tensor in gathered] == [0, 0]
+        assert_same(pair.b, 2 * pair.a)
+        return None if out is not None else (gathered[0], gathered)
+
+
+def learn_with_pairs() -> None:
+    agree_with_plain(partial(learn, PairedWeight, 1), "zero3", "zero2")
+
+
+def test_gathered_tensors_start_at_their_storages():
+    run_ranks(2, learn_with_pairs)
 
 
 def test_methods_are_given_what_torch_gives_them():

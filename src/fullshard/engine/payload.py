@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from math import prod
 from typing import Any
@@ -36,7 +37,7 @@ from fullshard.engine.group_plan import GroupPlan, PayloadPlan, message_rule
 from fullshard.engine.pack import Pack
 from fullshard.engine.sharded_param import ShardedParam, Source
 from fullshard.errors import ConfigError, StateError
-from fullshard.layout.group_layout import ParamLayout, lay_out
+from fullshard.layout.group_layout import ParamLayout, lay_out, region_numel
 from fullshard.layout.offsets import contiguous_strides
 from fullshard.layout.shard_spec import ShardSpec
 from fullshard.policy.precision import DtypeContract
@@ -277,8 +278,26 @@ def _as_bytes(payload: Tensor) -> Tensor:
     return payload.detach().contiguous().view(-1).view(torch.uint8)
 
 
+class _SeparateBuffer(UnshardedBuffer):
+    """Like `UnshardedBuffer`, but with a storage for each payload, and one for the message of the pack.
+
+    A class may require that the tensors which it makes one of start at equal offsets of their storages.
+    """
+
+    def __init__(self, plan: GroupPlan, pack: Pack, storages: Sequence[torch.UntypedStorage]) -> None:
+        layout, device = plan.layout, plan.device
+        *own, last = (partial(typed_view, storage, torch.uint8, 0, device=device) for storage in storages)
+        self.params = [view(param.spec.shape) for view, param in zip(own, layout.params, strict=True)]
+        placed = (pair for pair in zip(own, layout.params, strict=True) if pair[1].in_place)
+        self.receive = [view((region_numel(param.spec, True),)) for view, param in placed]
+        message = last((layout.world * layout.pack_numel,))
+        if layout.pack_numel:
+            self.receive.append(message)
+        self._unpacking = pack.unpacking(self.params, message.view(layout.world, layout.pack_numel))
+
+
 class PayloadBuffer:
-    """Memory for the payloads of all ranks, laid out as parameters of so many bytes are; apart from the unit's.
+    """Memory for the payloads of all ranks, laid out as parameters of so many bytes are; separate from the unit's.
 
     Args:
         plan: of the parameters.
@@ -292,7 +311,9 @@ class PayloadBuffer:
         shapes = [(world * form.nbytes,) for form in flat]
         self.layout = lay_out(shapes, world, 1, [0] * len(shapes), message_rule(plan.axes))
         self._plan = GroupPlan(self.layout, _BYTES, plan.options, plan.axes, plan.device, plan.memory)
-        self._slot = Slot(plan.device)
+        sizes = [region_numel(param.spec, param.in_place) for param in self.layout.params]
+        self._nbytes = [*sizes, world * self.layout.pack_numel]
+        self._slots = [Slot(plan.device) for _ in self._nbytes]
         self._world = world
         self._unsharded: UnshardedBuffer | None = None
         self.gathered: list[list[Tensor]] = []
@@ -300,20 +321,22 @@ class PayloadBuffer:
     def allocate(self) -> None:
         """Have memory, in which the same tensors lie as before."""
         stream = accelerator_for(self._plan.device).streams.gather
-        self._slot.allocate(self, self._plan.unsharded_nbytes, stream)
+        for slot, nbytes in zip(self._slots, self._nbytes, strict=True):
+            slot.allocate(self, nbytes, stream)
         if self._unsharded is None:
-            self._unsharded = UnshardedBuffer(self._plan, Pack(self.layout, self._plan.rank), (self._slot.storage, 0))
-            places = iter(self.layout.params)
-            self.gathered = [[self._view(form, next(places)) for form in its] for its in self.forms]
+            storages = [slot.storage for slot in self._slots]
+            self._unsharded = _SeparateBuffer(self._plan, Pack(self.layout, self._plan.rank), storages)
+            remaining = iter(storages)
+            self.gathered = [[self._view(form, next(remaining)) for form in its] for its in self.forms]
 
-    def _view(self, form: _Form, place: ParamLayout) -> Tensor:
-        shape = form.of_all(self._world)
-        return typed_view(self._slot.storage, form.dtype, place.unsharded_offset, shape, self._plan.device)
+    def _view(self, form: _Form, storage: torch.UntypedStorage) -> Tensor:
+        return typed_view(storage, form.dtype, 0, form.of_all(self._world), self._plan.device)
 
     def free(self) -> None:
         """Give the memory back."""
-        if self._slot.occupant is self:
-            self._slot.free()
+        for slot in self._slots:
+            if slot.occupant is self:
+                slot.free()
 
     @property
     def unsharded(self) -> UnshardedBuffer:
@@ -324,9 +347,9 @@ class PayloadBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes while it has memory."""
-        return self._plan.unsharded_nbytes
+        return sum(self._nbytes)
 
     @property
     def present_nbytes(self) -> int:
         """Bytes that it takes now."""
-        return self.nbytes if self._slot.occupant is self else 0
+        return self.nbytes if self._slots[0].occupant is self else 0

@@ -43,6 +43,7 @@ __all__ = [
     "MessageRule",
     "ParamLayout",
     "lay_out",
+    "region_numel",
 ]
 
 ALIGNMENT_BYTES = 16
