@@ -628,6 +628,49 @@ def a_head_that_is_added_after_sharding() -> Steps:
     model(inputs())
 
 
+class Pretrained(nn.Sequential):
+    """Has methods of transformers' models."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self[0]
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None) -> None:
+        assert (new_num_tokens or 8) == 8
+
+    def save_pretrained(self, folder: str, state_dict: Any = None, **kwargs: Any) -> None:
+        assert state_dict is not None
+
+
+def pretrained(shard: Callable[[nn.Module], Any] = fully_shard) -> Any:
+    model = shard(Pretrained(nn.Embedding(8, 6)))
+    model.resize_token_embeddings(8, pad_to_multiple_of=4)
+    model.save_pretrained("folder", state_dict={})
+    return model
+
+
+@mistake(
+    StateError, "save_pretrained of FSDPPretrained, which is sharded", "full_state_dict=True", "export_safetensors"
+)
+def weights_saved_as_if_they_were_whole() -> Steps:
+    model = pretrained()
+    yield
+    model.save_pretrained("folder")
+
+
+@mistake(StateError, "save_pretrained of Pretrained, which is sharded", "pass it to save_pretrained as state_dict")
+def wrapped_weights_saved_as_if_they_were_whole() -> Steps:
+    model = pretrained(FullyShardedDataParallel)
+    yield
+    model.save_pretrained("folder")
+
+
+@mistake(StateError, "resize_token_embeddings of FSDPPretrained, which is sharded", "before the model is sharded")
+def embeddings_resized_after_sharding() -> Steps:
+    model = pretrained()
+    yield
+    model.resize_token_embeddings(9)
+
+
 @mistake(StateError, "DistributedDataParallel around Sequential, whose 0.weight is sharded", "strategy='hsdp'")
 def ddp_around_a_unit() -> Steps:
     model = nn.Sequential(linear(), linear())

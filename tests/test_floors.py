@@ -43,6 +43,7 @@ ROOMS: dict[str, list[str] | None] = {
     "engine": [
         "nested",
         "own_hooks",
+        "whole_methods",
         "order",
         "param_view",
         "validity",

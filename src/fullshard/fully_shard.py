@@ -25,6 +25,7 @@ from fullshard.engine.hooks import (
 )
 from fullshard.engine.registry import clean_fqn, is_unit, unit_of, units_in
 from fullshard.engine.unit import Unit
+from fullshard.engine.whole_methods import checked_methods
 from fullshard.errors import ConfigError, StateError
 from fullshard.policy.arguments import check_callable, check_flags, check_iterable, check_type, is_number
 from fullshard.policy.meshes import DataParallelMeshDims
@@ -679,7 +680,12 @@ def _gain_methods(module: nn.Module) -> None:
     """Let `module` be an `FSDPModule` too: its class becomes one of the same name with the methods mixed in."""
     cls = type(module)
     if cls not in _classes:
-        own = {"__doc__": cls.__doc__, "__module__": cls.__module__, PLAIN_CLASS: cls}
+        own = {
+            "__doc__": cls.__doc__,
+            "__module__": cls.__module__,
+            PLAIN_CLASS: cls,
+            **checked_methods(cast(Any, cls)),
+        }
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
     module.__class__ = _classes[cls]
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -28,6 +29,7 @@ from fullshard.engine.hooks import (
 from fullshard.engine.managed import mark_ignored_buffers
 from fullshard.engine.registry import clean_fqn, is_unit, process_groups_along, unit_of, units_in
 from fullshard.engine.unit import Unit
+from fullshard.engine.whole_methods import checked_methods
 from fullshard.errors import ConfigError, StateError
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.policy.arguments import check_callable, check_flags, check_iterable, check_type
@@ -262,7 +264,9 @@ class FullyShardedDataParallel(nn.Module):
         except AttributeError:
             if name == _WRAPPED:
                 raise
-            return getattr(self._fsdp_wrapped_module, name)
+            module = self._fsdp_wrapped_module
+            checked = checked_methods(cast(Any, type(module))).get(name)
+            return getattr(module, name) if checked is None else partial(checked, module)
 
     def __getitem__(self, key: Any) -> Any:
         """The item of the wrapped module at `key`, if it is a sequence."""
