@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils.parametrizations import weight_norm
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
 from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, StateDictType, fully_shard
 from fullshard.engine.registry import units_in
@@ -206,7 +206,10 @@ class Normed(nn.Module):
 
 
 def average(shard: Shard, options: Any) -> list[Any]:
-    options = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if options == "ema" else options
+    if options == "ema":
+        options = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}
+    elif options == "ema of buffers":
+        options = {"avg_fn": get_ema_avg_fn(0.9), "use_buffers": True}
     model = Normed()
     for part in (model.up, model):
         model = shard(part)
@@ -231,6 +234,6 @@ def average_as_plain(strategy: str, options: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
-@pytest.mark.parametrize("options", [{}, {"use_buffers": True}, "ema"], ids=str)
+@pytest.mark.parametrize("options", [{}, {"use_buffers": True}, "ema", "ema of buffers"], ids=str)
 def test_an_average_of_shards_is_that_of_whole_parameters(strategy, options):
     run_ranks(2, average_as_plain, strategy, options)

@@ -320,6 +320,26 @@ def test_a_function_of_a_sharded_weight_is_reported_which_and_what_to_do():
     assert "call unshard() on the unit before" in stated
 
 
+AVERAGES = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from fullshard import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(), use_buffers=True)
+for _ in range(2):
+    averaged.update_parameters(model)
+"""
+
+
+def test_an_average_of_parameters_and_buffers_is_reported_what_to_do():
+    ended = subprocess.run([sys.executable, "-c", AVERAGES], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "[fullshard] A foreach operation got sharded parameters and plain buffers" in ended.stderr
+    assert "Use get_ema_avg_fn" in ended.stderr
+
+
 def scatter_without_an_optimizer() -> None:
     """As in PyTorch's T5 example: the first rank has the full state, and no optimizer is named."""
     model = FullyShardedDataParallel(chain(lambda module: module))

@@ -119,6 +119,12 @@ def explain_mixtures() -> None:
                     "unshard() on the unit before, and reshard() after it; or summon_full_params; or make the function "
                     "a method of the unit, and register_fsdp_forward_method(module, name).\n"
                 )
+            if "_foreach_" in str(error):
+                sys.stderr.write(
+                    "[fullshard] A foreach operation got sharded parameters and plain buffers in one list, as averages "
+                    "of weights do. Use get_ema_avg_fn (avg_fn) instead of get_ema_multi_avg_fn for torch's "
+                    "AveragedModel, or foreach=False for timm's ModelEmaV3.\n"
+                )
 
     sys.excepthook = excepthook
 
