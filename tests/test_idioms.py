@@ -333,6 +333,23 @@ for _ in range(2):
 """
 
 
+NORMS = """
+import torch, torch.distributed as dist
+from torch import nn
+from fullshard import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(nn.Linear(8, 8))
+model.weight.detach().norm().clamp_(min=1e-3)
+"""
+
+
+def test_a_norm_that_is_changed_in_place_is_reported_what_to_do():
+    ended = subprocess.run([sys.executable, "-c", NORMS], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "[fullshard] The norm of a sharded parameter" in ended.stderr
+    assert "fullshard.clip_grad_norm_" in ended.stderr
+
+
 def test_an_average_of_parameters_and_buffers_is_reported_what_to_do():
     ended = subprocess.run([sys.executable, "-c", AVERAGES], capture_output=True, text=True, check=False)
     assert ended.returncode == 1

@@ -126,6 +126,13 @@ def explain_mixtures() -> None:
                     "AveragedModel, or foreach=False for timm's ModelEmaV3.\n"
                 )
 
+        if isinstance(error, RuntimeError) and "_NormPartial" in str(error):
+            sys.stderr.write(
+                "[fullshard] The norm of a sharded parameter is a sum over ranks, which torch cannot change in place. "
+                "In your code, write norm.clamp(...) instead of norm.clamp_(...). Some libraries do this in LAMB and "
+                "in adaptive gradient clipping: use other ones, such as AdamW and fullshard.clip_grad_norm_.\n"
+            )
+
     sys.excepthook = excepthook
 
 
