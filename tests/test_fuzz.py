@@ -95,6 +95,28 @@ def test_ranks_that_skip_different_modules_do_not_hang():
         assert pool.judge(program).kind == REFUSED
 
 
+DROPPED = {"kind": "dropped", "children": [{"kind": "linear"}], "every": 3, "by rank": True, "unit": {}}
+WITHIN = {"kind": "sequence", "children": [DROPPED, {"kind": "linear", "unit": {}}], "unit": {}}
+AFTER_A_BACKWARD = {
+    "a gather of a forward": {"nodes": [{**DROPPED, "children": [{"kind": "linear", "unit": {}}]}], "no_sync": True},
+    "a gather of a backward": {"nodes": [WITHIN]},
+    "a reduction": {"nodes": [DROPPED], "ranks": 2, "strategy": "zero2", "micro": 1},
+}
+
+
+@pytest.mark.parametrize("case", AFTER_A_BACKWARD.values(), ids=AFTER_A_BACKWARD)
+def test_ranks_that_agree_on_shared_memory_find_one_that_comes_to_another_collective(case):
+    """Both have the same number: no rank seems to miss a message, so nothing but a comparison finds it."""
+    case = {"ranks": 3, "strategy": "zero3", "micro": 3, "no_sync": False, **case}
+    step = {"do": "step", "micro": case["micro"], "no_sync": case["no_sync"]}
+    model = {"kind": "sequence", "children": [*case["nodes"], {"kind": "linear"}]}
+    program = {"ranks": case["ranks"], "width": 16, "strategy": case["strategy"], "model": model, "loop": [step] * 3}
+    with Pool(timeout=15) as pool:
+        verdict = pool.judge({**program, "optimizer": {"name": "SGD", "lr": 0.1}})
+    assert verdict.kind == REFUSED, verdict.details
+    assert "started agreement on shared memory after a backward; rank" in verdict.details
+
+
 def ask_early() -> None:
     watchdog._EARLY_S, watchdog._LOOK_S = 0.6, 0.2
 

@@ -510,6 +510,23 @@ def test_a_unit_that_leaves_the_memory_in_common_on_one_rank_only_is_an_error_on
     assert messages[0].count("bytes, in common)") == 1
 
 
+def agree_on_one_rank() -> str:
+    own = transport()
+    gather(own)
+    with pytest.raises(RankMismatchError) as raised:
+        if dist.get_rank() == 0:
+            own.common_storages([8], "plan")
+        else:
+            gather(own)
+    return str(raised.value)
+
+
+def test_a_rank_that_gathers_while_others_agree_on_memory_in_common_is_an_error_on_all():
+    messages = run_ranks(2, agree_on_one_rank, timeout=15)
+    assert messages[0] == messages[1]
+    assert "rank 0 started agreement on shared memory after a backward; rank 1 started all_gather" in messages[0]
+
+
 def trained(shares: bool, axes: tuple[int, ...], precision: MixedPrecisionPolicy) -> dict[str, Tensor]:
     share_memory_between_ranks(shares)
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("replicate", "shard")[-len(axes) :])

@@ -321,6 +321,14 @@ def test_every_wait_for_other_ranks_is_known_to_the_watchdog():
     assert used == WAITS_KNOWN.keys()
 
 
+def test_every_collective_that_has_a_number_is_compared_between_ranks():
+    """Else a rank that waits in another one of the same number seems to have sent what is waited for."""
+    numbers = re.compile(r"self\.started \+?= ")
+    counting = [path for path in SOURCE.rglob("*.py") if numbers.search(path.read_text())]
+    places = {path.relative_to(SOURCE).as_posix() for path in counting}
+    assert places == {"comm/collectives.py", "liveness/rank_progress.py"}
+
+
 def test_no_lock_is_held_while_a_rank_waits_for_others():
     """Else two threads that train two models wait for one another on two ranks."""
     sends = {"waiting", "wait", "neighbours", "all_gather", "all_reduce", "broadcast", "barrier", "gather_objects"}

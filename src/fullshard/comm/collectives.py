@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -39,6 +39,8 @@ from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 
 __all__ = ["Call", "Channel", "Collectives", "divide", "keep_own"]
+
+T = TypeVar("T")
 
 _FIRST_TAG = 1 << 24  # far from the small numbers that users give their own messages
 
@@ -183,7 +185,7 @@ class Collectives(GroupProgress, ABC):
         """
         self._at_once(Call(name, origin, 0, 0, 0, 0), lambda: None, records=False)
 
-    def _at_once(self, call: Call, send: Callable[[], object], *, records: bool = True) -> None:
+    def _at_once(self, call: Call, send: Callable[[], T], *, records: bool = True) -> T:
         if self.broken is not None:
             raise self.broken
         self.started += 1
@@ -193,13 +195,14 @@ class Collectives(GroupProgress, ABC):
             with here.waiting(call.name, call.origin, self if agree is not None else None, self.started):
                 if agree is not None:
                     agree()
-                send()
+                sent = send()
         except PeerGoneError as gone:
             raise self._lost(gone, call) from gone
         if event is not None:
             if event.began is not None:
                 event.ended = stamp_here()
             event.finish()
+        return sent
 
     # -- for channels -------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ from fullshard.comm.peers import (
 from fullshard.comm.transport import PartSums
 from fullshard.layout.shard_spec import owned
 from fullshard.liveness.rank_progress import here
-from fullshard.liveness.watchdog import PeerGoneError
 from fullshard.tape.recorder import Event, Origin, Phase
 
 __all__ = ["SharedMemoryCollectives"]
@@ -111,7 +110,6 @@ class SharedMemoryCollectives(PairwiseCollectives):
         if "peers" not in vars(self):  # the others may wait to meet this rank
             self._keep_unread(self._exchange(address_of_none("ranks make different calls"), self._meeting_tag))
             vars(self)["peers"] = None
-        self._keep_unread(self._exchange(_NO_PLAN, self._plan_tag))  # they may wait to agree on memory in common
         super().leave(last)
 
     def close(self) -> None:
@@ -124,21 +122,22 @@ class SharedMemoryCollectives(PairwiseCollectives):
         peers = self.peers
         if peers is None:
             return []
-        call = Call("agreement on memory in common", Origin("", Phase.IDLE), len(sizes), sum(sizes), 0, 0)
         digest = _NO_PLAN if plan is None else sha256(f"{plan}{list(sizes)}".encode()).digest()
-        self.started += 1
-        with here.waiting(call.name, call.origin, self, self.started):
-            try:
-                plans = [digest, *self._exchange(digest, self._plan_tag)()]
-                if _NO_PLAN in plans:
-                    return None
-                if not sizes or any(other != digest for other in plans):
-                    return []
-                peers.drop_free()  # what was gathered went through them, and will not any more
-                collective, _ = self._next_key(0)
-                return [memory.storage for memory in peers.common(sizes, collective)]
-            except PeerGoneError as gone:
-                raise self._lost(gone, call) from gone
+        # Its fingerprint finds ranks that call another collective. Sizes are no part of it, since they may differ.
+        call = Call("agreement on shared memory after a backward", Origin("", Phase.IDLE), 0, 0, 0, 0)
+        return self._at_once(call, partial(self._common_storages, peers, sizes, digest), records=False)
+
+    def _common_storages(
+        self, peers: HostPeers, sizes: Sequence[int], digest: bytes
+    ) -> list[torch.UntypedStorage] | None:
+        plans = [digest, *self._exchange(digest, self._plan_tag)()]
+        if _NO_PLAN in plans:
+            return None
+        if not sizes or any(other != digest for other in plans):
+            return []
+        peers.drop_free()  # what was gathered went through them, and will not any more
+        collective, _ = self._next_key(0)
+        return [memory.storage for memory in peers.common(sizes, collective)]
 
     def gather_in_common(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
         peers = self.peers

@@ -11,7 +11,8 @@ answered; one that is asked early, in that nothing is written unless all ranks w
 [Note: waits in a circle]
 Ranks that make different calls may wait for one another in different process groups. No rank then receives the
 fingerprint that would show the difference. So each rank also publishes which collective it waits for, and how many it
-has started in each group. If each of them waits for a rank that has not started that collective, and none of them has
+has started in each group. A number stands for one collective on all ranks: where it does not, their fingerprints differ
+and all raise. If each of them waits for a rank that has not started that collective, and none of them has
 moved between two such accounts, then no rank will ever go on, however slow the network is: all raise RankMismatchError.
 They mark their process groups as broken first, and wait for one another to do so. Otherwise a rank that raises, and
 ends, would seem to be lost.
