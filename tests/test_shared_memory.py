@@ -527,6 +527,25 @@ def test_a_rank_that_gathers_while_others_agree_on_memory_in_common_is_an_error_
     assert "rank 0 started agreement on shared memory after a backward; rank 1 started all_gather" in messages[0]
 
 
+def call_without_backward(shares: bool, steps_with_more: Iterable[int]) -> tuple[list[bool], dict[str, Tensor]]:
+    share_memory_between_ranks(shares)
+    model = chain(partial(fully_shard, strategy="zero2"))
+    for number in range(5):
+        if number in steps_with_more and dist.get_rank() == 0:
+            model(inputs(number))  # gathers what the forward after it would gather
+        steps(model, [number])
+    values = {name: param.full_tensor() for name, param in model.named_parameters()}
+    return [unit.slot.is_common for unit in units_in(model)], values
+
+
+@pytest.mark.parametrize(("steps_with_more", "expected"), [([0, 1], True), (range(5), False)])
+def test_a_forward_without_backward_on_one_rank_keeps_no_other_waiting(steps_with_more, expected):
+    """That rank still awaits a backward when the microbatch of others is over, and they agree on nothing then."""
+    shared, sent = (run_ranks(2, call_without_backward, of, steps_with_more, timeout=30) for of in (True, False))
+    assert [set(slots) for slots, _ in shared] == [{expected}] * 2
+    assert_same([values for _, values in shared], [values for _, values in sent])
+
+
 def trained(shares: bool, axes: tuple[int, ...], precision: MixedPrecisionPolicy) -> dict[str, Tensor]:
     share_memory_between_ranks(shares)
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("replicate", "shard")[-len(axes) :])

@@ -400,8 +400,7 @@ class Runtime:
                 self._reshard_after_backward(unit)
         self._end_backward()
         self.expected.end_backward()
-        if not self.expected.open:
-            self.residency.slots.end_microbatch(self.expected.backward)
+        self.residency.slots.end_backward(self.expected.backward, awaits_more=bool(self.expected.open))
         tallies = self.reductions.take_tallies()
         self._check_whole()
         self.disks.end_pass(self.activations.disk_failures)

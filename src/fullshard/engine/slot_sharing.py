@@ -18,8 +18,8 @@ from fullshard.policy.switches import switches
 
 __all__ = ["SlotSharing"]
 
-_MOST_MICROBATCHES = 16
-"""Microbatches after which ranks stop asking one another for a common order and assign no slots."""
+_MOST_BACKWARDS = 256
+"""Backwards after which ranks stop looking for a common order and assign no slots."""
 
 
 class SlotSharing:
@@ -34,7 +34,7 @@ class SlotSharing:
         self._is_wished = switches.shares_memory_between_units  # None: as is best for the device
         self._is_assigned = False
         self._is_paused = False
-        self._microbatches = 0  # ended, counted until slots are assigned
+        self._backwards = 0  # counted until slots are assigned
         self._since: dict[int, int] = {}  # when each unit that is unsharded came to be so
         self._intervals: list[Interval] = []
 
@@ -70,20 +70,26 @@ class SlotSharing:
         finally:
             self._is_paused = before
 
-    def end_microbatch(self, backward: OrderTracker) -> None:
+    def end_backward(self, backward: OrderTracker, *, awaits_more: bool) -> None:
         """Assign slots, once, after a microbatch that ran in the order of the one before on all ranks.
 
         Ranks may skip different modules, so each rank may see a repeated order at another microbatch. All ranks
-        therefore exchange what they saw after each microbatch until it was repeated on all of them. Only units with
-        something to gather are compared.
+        therefore exchange what they saw until it was repeated on all of them. They do so after every backward: a rank
+        that called a module without a backward does not know that the microbatch is over on other ranks. Only units
+        with something to gather are compared.
+
+        Args:
+            backward: the order in which units were needed.
+            awaits_more: whether a forward of this rank still waits for its backward.
         """
         if not (self._is_assigned or self._is_paused):
-            self._microbatches += 1
+            self._backwards += 1
             units = [unit for unit in self._units if not unit.keeps_unsharded and unit.slot_nbytes]
-            is_in_order = backward.agrees_on({unit.state.number for unit in units})
-            self._is_assigned = self._assign(units, is_in_order) or self._microbatches == _MOST_MICROBATCHES
-        self._intervals.clear()
-        self._since.clear()
+            is_in_order = not awaits_more and backward.agrees_on({unit.state.number for unit in units})
+            self._is_assigned = self._assign(units, is_in_order) or self._backwards == _MOST_BACKWARDS
+        if not awaits_more:
+            self._intervals.clear()
+            self._since.clear()
 
     def _assign(self, units: Sequence[Unit], is_in_order: bool) -> bool:
         """Assign slots if the order was repeated on all ranks that may share memory. Return True if it was."""
