@@ -488,7 +488,7 @@ def enabled_late() -> str:
     class PeerTrainer(transformers.Trainer):
         """A trainer that another library has derived."""
 
-    with pytest.raises(StateError, match="Theirs was made from transformers' Trainer before"):
+    with pytest.raises(StateError, match="PeerTrainer was made from transformers' Trainer before"):
         integration.enable()
     return PeerTrainer.__name__
 
@@ -510,7 +510,7 @@ def enabled_early() -> bool:
 
 def test_enable_replaces_the_trainers_for_all_that_import_them_later():
     assert run_ranks(1, enabled_early) == [True]
-    assert run_ranks(1, enabled_late) == ["Theirs"]
+    assert run_ranks(1, enabled_late) == ["PeerTrainer"]
 
 
 PRIVATE = {
