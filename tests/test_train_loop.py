@@ -226,7 +226,7 @@ def forecast_separate(settings: TrainSettings, machine: Machine) -> Forecast:
 
 
 def test_a_dry_run_reports_what_goes_to_the_disk(tmp_path: Path) -> None:
-    run_ranks(2, predicted, tmp_path)
+    run_ranks(2, predicted, tmp_path, timeout=240)  # each rank starts a process that imports torch
 
 
 def train_as_a_user_does(out: Path, argv: list[str]) -> None:
