@@ -630,7 +630,8 @@ class Plain(Driver):
         else:
             self.optimizer.step()
         if not action.get("keep grads"):
-            self.optimizer.zero_grad(set_to_none=action.get("set_to_none", True))
+            target = self.model if action.get("zero model") else self.optimizer
+            target.zero_grad(set_to_none=action.get("set_to_none", True))
 
     def reduce(self, pending: list[list[Tensor | None]]) -> None:
         """Add the mean over all ranks to the gradients that the optimizer sees."""
