@@ -154,7 +154,7 @@ def last_json(stated: str) -> Any:
 
 
 def check(
-    parts: Sequence[Part], path: Path, tell_: Callable[[str], None], *, seconds: float = 585
+    parts: Sequence[Part], path: Path, report: Callable[[str], None], *, seconds: float = 585
 ) -> dict[str, dict[str, Any]]:
     """The results of all parts by name, which are written to `path` after each."""
     end = time.monotonic() + seconds
@@ -165,7 +165,7 @@ def check(
         result = run_part(part, limit_s) if limit_s > 5 or limit_s == part.limit_s else late
         results[part.name] = asdict(result)
         path.write_text(json.dumps(results, indent=1))
-        tell_(f"{part.name:14}{result.verdict:10}{result.seconds:7.1f} s  {part.claim}{summary(result)}")
+        report(f"{part.name:14}{result.verdict:10}{result.seconds:7.1f} s  {part.claim}{summary(result)}")
     return results
 
 

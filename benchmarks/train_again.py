@@ -53,7 +53,7 @@ class Lines:
     def __init__(self, folder: Path, name: str) -> None:
         self._file = (folder / f"{name}.jsonl").open("a", buffering=1)
 
-    def tell_(self, step: int, began: float, ranks: int) -> None:
+    def record_step(self, step: int, began: float, ranks: int) -> None:
         """One step is done."""
         reported = {"step": step, "began": began, "at": time.time(), "pid": os.getpid(), "ranks": ranks}
         self._file.write(json.dumps(reported) + "\n")
@@ -82,7 +82,7 @@ def train_by_torchrun(folder: Path, way: str, width: int) -> None:
         began = time.time()
         one_step(model, optimizer, step, width)
         step += 1
-        lines.tell_(step, began, RANKS)
+        lines.record_step(step, began, RANKS)
         if step % EVERY == 0 and copies is None:
             save(folder / "checkpoints", model=model, optimizer=optimizer, step=step, keep=2)
         elif step % EVERY == 0:
@@ -102,7 +102,7 @@ def train_by_ray(config: dict[str, Any]) -> None:
         began = time.time()
         one_step(model, optimizer, step, config["width"])
         step += 1
-        lines.tell_(step, began, RANKS)
+        lines.record_step(step, began, RANKS)
         if step % EVERY == 0:
             save_and_report({"step": step}, model=model, optimizer=optimizer, step=step)
 
@@ -136,7 +136,7 @@ def train_by_torchft(folder: Path, name: str, width: int) -> None:
         loss_of(model, batch_of(replicas.step, replicas.index, width)).backward()
         if replicas.should_commit():
             optimizer.step()
-            lines.tell_(replicas.step, began, replicas.count * dist.get_world_size())
+            lines.record_step(replicas.step, began, replicas.count * dist.get_world_size())
         optimizer.zero_grad()
 
 

@@ -223,10 +223,10 @@ def test_failures_are_reported_below_the_table_and_in_json():
 def test_on_a_terminal_there_is_a_bar_and_elsewhere_a_line_for_each_stage():
     def stated(*, terminal: bool) -> str:
         console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None, width=80)
-        with shown(console, 3) as tell_:
+        with shown(console, 3) as report:
             for what in ("floor", "torch-ddp"):
-                tell_("starting", what)
-            tell_("round 1 of 1", "floor")
+                report("starting", what)
+            report("round 1 of 1", "floor")
         return console.file.getvalue()
 
     assert stated(terminal=False) == "starting\nround 1 of 1\n"
@@ -256,7 +256,7 @@ def peaks() -> tuple[int | None, int | None, int | None]:
     return while_large, memory.peak().process, memory.peak().allocated
 
 
-def test_the_peak_of_a_process_is_seen_and_can_be_forgotten():
+def test_peak_memory_of_a_process_is_measured_and_can_be_reset():
     (large, later, on_gpu), = run_ranks(1, peaks)  # fmt: skip
     assert large is not None
     assert later is not None
@@ -369,7 +369,7 @@ def test_a_system_that_dies_is_left_out_and_the_others_go_on():
     started: dict[str, set[int | None]] = {}
     visited: set[int | None] = set()
 
-    def tell_(stage: str, what: str) -> None:
+    def report_stage(stage: str, what: str) -> None:
         here = {child.pid for child in multiprocessing.active_children()}
         if stage == "starting":
             started[what] = here  # those that were there before `what`
@@ -379,7 +379,7 @@ def test_a_system_that_dies_is_left_out_and_the_others_go_on():
                 os.kill(pid, 9)
             visited.update(here)
 
-    report = measure(plan("fullshard-zero3", "torch-ddp"), tell_)
+    report = measure(plan("fullshard-zero3", "torch-ddp"), report_stage)
     assert [system.name for system in report.systems] == ["fullshard-zero3"]
     assert "ended with exit code -9" in report.failed["torch-ddp"].reason
     assert multiprocessing.active_children() == []
@@ -470,11 +470,11 @@ def test_each_rank_needs_a_gpu_of_its_own(nothing_starts, monkeypatch, capsys):
 
 def test_a_failure_is_exit_code_1(monkeypatch, capsys):
     failed = made_up(result("torch-ddp", 1.0), failed={"torch-fsdp1": Failure(reason="no", details="")})
-    monkeypatch.setattr(fullshard.bench.command, "measure", lambda plan, tell_: failed)
+    monkeypatch.setattr(fullshard.bench.command, "measure", lambda plan, report: failed)
     assert main(["bench", "--size", "tiny"]) == 1
     assert "torch-fsdp1 failed: no" in capsys.readouterr().out
 
-    def fail(plan: Plan, tell_: object) -> None:
+    def fail(plan: Plan, report: object) -> None:
         raise TeamFailed("rank 0: ValueError: no", "Traceback\n")
 
     monkeypatch.setattr(fullshard.bench.command, "measure", fail)

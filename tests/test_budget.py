@@ -203,7 +203,7 @@ def choose_shards(folder: Path, strategy: str, microbatches: int, max_norm: floa
         pytest.param("zero2", 2, 0.1, marks=pytest.mark.slow),
     ],
 )
-def test_as_few_units_as_needed_rest_on_the_disk_where_states_and_activations_there_are_not_enough(
+def test_as_few_units_as_needed_are_offloaded_to_disk_if_states_and_activations_are_not_enough(
     tmp_path, strategy, microbatches, max_norm
 ):
     run_ranks(2, choose_shards, tmp_path, strategy, microbatches, max_norm, timeout=100)
@@ -260,7 +260,7 @@ def arrived_back(folder: Path) -> None:
         assert had.shape == kept.shape
 
 
-def test_a_graph_that_waits_while_units_come_from_the_disk_finds_its_values(tmp_path):
+def test_a_graph_that_waits_while_units_are_read_from_disk_keeps_its_values(tmp_path):
     run_ranks(2, arrived_back, tmp_path)
 
 
@@ -275,7 +275,7 @@ def fail_to_arrived_back(folder: Path) -> None:
         optimizer.step()
 
 
-def test_a_disk_from_which_units_cannot_come_is_an_error_on_all_ranks(tmp_path):
+def test_a_disk_that_units_cannot_be_read_from_is_an_error_on_all_ranks(tmp_path):
     run_ranks(2, fail_to_arrived_back, tmp_path)
 
 
@@ -527,7 +527,7 @@ def choose_alongside(strategy: str, loop: dict[str, Any]) -> None:
         pytest.param("zero1", {"max_norm": 1.0}, id="zero1", marks=pytest.mark.slow),
     ],
 )
-def test_units_that_come_back_from_the_cpu_change_no_bit(strategy, loop):
+def test_units_loaded_from_the_cpu_change_no_bit(strategy, loop):
     run_ranks(2, choose_alongside, strategy, loop)
 
 

@@ -43,14 +43,14 @@ def here(stated: dict[str, Any]) -> Hardware:
 
 
 @pytest.fixture
-def no_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_config_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     return tmp_path
 
 
-def test_what_is_written_is_what_is_read(stated, no_home_folder):
+def test_what_is_written_is_what_is_read(stated, empty_config_folder):
     write_description(stated, here_path())
-    assert here_path() == no_home_folder / "fullshard" / "here.toml"
+    assert here_path() == empty_config_folder / "fullshard" / "here.toml"
     assert hardware("here") == hardware(str(here_path())) == described(stated)
 
 
@@ -87,13 +87,13 @@ def test_with_little_time_fewer_sizes_are_measured(stated):
         (["--secs", "1"], "Did you mean seconds"),
     ],
 )
-def test_bad_input_is_answered_in_a_line(argv, words, no_home_folder, capsys):
+def test_bad_input_is_answered_in_a_line(argv, words, empty_config_folder, capsys):
     assert main(["calibrate", *argv]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 
 
-def test_the_command_writes_a_description_and_shows_it(stated, no_home_folder, monkeypatch, capsys):
+def test_the_command_writes_a_description_and_shows_it(stated, empty_config_folder, monkeypatch, capsys):
     monkeypatch.setattr("fullshard.cli.calibrate.calibrate", lambda *_, **__: stated)
     assert main(["calibrate"]) == 0
     shown = capsys.readouterr().out
@@ -111,7 +111,7 @@ def test_help_explains_the_options(capsys):
 # -- seconds of a tape ------------------------------------------------------------------------------------------------
 
 
-def test_a_rate_that_was_measured_is_reported_again_and_others_lie_between():
+def test_measured_rates_are_reported_exactly_and_others_are_interpolated():
     dims = (16, 64, 256)
     seconds = [[[2 * m * k * n / (1e9 + 1e6 * m + 1e5 * k + n) for n in dims] for k in dims] for m in dims]
     for sizes in itertools.product(dims, repeat=3):

@@ -370,11 +370,11 @@ def test_a_bar_comes_after_a_second_and_only_on_a_terminal(monkeypatch):
         )
         with SlowBar() as bar:
             for doing in ("verifying", "exporting"):
-                tell_ = bar.telling(doing)
-                tell_(1, 10)
+                report_progress = bar.telling(doing)
+                report_progress(1, 10)
                 assert (bar._bar is not None) == (terminal and now > 1)
                 now += 1.5
-                tell_(2, 10)
+                report_progress(2, 10)
                 assert (bar._bar is not None) == terminal
         assert bar._bar is None
         now = 0.0

@@ -94,7 +94,7 @@ def test_the_same_step_is_replaced(tmp_path):
     assert names(tmp_path) == ["step-000000007"]
 
 
-def test_what_a_killed_run_has_left_is_not_seen_and_then_removed(tmp_path):
+def test_files_of_a_killed_run_are_ignored_and_then_removed(tmp_path):
     assert latest(tmp_path / "nowhere") is None
     save(tmp_path, model=plain(1), step=1)
     shutil.copytree(tmp_path / "step-000000001", tmp_path / "step-000000002.partial-0a")
@@ -105,7 +105,7 @@ def test_what_a_killed_run_has_left_is_not_seen_and_then_removed(tmp_path):
     assert names(tmp_path) == ["notes", "step-000000001"]
 
 
-def test_one_whose_successor_never_came_is_still_there(tmp_path):
+def test_a_replaced_checkpoint_without_a_successor_is_kept(tmp_path):
     path = save(tmp_path, model=plain(1), step=1)
     path.rename(tmp_path / "step-000000001.replaced-0a")
     assert saved_value(tmp_path) == 1

@@ -168,7 +168,7 @@ def first_reduced() -> str:
     return record.collectives("reduce_scatter")[0].origin.unit
 
 
-def test_gradients_that_were_held_back_are_sent_while_the_rest_of_the_backward_runs():
+def test_deferred_gradients_are_sent_while_the_backward_continues():
     assert run_ranks(2, first_reduced) == [HEAD] * 2
 
 

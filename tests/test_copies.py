@@ -95,7 +95,7 @@ def copy_with_own_methods() -> None:
             model = shard_root(model)
             train(model, 1)
             copied = copy.deepcopy(model)
-            assert [getattr(it, "copies", None) for it in copied.modules() if isinstance(it, CountedCopies)] == [1]
+            assert [getattr(m, "copies", None) for m in copied.modules() if isinstance(m, CountedCopies)] == [1]
             trained = train(model, 2, first=1)
             assert_same(train(copied, 2, first=1), trained)
             assert_same(wholes(model), trained)

@@ -150,7 +150,7 @@ def gathers_of_all(shares: bool, strategies: Any) -> list[Any]:
     return left
 
 
-def test_every_rank_computes_with_what_the_same_bytes_stand_for():
+def test_every_rank_decodes_the_same_bytes():
     """Bits do not depend on the strategy here either, nor on whether ranks share memory."""
     assert_same(run_ranks(2, gathers_of_all, True, SHARDING), run_ranks(2, gathers_of_all, False, ["zero3"]))
 

@@ -479,5 +479,5 @@ def run_towers(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
-def test_ranks_without_images_take_part_in_a_tower(strategy):
+def test_ranks_without_images_contribute_zeros_to_a_tower(strategy):
     run_ranks(2, run_towers, strategy)

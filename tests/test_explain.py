@@ -15,7 +15,7 @@ from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import predict_ledger
 
 
-def tell_(strategy: str, steps: int) -> tuple[str, Any]:
+def explain_run(strategy: str, steps: int) -> tuple[str, Any]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = Chain()
     initialise(model)
@@ -31,7 +31,7 @@ def tell_(strategy: str, steps: int) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_every_parameter_is_named_with_shape_dtypes_and_placement(strategy):
-    text, ledger = run_ranks(3, tell_, strategy, 0)[1]
+    text, ledger = run_ranks(3, explain_run, strategy, 0)[1]
     for name in ("norm.weight", "up.weight", "down.bias"):
         assert len(re.findall(rf"^    {re.escape(name)} \(", text, re.MULTILINE)) == 4
     assert "head.weight (5, 48): " in text
@@ -46,7 +46,7 @@ def test_every_parameter_is_named_with_shape_dtypes_and_placement(strategy):
 
 
 def test_the_order_is_the_recorded_one():
-    text, _ = run_ranks(2, tell_, "zero3", 2)[0]
+    text, _ = run_ranks(2, explain_run, "zero3", 2)[0]
     assert "order of forward: the root > layers.0 > layers.1 > layers.2 > layers.3" in text
     assert "order of backward: the root > layers.3 > layers.2 > layers.1 > layers.0" in text
 

@@ -139,7 +139,7 @@ def addresses_by_step() -> list[list[int]]:
     return found
 
 
-def test_units_that_share_memory_lie_at_the_same_addresses_in_every_step():
+def test_units_that_share_memory_have_the_same_addresses_in_every_step():
     [found] = run_ranks(1, addresses_by_step, backend="nccl")
     assert all(len(one) == len(found[0]) > 0 for one in found)
     assert found[1:] == [found[1]] * 4

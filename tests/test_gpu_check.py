@@ -64,7 +64,7 @@ def test_limits_leave_ten_minutes():
     assert sum(part.limit_s for part in parts(dry=False) if part.name != "several GPUs") < 620
 
 
-def test_tests_that_came_before_a_hang_are_reported():
+def test_tests_before_a_hang_are_reported():
     stated = (
         "tests/test_gpu.py::test_a[late streams] PASSED    [ 10%]\n"
         "tests/test_gpu.py::test_b FAILED [ 20%]\n"

@@ -253,7 +253,7 @@ def slice_and_split() -> None:
     assert isinstance(alongside[0].weight.grad, DTensor)
 
 
-def test_slices_are_plain_and_ddp_may_have_the_rest():
+def test_slices_are_plain_and_ddp_may_wrap_the_other_layers():
     run_ranks(2, slice_and_split)
 
 

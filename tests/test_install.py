@@ -64,7 +64,7 @@ def test_what_is_needed_is_installed_once(clone, target, needs):
     assert installed_by(clone, "train") == []
 
 
-def test_what_training_needs_is_there_before_the_rest(clone):
+def test_training_dependencies_are_installed_first(clone):
     assert [installed_by(clone, target) for target in ("train", "test", "train", "bench", "test")] == [
         ["."],
         [".[dev]"],

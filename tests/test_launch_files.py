@@ -80,7 +80,7 @@ def test_a_slurm_job_whose_time_is_up_ends_its_ranks_first_and_is_queued_again(t
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
 
 
-def test_what_slurm_reads_in_the_script_stands_before_its_commands():
+def test_slurm_directives_precede_the_commands_of_the_script():
     """Slurm stops to read at the first command, and takes no notice of what comes after."""
     lines = (LAUNCH / "slurm.sh").read_text().splitlines()
     first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))

@@ -136,7 +136,7 @@ def test_on_a_queue_parameters_start_where_kernels_like_it(shapes, world, itemsi
 
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES, RULES)
-def test_what_is_in_place_has_little_padding_and_is_worth_a_message(shapes, world, itemsize, rule):
+def test_parameters_in_place_have_little_padding_and_enough_bytes_for_a_message(shapes, world, itemsize, rule):
     for param_layout in lay_out(shapes, world, itemsize, rule=rule).in_place:
         assert param_layout.spec.dim == 0
         assert param_layout.spec.padding <= rule.max_padding * param_layout.spec.numel
@@ -168,7 +168,7 @@ def test_hundreds_of_experts_are_a_few_messages_on_a_queue():
     assert len(lay_out(small, 8, itemsize=2).in_place) == 300
 
 
-def test_what_is_worth_a_message_on_a_queue_is_so_at_any_world_size():
+def test_separate_messages_on_a_queue_do_not_depend_on_the_world_size():
     """Its operation is on the whole, whatever a rank's shard of it is."""
     for world in (1, 8, 64, 512):
         params = lay_out([(1024, 2048), (512, 512)], world, itemsize=2, rule=ON_A_QUEUE).params

@@ -277,7 +277,7 @@ def give_memory_piece_by_piece() -> None:
             assert_same(step(model), step(plain), name=strategy)
 
 
-def test_memory_may_come_module_by_module():
+def test_memory_may_be_allocated_module_by_module():
     run_ranks(2, give_memory_piece_by_piece)
 
 

@@ -141,7 +141,7 @@ def shard_nbytes() -> int:
         return sum(group.plan.stored_nbytes for group in unit.param_groups)
 
 
-def test_shards_come_up_once_a_step_where_the_device_has_a_copy_and_for_each_gather_where_not():
+def test_shards_are_copied_to_the_device_once_per_step_if_it_keeps_a_copy_and_per_gather_if_not():
     last = ["layers.2", "layers.3"]
     tape = tape_of(Offload(optimizer={"cpu": 0.45}), microbatches=2)
     assert names(crossings(tape, "gather")) == last * STEPS
@@ -169,7 +169,7 @@ def test_gradients_go_down_unit_by_unit_while_backward_goes_on():
     )  # products of earlier layers
 
 
-def test_the_cpu_steps_what_is_there_and_the_device_the_rest():
+def test_the_cpu_steps_offloaded_states_and_the_device_all_others():
     tape = tape_of(Offload(optimizer={"cpu": 0.45}), max_norm=1.0)
     steps = [operation for operation in tape.of(Operation) if operation.name == "aten._fused_adamw_"]
     nbytes = shard_nbytes()
@@ -294,7 +294,7 @@ def compare_acts() -> None:
         defer.reset_mock()
 
 
-def test_nobody_can_report_that_a_step_is_put_off():
+def test_a_deferred_step_is_not_observable():
     run_ranks(1, compare_acts)
 
 

@@ -91,7 +91,7 @@ def test_a_bfloat16_momentum_stays_as_it_is_where_it_is_what_is_orthogonalised()
 
 
 @given(rows=st.integers(1, 40), columns=st.integers(1, 40), seed=st.integers(0, 9))
-def test_singular_values_come_close_to_one_and_singular_vectors_stay(rows, columns, seed):
+def test_singular_values_approach_one_and_singular_vectors_stay(rows, columns, seed):
     matrix = numbers((rows, columns), seed, dtype=torch.float64)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     result = left.T @ orthogonalised(matrix, (3.4445, -4.7750, 2.0315), 10, 1e-7) @ right.T
@@ -450,7 +450,7 @@ def step_by_hand() -> None:
         assert_same(model(x), plain(x))
 
 
-def test_a_step_with_gradients_that_no_backward_made_is_seen_in_the_next_forward():
+def test_a_step_with_gradients_that_no_backward_made_is_detected_in_the_next_forward():
     """Whole parameters that are kept between steps are gathered anew."""
     run_ranks(2, step_by_hand)
 

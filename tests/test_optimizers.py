@@ -352,7 +352,7 @@ def schedule_before_and_after() -> None:
         agree_with_plain(partial(scheduled, late=late), "zero1", "zero3")
 
 
-def test_schedulers_may_come_before_or_after():
+def test_schedulers_may_be_created_before_or_after_sharding():
     run_ranks(2, schedule_before_and_after)
 
 

@@ -183,7 +183,7 @@ def test_a_run_out_of_memory_in_its_first_step_has_a_page(tmp_path: Path) -> Non
     assert "no step was recorded" in text
 
 
-def test_cuts_of_shards_come_back_as_they_were() -> None:
+def test_cuts_of_shards_survive_a_round_trip() -> None:
     run = made_run(ranks=3, units=2)
     odd = replace(run.shards[0], fqn="odd", rows=((0, 1000), (1000, 1000), (1000, 3072)))
     reported = shown(replace(run, shards=(*run.shards, odd)), ())["shards"]

@@ -312,7 +312,7 @@ def test_what_happens_late_is_reported_with_its_step():
     assert 0 < row.loss.largest < 1e-2
 
 
-def test_another_order_of_addition_is_seen_and_can_be_tolerated():
+def test_another_order_of_addition_is_detected_and_can_be_tolerated():
     report = check_parity(
         adds_in_another_order, make_batch, ranks=3, strategies=["zero3"], rtol=1e-3, atol=1e-4, **QUICK
     )
@@ -385,7 +385,7 @@ def test_a_batch_is_made_of_rows_as_for_a_plan():
         (lambda: [(4, 7)], BatchArgument.NOTHING),
     ],
 )
-def test_what_a_function_of_a_batch_takes_is_seen_in_its_shapes(sizes, argument):
+def test_the_argument_of_a_batch_function_is_inferred_from_its_shapes(sizes, argument):
     made = (lambda: sizes()) if argument is BatchArgument.NOTHING else lambda value: [*map(torch.zeros, sizes(value))]
     assert argument_of(made) is argument
 
@@ -420,7 +420,7 @@ def test_plain_training_that_is_not_finite_is_an_error(model, stated, capsys):
 # -- the parts --------------------------------------------------------------------------------------------------------
 
 
-def test_strategies_that_fit_are_taken_and_those_of_one_mesh_stand_together():
+def test_strategies_that_fit_are_selected_and_grouped_by_mesh():
     assert [str(case) for case in cases_of((3, 2), ("hsdp", "ddp"), 1)] == [
         "hsdp, 3 ranks",
         "ddp, 3 ranks",
@@ -487,7 +487,7 @@ def test_the_sign_of_a_zero_is_a_bit():
     assert Difference.between(None, None, EXACT) == Difference()
 
 
-def test_the_first_to_be_reported_is_not_tolerated_then_names_a_parameter_then_came_first():
+def test_the_first_difference_is_not_tolerated_then_names_a_parameter_then_is_the_earliest():
     compared = Compared(rank=0, tolerance=Tolerance(atol=1.0))
     zero = torch.zeros(1)
     for kind, name, step, gap in [
@@ -506,7 +506,7 @@ def test_the_first_to_be_reported_is_not_tolerated_then_names_a_parameter_then_c
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_rows_are_shown_as_they_come(terminal):
+def test_rows_are_shown_immediately(terminal):
     cases = cases_of((2,), ("zero1", "zero3"), 2)
     rows = [ParityRow.of(cases[0], []), ParityRow.failed(cases[1], "ValueError: no")]
     console = Console(file=io.StringIO(), force_terminal=terminal, width=60)

@@ -843,7 +843,7 @@ def measured_here():
     return described(json.loads(results.read_text())["here"])
 
 
-def test_a_plan_for_cpus_knows_what_a_process_holds_and_what_came_before_a_step():
+def test_a_plan_for_cpus_counts_process_memory_and_the_first_steps():
     cluster = Cluster(hardware=measured_here(), hosts=1, per_host=2)
     program = Program(strategy="zero3", checkpointing="none", accumulates=False)
     short, whole = (sketch(gpt(), cluster, program, shortens=shortens).figures(1, 1) for shortens in (True, False))

@@ -340,7 +340,7 @@ def test_units_are_reported_of_as_the_engine_has_them(trained):
     assert run.work is not None and (run.work == 2 * inputs(0).numel()).all()
 
 
-def test_spans_of_all_ranks_are_of_one_step_and_lie_within_it(trained):
+def test_spans_of_all_ranks_belong_to_one_step_and_are_within_it(trained):
     _, _, run = trained
     assert run.shown_step in (4, 8) and sorted(run.spans) == [0, 1]
     column = run.steps.tolist().index(run.shown_step)
@@ -406,7 +406,7 @@ def test_a_torn_tail_and_a_missing_rank_are_tolerated_and_nothing_is_an_error(tr
 @pytest.mark.parametrize(
     "damage", [b"\x00\xff garbage", b"[1, 2]", b"7", b'{"n": 3}', b'{"kind":"step"}', b"[" * 100000]
 )
-def test_damaged_lines_are_reported_and_the_rest_is_read(trained, tmp_path, caplog, damage):
+def test_damaged_lines_are_reported_and_other_lines_are_read(trained, tmp_path, caplog, damage):
     folder, whole = copied(trained, tmp_path), trained[2]
     path = path_of(folder, 1)
     lines = path.read_bytes().splitlines(keepends=True)

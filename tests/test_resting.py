@@ -185,7 +185,7 @@ def reported(folder: Path, share: float) -> tuple[Any, Any, str]:
     return read_run(folder).tiers, (measure_tiers(model, [optimizer]), predict_travel(model)), explain(model)
 
 
-def test_a_report_has_what_rests_on_the_disk_and_what_a_step_moves(tmp_path):
+def test_a_report_has_the_bytes_on_disk_and_the_bytes_moved_per_step(tmp_path):
     reported_tiers, (tiers, moved), text = run_ranks(1, reported, tmp_path, 0.5)[0]
     assert [item.name for item in reported_tiers] == ["device", "disk"]
     device, disk = reported_tiers

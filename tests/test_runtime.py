@@ -1082,5 +1082,5 @@ def evaluate_in_inference_mode_first() -> None:
     assert_same(left[1], left[0])
 
 
-def test_inference_mode_may_come_before_training():
+def test_inference_mode_may_precede_training():
     run_ranks(2, evaluate_in_inference_mode_first)

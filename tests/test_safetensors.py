@@ -95,7 +95,7 @@ def go_there_and_back(folder: Path, strategies: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(item, marks=pytest.mark.slow) for item in (3, 4))])
-def test_weights_go_out_and_come_back(tmp_path, world):
+def test_weights_survive_export_and_import(tmp_path, world):
     """In several files, at every world size; into models that have other numbers, and that have no memory yet."""
     run_ranks(world, go_there_and_back, tmp_path, FEW[world])
     for folder in tmp_path.iterdir():
@@ -104,7 +104,7 @@ def test_weights_go_out_and_come_back(tmp_path, world):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", STRATEGIES)
-def test_weights_go_out_and_come_back_under_every_strategy(tmp_path, world):
+def test_weights_survive_export_and_import_under_every_strategy(tmp_path, world):
     run_ranks(world, go_there_and_back, tmp_path, STRATEGIES[world], timeout=170)
 
 
@@ -329,7 +329,7 @@ class Untied(nn.Module):
             self.head.weight = self.embedding.weight
 
 
-def test_ties_come_and_go(tmp_path):
+def test_tied_weights_load_into_untied_ones_and_back(tmp_path):
     tied = Untied(tied=True)
     out = export_safetensors(tied, tmp_path / "tied")
     untied = mark(Untied(tied=False))

@@ -186,7 +186,7 @@ def test_what_is_reported_of_one_collective_is_not_taken_for_another(meet):
     assert [second.next_fingerprints() for _ in range(2)] == [{0: b"\1"}, {0: b"\2"}]
 
 
-def test_one_that_does_not_come_is_waited_for_as_long_as_the_group_states(meet):
+def test_a_missing_rank_is_waited_for_until_the_timeout_of_the_group(meet):
     first, _ = meet(Ranks(2, timeout_s=0.2))
     with pytest.raises(dist.DistError, match=r"Timed out: rank 0 .* rank 1 for 0.2 s"):
         first.published((1, 0))
@@ -201,7 +201,7 @@ def test_one_that_has_ended_is_an_error_once_its_last_message_is_read(meet):
         first.published((2, 0))
 
 
-def test_memory_in_common_is_seen_by_all_and_freed_with_the_last(meet):
+def test_shared_memory_is_visible_to_all_ranks_and_freed_with_the_last(meet):
     first, second = meet(Ranks(2))
     memories = [first.common([100, 5000], 1), second.common([100, 5000], 1)]
     like = [torch.empty(25)]

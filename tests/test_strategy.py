@@ -21,7 +21,7 @@ W, S = Placement.WHOLE, Placement.SHARDED
         ("hsdp_zero2", "_HYBRID_SHARD_ZERO2", S, W, S, S, True),
     ],
 )
-def test_each_name_stands_for_its_row_of_the_table(short, name, parameters, in_step, gradients, optimizer, replicated):
+def test_each_name_resolves_to_its_row_of_the_table(short, name, parameters, in_step, gradients, optimizer, replicated):
     expected = Placements(
         parameters=parameters,
         parameters_in_step=in_step,
@@ -38,7 +38,7 @@ def test_there_are_no_other_names():
     assert [s.value for s in ShardingStrategy] == ["ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2"]
 
 
-def test_placements_stand_for_themselves():
+def test_placements_resolve_to_themselves():
     local = Placements(parameters=W, parameters_in_step=W, gradients=S, optimizer=S)
     assert resolve_placements(local) is local
 

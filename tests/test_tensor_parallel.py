@@ -273,7 +273,7 @@ def train_in_odd_units() -> None:
 
 
 @pytest.mark.slow
-def test_any_module_may_be_a_unit_and_axes_lie_in_any_order():
+def test_any_module_may_be_a_unit_and_axes_may_have_any_order():
     run_ranks(4, train_in_odd_units)
 
 

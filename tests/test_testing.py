@@ -86,7 +86,7 @@ def run_layer(layer: nn.Module, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_results_come_in_rank_order(world):
+def test_results_are_in_rank_order(world):
     assert run_ranks(world, own_rank) == list(range(world))
 
 

@@ -50,7 +50,7 @@ def with_kills(*options: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(item, marks=clusters) for item in (2, 3)])
-def test_killed_replicas_come_back_and_nobody_diverges(replicas):
+def test_killed_replicas_recover_and_no_replica_diverges(replicas):
     """One replica is killed as a whole, and one by the loss of a rank."""
     found = with_kills("--kills", "2", "--replicas", str(replicas), "--seed", str(replicas))
     assert {len(each["ranks"]) for each in found["each"]} == {1, 2}
@@ -214,5 +214,5 @@ def step_after_half_a_state() -> int:
     return replicas.step
 
 
-def test_a_state_that_came_to_some_ranks_only_is_requested_for_again_by_all():
+def test_a_state_received_by_some_ranks_only_is_requested_again_by_all():
     assert run_ranks(2, step_after_half_a_state) == [3, 3]

@@ -84,7 +84,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
-def test_collectives_come_in_the_order_that_the_strategy_states(strategy):
+def test_collectives_run_in_the_order_of_the_strategy(strategy):
     assert run_ranks(2, collectives_of_steps, strategy) == [[EXPECTED[strategy]] * 4] * 2
 
 

@@ -64,7 +64,7 @@ def test_every_option_is_heard() -> None:
         ("run.toml", 'steps = 7\nmin-lr = 0.5\nactivation-checkpointing = true\nsize = "nano"\n'),
     ],
 )
-def test_the_command_line_wins_over_the_file_wherever_it_stands(name: str, content: str, tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_file_in_any_order(name: str, content: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text(content)
     for argv in (

@@ -484,7 +484,7 @@ def test_ranks_that_all_wait_for_long_and_not_for_the_same_are_split(answers):
     store.close()
 
 
-def test_a_barrier_that_others_do_not_come_to_is_reported_early():
+def test_a_barrier_that_other_ranks_do_not_reach_is_reported_early():
     """Such as after uneven numbers of batches."""
     alone = "import threading; threading.Timer(5.5, lambda: os._exit(9)).start(); dist.barrier()"
     ends = run(alone, "import fullshard.liveness.watchdog as it; it._EARLY_S = 2.2")
@@ -768,7 +768,7 @@ def test_rank_progress_report_the_collective_the_step_and_the_line():
     assert f"in no collective ({place}), at {__file__}:" in me.now()[0]
 
 
-def test_the_first_step_ends_with_the_second_one_or_where_none_begins_when_collectives_come_again():
+def test_the_first_step_ends_with_the_second_one_or_when_collectives_repeat():
     me = RankProgress()
 
     def in_first_step(unit: str, phase: Phase = Phase.FORWARD) -> bool:

@@ -128,7 +128,7 @@ def test_every_float8_is_read_as_torch_reads_it():
 
 @CODECS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_numbers_may_come_and_go_in_other_dtypes(name, dtype):
+def test_values_may_be_encoded_and_decoded_in_other_dtypes(name, dtype):
     values = torch.randn(2, 300).to(dtype)
     transport = encode(name, values)
     assert torch.equal(transport, encode(name, values.float()))

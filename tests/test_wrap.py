@@ -138,7 +138,7 @@ def test_class_policies_pick_exactly_the_instances(root, classes, data):
 
 @given(roots, sizes, st.data())
 @settings(deadline=None)
-def test_size_policy_makes_units_of_at_least_the_size_and_leaves_no_larger_rest(root, size, data):
+def test_size_policy_makes_units_of_at_least_the_size_and_leaves_no_larger_remainder(root, size, data):
     shared_somewhere(root, data)
     ignored = drawn_below(root, data)
     held = {param for module in ignored for param in module.parameters()}
