@@ -32,6 +32,6 @@ def _own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _ranks_of_one_module() -> Iterator[None]:
-    """No module meets ranks that another one has used."""
+    """Start each test module with new ranks."""
     yield
     end_shared_ranks()

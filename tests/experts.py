@@ -154,7 +154,7 @@ def summed(terms: Sequence[Tensor]) -> Tensor:
 
 
 class InOneProcess:
-    """The model in one process, with gradients added up in the order in which ranks do: terms of dense layers by rank,
+    """The model in one process, with gradients summed in the same order as across ranks: dense terms by rank,
     those of experts by the ranks that have the same ones. For that the model is copied, once for each term.
 
     Args:
@@ -198,7 +198,7 @@ class InOneProcess:
 
     @staticmethod
     def _mixture(mixtures: Sequence[MoE], experts: Experts, xs: Sequence[Tensor]) -> list[Tensor]:
-        """What ranks that have `experts` together make of their tokens."""
+        """Compute the outputs of the ranks that share `experts`, one tensor per rank."""
         routed = []
         for mixture, x in zip(mixtures, xs, strict=True):
             y = mixture.norm(x)

@@ -1,4 +1,4 @@
-"""Runs that nobody ran, healthy or with one fault that is known: of any size, with noise."""
+"""Synthetic runs, healthy or with one known fault: any size, with noise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def healthy_run(
     unit_nbytes: int = 40 * MB,
     seed: int = 0,
 ) -> Run:
-    """A run in which 93 % of a step computes, each part of each step of each rank off by `noise` of itself.
+    """Build a run that computes for 93 % of each step. `noise` is the relative error of each part of each step.
 
     A rank that computes longer makes the others wait in their gathers, as in a real one.
     """
@@ -88,7 +88,7 @@ def _together(run: Run) -> Run:
 
 
 def _unit(fqn: str, nbytes: int, total: int, step_s: float) -> UnitTimes:
-    """A unit of which a fifth is exposed."""
+    """Return the times of a unit with a fifth of its communication exposed."""
     gather, reduce = (step_s * _USUAL[item] * nbytes / total for item in ("gather", "reduce"))
     return UnitTimes(
         fqn=fqn,
@@ -129,7 +129,7 @@ def _memory(*, activations: int = 300 * MB, limit: int = 2000 * MB, largest: Seq
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, the cause by which it is to be told, and the words that must be in what is said."""
+    """A fault, the cause that must be reported for it, and words that the report must contain."""
 
     planted: str
     cause: str
@@ -138,7 +138,7 @@ class Fault:
 
 
 def _exposing(run: Run, share: float, *, reduce: bool = False, **changes: object) -> Run:
-    """The run with so much more of gathers, or of reductions, exposed, by all units alike, and units changed."""
+    """Increase the exposed gathers or reductions of all units equally, and apply changes to units."""
     part = "reduce" if reduce else "gather"
     more = share * float(np.median(run.step_s)) / len(run.units)
     units = [

@@ -161,7 +161,7 @@ class Program:
 
 
 class Inner(nn.Module):
-    """A unit within a block, with a hidden output of its own."""
+    """A unit within a block, with a separate hidden output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ def _expected(model: Model, program: Program, step: int, world: int) -> list[Ten
 
 
 def run_program(program: Program, mesh: Any = None) -> list[str]:
-    """What each step came to on this rank: "same", or "refused: ..."; anything else is an error."""
+    """Return the result of each step on this rank: "same", or "refused: ...". Any other result is an error."""
     world, rank = dist.get_world_size(), dist.get_rank()
     plain = Model(program)
     model = sharded(copy.deepcopy(plain), program.strategy, mesh)

@@ -54,7 +54,7 @@ class Host:
         return subprocess.Popen([*enter, *command], cwd=self.folder, **options)
 
     def limit_rate(self, rate: str | None) -> None:
-        """Send at most so many bits a second, such as "200mbit"; None for no limit."""
+        """Limit the bit rate of outgoing traffic, such as "200mbit"; None for no limit."""
         self.configure("tc", "qdisc", "del", "dev", INTERFACE, "root", check=False)
         if rate is not None:
             # The burst holds the largest packets that the kernel hands over; the limit is long enough to drop none.
@@ -62,7 +62,7 @@ class Host:
             self.configure("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limits)
 
     def plug(self, connected: bool) -> None:
-        """Whether the cable is in."""
+        """Connect or disconnect the network cable."""
         self.configure("ip", "link", "set", INTERFACE, "up" if connected else "down")
 
     def stop_all(self) -> None:
@@ -154,7 +154,7 @@ def torchrun(
     port: int = _PORT,
     **options: Any,
 ) -> list[subprocess.Popen[Any]]:
-    """torchrun on every host, started with so many ranks each; `argv` is its script and the script's arguments.
+    """Start torchrun on every host with `ranks` ranks each; `argv` is its script and the script's arguments.
 
     The commands are those of two real machines, but for their addresses.
 
@@ -173,7 +173,7 @@ def torchrun(
             *(sys.executable, "-m", "torch.distributed.run"),
             *(f"--nnodes={nodes or len(hosts)}", f"--nproc-per-node={ranks}"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint={first.address}:{port}"),
-            # Without a name service, torchrun cannot tell which address is its own.
+            # Without a name service, torchrun cannot find its own address.
             *(f"--rdzv-conf=is_host={int(host is first)}{more}", f"--local-addr={host.address}"),
             *argv,
             **{"env": {**os.environ, **common, **(environ or {})}, **options},
@@ -222,7 +222,7 @@ def wait_for(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> list
 
 
 def sent_bytes() -> int:
-    """What this rank's host has sent by the interface that gloo uses until now, counted by the kernel."""
+    """Return the bytes that this rank's host has sent by gloo's interface until now, counted by the kernel."""
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     counts = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{interface}:"))
@@ -236,7 +236,7 @@ def _rank_main(folder: Path) -> None:
     function, args = torch.load(folder / "job", weights_only=False)
     dist.init_process_group("gloo")
     torch.save(function(*args), folder / f"rank{dist.get_rank()}")
-    dist.barrier()  # or ranks that are slower would see the connections of those that end break
+    dist.barrier()  # otherwise slower ranks would see closed connections of the ranks that exit
     dist.destroy_process_group()
 
 

@@ -29,7 +29,7 @@ def die_before(operation: int, folder: Path) -> None:
 
 
 def ended_well(world: int, function: Callable[..., Any], *args: Any) -> bool:
-    """Whether all ranks came to their end; False where one ended by `die_before`."""
+    """Return True if all ranks finished, and False if `die_before` ended one."""
     try:
         run_ranks(world, function, *args, timeout=170)
     except RanksFailed as failed:

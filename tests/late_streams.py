@@ -37,7 +37,7 @@ class LateStream(Stream):
 
 
 def late(accelerator: Accelerator, names: Collection[str], sleep: Sleep) -> Accelerator:
-    """`accelerator`, which nobody has used yet, with the streams of these names late."""
+    """Delay the streams with these names on an unused `accelerator` and return it."""
     before = accelerator.streams
     streams = (getattr(before, name) for name in STREAMS)
     accelerator.streams = Streams(

@@ -1,4 +1,4 @@
-"""Runs that nobody ran: with as many ranks, steps and units as asked for, healthy or with a fault that is known."""
+"""Synthetic runs with any number of ranks, steps and units, healthy or with a known fault."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def made_run(
     Args:
         late: a rank that computes for `late_s` longer; the others wait for it, in gathers.
         leak_bytes: that each rank holds more after each step.
-        checkpoint_every: so many steps a checkpoint is written, in 0.4 s.
+        checkpoint_every: number of steps between checkpoints, each written in 0.4 s.
         prefix: of the units' names.
-        report_every: so many steps the loop tells loss and the like.
+        report_every: number of steps between reports of loss and other numbers.
     """
     chance = np.random.default_rng(seed)
     parts = np.array(parts_s)[None, None] * chance.normal(1, 0.02, (ranks, steps, len(PARTS))).clip(0.9, 1.1)
@@ -204,7 +204,7 @@ def hostile(run: Run) -> Run:
 
 
 def bare_run() -> Run:
-    """Of which next to nothing was measured: two steps of a rank, by the clock."""
+    """Build a run with few measurements: two steps of a rank, by the clock."""
     whole = made_run(ranks=1, steps=2, units=1)
     return replace(
         whole,

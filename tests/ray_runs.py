@@ -58,7 +58,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, ra
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker does."""
+    """Train on one worker."""
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     model, optimizer = make_model()
@@ -88,7 +88,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def wait_for(path: Path, what: Callable[[dict[str, Any]], bool], patience_s: float = 240) -> None:
-    """Wait until a run has written a line of which `what` is true."""
+    """Wait until the run has written a line that satisfies `what`."""
     until = time.monotonic() + patience_s
     while not any(what(line) for line in lines_of(path)):
         if time.monotonic() > until:

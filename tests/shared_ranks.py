@@ -62,12 +62,12 @@ def as_if_alone(function: Callable[..., T], args: Sequence[Any]) -> tuple[T, lis
     value = function(*args)
     gc.collect()  # models in cycles
     now = surroundings()
-    # What was None may have become an object, such as the watchdog of the process group, which is there to stay.
+    # Values that were None may have become permanent objects, such as the watchdog of the process group.
     return value, [name for name, was in found.items() if now.get(name) != was]
 
 
 def surroundings() -> dict[str, object]:
-    """What is the process's and not a model's: settings of torch, switches of the package, and all of its code."""
+    """Return state of the process, not of a model: settings of torch, switches of the package, and all of its code."""
     found: dict[str, object] = {
         "switches": repr(switches),
         "group": dist.is_initialized(),
@@ -93,6 +93,6 @@ def surroundings() -> dict[str, object]:
 
 
 def is_frozen(value: object) -> bool:
-    """Whether it is a value, of which another one is put in its place when it is to change."""
+    """Return True for immutable values, which are replaced when they change."""
     made = getattr(type(value), "__dataclass_params__", None)
     return made is not None and bool(made.frozen)

@@ -30,7 +30,7 @@ SlurmctldHost=a2
 SlurmUser=root
 AuthType=auth/none
 CredType=cred/none
-# A job that is queued again waits for so many seconds.
+# A requeued job waits for this number of seconds.
 AuthInfo=cred_expire=5
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -67,7 +67,7 @@ class Slurm:
     daemons: list[subprocess.Popen[Any]]
 
     def run(self, *command: str, **variables: str) -> str:
-        """What a command says on the second node; `variables` are of its environment."""
+        """Run a command on the second node, with `variables` in its environment, and return its output."""
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         process = self.start(_CONTROLLER, *command, text=True, environ=variables, **streams)
         stated, _ = process.communicate(timeout=60)

@@ -30,7 +30,7 @@ under_strategies = pytest.mark.parametrize(
 
 
 def all_but_one(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """So few of all choices of one value from each axis that, whichever axis is left out, every choice from the others
+    """Choose combinations of one value per axis such that, whichever axis is left out, every combination of the others
     is among them: one of as many as the shortest axis is long.
     """
     numbered = product(*map(enumerate, axes))
@@ -181,7 +181,7 @@ def shard_shape(tensor: DTensor, world: int, rank: int) -> tuple[int, ...]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """What can be concatenated, as 8-bit floats cannot; anything else is left as it is."""
+    """Return a view that supports concatenation; 8-bit floats do not. All other tensors are returned unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
@@ -199,7 +199,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass
 class Trace:
-    """What a training run leaves to compare: on every rank the same, but for the losses."""
+    """Results of a training run, identical on every rank except for the losses."""
 
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
@@ -240,7 +240,7 @@ def train(
 
 
 def memory_is_shared(model: nn.Module) -> bool:
-    """Whether units of `model` take turns on the same memory by now."""
+    """Return True if units of `model` share memory by now."""
     slots = [unit.slot for unit in units_in(model)]
     return len({id(slot) for slot in slots}) < len(slots) and any(slot.shared for slot in slots)
 
@@ -273,7 +273,7 @@ def most_whole(record: Recorder) -> int:
 
 
 class Layer(nn.Module):
-    """A perceptron beside a residual. Its matrices travel in place at 1 and 2 ranks, the rest packed."""
+    """A perceptron with a residual. Its matrices are sent in place at 1 and 2 ranks, all other parameters packed."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()

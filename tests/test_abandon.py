@@ -80,7 +80,7 @@ def in_a_hook_on_sums(model: nn.Module) -> None:
 
 
 def on_one_rank(break_it: object, model: nn.Module) -> None:
-    """One rank fails, and abandons the step; others wait for it in a collective, and are told."""
+    """Fail and abandon the step on one rank. The peers wait in a collective and get an error."""
     if dist.get_rank() == dist.get_world_size() - 1:
         break_it(model)
     else:
@@ -101,7 +101,7 @@ ALONE = (*(partial(on_one_rank, item) for item in (in_forward, in_backward, in_a
 
 
 def learn(strategy: str, abandoned: dict[int, object], in_memory: bool = True) -> dict[str, Tensor]:
-    """Weights after as many steps as there are ways to fail, each of which is before its step."""
+    """Train one step per kind of failure, each preceded by that failure, and return the weights."""
     share_memory_between_ranks(in_memory)
     options = {"strategy": strategy}
     if strategy.startswith("hsdp"):

@@ -49,7 +49,7 @@ def inner(model: Any) -> torch.nn.Module:
 
 
 def learn(model: Any, quiet: Any, steps: int = 3) -> list[Any]:
-    """What is left of `steps` steps of several microbatches each."""
+    """Train `steps` steps of several microbatches each and return the results."""
     optimizer, left = sgd(model), []
     for step in range(steps):
         for i in range(MICROBATCHES):
@@ -140,7 +140,7 @@ def test_every_unit_is_reduced_once_in_every_microbatch_that_is_synced(strategy)
 
 
 class Alternating(torch.nn.Module):
-    """Layers in an order in which they are called, some of them several times."""
+    """Layers called in a given order, some of them several times."""
 
     def __init__(self, order: Sequence[int]) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def around(size: int, options: dict[str, Any], shard: Shard, layers: int) -> Any
 
 
 def without_root(options: dict[str, Any], shard: Shard, layers: int) -> Any:
-    """Only the layers are units, so each is a root of its own, and is entered while another's backward executes. The
+    """Only the layers are units, so each is a separate root and is entered during another one's backward. The
     head's gradients are equal already, with the same batch on every rank.
     """
     return around(2, options, lambda module: shard(module) if isinstance(module, Layer) else module, layers)
@@ -125,7 +125,7 @@ def every_other(shard: Shard, layers: int) -> Any:
 
 
 def offloaded(shard: Shard, layers: int) -> Any:
-    """What autograd saves, whole weights among it, is copied elsewhere."""
+    """Offload everything that autograd saves, including unsharded weights."""
     model = without(shard, layers)
     apply_activation_checkpointing(model, offload_wrapper, check_fn=lambda m: isinstance(m, Layer))
     return model
@@ -150,7 +150,7 @@ class Kind:
     """One way to compute again.
 
     Args:
-        build: makes a model of so many layers.
+        build: makes a model with this number of layers.
         gathers: how many there are in a backward under zero3, with 6 layers.
         most_whole: how many layers are whole at most.
         inputs: what forward keeps of 6 layers more than of 3, in tensors of a layer's input; None if it is much more.

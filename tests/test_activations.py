@@ -1,5 +1,5 @@
-"""Activations that are away between forward and backward: the bits of those that stay, whatever else is asked for; no
-memory but what the window says; nothing left behind.
+"""Offloaded activations: bits equal to resident activations, with every other option; no
+memory beyond the window; no files left behind.
 """
 
 import errno
@@ -53,7 +53,7 @@ def everything_travels(monkeypatch):
 
 
 def all_travel(window: int = 100_000) -> None:
-    """As `everything_travels`, in a rank of its own."""
+    """Run `everything_travels` in a separate rank."""
     activations.SMALLEST_BYTES, activations.WINDOW_BYTES = 1, window
 
 
@@ -176,7 +176,7 @@ def twice_differentiated(model: Any) -> list[Any]:
 
 
 def several_graphs(model: Any) -> list[Any]:
-    """Graphs that wait for one another, one of which is never used, and end in another order."""
+    """Build graphs that wait for one another. One is never used, and they end in another order."""
     losses = [model(rows(i)).square().mean() for i in range(4)]
     for i in (1, 3, 0):
         losses[i].backward()
@@ -402,7 +402,7 @@ def test_a_policy_that_cannot_be_honoured_is_refused():
 def on_streams(
     policy: Offload | None, scenario: Callable[..., Any], layer: type[Layer] = Layer
 ) -> tuple[Any, dry.Tape]:
-    """What a scenario gives on real tensors and pretended streams, and its tape."""
+    """Run a scenario on real tensors and pretended streams. Return its result and its tape."""
     with dry.taped(values=True) as tape:
         model = chain(partial(fully_shard, offload_policy=policy), Chain([layer() for _ in range(3)]))
         given = scenario(model)

@@ -67,7 +67,7 @@ def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def outcome(function: Callable[..., Any], arguments: dict[str, Any], name: str, wrong: object) -> str:
-    """What is wrong with the way in which `wrong` is refused; empty if nothing is, or if it is accepted."""
+    """Describe an incorrect rejection of `wrong`; empty if the rejection is correct or the value is accepted."""
     given = {key: chain(leave) if value is None and key == "module" else value for key, value in arguments.items()}
     try:
         made = function(**{**given, name: wrong})

@@ -266,7 +266,7 @@ def test_peak_memory_of_a_process_is_measured_and_can_be_reset():
 
 
 def half_of_what_is_shared(path: str) -> int:
-    """By how much a process grows that maps 64 MB with another one."""
+    """Return the growth of a process that maps 64 MB together with a second process."""
     before = process_bytes()
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 64 * MB) as shared:
         torch.frombuffer(shared, dtype=torch.uint8).fill_(1)

@@ -1,4 +1,4 @@
-"""A step of this library beside one of torch's FSDP2, counted on tapes: exact, the same each time, and less copied."""
+"""A step of this library compared with torch's FSDP2, counted on tapes: exact, deterministic, and with fewer copies."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""A budget for a rank's memory: the least that is away with which it fits, to the same bits, on all ranks alike."""
+"""A memory budget per rank: offload as little as possible, with identical bits, consistently on all ranks."""
 
 import errno
 import gc
@@ -134,7 +134,7 @@ def test_a_budget_is_kept_with_the_least_offloaded_and_changes_no_bit(tmp_path):
 
 
 def layers(policy: Offload | None, **options: Any) -> Any:
-    """Twelve units that are alike, and a root that has parameters of its own."""
+    """Build twelve identical units and a root with its own parameters."""
     torch.manual_seed(0)
     each = [fully_shard(nn.Linear(256, 256), offload_policy=policy, **options) for _ in range(12)]
     return fully_shard(nn.Sequential(*each, nn.Linear(256, 64)), offload_policy=policy, **options)
@@ -401,7 +401,7 @@ def test_states_that_were_loaded_before_the_first_step_are_where_the_budget_has_
     run_ranks(2, resume, tmp_path)
 
 
-# -- beside an accelerator --------------------------------------------------------------------------------------------
+# -- with an accelerator ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -532,7 +532,7 @@ def test_units_loaded_from_the_cpu_change_no_bit(strategy, loop):
 
 
 def resume_alongside(folder: Path) -> None:
-    """States that are loaded when nobody knows the homes yet are where their units are from the first step on."""
+    """Load states before placements are chosen. They follow their units from the first step."""
     _shrink(setattr)
     first = build(None)
     optimizer = torch.optim.AdamW(trained(first), fused=True)
@@ -568,7 +568,7 @@ def test_states_that_were_loaded_are_in_the_memory_that_steps_them(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
 def test_a_graph_that_waits_while_its_units_move_finds_its_values(strategy):
-    """What forward has saved views of stays in the same storage, whatever the home of the shards."""
+    """Views that forward saved keep their storage, whatever the placement of the shards."""
     run_ranks(1, backward_after_a_move, strategy)
 
 

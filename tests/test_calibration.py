@@ -33,7 +33,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def stated() -> dict[str, Any]:
-    """What is measured in next to no time: as much as a description needs, and no more."""
+    """Return quick measurements, just enough for a description."""
     return calibrate("cpu", seconds=0.1)
 
 

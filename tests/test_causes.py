@@ -1,4 +1,4 @@
-"""A cause that is there is told, with its number and the change; where none is, none is told. On runs nobody ran."""
+"""Existing causes are reported with their number and the change, and no others. On synthetic runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_noise_that_happens_to_rise_is_no_leak():
 @settings(max_examples=40, deadline=None)
 @given(burst=st.sampled_from(["input", "forward", "gather", "other"]), **sizes)
 def test_a_burst_in_a_few_steps_is_no_cause(burst, **size):
-    """What else a machine does in one step of six says nothing of the run."""
+    """Other load on the machine in one of six steps is not a property of the run."""
     run = healthy_run(**size)
     slow = with_parts(run, [0], **{burst: 2.0})
     parts = run.parts_s.copy()

@@ -54,7 +54,7 @@ def save_behind(folder: Path) -> None:
     train(model, optimizer)
     expected, gate = everything(model, optimizer), Gate()
     pending = async_save(folder, model=model, optimizer=optimizer, step=1)
-    train(model, optimizer, 3)  # while it is being written, with collectives of its own
+    train(model, optimizer, 3)  # while the checkpoint is written, with collectives by training
     assert not pending.done
     assert latest(folder) is None
     gate.opened.set()
@@ -92,7 +92,7 @@ def test_one_is_written_at_a_time(tmp_path):
 
 
 def fail_behind(folder: Path) -> list[str]:
-    """What is said when one rank's disk is full: at the next save, or where it is waited for, and only once."""
+    """Return the errors if one rank's disk is full: from the next save or from wait, and only once."""
     model, optimizer = built()
     save(folder, model=model, step=1)
     write = container._Stream.write

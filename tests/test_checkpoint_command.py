@@ -59,7 +59,7 @@ class Command:
         self._capsys = capsys
 
     def text(self, *argv: object, code: int = 0) -> str:
-        """What is printed, errors included."""
+        """Return the printed output, including errors."""
         assert main(["checkpoint", *map(str, argv)]) == code
         reported = self._capsys.readouterr()
         assert "Traceback" not in reported.err

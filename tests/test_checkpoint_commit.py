@@ -32,7 +32,7 @@ def plain(value: float) -> nn.Module:
 
 
 def saved_value(folder: Path) -> float:
-    """What the newest intact checkpoint of `folder` has, checked to be what its step says."""
+    """Return the value in the newest intact checkpoint of `folder`, after checking it against its step."""
     model = plain(-1)
     restored = load(folder, model=model)
     numbers = {number for param in model.parameters() for number in param.flatten().tolist()}
@@ -182,7 +182,7 @@ def refuse_to_save_chain(folder: Path, step: int) -> str:
 
 
 def fail_on_rank_1(folder: Path) -> list[str]:
-    """What is said if one rank's writer fails at its first byte, at its last sync, and if its files are lost."""
+    """Return the errors if one rank's writer fails at its first byte, at its last sync, and if its files are lost."""
     model, _ = trained_chain()
     save(folder, model=model, step=1)
     stated = []

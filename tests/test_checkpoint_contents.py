@@ -30,7 +30,7 @@ from fullshard.wrap import ModuleWrapPolicy
 
 
 def draws() -> list[Any]:
-    """What each generator gives next, and what a normal draw of python's leaves behind."""
+    """Draw from each generator, including a normal draw of Python, which keeps a second value."""
     return [random.gauss(0, 1), random.random(), *np.random.normal(size=3), *torch.rand(3).tolist()]
 
 
@@ -47,7 +47,7 @@ class Counter:
         self.state = state
 
 
-# -- what every rank has of its own -----------------------------------------------------------------------------------
+# -- state per rank ---------------------------------------------------------------------------------------------------
 
 
 def draw_on(folder: Path) -> list[list[Any]]:
@@ -182,7 +182,7 @@ def test_extra_comes_back_as_it_was(tmp_path):
 
 
 class Keeping(nn.Linear):
-    """Keeps something that is no parameter: a tensor whose shape changes, or a dict."""
+    """Keeps state other than parameters: a tensor with a variable shape, or a dict."""
 
     kept: Any = None
 
@@ -215,7 +215,7 @@ def optimizers_go_on(folder: Path) -> None:
         learn(model, optimizer, range(2))
         save(place, model=model, optimizer=optimizer, step=2)
         expected = learn(model, optimizer, range(2, 4))
-        for strategy, steps in (("zero1", 0), ("zero3", 1)):  # into an optimizer without and with states of its own
+        for strategy, steps in (("zero1", 0), ("zero3", 1)):  # into an optimizer without states, and with states
             model = shard(small_gpt(1), strategy=strategy)
             optimizer = make(trained(model))
             learn(model, optimizer, range(steps))
@@ -296,7 +296,7 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def every_way_into_every_other(folder: Path) -> None:
-    """Wrap policies, front ends, precision and offloading are no part of a checkpoint."""
+    """Checkpoints do not depend on wrap policies, front ends, precision or offloading."""
     for way, build in WAYS.items():
         model = build(Chain([Layer(), Layer()]))
         optimizer = torch.optim.Adam(model.parameters())
@@ -422,7 +422,7 @@ def test_loading_makes_no_tensor_on_the_way(tmp_path):
 
 
 class OwnAdamW(torch.optim.AdamW):
-    """A class derived from that of torch, with an option of its own."""
+    """A subclass of torch's class with an additional option."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)

@@ -1,4 +1,4 @@
-"""What is damaged, moved, or of another model is never loaded; and nothing that is loaded is executed."""
+"""Damaged, moved or foreign checkpoints are never loaded, and loaded data is never executed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def loaded(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def refusal(checkpoint: Path) -> str:
-    """What loading says, nothing being overwritten."""
+    """Return the error of loading, after checking that nothing was overwritten."""
     model = marked()
     with pytest.raises(CheckpointError) as caught:
         load(checkpoint, model=model)

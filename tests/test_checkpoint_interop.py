@@ -1,4 +1,4 @@
-"""What torch's own scripts have written opens here, and the other way round."""
+"""Checkpoints written by torch open here, and ours open in torch."""
 
 from __future__ import annotations
 

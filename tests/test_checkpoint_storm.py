@@ -61,7 +61,7 @@ def go_on(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def storm(folder: Path, steps: int, kills: int, within_s: float, calm: list[dict[str, Any]]) -> None:
-    """Kill a run so often; if it comes to its end before, compare it with the calm one, and begin anew."""
+    """Kill a run repeatedly. If it ends before, compare it with the undisturbed run and start again."""
     draw = random.Random(0)
     killed = 0
     while killed <= kills:
@@ -79,7 +79,7 @@ def storm(folder: Path, steps: int, kills: int, within_s: float, calm: list[dict
 
 
 def check(folder: Path, steps: int, kills: int, within_s: float | None = None) -> None:
-    """Kill within so many seconds; if None, within as many as a whole run takes."""
+    """Kill within this number of seconds; if None, within the duration of a whole run."""
     run_ranks(2, dist.get_rank)  # what ranks are forked from is there by now
     start = time.monotonic()
     calm = run_ranks(2, run, folder / "calm", steps, None, 0.0, timeout=600)
@@ -93,7 +93,7 @@ def test_a_storm_of_kills_changes_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_storm_of_fifty_kills_changes_nothing(tmp_path):
-    """In one run: it has more steps than it makes between so many kills."""
+    """All in one run, which has more steps than it makes between fifty kills."""
     check(tmp_path, steps=300, kills=50, within_s=1.0)
 
 

@@ -82,7 +82,7 @@ def summed_at_each(model: Any, x: Tensor) -> None:
 
 
 def as_fsdp2_is_configured(model: Any, x: Tensor) -> None:
-    """With all that FSDP2 needs to be told: the head unsharded by hand, and kept after each backward."""
+    """Set all options that FSDP2 needs: unshard the head manually, and keep it after each backward."""
     hidden = model(x)
     leaf = hidden.detach().requires_grad_()
     parts = in_chunks(leaf)
@@ -144,8 +144,8 @@ def of_others(sent: Sent) -> Sent:
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_loss_in_chunks_sends_what_it_does_without(strategy):
     """Every loop has plain PyTorch's bits, and reshards nothing but the head before the model's own backward. That is
-    gathered and reduced once, in the first step too, in which no order is known; again only after a sum, since an
-    optimizer may have stepped, or where it was resharded by hand.
+    gathered and reduced once, also in the first step, without a known order; again only after a sum, since an
+    optimizer may have stepped, or after a manual reshard.
     """
     for sent in run_ranks(2, all_loops, strategy):
         whole = sent.pop("without_chunks")

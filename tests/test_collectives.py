@@ -1,4 +1,4 @@
-"""What the engine asks of the wire: sums in rank order, many messages under way at once, and a true record."""
+"""Communication for the engine: sums in rank order, many concurrent messages, and an exact record."""
 
 import random
 import threading
@@ -180,7 +180,7 @@ def call_many_at_once(shares: bool) -> None:
 @WAYS
 @WORLDS
 def test_messages_of_many_calls_do_not_meet(world, shares):
-    """Each rank may wait in an order of its own: tags tell the messages apart."""
+    """Each rank may wait in a different order, because messages have tags."""
     run_ranks(world, call_many_at_once, shares)
 
 
@@ -208,7 +208,7 @@ def record_each(shares: bool) -> tuple[int, Recorder]:
             pending.wait()
             assert record.events[-1].end >= record.events[-1].start
         transports().broadcast([torch.zeros(10), torch.zeros(3)], 0, origin=ORIGIN)
-    Gather(torch.float32).start().wait()  # nobody listens
+    Gather(torch.float32).start().wait()  # without a receiver
     return dist.get_rank(), record
 
 
@@ -247,7 +247,7 @@ def ask_twice() -> None:
     tags = [
         set(range(channel._first_tag, channel._first_tag + channel._tags * channel._variants)) for channel in channels
     ]
-    assert sum(map(len, tags)) == len(set().union(*tags))  # every message has a tag of its own
+    assert sum(map(len, tags)) == len(set().union(*tags))  # every message has a unique tag
     assert [len(tag) for tag in tags] == [2 * 3 * 4, 2, 10, 10]
     variants = {channels[0].variant(text)._first_tag for text in ("", "a", "b", "c", "d", "e")}
     assert 1 < len(variants) <= 4 and variants <= tags[0]

@@ -33,7 +33,7 @@ from fullshard.wrap import ModuleWrapPolicy
 # The compiler itself looks at the gradients of what it is given.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
-STEPS = 5  # of which the last three must find everything compiled
+STEPS = 5  # the last three must find everything compiled
 
 
 def blocks_by_method(shard: Shard, **options: Any) -> Any:
@@ -157,7 +157,7 @@ def poison_what_was_freed() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_backward_reads_nothing_that_was_freed():
-    """What a graph keeps for its backward is views of whole parameters, or copies of what it made of them."""
+    """A graph saves views of unsharded parameters for its backward, or copies of results computed from them."""
     run_ranks(2, poison_what_was_freed, timeout=170)
 
 

@@ -56,7 +56,7 @@ def trained(model: nn.Module, backward: Any) -> list[Values]:
 
 
 def mixture(options: dict[str, Any], ep: int, *, one_unit: bool = False) -> tuple[list[Values], list[Values]]:
-    """A mixture of experts, of which `ep` ranks have the experts together, beside one process."""
+    """Run a mixture of experts, with the experts shared by `ep` ranks, and compare with one process."""
     strategy, rank = options["strategy"], dist.get_rank()
     replicas = 2 if hybrid(strategy) else 1
     mesh = mesh_of(replicate=replicas, efsdp=4 // ep // replicas, ep=ep)
@@ -81,7 +81,7 @@ def chosen(experts: set[nn.Parameter], over: DeviceMesh, param: nn.Parameter) ->
 
 
 def tensor_parallel(strategy: str) -> tuple[list[Values], list[Values]]:
-    """Beside tensor parallelism alone, with gradients averaged by hand."""
+    """Compare with tensor parallelism alone, with gradients averaged manually."""
     mesh = mesh_of(replicate=2, shard=1, tp=2) if hybrid(strategy) else mesh_of(replicate=1, shard=2, tp=2)
     data = mesh["replicate" if hybrid(strategy) else "shard"].get_group()
     model, alone = perceptrons(), perceptrons()
@@ -106,7 +106,7 @@ def tensor_parallel(strategy: str) -> tuple[list[Values], list[Values]]:
 
 
 def one_mesh(strategy: str) -> tuple[list[Values], list[Values]]:
-    """Everything is a `DTensor` on one mesh, the batch too: beside one process with the whole batch."""
+    """Make everything a `DTensor` on one mesh, including the batch. Compare with one process and the whole batch."""
     mesh = mesh_of(replicate=2, shard=1, tp=2) if hybrid(strategy) else mesh_of(shard=2, cp=1, tp=2)
     dims = DataParallelMeshDims("shard", "replicate") if hybrid(strategy) else DataParallelMeshDims(("shard", "cp"))
     model, alone = perceptrons(), perceptrons()
@@ -179,7 +179,7 @@ def test_every_cell_is_what_comes_out():
 @pytest.mark.slow
 @pytest.mark.parametrize("combination", BY_PARITY)
 def test_every_cell_of_longer_combinations_is_what_comes_out(combination):
-    """Beside the same ranks with nothing sharded, which have one process's numbers within rounding."""
+    """Compare with unsharded training on the same ranks, which has one process's numbers within rounding."""
     strategies, cells = table()
     report = compared(2, strategies, **BY_PARITY[combination])
     assert report.is_equal, str(report)

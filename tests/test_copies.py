@@ -59,7 +59,7 @@ def train_a_copy(shard: Shard) -> None:
     assert_same(wholes(copied), before)
     assert_same(copied(inputs()).detach(), model(inputs()).detach())
     trained = train(copied, 3, first=7)
-    assert_same(wholes(model), before)  # memory of its own
+    assert_same(wholes(model), before)  # separate memory
     assert_same(train(model, 3, first=7), trained)
     assert [unit.name for unit in units_in(copied)] == [unit.name for unit in units_in(model)]
     assert_same(wholes(copy.deepcopy(copied)), trained)  # a copy of a copy
@@ -74,7 +74,7 @@ def test_a_copy_trains_as_the_model_would_and_alone(name):
 
 
 class CountedCopies(nn.Linear):
-    """A layer with a `__deepcopy__` of its own."""
+    """A layer with a custom `__deepcopy__`."""
 
     copies = 0
 
@@ -189,12 +189,12 @@ def copy_after_freezing() -> None:
 
 
 def test_a_copy_has_the_values_of_parameters_that_were_frozen_after_sharding():
-    """The units of a copy group parameters by what is trained now, so their order may be another one."""
+    """The units of a copy group parameters by what is trained now, so their order may differ."""
     run_ranks(2, copy_after_freezing)
 
 
 class Normed(nn.Module):
-    """With statistics of batches, which an average has to learn anew."""
+    """A model with batch statistics, which an average has to learn again."""
 
     def __init__(self) -> None:
         super().__init__()

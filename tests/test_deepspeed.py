@@ -206,7 +206,7 @@ def test_a_loss_scale_that_cannot_fall_states_so():
 
 
 def drive() -> dict[str, Any]:
-    """What an engine tells and refuses."""
+    """Return the values that an engine reports and the calls that it refuses."""
     stated: dict[str, Any] = {}
     engine, optimizer, loader, scheduler = deepspeed.initialize(
         model=small(), config=config(3, steps_per_print=1), training_data=[tokens_of(0, 0, 0)[0]] * 8

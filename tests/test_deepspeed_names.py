@@ -1,4 +1,4 @@
-"""What DeepSpeed scripts use beside `initialize`: there by DeepSpeed's names, or refused by name."""
+"""Names used by DeepSpeed scripts in addition to `initialize`: available, or refused by name."""
 
 import argparse
 import importlib
@@ -106,7 +106,7 @@ def gather() -> None:
             model(x)
     assert_same(model[0].weight.full_tensor(), torch.ones(8, 8))
     with deepspeed.zero.GatheredParameters(model.parameters()):
-        nn.init.zeros_(model[1].weight)  # nobody is said to change anything
+        nn.init.zeros_(model[1].weight)  # without an announced change
     assert_same(model[1].weight.full_tensor(), plain[2])
     with deepspeed.zero.GatheredParameters(model.parameters(), enabled=False):
         assert isinstance(model[0].weight, DTensor)

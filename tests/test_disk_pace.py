@@ -71,7 +71,7 @@ def test_a_disk_that_is_never_idle_is_no_slow_one(caplog):
 
 
 def test_small_requests_are_no_slow_disk(caplog):
-    """They take a time of their own, however fast the disk is with large ones."""
+    """They take separate time, however fast the disk is with large requests."""
     clock = Clock()
     pace = DiskPace(Path("/nvme"), clock)
     pace.expect(lambda read, written: (read + written) / 2e9)

@@ -1,4 +1,4 @@
-"""What the pages say is so: links lead somewhere, code runs, lists and formulas equal what they describe."""
+"""The documentation is correct: links resolve, code runs, lists and formulas equal what they describe."""
 
 import ast
 import inspect
@@ -34,7 +34,7 @@ def page(name: str) -> str:
 
 
 def section(text: str, heading: str) -> str:
-    """What stands under `## heading`."""
+    """Return the text under `## heading`."""
     return re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
 
 
@@ -190,7 +190,7 @@ def test_traffic_is_what_the_formulas_state(formulas, reduce_each):
 
 
 def named(text: str, heading: str) -> set[str]:
-    """What the first column of the table under a heading names."""
+    """Return the names in the first column of the table under a heading."""
     return {name.strip() for row in rows(section(text, heading)) for name in row[0].split(",")}
 
 
@@ -237,7 +237,7 @@ class TwoBlocks(nn.Module):
 
 
 def functions_called(phase: str, step: int) -> list[str]:
-    """The package's functions in the order in which `phase` of a step calls them, as "Class.name" or "name"."""
+    """Return the package's functions in the order that `phase` of a step calls them, as "Class.name" or "name"."""
     called: list[str] = []
 
     def note(frame: Any, event: str, arg: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from fullshard.testing import run_ranks
 
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parent / "dropin").glob("*.py"))}
-# torch's older interface cannot be built on a machine without an accelerator, so it is no peer to compare with here.
+# torch's older interface cannot be built on a machine without an accelerator, so it is not compared with here.
 WITH_A_PEER = [name for name in SCRIPTS if name.startswith("fully_shard")]
 REPEATING = {  # what others and other tests do, too
     *("fully_shard_layers", "fully_shard_checkpointed", "fully_shard_meta"),
@@ -30,7 +30,7 @@ def moved(text: str) -> str:
 
 
 def run_script(text: str, name: str, folder: str, ignores_warnings: bool) -> list[float]:
-    # What torch says of every random initialisation of a DTensor that is not on a GPU.
+    # torch's message about every random initialization of a DTensor that is not on a GPU.
     warnings.filterwarnings("ignore", message="DTensor random operators")
     if ignores_warnings:
         warnings.simplefilter("ignore")

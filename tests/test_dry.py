@@ -252,7 +252,7 @@ def test_whole_gradients_are_where_their_offloaded_parameters_are():
 
 
 class Masked(nn.Linear):
-    """Has a constant as buffer, and makes another one in forward."""
+    """Has a constant as buffer, and creates a second one in forward."""
 
     def __init__(self) -> None:
         super().__init__(48, 48)

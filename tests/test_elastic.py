@@ -61,7 +61,7 @@ def learn(argv: list[str]) -> int:
 
 
 def reference(steps: int, out: Path) -> Path:
-    """A run on two ranks that nobody disturbs. It saves nothing, which changes no number."""
+    """An undisturbed run on two ranks. It saves nothing, which changes no number."""
     assert run_ranks(2, learn, options(steps, out), timeout=300) == [0, 0]
     return out
 

@@ -1,4 +1,4 @@
-"""Less on the wire: every rank computes with the same numbers, bytes are those of the formulas, and nothing is lost."""
+"""Encoded communication: every rank computes with the same numbers, bytes match the formulas, and nothing is lost."""
 
 from functools import partial
 from typing import Any
@@ -157,7 +157,7 @@ def test_every_rank_decodes_the_same_bytes():
 
 @pytest.mark.slow
 def test_groups_and_replicas_have_the_same_numbers_too():
-    """What crosses groups is encoded, and what is gathered within a group is what came of it."""
+    """Messages across groups are encoded, and gathers within a group return the decoded values."""
     for zero3, *grouped in run_ranks(4, gathers_of, ("zero3", HPZ), "int8"):
         for other in grouped:
             assert_same(other, zero3)
@@ -180,7 +180,7 @@ MATRIX = WIDTH * WIDTH
 
 
 class Plain(nn.Sequential):
-    """Two matrices, the second of which stays with the root: gathered once a microbatch, the first twice by zero3."""
+    """Two matrices, the second one in the root: gathered once per microbatch, the first one twice under zero3."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -337,7 +337,7 @@ def test_bf16_messages_are_summed_in_float32_and_any_messages_by_shared_memory_o
 
 
 class Queue(PairwiseCollectives):
-    """What a backend is whose calls are queued: nobody waits for them."""
+    """A stand-in for a backend with queued calls, without waiting."""
 
     is_queued = True
 
@@ -411,7 +411,7 @@ def test_what_is_not_finite_arrives_so_and_is_gone_in_the_next_step():
 
 
 class Branching(nn.Module):
-    """Two ways, of which a step takes one."""
+    """Two branches. Each step uses one."""
 
     def __init__(self) -> None:
         super().__init__()

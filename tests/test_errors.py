@@ -1514,7 +1514,7 @@ def wrapped_chain(policy: Any) -> FullyShardedDataParallel:
 
 
 def within_forward(model: Any, use: Callable[[], Any]) -> None:
-    """Run a forward in which `use` is called while a layer is whole."""
+    """Run a forward that calls `use` while a layer is unsharded."""
     model.layers[1].norm.register_forward_hook(lambda *_: use() and None)
     model(inputs())
 
@@ -2523,7 +2523,7 @@ def a_cpu_that_is_like_a_gpu() -> Steps:
 
 
 def described_by(text: str) -> Steps:
-    """What the file of a description says, as a mistake."""
+    """Return the error of reading the file of a description, as a mistake."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ours.toml"
         path.write_text(text.format(path=path))
@@ -2619,12 +2619,12 @@ def a_machine_that_was_not_measured() -> Steps:
             os.environ.pop("XDG_CONFIG_HOME") if before is None else os.environ.update(XDG_CONFIG_HOME=before)
 
 
-# -- how they are told ------------------------------------------------------------------------------------------------
+# -- how they are reported --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Reported:
-    """What one rank was told."""
+    """The report of a mistake on one rank."""
 
     kind: type[BaseException] | None
     message: str
@@ -2633,7 +2633,7 @@ class Reported:
 
 
 class Sent(TorchDispatchMode):
-    """Notes what goes out by torch.distributed, whoever sends it."""
+    """Records everything sent by torch.distributed, from any caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2672,7 +2672,7 @@ def make_all(ranks: int) -> dict[str, Reported]:
 
 @functools.cache
 def reported(ranks: int) -> list[dict[str, Reported]]:
-    """What each rank was told, mistake by mistake."""
+    """Return the report of each rank, by mistake."""
     return run_ranks(ranks, make_all, ranks) if ranks else [make_all(ranks)]
 
 
@@ -2690,8 +2690,8 @@ def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
 
 
 SOURCE = Path(fullshard.__file__).parent
-# Files and folders whose mistakes are made in tests of their own: of commands, liveness, shared memory, exports, safety
-# copies, disks and what is away on them, runs in ranks, integrations, benches, predictions,
+# Files and folders with mistakes tested separately: those of commands, liveness, shared memory, exports, safety
+# copies, disks and offloaded data, runs in ranks, integrations, benches, predictions,
 # trials of optimizers, batches.
 ELSEWHERE = {
     *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
@@ -2710,7 +2710,7 @@ FUNCTIONS_ELSEWHERE = {
     "checkpoint/opening.py": {"accounts"},
     "comm/mesh.py": {"check_own_part"},
 }
-# What other ranks do, or what the numbers are, is no mistake of a call: tests of agreement, watchdog, finite, commit.
+# Actions of other ranks and values of numbers are not mistakes of a call. Tests: agreement, watchdog, finite, commit.
 # Nor is the end of a stage's forward.
 NO_MISTAKES = {"RankMismatchError", "PeerGoneError", "self._lost", "NonFiniteError", "failure_of_group", "Stopped"}
 

@@ -25,7 +25,7 @@ TORCHRUN_ENV = {**os.environ, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
 
 
 def run_here(name: str, *options: str) -> str:
-    """What a rank prints; its process group is there already, and is the example's to end."""
+    """Return the output of a rank. Its process group exists already, and the example destroys it."""
     sys.argv = [name, *options]
     dist.init_process_group = lambda: None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -35,7 +35,7 @@ def run_here(name: str, *options: str) -> str:
 
 
 def printed_by(world: int, name: str, *options: str) -> str:
-    """What the example prints on `world` ranks: rank 0 alone may."""
+    """Return the output of the example on `world` ranks. Only rank 0 may print."""
     first, *others = run_ranks(world, run_here, name, *options)
     assert set(others) <= {""}
     return first
@@ -139,7 +139,7 @@ def test_hybrid():
     ranks, placed, gathers, scatters, reductions, learned = printed_by(4, "5_hybrid.py").splitlines()
     assert ranks == "shards within ranks [0, 1], replicas on ranks [0, 2]"
     assert placed.endswith("(Replicate(), Shard(dim=0))")
-    # Four units, the root of which stays whole from forward to backward; two microbatches.
+    # Four units; the root stays unsharded from forward to backward; two microbatches.
     assert gathers.startswith("all_gather: 14 a step")
     assert scatters.startswith("reduce_scatter: 8 a step")
     assert reductions.startswith("all_reduce: 4 a step")
@@ -157,7 +157,7 @@ def test_meta_device():
 
 @pytest.mark.slow
 def test_a_long_context_has_the_losses_of_one_process():
-    """Whose attention sees whole sequences: parts and heads are exchanged, and nothing else changes."""
+    """Attention sees whole sequences. Parts and heads are exchanged, and nothing else changes."""
     whole, *_, alone = printed_by(1, "8_long_context.py").splitlines()
     parts, placed, learned = printed_by(4, "8_long_context.py").splitlines()
     assert whole == "each rank has 32 of 32 positions, of 32 of 32 sequences"

@@ -1,4 +1,4 @@
-"""Mixtures of experts: experts on ranks of their own, sharded over what is left, train as in one process."""
+"""Mixtures of experts: experts on separate ranks, sharded over the other axes, train as in one process."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ class Warnings(logging.Handler):
 
 
 def units_on_fewer_ranks(own: int, factor: float | None, front: str) -> tuple[nn.Module, list[nn.Module]]:
-    """Four layers over all ranks, of which two are units on `own` of them, in the ways that users have."""
+    """Build four layers over all ranks, with two of them as units on `own` ranks, in all ways that users have."""
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     mesh = init_device_mesh("cpu", (dist.get_world_size() // own, own), mesh_dim_names=("outer", "inner"))["inner"]

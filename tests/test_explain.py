@@ -1,4 +1,4 @@
-"""`explain` tells what the engine has, and nothing else."""
+"""`explain` describes the engine's state, and nothing else."""
 
 import re
 from functools import partial

@@ -1,4 +1,4 @@
-"""What users import is what the documentation names, and every name says what it is for."""
+"""Users import exactly the names in the documentation, and every name has a description."""
 
 import enum
 import inspect
@@ -155,7 +155,7 @@ def public_things(module: str) -> Iterator[tuple[str, object]]:
 
 
 def is_explained(thing: object) -> bool:
-    """Whether `thing` has a docstring that somebody wrote; dataclasses and enums make up one of their own."""
+    """Return True if `thing` has a handwritten docstring; dataclasses and enums generate one."""
     text = inspect.getdoc(thing) or ""
     made_up = inspect.isclass(thing) and (text.startswith(f"{thing.__name__}(") or text == inspect.getdoc(enum.Enum))
     inherited = inspect.isclass(thing) and "__doc__" not in vars(thing)

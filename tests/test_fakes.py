@@ -21,7 +21,7 @@ def views(x: Tensor) -> Any:
 
 
 def new(x: Tensor) -> Any:
-    """Results of their own memory: one or several, of other dtypes, strides and sizes."""
+    """Return results in new memory: one or several, of other dtypes, strides and sizes."""
     other = x.t().contiguous()
     normed = torch.native_layer_norm(x, [x.shape[1]], None, None, 1e-5)
     return x @ other, x.t() + other, x.to(torch.bfloat16), x > 0, x.sum(), x.argmax(1), torch.cat([x, x]), *normed
@@ -35,7 +35,7 @@ def written(x: Tensor) -> Any:
 
 
 def given_outs(x: Tensor) -> Any:
-    """What is to be written is of the right shape, or of none yet; several at once give nothing."""
+    """Outputs have the right shape or none yet; calls with several outputs return nothing."""
     rows, columns = x.shape
     each = [x.new_empty(rows, 1) for _ in range(columns)]
     torch.split_with_sizes_copy(x, [1] * columns, dim=1, out=each)

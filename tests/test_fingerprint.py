@@ -1,4 +1,4 @@
-"""Ranks that do different things get the same error, in the first collective that differs, and nobody hangs."""
+"""Ranks that diverge get the same error in the first differing collective, without a hang."""
 
 import os
 import tempfile

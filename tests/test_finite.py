@@ -1,4 +1,4 @@
-"""Who asks for it is told where NaN or infinity in gradients comes from: parameter, unit and rank, on every rank."""
+"""On request, every rank gets the source of NaN or infinity in gradients: parameter, unit and rank."""
 
 import pytest
 import torch
@@ -27,13 +27,13 @@ class Spoil(torch.autograd.Function):
 
 
 def spoil(module: nn.Module, args: object, output: Tensor) -> Tensor:
-    """What a bad sample does on one rank: the weight's gradient has a row that is not finite."""
+    """Simulate a bad sample on one rank: set a row of the weight's gradient to a value that is not finite."""
     values = {1: float("nan"), 2: float("inf")}
     return Spoil.apply(output, values[dist.get_rank()]) if dist.get_rank() in values else output
 
 
 def spoilt(strategy: str, replicas: int = 1) -> tuple[str, int]:
-    """What is said of a gradient that is spoilt in the second layer, and how many collectives there were."""
+    """Return the message about a bad gradient in the second layer, and the number of collectives."""
     world = dist.get_world_size()
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=names) if replicas > 1 else None

@@ -187,7 +187,7 @@ def late_lines(path: Path) -> set[int]:
 
 
 def complaints(package: Path, rooms: Mapping[str, Sequence[str] | None]) -> list[str]:
-    """What is wrong with the imports and file names of `package`, one line each."""
+    """Return the errors in imports and file names of `package`, one line each."""
     place = {room: number for number, room in enumerate(rooms)}
     found = []
     for path in sorted(package.rglob("*.py")):

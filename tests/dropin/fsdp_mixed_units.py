@@ -1,4 +1,4 @@
-"""Fine-tuning: a frozen trunk, adapters as units of their own, a head that is ignored, batch norm in full precision."""
+"""Fine-tuning with a frozen trunk, adapters as separate units, an ignored head and batch norm in full precision."""
 
 import functools
 
@@ -53,7 +53,7 @@ def fit(model):
         loss = nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long())
         optimizer.zero_grad()
         loss.backward()
-        for parameter in model.module.head.parameters():  # ignored, so it is synchronised by hand
+        for parameter in model.module.head.parameters():  # synchronize the ignored head manually
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
         optimizer.step()

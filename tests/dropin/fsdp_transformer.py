@@ -49,7 +49,7 @@ class Reverser(nn.Module):
 
 def main(folder):
     rank = dist.get_rank()
-    torch.manual_seed(rank)  # sync_module_states makes them alike
+    torch.manual_seed(rank)  # sync_module_states makes them identical
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
     model = FSDP(

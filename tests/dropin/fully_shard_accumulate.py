@@ -1,4 +1,4 @@
-"""Accumulation by hand: no reduction but in the last microbatch, parameters kept whole in between."""
+"""Manual gradient accumulation: reduce in the last microbatch only, keep parameters unsharded in between."""
 
 import torch
 import torch.distributed as dist
