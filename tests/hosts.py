@@ -4,8 +4,8 @@
         hosts[0].limit_rate("200mbit")
         results = run_on_hosts(hosts, train, "hsdp")       # `train` at the top of a file; a result for each rank
 
-A host has a network, a loopback and process numbers of its own; files and cores are shared. Nothing has a name that
-another run could take: a host is what one process holds, which ends when its standard input does. So hosts end with
+A host has its own network, loopback and process numbers; files and cores are shared. Nothing has a name that
+another run could take: one process holds each host, and ends when its standard input does. So hosts end with
 the program that made them, however that ends, and with a host its processes, its network and the cable.
 
 This needs Linux, util-linux and iproute2. User namespaces make it work for everybody, not only for root, where the

@@ -320,7 +320,7 @@ def test_what_was_changed_in_place_before_it_was_copied_is_not_used(tmp_path):
 
 
 def meet_a_bad_disk(folder: Path) -> None:
-    """A write that fails is told by the forward or the backward, and when the disk works again, so does training."""
+    """Check that forward or backward raises the error of a failed write. Training continues on a repaired disk."""
     all_travel(window=50_000)
     model = alone(lambda model: model, folder)
     expected = one_step(model)

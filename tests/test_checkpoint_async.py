@@ -54,7 +54,7 @@ def save_behind(folder: Path) -> None:
     train(model, optimizer)
     expected, gate = everything(model, optimizer), Gate()
     pending = async_save(folder, model=model, optimizer=optimizer, step=1)
-    train(model, optimizer, 3)  # while the checkpoint is written, with collectives by training
+    train(model, optimizer, 3)  # while the checkpoint is written
     assert not pending.done
     assert latest(folder) is None
     gate.opened.set()

@@ -173,7 +173,7 @@ def test_deferred_gradients_are_sent_while_the_backward_continues():
 
 
 def kept_after_passing_by() -> list[list[bool]]:
-    """Whether units are in memory after a backward of the head alone, and after one of all in the step that follows."""
+    """Return which units are resident after a backward of the head alone, and after the next full backward."""
     model, kept = decoder(partial(fully_shard, strategy="zero2"), reshard_after_forward=False), []
     for is_of_all in (False, True):
         hidden = model(inputs())

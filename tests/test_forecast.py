@@ -1,4 +1,4 @@
-"""What is predicted beside what is measured: the numbers, the causes that are named, and the run that shows them."""
+"""Predictions compared with measurements: the numbers, the named causes, and the run that shows them."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def test_every_number_that_both_have_is_compared():
 
 
 def test_times_of_nothing_are_not_reported():
-    """What is predicted to take no time has no share by which it can be off; what is far off is told in times."""
+    """Parts predicted as zero have no relative error. Large errors are reported as factors."""
     rows = [Row("gathers", "s", 2e-8, 0.05), Row("step", "s", 0.01, 0.07), Row("step", "s", 0.01, 0.5)]
     assert [row.difference_text for row in rows] == ["", "+600.0%", "50 times"]
     (cause,) = compare(replace(FORECAST, gather_s=2e-8), Measured(step_s=9.0, gather_s=8.9)).causes
@@ -190,6 +190,6 @@ def test_a_prediction_counts_the_model_s_own_work():
 
 
 def test_what_is_reported_is_reported_in_whole(capsys):
-    """A name in brackets, such as of a table of a description, is no markup."""
+    """Names in brackets, such as tables of a description, are not markup."""
     background._print("ours.toml: [link] colour: unknown")
     assert capsys.readouterr().out == "ours.toml: [link] colour: unknown\n"

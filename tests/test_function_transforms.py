@@ -159,7 +159,7 @@ def test_a_backward_through_a_backward_has_plain_bits(strategy):
 
 
 def step_while_unsharded(strategy: str) -> None:
-    """What was unsharded by hand before a step is gathered anew after it, whether the gather had ended or not."""
+    """Check that manually unsharded parameters are gathered again after a step, even if the first gather had ended."""
     plain, model = nn.Linear(8, 8), nn.Linear(8, 8)
     model.load_state_dict(plain.state_dict())
     for param in plain.parameters():

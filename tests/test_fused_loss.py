@@ -91,7 +91,7 @@ def make_batch(number: int) -> Tensor:
 
 
 def test_a_head_in_the_root_has_the_bits_of_the_plain_process():
-    """Its weight is whole within the root's forward, whoever takes it."""
+    """Any caller gets its unsharded weight within the root's forward."""
     report = check_parity(
         patched, make_batch, ranks=2, strategies=["zero2", "zero3"], steps=2, auto_wrap_policy=ModuleWrapPolicy({Block})
     )
@@ -99,7 +99,7 @@ def test_a_head_in_the_root_has_the_bits_of_the_plain_process():
 
 
 def gradients() -> tuple[Tensor, str]:
-    """Of a head that is a unit of its own, unsharded before the forward; and what is said if it is not."""
+    """Return the gradients of a head that is a separate unit, unsharded before the forward. Or the error otherwise."""
     torch.manual_seed(0)
     model = patched()
     for block in model.blocks:

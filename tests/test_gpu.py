@@ -1,4 +1,4 @@
-"""What only a GPU can show, over NCCL in a world of one rank: bits, a host that never waits, memory that stays."""
+"""Checks that need a GPU, over NCCL with one rank: bits, a host that never waits, constant memory."""
 
 import threading
 import warnings

@@ -1,4 +1,4 @@
-"""`make gpu-check` without a GPU: each part is told of by itself, however another one ends."""
+"""`make gpu-check` without a GPU: each part is reported separately, however other parts end."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What several GPUs show over NCCL: the laws of `test_gpu.py` between two ranks, and between as many as there are.
+"""Checks that need several GPUs, over NCCL: the laws of `test_gpu.py` with two ranks, and with one per GPU.
 
 Where all ranks have the same batch, the mean over two is exact in whichever order NCCL adds, so plain PyTorch on each
 rank is the reference. Of more, sums may differ in their last bits.

@@ -110,7 +110,7 @@ def test_odd_gradients_are_answered_identical_on_every_rank():
 
 
 def scale(overflows: dict[int, int]) -> tuple[list[float], list[bool]]:
-    """The scale and whether parameters changed, step by step. `overflows` says on which rank in which step."""
+    """Return the scale and whether parameters changed, by step. `overflows` selects the rank and the step."""
     model = chain(fully_shard)
     optimizer = sgd(model)
     scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2)

@@ -1,4 +1,4 @@
-"""trl's GRPO on a sharded model: an engine of its own generates, with the weights that `stream_weights` hands over."""
+"""trl's GRPO on a sharded model: a separate engine generates text, with weights from `stream_weights`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def even_words(completions: list[str], **_: Any) -> list[float]:
 
 
 def trained(folder: str) -> list[tuple[list[list[int]], dict[str, Tensor]]]:
-    """What engines wrote, and the weights in the end: under DDP, and sharded."""
+    """Return the generated texts and the final weights, under DDP and sharded."""
     import fullshard.integrations.transformers
 
     fullshard.integrations.transformers.enable()

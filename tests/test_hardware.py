@@ -1,4 +1,4 @@
-"""Descriptions of machines: what ships is whole and plausible, and a wrong one is told what to do."""
+"""Descriptions of machines: shipped ones are complete and plausible, and errors in a description say what to do."""
 
 from itertools import pairwise
 

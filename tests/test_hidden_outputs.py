@@ -77,7 +77,7 @@ class Writing(nn.Module):
 
 
 def write_in_forward(strategy: str, *, saves: bool) -> tuple[list[str], list[str]]:
-    """What each step came to, compared with plain PyTorch; and what was logged."""
+    """Return the result of each step compared with plain PyTorch, and the logged messages."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), Writing(saves=saves), nn.Linear(8, 8))
     model = copy.deepcopy(plain)

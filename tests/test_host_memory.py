@@ -1,4 +1,4 @@
-"""What the host's memory has room for, by what the kernel says of the machine and of the groups around a process."""
+"""Available host memory, from the kernel's numbers for the machine and the control groups of a process."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ SECOND = "memory.max", "memory.current", "inactive_file", "active_file"
 
 @pytest.fixture(autouse=True)
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of which 8 MiB are available, whose process is in no group."""
+    """A machine with 8 MiB available, and a process outside of all groups."""
     (tmp_path / "meminfo").write_text("MemTotal:  16384 kB\nMemAvailable:  8192 kB\nHugePages_Total:  0\n")
     monkeypatch.setattr(host_memory, "_MACHINE", tmp_path / "meminfo")
     monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "cgroup")

@@ -76,13 +76,13 @@ CALLS: list[Any] = []
 
 
 def trap(*args: Any, **kwargs: Any) -> Any:
-    """Stands for whatever an attacker would call."""
+    """A stand-in for a function that an attacker would call."""
     CALLS.append(args)
     return {}
 
 
 class Trap:
-    """Stands for a class of the process that an attacker would change."""
+    """A stand-in for a class of the process that an attacker would change."""
 
     __slots__ = ("slot",)
     shared = "as it was"
@@ -288,7 +288,7 @@ def counted(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int
 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """A tensor cut again and again, of which parts may then be lost, repeated, moved or resized."""
+    """Draw a tensor that is cut repeatedly. Parts may then be lost, repeated, moved or resized."""
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
     boxes = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 5)) if shape else 0):
@@ -334,7 +334,7 @@ def edited(path: Path, edit: Callable[[Metadata], None]) -> bytes:
 
 
 def halve(metadata: Metadata, key: str) -> None:
-    """Cut `key` in two, of which only the first half is there."""
+    """Cut `key` in two and drop the second half."""
     entry = metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     entry.chunks[0].sizes = torch.Size([entry.size[0] // 2, *entry.size[1:]])

@@ -1,4 +1,4 @@
-"""What scripts do everywhere, with sharded modules as with plain ones."""
+"""Common idioms of training scripts, with sharded modules as with plain ones."""
 
 import copy
 import importlib
@@ -205,7 +205,7 @@ def test_a_hook_may_change_weights_that_are_being_gathered():
 
 
 def add_tensors_of_an_equal_mesh() -> None:
-    """The mesh that scripts make beside torch's FSDP, which has no names either."""
+    """Use a second mesh of the same ranks, as scripts do with torch's FSDP. It has no names either."""
     model = fully_shard(nn.Linear(8, 8, bias=False))
     own = distribute_tensor(torch.ones(8, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
     with torch.no_grad():
@@ -227,7 +227,7 @@ class Sized(nn.Module):
 
 
 def slice_and_split() -> None:
-    """A slice is no unit, and the layers in it are; what DDP is told to leave alone is left alone."""
+    """Check that a slice is not a unit but its layers are, and that DDP ignores what it has to ignore."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model[0])
     fully_shard(model)

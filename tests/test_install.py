@@ -1,4 +1,4 @@
-"""What a clone installs, once and no more than is needed, and that it is found wherever the clone lies."""
+"""A clone installs its requirements once, and no more than needed, and finds them in any folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAKES = ("Makefile", "pyproject.toml", "constraints.txt")
 
-# Stands for Python and for what pip puts into an environment: tells what is to be installed, and fails if told to.
+# A stand-in for Python and pip in an environment: prints the packages to install, and fails on request.
 STUB = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin"; for it in python fullshard ruff mypy; do cp "$0" "$3/bin/$it"; done ;;
@@ -91,7 +91,7 @@ def test_what_is_needed_otherwise_is_installed_again(clone, target, changed):
 
 
 def test_a_clone_in_a_folder_of_the_package_s_name_does_not_hide_it(tmp_path):
-    """As a script beside the folder, or Python started there, would find the folder first, as a namespace package."""
+    """Scripts next to the folder, or Python started there, would find the folder first, as a namespace package."""
     clone, wheels, environment = (tmp_path / name for name in ("fullshard", "wheels", "environment"))
     shutil.copytree(ROOT / "src", clone / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserW
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """What a launcher sets; accelerate would choose a number of threads itself."""
+    """Set the variables of a launcher; accelerate would choose the number of threads itself."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 

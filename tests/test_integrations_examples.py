@@ -69,7 +69,7 @@ def killed_once(command: list[str], there: Path) -> None:
                 break
             time.sleep(0.02)
         assert process.poll() is None, "it ended before it could be killed"
-    finally:  # torchrun gives each rank a session of its own
+    finally:  # torchrun gives each rank a separate session
         started = [*psutil.Process(process.pid).children(recursive=True), process]
         for one in started:
             one.kill()

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.clusters, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run_by_itself(*command: str) -> str:
-    """What a command prints that makes a Ray cluster of its own."""
+    """Return the output of a command that creates its own Ray cluster."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     done = subprocess.run(

@@ -54,7 +54,7 @@ SHARDED = {"fsdp": True}
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """What a launcher sets; accelerate would choose a number of threads itself."""
+    """Set the variables of a launcher; accelerate would choose the number of threads itself."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -82,7 +82,7 @@ class Watch(TrainerCallback):
 
 @dataclass
 class Script:
-    """A script of four steps, of which tests change what they are about."""
+    """A script of four steps. Tests change its settings."""
 
     folder: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Script:
 
 
 class Stream(IterableDataset):
-    """Sentences that come one after another, without a length."""
+    """An iterable of sentences without a length."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         sentences = Sentences()
@@ -168,7 +168,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def both_ways(folder: str, names: list[str]) -> dict[str, list[Any]]:
-    """What a script logs and evaluates, under DDP and sharded, for each variant."""
+    """Return the logs and evaluations of a script, under DDP and sharded, for each variant."""
     found = {}
     for name in names:
         variant = dict(VARIANTS[name])
@@ -343,7 +343,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(tmp_path):
 
 
 def read_straight(folder: str, weights: str) -> dict[str, Any]:
-    """What training from weights that were left on disk gives, and the memory that it took to get there."""
+    """Train from weights that were left on disk. Return the results and the memory needed to load them."""
     losses = []
     for build in (AutoModelForCausalLM.from_pretrained, partial(from_pretrained, AutoModelForCausalLM)):
         watch, _ = Script(folder, SHARDED, model=build(weights), trainer=Trainer).run()
@@ -409,7 +409,7 @@ def test_mixtures_of_experts_are_read_straight_into_shards_and_train(tmp_path):
 
 
 def resume_waiting(folder: str, weights: str) -> list[list[float]]:
-    """What follows the second step of a run of DDP, sharded: of a model that is there, and of one that waits."""
+    """Return the losses after the second step of a DDP run, sharded: of a materialized model, and of a deferred one."""
     Script(folder, SAVED, model=AutoModelForCausalLM.from_pretrained(weights)).run()
     losses = []
     for build in (AutoModelForCausalLM.from_pretrained, partial(from_pretrained, AutoModelForCausalLM)):

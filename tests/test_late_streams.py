@@ -1,4 +1,4 @@
-"""The race checker's claims where streams really run beside each other: however late one comes, the bits are the same.
+"""The race checker's claims on concurrent streams: whichever stream is delayed, the bits are the same.
 
 Without a GPU there is one order of work, and this shows no more than that nothing else changes.
 """
@@ -114,7 +114,7 @@ def test_on_one_rank_late_streams_change_no_bit(strategy):
 
 
 def differing_in_threads(world: int, strategy: str, device_type: str, sleep: Sleeping) -> list[str]:
-    """The same for several ranks that are threads: what they exchange comes late, and nobody's host waits for it."""
+    """Return the differences for ranks that are threads: exchanged data is delayed, and no rank's host waits for it."""
     from benchmarks.threads import run_threads
 
     if dist.is_initialized():
@@ -169,7 +169,7 @@ def do_not_sleep(ms: float) -> None:
 
 @pytest.mark.parametrize("name", QUEUES)
 def test_each_stream_can_be_late(name):
-    """On pretended streams too, where each sleep can be told by its stream."""
+    """Also on pretended streams, which identify each sleep by its stream."""
     accelerator = DryAccelerator(dry.Tape())
     where: list[str] = []
     late(accelerator, [name], lambda: where.append(accelerator.stream))

@@ -25,7 +25,7 @@ says_how_long_to_save = torch_before((2, 13), "torch 2.11's torchrun always give
 
 
 def check_command(command: list[str], hosts: str | None, world: int) -> None:
-    """Hold that this torchrun and the trainer behind it know what they are told."""
+    """Check that this torchrun and the trainer know all arguments of the command."""
     assert command[0] == "torchrun"
     parser = get_args_parser()
     reported = parser.parse_args(command[1:])
@@ -46,7 +46,7 @@ def stub(folder: Path, name: str, script: str) -> None:
 
 
 def start_job(folder: Path, srun: str) -> subprocess.Popen[bytes]:
-    """The Slurm script, as Slurm runs it, with stand-ins for Slurm's commands that note what they are told."""
+    """Start the Slurm script as Slurm does, with stand-ins for Slurm's commands that record their arguments."""
     ranks = f'printf "%s\\0" "$@" > {folder}/told.part; mv {folder}/told.part {folder}/told\n{srun}'
     stub(folder, "srun", f'test "$1" = --overlap && exit\n{ranks}')
     stub(folder, "scancel", f'echo "$@" > {folder}/cancelled; kill -TERM $(cat {folder}/srun.pid)')

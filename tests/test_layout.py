@@ -37,7 +37,7 @@ RULES = st.sampled_from([PAIRWISE, ON_A_QUEUE, FEW])
 
 @st.composite
 def layouts(draw: st.DrawFn) -> GroupLayout:
-    """Of parameters some of which the user wants cut along a dim."""
+    """Draw layouts with some parameters sharded along a dim chosen by the user."""
     choices = draw(st.lists(CHOICES, max_size=8))
     return lay_out([c[0] for c in choices], draw(WORLDS), draw(ITEMSIZES), [c[1] for c in choices], draw(RULES))
 
@@ -50,7 +50,7 @@ def aligned(elements: int, itemsize: int) -> bool:
 
 
 def regions_are_disjoint(regions: list[slice], room: int) -> bool:
-    """Whether stretches follow one another without overlap, within 0 and `room`."""
+    """Return True if regions follow one another without overlap, within 0 and `room`."""
     filled = sorted((s.start, s.stop) for s in regions if s.start < s.stop)
     return all(a[1] <= b[0] for a, b in pairwise([(0, 0), *filled, (room, room)]))
 
@@ -92,7 +92,7 @@ def test_parameters_are_cut_along_the_dims_that_are_requested_for(choices, world
     layout = lay_out([c[0] for c in choices], world, itemsize, [c[1] for c in choices])
     for (shape, dim), param_layout in zip(choices, layout.params, strict=True):
         assert param_layout.spec == (choose_spec(shape, world) if dim is None else ShardSpec(shape, dim, world))
-        assert param_layout.spec.dim == 0 or not param_layout.in_place  # others do not lie end to end
+        assert param_layout.spec.dim == 0 or not param_layout.in_place  # all others are not contiguous
 
 
 @given(LAYOUTS)
@@ -124,10 +124,10 @@ def test_everything_starts_on_a_16_byte_boundary(shapes, world, itemsize, rule):
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
 def test_on_a_queue_parameters_start_where_kernels_like_it(shapes, world, itemsize):
-    """As tensors of their own would, at the price of a gap below 256 bytes; the shard buffer has no such gaps."""
+    """As for separate tensors, at the price of a gap below 256 bytes. The shard buffer has no such gaps."""
     layout = lay_out(shapes, world, itemsize, rule=ON_A_QUEUE)
     assert all(param_layout.unsharded_offset * itemsize % 256 == 0 for param_layout in layout.params)
-    assert layout.unsharded_numel * itemsize % 256 == 0  # the pack's message lies behind
+    assert layout.unsharded_numel * itemsize % 256 == 0  # the pack's message follows
     filled = sum(param_layout.region.stop - param_layout.region.start for param_layout in layout.params)
     assert (layout.unsharded_numel - filled) * itemsize < 256 * max(1, len(shapes))
     dense = lay_out(shapes, world, itemsize, rule=replace(ON_A_QUEUE, start_step_bytes=ALIGNMENT_BYTES))
@@ -177,7 +177,7 @@ def test_separate_messages_on_a_queue_do_not_depend_on_the_world_size():
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES, RULES)
 def test_padding_is_bounded(shapes, world, itemsize, rule):
-    """What all ranks keep beyond the parameters themselves.
+    """Check the memory of all ranks in addition to the parameters.
 
     In place: at most `max_padding` of the parameter. Packed: the last ranks' missing rows, fewer than `world` of them
     (for a scalar, its other copies), and a gap before the next boundary in each rank's pack.
@@ -195,7 +195,7 @@ def test_padding_is_bounded(shapes, world, itemsize, rule):
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES, RULES)
 def test_ranks_parts_laid_end_to_end_are_a_parameter_in_place(shapes, world, itemsize, rule):
-    """What makes a gather need no copy: the first rows of the region are the whole."""
+    """Gathers need no copy, because the first rows of the region are the whole parameter."""
     for param_layout in lay_out(shapes, world, itemsize, rule=rule).in_place:
         for rank in range(world):
             start = min(rank * param_layout.spec.part_numel, param_layout.spec.numel)

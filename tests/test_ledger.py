@@ -1,4 +1,4 @@
-"""What the ledger foretells is what the engine holds, to the byte."""
+"""The ledger's prediction equals the engine's memory, to the byte."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from fullshard.testing import run_ranks
 
 
 def tokens() -> Tensor:
-    """This rank's part of a batch, made anew, so that it counts alike in both forwards."""
+    """Return this rank's part of a batch, newly allocated, so that both forwards count it equally."""
     rows = len(my_part(batch(0)))
     return torch.zeros(rows, 8, dtype=torch.long)
 

@@ -31,7 +31,7 @@ TESTED_WITH = "2.6.6"
 
 
 class Module(L.LightningModule):
-    """Layers in a network, a parameter and a matrix of its own, and dropout."""
+    """Layers in a network, its own parameter and matrix, and dropout."""
 
     def __init__(self, rate: float = 0.02, dropout: float = 0.0) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_modules_are_units_and_microbatches_are_reduced_once():
 
 
 class Alternating(L.LightningModule):
-    """Two networks with an optimizer each, driven by hand, as in adversarial training."""
+    """Two networks with an optimizer each, stepped manually, as in adversarial training."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ WIDTH, HIDDEN, RANK, STEPS = 48, 192, 4, 4
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer, and beside it a trained one of low rank: `base` makes the former."""
+    """A frozen linear layer plus a trained low-rank one; `base` creates the former."""
 
     def __init__(self, base: Callable[[int, int], nn.Module], into: int, out: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Quantised(nn.Module):
 
 
 class Masked(nn.Module):
-    """A weight, a mask and a permutation: parameters of three dtypes, two of which are no numbers to learn from."""
+    """A weight, a mask and a permutation: parameters of three dtypes. Two of them are not floating-point."""
 
     def __init__(self, into: int, out: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
 
 
 def compute_low() -> None:
-    """Nothing is cast that is no number: the assertions are in the modules' forwards."""
+    """Check that only floating-point tensors are cast: the assertions are in the modules' forwards."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
     whole = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     for base in ("int8", "e4m3", "masked"):
@@ -213,7 +213,7 @@ def test_bases_thaw_and_adapters_freeze_in_mid_run(strategies):
 
 
 def merge(shard: Shard) -> list[Any]:
-    """Adapters are added to their bases and start anew, as when one task follows another."""
+    """Merge adapters into their bases and initialize them again, as between two tasks."""
     model = adapted(shard)
     left = learn(model)
     for block in list(model)[:3]:

@@ -119,7 +119,7 @@ def test_torchao_float8_trains_the_bits_of_one_process():
 
 
 class Adapted(nn.Module):
-    """A frozen base, and beside it what is trained."""
+    """A frozen base plus a trained adapter."""
 
     def __init__(self, into: int, out: int, base: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def adapt(name: str) -> None:
 
 
 def learn_on(base: Callable[[int, int], nn.Module]) -> Any:
-    """What a second run of steps gives on one process."""
+    """Return the results of a second run of steps on one process."""
     model = adapted(base)
     learn(model)
     return learn(model)
@@ -477,7 +477,7 @@ def test_states_in_blocks_are_those_of_one_process_on_any_number_of_ranks_and_ar
 
 
 def learn_in_blocks() -> None:
-    """With gradients of a model's own, some of which are summed over ranks and whole on all of them."""
+    """Train with the model's own gradients. Some are summed over ranks and unsharded on all of them."""
 
     def model_of() -> nn.Sequential:
         torch.manual_seed(0)
@@ -496,7 +496,7 @@ def learn_in_blocks() -> None:
     with recording() as record:
         learn(model)
     sent = [event.sent_bytes for event in record.collectives("all_gather") if event.origin.unit == "2"]
-    assert not sum(sent)  # nobody lacks anything of it
+    assert not sum(sent)  # every rank has all of it
 
 
 def test_what_cannot_be_cut_into_blocks_is_whole_on_every_rank_and_learns_the_same():

@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """With tied weights, the head having a bias of its own, and a frozen layer."""
+    """A model with tied weights, a separate bias in the head, and a frozen layer."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def unit_by_unit(sharding_strategy: str = "zero3", tied_separately: bool = False
 
 
 def own_modules_of(unit: nn.Module) -> list[Any]:
-    """The modules that `unit` has beside those of units in it, and that have something to reset."""
+    """Return the modules of `unit` that are outside of its nested units and have something to reset."""
     below = {module for unit in units_in(unit)[1:] for top in unit.modules for module in top.modules()}
     return [module for module in unit.modules() if hasattr(module, "reset_parameters") and module not in below]
 
@@ -175,7 +175,7 @@ def clean(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_values_are_the_same_at_every_world_size_and_under_every_strategy():
-    """Where every rank has the same seed: each draws whole values, and keeps its part of them."""
+    """With the same seed on every rank, each rank draws the whole values and keeps its shard."""
     [expected] = run_ranks(1, draw_values, ONE_AXIS)
     for name in ("by itself", "unit by unit"):
         for strategy in ONE_AXIS:

@@ -1,4 +1,4 @@
-"""Meshes of any shape: axes by name, several of them flattened, beside those of other parallelisms."""
+"""Meshes of any shape: axes by name, several of them flattened, together with those of other parallelisms."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def batch_of(step: int) -> Tensor:
 
 
 def compare_tensor_parallel() -> None:
-    """Tensor parallelism on an axis of its own, with the data axes by name instead of by a slice."""
+    """Compare tensor parallelism on a separate axis, with the data axes given by name and as a slice."""
     full = init_device_mesh("cpu", (1, 2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
     sliced = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ways = {
@@ -126,7 +126,7 @@ def on_all_axes(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def train_on_all_axes(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
-    """A model in which all tensors are `DTensor`s on one mesh: its loss is the mean over all sequences already."""
+    """Train a model with all tensors as `DTensor`s on one mesh: its loss is already the mean over all sequences."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     replicate = "dp_replicate" if "dp_replicate" in names else None
     data = [Replicate() if name == "tp" else Shard(0) for name in names]
@@ -252,7 +252,7 @@ def test_replicate_is_ddp():
 
 
 def train_in_threads() -> list[Any]:
-    """Train two models over groups of their own; each rank comes to the first collective of another one first."""
+    """Train two models over separate groups. Each rank starts the first collective of another model first."""
     groups = [dist.new_group(range(2), backend="gloo") for _ in range(2)]
     # Named, or torch takes them for the same mesh.
     meshes = [
@@ -278,7 +278,7 @@ def train_in_threads() -> list[Any]:
 
 
 def test_two_models_train_in_two_threads():
-    """No lock that both need is held while a rank waits for another one."""
+    """No rank holds a lock that both models need while it waits for a peer."""
     alone = run_ranks(2, train_alone)
     assert_same(run_ranks(2, train_in_threads), alone)
 

@@ -1,4 +1,4 @@
-"""Which parameters travel as messages of their own: few where a queue carries them, and never a matter of numbers."""
+"""Parameters with separate messages: few if device queues run collectives, and without influence on numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,7 +35,7 @@ GROUPED = Placements(
 
 @contextmanager
 def on_a_queue(rule: MessageRule = FEW) -> Iterator[None]:
-    """A context in which parameters are laid out and unpacked as where devices have queues."""
+    """Lay out and unpack parameters in this context as on devices with queues."""
     with (
         mock.patch.object(group_plan, "message_rule", lambda axes: rule),
         mock.patch.object(Unpacking, "copy", Unpacking.copy_at_once),
@@ -85,7 +85,7 @@ def test_the_ledger_s_formula_is_what_is_measured_on_a_queue(strategy):
 
 
 def starts_of_parameters() -> list[int]:
-    """Where the parameters of a unit with three groups start in memory, in bytes from the start of its storage."""
+    """Return the offsets of the parameters of a unit with three groups, in bytes from the start of its storage."""
     module = nn.Module()
     for number, (size, dtype) in enumerate([(5, torch.float32), (7, torch.float64), (9, torch.float32)] * 2):
         module.register_parameter(f"p{number}", nn.Parameter(torch.zeros(size, dtype=dtype)))

@@ -1,4 +1,4 @@
-"""Mixed precision: masters as they came, compute and the wire in a low dtype, sums in the dtype that was asked for."""
+"""Mixed precision: unchanged masters, low-precision compute and communication, sums in the requested dtype."""
 
 import copy
 from functools import partial

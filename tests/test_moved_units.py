@@ -1,4 +1,4 @@
-"""Units whose modules are moved or cast between steps: they go on with the values, the wires and the past they have.
+"""Units with modules that are moved or cast between steps: they keep their values, encodings and history.
 So do units that other libraries put their wrappers around.
 """
 
@@ -44,14 +44,14 @@ def cast_between_transports(
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
 def test_a_cast_changes_what_is_encoded_as_the_policy_states(strategy, dtypes):
-    """Float64 is never encoded; the layout alone does not tell which wires a parameter group needs."""
+    """Float64 is never encoded. The layout alone does not determine the encodings of a parameter group."""
     policy = MixedPrecisionPolicy(gather_wire="int8", reduce_wire="int8")
     for cast, always in run_ranks(2, cast_between_transports, strategy, *dtypes, policy):
         assert cast == always > 0
 
 
 def step_after_a_move() -> list[list[torch.Tensor]]:
-    """Outputs after a step that no version tells of, with a move between backward and step, and without one."""
+    """Return outputs after a step without a change of versions, with and without a move between backward and step."""
     left = []
     for moves in (True, False):
         model = chain(partial(fully_shard, strategy="zero1"))

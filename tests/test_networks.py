@@ -37,7 +37,7 @@ STRATEGIES = {**{strategy.value: strategy for strategy in ShardingStrategy}, "hp
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank sees on two hosts."""
+    """The report of a rank on two hosts."""
 
     host: str
     shards_with: list[int]  # ranks of its shard axis, on the mesh that hsdp takes by itself
@@ -174,7 +174,7 @@ def test_the_train_command_gives_the_bits_of_one_host_and_needs_no_folder_that_h
 WIDTH, LAYERS, MICROBATCHES, STEPS = 512, 3, 2, 2
 UNIT_BYTES = WIDTH * WIDTH * 4
 # Headers of Ethernet, IP and TCP are 66 bytes of a packet of at most 1514, and as many bytes acknowledge what comes the
-# other way; what ranks tell one another about each collective is small beside it.
+# other way. The bytes that ranks exchange about each collective are few in comparison.
 OVERHEAD = 1.10
 
 
@@ -214,7 +214,7 @@ def test_hsdp_sends_less_between_hosts_than_zero3(reports):
         assert visited.sent["hsdp"] < visited.sent["zero3"] / 4
 
 
-# -- a host goes away -------------------------------------------------------------------------------------------------
+# -- a host is lost ---------------------------------------------------------------------------------------------------
 
 TRAIN_FOR_EVER = """
 import pathlib, sys, time

@@ -1,4 +1,4 @@
-"""States and parameters on the CPU beside a pretended accelerator: the bits of none, and what travels when."""
+"""States and parameters on the CPU with a pretended accelerator: identical bits, and the order of transfers."""
 
 import copy
 from collections.abc import Sequence
@@ -206,7 +206,7 @@ def test_the_cpu_steps_a_unit_when_the_device_computes_those_before_it():
     assert reported[-len(last) - 2 :] == [*last, " computes", "compute steps"]
 
 
-# -- nobody can tell --------------------------------------------------------------------------------------------------
+# -- indistinguishable from no offload --------------------------------------------------------------------------------
 
 
 def look_at_params(model: Any, optimizer: Any, left: list[Any]) -> None:

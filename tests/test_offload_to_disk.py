@@ -89,7 +89,7 @@ def build(
     mp_policy: MixedPrecisionPolicy | None = None,
     blocks: int = BLOCKS,
 ) -> SmallGPT:
-    """A model of several units whose states rest on the disk by so much, or not at all. Blocks have `mp_policy`."""
+    """Build a model of several units with a fraction of the states on disk. Blocks have `mp_policy`."""
     policy = None if fraction is None else Offload(optimizer={"disk": fraction}, folder=folder / "scratch")
     model, options = small_gpt(blocks), {"strategy": strategy, "offload_policy": policy}
     for block in model.blocks:
@@ -123,7 +123,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def on_the_disk(optimizer: torch.optim.Optimizer) -> list[bool]:
-    """Of each state of a parameter's shape whether it rests there."""
+    """Return for each state of a parameter's shape whether it is on disk."""
     states = [item for of_one in optimizer.state.values() for item in of_one.values() if isinstance(item, DTensor)]
     return [isinstance(state.to_local(), OnDisk) for state in states if state.ndim]
 
@@ -399,7 +399,7 @@ def test_a_dry_run_has_the_memory_of_the_formula_and_makes_no_file(tmp_path, mon
             assert -gone <= saved - found <= 2 * ALIGNMENT * BUFFERS, (fraction, fused)
 
 
-# -- whoever looks ----------------------------------------------------------------------------------------------------
+# -- access to offloaded states ---------------------------------------------------------------------------------------
 
 
 @few_bytes_per_chunk()
@@ -557,7 +557,7 @@ def fail(folder: Path) -> None:
             with pytest.raises(DiskError, match="last checkpoint") as raised:
                 learn(model, [optimizer], range(2, 4))
             assert "errno 5" in str(raised.value)
-        # What the file has now nobody can say; the checkpoint has a whole step.
+        # The content of the file is undefined now; the checkpoint has a whole step.
         other = build(1.0, folder)
         [stepping] = adamw(other)
         load(folder / "checkpoints", model=other, optimizer=stepping)
@@ -586,7 +586,7 @@ def fail_on_one_rank(folder: Path) -> None:
 
 
 def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
-    """Nobody waits for the rank whose disk it was, with messages of the optimizer's own or without."""
+    """No rank waits for the one with the failed disk, with or without messages of the optimizer."""
     run_ranks(2, fail_on_one_rank, tmp_path)
 
 
@@ -672,7 +672,7 @@ def straight(folder: Path) -> Any:
 
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_run_killed_while_it_streams_goes_on_from_a_whole_step(tmp_path, kills):
-    """Each kill is within a read or a write, of which half is done."""
+    """Each kill is within a read or a write, after half of its bytes."""
     paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     reported = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), str(kills), str(random.Random(kills).random())[2:]],

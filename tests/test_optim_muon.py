@@ -76,7 +76,7 @@ def test_on_plain_tensors_it_is_torch_s_muon_bit_for_bit(dtype, options):
 
 
 def test_bfloat16_parameters_agree_closely_with_torch_s():
-    """torch adds with a learning rate in bfloat16, and rounds as elements lie in memory; here the cut must not show."""
+    """torch adds with a bfloat16 learning rate, and rounds by memory order. Sharding must not change the result."""
     own, peer = (stepped(kind, torch.bfloat16, {"lr": 0.02}) for kind in (Muon, torch.optim.Muon))
     assert_same(own[1], peer[1])
     torch.testing.assert_close(own[0], peer[0], rtol=2**-7, atol=2**-7)
@@ -226,7 +226,7 @@ def muon_of(model: nn.Module, **options: Any) -> Muon:
 
 
 def follow(model: nn.Module) -> Recorder:
-    """Train `model`, with a plain one beside it that is given the same gradients; what the last step sent and did."""
+    """Train `model` and a plain one with the same gradients. Return what the last step sent and did."""
     plain = Net()
     both = [
         (muon_of(item), torch.optim.AdamW([p for p in item.parameters() if p.ndim == 1])) for item in (model, plain)
@@ -302,7 +302,7 @@ def step_once(shapes: Sequence[tuple[int, int]], placed: str) -> Recorder:
 
 
 def numbers_done(record: Recorder) -> list[int]:
-    """Which parameters this rank has orthogonalised."""
+    """Return the numbers of the parameters that this rank has orthogonalized."""
     return [int(event.origin.unit.split()[1]) for event in record.events if event.name == "orthogonalise"]
 
 
@@ -402,7 +402,7 @@ def test_memory_is_that_of_the_batches_under_way(placed, batches, held):
 
 
 def step_a_mixture() -> None:
-    """Sharded and plain matrices, on two meshes, in groups with options of their own, one of them added later."""
+    """Step sharded and plain matrices, on two meshes, in groups with different options, one of them added later."""
     for placed in PLACED.values():
         groups = [(sharded([(8, 6), (6, 8)], *placed), {"lr": 0.1}), (sharded([(9, 5)], Shard(1)), {"ns_steps": 2})]
         groups.append(([nn.Parameter(numbers((4, 4)))], {"weight_decay": 0.5, "adjust_lr_fn": "match_rms_adamw"}))
@@ -451,12 +451,12 @@ def step_by_hand() -> None:
 
 
 def test_a_step_with_gradients_that_no_backward_made_is_detected_in_the_next_forward():
-    """Whole parameters that are kept between steps are gathered anew."""
+    """Unsharded parameters that are kept between steps are gathered again."""
     run_ranks(2, step_by_hand)
 
 
 def step_without(missing: Sequence[int | None]) -> str:
-    """What this rank is told if it has no gradient for the parameter in its place of `missing`."""
+    """Return this rank's error if the parameter at its index of `missing` has no gradient."""
     params = sharded([(8, 6)] * 3, Shard(0))
     lacks = missing[dist.get_rank()]
     for param in params if lacks == -1 else params[lacks : lacks + 1]:

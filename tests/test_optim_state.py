@@ -50,7 +50,7 @@ FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 
 
 class RowScaled(torch.optim.Optimizer):
-    """Keeps states of other shapes than the parameter's, in a dict of its own too, and a number that counts."""
+    """Keeps states with other shapes than the parameter's, also in a nested dict, and a number that counts."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -84,7 +84,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW, amsgrad": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
     "SGD": partial(torch.optim.SGD, lr=0.05),
     "SGD, momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "NAdam": partial(torch.optim.NAdam, lr=1e-2),  # a scalar state that is no step count
+    "NAdam": partial(torch.optim.NAdam, lr=1e-2),  # a scalar state that is not a step count
     "ASGD": partial(torch.optim.ASGD, lr=1e-2),
     "Adagrad": partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),  # has state before any step
     "RowScaled": RowScaled,
@@ -166,7 +166,7 @@ def fresh(make: Callable[..., Any], front: Callable[..., nn.Module], strategy: s
 
 
 def kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """What each state is, plain or placed how, by FQN."""
+    """Return the type of each state, plain or with its placements, by FQN."""
     state = sharded_optim_state_dict(model, optimizer)["state"]
     return torch.utils._pytree.tree_map(lambda v: v.placements if isinstance(v, DTensor) else type(v), state)
 
@@ -188,7 +188,7 @@ def resume_under_every_strategy(name: str) -> None:
     ways += [(strategy, by_wrapper, 0, given) for strategy in ONE_AXIS for given in (full, sharded) if name == "Adam"]
     for strategy, front, steps, given in ways:
         model, optimizer = fresh(make, front, strategy, weights)
-        learn(model, optimizer, range(steps))  # an optimizer that has stepped tells how it keeps its states
+        learn(model, optimizer, range(steps))  # after a step, the optimizer's states show their placement
         model.load_state_dict(weights)
         optim_state_dict_to_load(model, optimizer, given, load_directly=True, from_first_rank=given is full)
         assert kinds(model, optimizer) == kept or strategy != saved_by
@@ -326,7 +326,7 @@ def test_options_follow_parameters_into_other_groups():
 
 
 def states_of_a_part() -> None:
-    """Of an optimizer over some parameters only, others being another one's, or nobody's."""
+    """Check states of an optimizer over some parameters only. The others have a second optimizer, or none."""
     weights = small_gpt(blocks=1).state_dict()
     model, _ = fresh(torch.optim.SGD, shard, "zero3", weights)
     optimizers = {

@@ -143,7 +143,7 @@ def test_state_from_before_sharding_is_refused():
 
 
 def step_when_ready(model: nn.Module) -> None:
-    """What the page tells users to do so that gradients never exist all at once."""
+    """Run the documented recipe for freeing gradients one by one."""
     exec(code_blocks(section(page("docs/optimizers.md"), "A step within backward"), "python")[0], globals() | locals())
 
 
@@ -168,7 +168,7 @@ def test_steps_within_backward_give_the_bits_of_steps_after_it(world):
 
 
 def stepping_between_uses(shard: Any) -> dict[str, Tensor | None]:
-    """Reentrant checkpoints take gradients use by use: the earlier use is computed anew, with what the hook made."""
+    """Reentrant checkpoints pass gradients use by use: the earlier use is computed again, with the hook's results."""
     model = chain(shard)
     step_when_ready(model)
 
@@ -289,11 +289,11 @@ def test_from_the_second_step_on_shards_are_stepped_as_plain_tensors(name):
 
 
 class Careful(torch.optim.SGD):
-    """Derived from one that may, so nobody knows what it does."""
+    """Derived from a known optimizer, with unknown behavior."""
 
 
 def see_dtensors() -> None:
-    """What users are given within a step, and what they find when one has failed."""
+    """Check the tensors that users get within a step, and after a failed step."""
     model = chain(fully_shard)
     visited: list[bool] = []
 
@@ -472,7 +472,7 @@ def test_optimizers_that_cannot_step_shards_are_refused_by_name(name):
 
 
 class Kept(torch.optim.Optimizer):
-    """An optimizer with `update(param, grad, state, group)`, of which a subclass says what it does."""
+    """An optimizer with `update(param, grad, state, group)`. Subclasses define the update."""
 
     def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.9, extra: str = "x") -> None:
         super().__init__(params, {"lr": lr, "beta": beta})
@@ -698,7 +698,7 @@ def test_a_comparison_with_whole_tensors_finds_what_needs_them():
 
 
 def step_by_lbfgs() -> None:
-    """Where rows divide evenly; elsewhere torch raises."""
+    """Run with evenly divisible rows; in all other cases torch raises."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     model, x = fully_shard(copy.deepcopy(plain)), torch.randn(6, 8)

@@ -16,7 +16,7 @@ SIZES = st.fixed_dictionaries({unit: st.integers(1, 100) for unit in range(6)})
 
 
 def used(tracker: OrderTracker, unit: int, depth: int = 1) -> tuple[int, ...]:
-    """Which units come next, now that `unit` is needed."""
+    """Return the units that come next after a use of `unit`."""
     tracker.record(unit)
     return tracker.following(depth)
 

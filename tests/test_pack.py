@@ -152,7 +152,7 @@ def kernels_of_unpacking(shapes: list[tuple[int, ...]], captures: bool = False) 
 
 @pytest.mark.parametrize("times", [1, 10])
 def test_unpacking_is_two_operations_however_many_parameters_there_are(times):
-    """The second one is for those that do not divide evenly. In a CUDA graph it is again another one, as for a few."""
+    """The second one is for parameters that do not divide evenly. CUDA graphs and small packs use different ones."""
     split, each, shapes = "aten.split_with_sizes_copy", "aten._foreach_copy_", EVEN_AND_ODD * times
     assert run_ranks(1, kernels_of_unpacking, shapes[:1] * 3 * times) == [[split]]
     assert run_ranks(1, kernels_of_unpacking, shapes) == [[split, each]]

@@ -46,7 +46,7 @@ from fullshard.testing import assert_same
 
 
 def build(fraction: float | None, folder: Path, strategy: str = "zero3", mp_policy: Any = None, **options: Any) -> Any:
-    """A model of several units, so much of whose shards rests on the disk; blocks have `mp_policy`."""
+    """Build a model of several units with a fraction of its shards on disk; blocks have `mp_policy`."""
     return shard(small_gpt(BLOCKS), fraction, folder, strategy=strategy, mp_policy=mp_policy, **options)
 
 
@@ -129,7 +129,7 @@ def test_every_fraction_gives_the_bits_of_none_in_every_case(tmp_path, world):
     run_ranks(world, compare, tmp_path, cases, timeout=500)
 
 
-# -- whoever looks ----------------------------------------------------------------------------------------------------
+# -- access to offloaded parameters -----------------------------------------------------------------------------------
 
 
 @few_bytes_per_chunk()
@@ -313,7 +313,7 @@ def test_a_disk_that_fails_is_an_error_that_states_so(tmp_path):
 
 @few_bytes_per_chunk()
 def fail_unreported(folder: Path) -> None:
-    """An evaluation of a stage whose backwards are finalized by hand, which this has none of."""
+    """Evaluate a stage with manually finalized backwards. It has no backward."""
     model = build(1.0, folder)
     model.set_manual_backward_finalization(True)
     broken = mock.patch("os.preadv", side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
@@ -395,7 +395,7 @@ def test_a_forward_that_raises_sends_nothing_at_its_end(tmp_path):
 
 
 def moved(folder: Path, microbatches: int, clips: bool) -> tuple[float, float]:
-    """What four steps have read and written of what is foretold. The last writes of a step may come in the next."""
+    """Return bytes read and written by four steps, over the prediction. The last writes may end in the next step."""
     policy = Offload(parameters={"disk": 1.0}, folder=folder)
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
     for layer in model:

@@ -43,7 +43,7 @@ WIDTH, CLASSES = 40, 7
 
 
 class Layer(nn.Module):
-    """Dropout, and a norm that keeps averages of its own on each rank."""
+    """Dropout, and a norm that keeps separate averages on each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -650,7 +650,7 @@ def test_the_page_shows_the_table_as_it_is():
     assert f"```\n{table}\n```" in page
 
 
-# -- beside tensor parallelism ----------------------------------------------------------------------------------------
+# -- with tensor parallelism ------------------------------------------------------------------------------------------
 
 
 def tp_plan(model: nn.Module) -> dict[str, Any]:
@@ -666,7 +666,7 @@ def perceptrons() -> nn.Module:
 
 
 def test_strategies_have_the_bits_of_tensor_parallelism_alone():
-    """And that has the plain process's numbers within rounding, of which the report tells."""
+    """It has the plain process's numbers within rounding, and the report states the difference."""
     report = check_parity(
         perceptrons,
         inputs,

@@ -1,4 +1,4 @@
-"""`check_parity` on meshes of several axes: stages, parts of the sequence, experts and matrices beside sharding.
+"""`check_parity` on meshes of several axes: stages, parts of the sequence, experts and matrices plus sharding.
 
 More of them, under every strategy, in `test_composition.py`.
 """
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Letters(nn.Module):
-    """Between an embedding and a head, which stages have; positions come with the batch, or are counted."""
+    """A layer between an embedding and a head, which stages have. Positions are given by the batch, or counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def careless_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Lets the model count positions, from 0 on whichever part of the sequence it has."""
+    """Let the model count positions from 0, for any part of the sequence."""
     return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
 
 

@@ -130,7 +130,7 @@ def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
 
 
 class CutLinear(nn.Module):
-    """A layer of which each rank of tensor parallelism has some rows."""
+    """A layer with some rows on each rank of tensor parallelism."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()

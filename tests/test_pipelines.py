@@ -181,7 +181,7 @@ def test_stages_over_two_ranks_get_the_gradients_of_one_process(kind):
 
 
 class BackwardInLoss(Pipeline):
-    """Its loss trains the last layer once more, by a backward of its own, as a loss in chunks does the head."""
+    """Its loss trains the last layer a second time, in a separate backward, as a loss in chunks does with the head."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         self.parts[-1][-1](output.detach()).square().mean().backward()
@@ -277,7 +277,7 @@ def test_a_unit_is_gathered_once_a_visit_ahead_of_compute_and_reduced_once_a_ste
     run_ranks(4, count_collectives, strategy)
 
 
-# -- beside other things ----------------------------------------------------------------------------------------------
+# -- with other features ----------------------------------------------------------------------------------------------
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -336,7 +336,7 @@ class OnceError(Exception):
 
 
 def fail_once(kind: type) -> None:
-    """A pipeline of one rank, so that nobody waits for the one that fails."""
+    """Fail in a pipeline of one rank, without peers that wait."""
     group, calls = dist.new_subgroups(1)[0], []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -413,7 +413,7 @@ def finalize_by_hand(policy: MixedPrecisionPolicy) -> None:
 
 
 def test_gradients_finalized_by_hand_are_those_of_hooks():
-    """Microbatches wait for their backward, and it comes in another order."""
+    """Microbatches wait for their backward, which runs in another order."""
     for policy in (MixedPrecisionPolicy(), BF16):
         run_ranks(2, finalize_by_hand, policy)
 

@@ -1,4 +1,4 @@
-"""`fullshard plan`: short models tell of long ones, the best that fits is chosen, what is to be pasted runs."""
+"""`fullshard plan`: short models predict long ones, the best program that fits is chosen, printed code runs."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def gpt(layers: int = 6, seq: int = 32) -> Subject:
     return gpt_subject(ModelSettings(size="nano", layers=layers), seq=seq)
 
 
-# ------------------------------------------------------------------------------------- short models tell of long ones
+# ------------------------------------------------------------------------------------- short models predict long ones
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def gpt(layers: int = 6, seq: int = 32) -> Subject:
 def test_a_short_model_reports_of_the_whole_one(strategy, kept, accumulates):
     """Memory by state, and time, with rows and microbatches that were never run.
 
-    Times bend where the host and the accelerator are about equally fast: with one row `ddp` is told 1.5 % too short.
+    Times bend where host and accelerator are about equally fast: with one row `ddp` is predicted 1.5 % too short.
     """
     cluster = TWO_HOSTS if strategy in ("hsdp", "hpz") else H100
     program = Program(strategy=strategy, checkpointing=kept, accumulates=accumulates)
@@ -94,7 +94,7 @@ def test_a_short_model_that_the_cpu_steps_reports_of_the_whole_one(strategy, kep
 
 
 class BatchFirst(nn.Module):
-    """Whose attention copies what it is given, unless that is of one row."""
+    """Attention that copies its input, unless it has one row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def fail_like_autograd_in_a_fork(*args: Any) -> None:
 
 
 def test_where_forks_cannot_run_backward_the_plan_is_the_same(plan, monkeypatch):
-    """As beside a GPU, in a process that has run backward."""
+    """A process that has run backward, as with a GPU."""
     for in_fork in (planner_workers._run_backward, planner_workers._sketched):
         monkeypatch.setattr(planner_workers, in_fork.__name__, fail_like_autograd_in_a_fork)
     other = search(requested())
@@ -297,13 +297,13 @@ def states_bytes_of(made: Any) -> float:
     )
 
 
-# Of a model of which 1.40 GB are usable; it needs 1.72 GB with all on the device.
+# 1.40 GB of GPU memory are usable. The model needs 1.72 GB with everything on the device.
 TIGHT = ["--size", "xl", "--layers", "6", "--per-host", "1", "--gpu-memory", "0.0165", "--global-batch", "1"]
 TIGHT += ["--strategies", "ddp", "--checkpointing", "every-1"]
 
 
 def test_the_disk_is_considered_where_nothing_else_fits_and_stated(tmp_path, capsys):
-    """Where the host's memory has no room for what would be on the CPU."""
+    """The host's memory is too small for offloading to the CPU."""
     (tmp_path / "small.toml").write_text('like = "h100-80"\nname = "small"\nhost_memory_bytes = 0.25e9')
     argv = [*TIGHT, "--hardware", str(tmp_path / "small.toml")]
     code, stated = reported(capsys, *argv)
@@ -506,7 +506,7 @@ def test_pasted_models_have_the_same_values_on_every_rank():
 
 
 def test_bytes_are_reported_in_units_that_show_them(capsys):
-    """Nothing that is there is told as 0.00 GB, or as 0.0 in the table."""
+    """Nonzero sizes are never printed as 0.00 GB, or as 0.0 in the table."""
     for question in (["--why", "zero3"], []):
         code, out = reported(capsys, "--size", "nano", "--layers", "2", "--seq", "32", "--clip", "0", *question)
         assert code == 0 and "0.00 GB" not in out and not re.search(r" 0\.0 +0%", out)
@@ -711,7 +711,7 @@ def test_the_fewest_ranks_are_those_on_which_it_just_fits():
 
 
 def test_what_comes_nearest_to_fitting_is_named():
-    """By more checkpoints, if those are enough; they come in the order of what they need."""
+    """By more checkpoints, if those are enough. Suggestions are sorted by the memory that they need."""
     program = Program(strategy="zero2")
     question = requested(subject=gpt(seq=512), global_batch=None, checkpointing=("none", "every-1"))
     needs = [

@@ -1,4 +1,4 @@
-"""The model of the caching allocator: blocks lie in segments and never on each other, and memory is used again."""
+"""The model of the caching allocator: blocks are within segments and never overlap, and memory is reused."""
 
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ kinds = pytest.mark.parametrize("expandable", [False, True])
 
 
 def blocks_after(allocator: CachingAllocator, wishes: Any) -> list[Any]:
-    """The blocks that are in use after requests, each of which also frees the oldest block or not."""
+    """Return the allocated blocks after requests. Each request also frees the oldest block or not."""
     held: list[Any] = []
     for nbytes, stream, frees in wishes:
         held.append((allocator.allocate(nbytes, stream), nbytes, stream))
@@ -69,7 +69,7 @@ def test_segments_are_of_the_sizes_that_torch_documents():
 
 @given(wishes=requests, room=st.integers(20, 200))
 def test_the_device_has_no_more_than_its_room(wishes, room):
-    """Free segments go back before more than that is asked for; and nothing is asked anew where there is room."""
+    """Free segments are released before the allocator requests more. With enough free memory it requests nothing."""
     allocator, endless = CachingAllocator(room=room * MIB), CachingAllocator()
     held, as_many = (blocks_after(item, wishes) for item in (allocator, endless))
     assert allocator.failures or allocator.reserved <= room * MIB

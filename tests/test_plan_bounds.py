@@ -1,4 +1,4 @@
-"""What a search leaves out does not matter: whatever memory there is, it finds what the search of everything finds."""
+"""Pruning does not change the result of a search: with any memory, it equals the result of the full search."""
 
 from __future__ import annotations
 

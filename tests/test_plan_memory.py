@@ -58,7 +58,7 @@ def test_offloaded_states_are_in_the_hosts_memory():
 
 
 def test_the_peak_is_named():
-    """What needs most memory is found in the unit and the phase that asks for it."""
+    """The largest memory consumer is found in the unit and the phase that allocates it."""
 
     class Wide(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Faults that are planted in real runs are told by their names, and healthy runs have none: with ranks, collectives,
-recorder and reader as in every run, on a clock that goes on by what is planted and nothing else. What the machine's own
+"""Faults planted in real runs are reported by their names, and healthy runs have none: with ranks, collectives,
+recorder and reader as in every run, on a clock that only planted faults advance. What the machine's own
 cores do is planted by `benchmarks/planted_faults.py` alone, which prints the table of docs/report.md.
 """
 
@@ -16,7 +16,7 @@ def reported():
 
 @pytest.mark.parametrize("plant", MEASURED, ids=lambda item: item.title)
 def test_a_planted_fault_is_reported(reported, plant):
-    """It costs more than whatever else there is."""
+    """It costs more than all other causes."""
     assert reported[plant.title].is_right, reported[plant.title].findings
 
 

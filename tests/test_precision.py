@@ -1,4 +1,4 @@
-"""Which dtype each number has: a contract that follows from a policy, and policies that say no to nonsense."""
+"""The dtype of each number: a contract that follows from a policy, and policies that reject invalid combinations."""
 
 import pytest
 import torch

@@ -219,7 +219,7 @@ def loading_after_failing(model: Any) -> None:
 
 
 def dropping_after_failing(model: Any) -> None:
-    """A model whose backward fails is dropped, and another one is given its memory."""
+    """Drop a model after a failed backward, and build a second one in its memory."""
     Breaking.armed = False
     failed = copy.deepcopy(model)
     step(failed, sgd(failed), 0)
@@ -262,7 +262,7 @@ def unsharding_ahead_of_the_step(model: Any) -> None:
 
 
 def writing_after_evaluations_by_hand(model: Any) -> None:
-    """Steps that are finalized by hand, with forwards without gradients between them."""
+    """Finalize steps manually, with forwards without gradients between them."""
     optimizer = torch.optim.AdamW(model.parameters())
     model.set_manual_backward_finalization(True)
     for _ in range(2):
@@ -419,7 +419,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "disk": {"offload_policy": Offload(parameters={"disk": 1.0}, folder=tempfile.gettempdir())},
     "disk bf16": {"mp_policy": BF16, "offload_policy": Offload(parameters={"disk": 1.0}, folder=tempfile.gettempdir())},
 }
-# Of what is away, all of it, and little at once: a storage of the layers here has 1 to 5 KB.
+# Offload everything, a little at a time: a storage of the layers here has 1 to 5 KB.
 OFFLOADED = {"SMALLEST_BYTES": 1, "WINDOW_BYTES": 12_000}
 COMMON_LOOPS = ("steps", "accumulation", "replicas withheld", "failing backward")
 COMMON_OPTIONS = ("", "bf16", "offload", "states offloaded", "disk")
@@ -461,7 +461,7 @@ REDUNDANT = {
 
 
 class Sites(NamedTuple):
-    """Where streams wait, by the line that asks for it and the line that calls its function."""
+    """Places that wait for streams, as the line of the wait and the line that calls its function."""
 
     met: frozenset[str]
     needed: frozenset[str]  # without which there is a race
@@ -477,7 +477,7 @@ class Sites(NamedTuple):
 
 @cache
 def looked_through(among: tuple[Scenario, ...]) -> Sites:
-    """Where streams wait in these scenarios, none of which has a race."""
+    """Return the places that wait for streams in these scenarios, after checking that none has a race."""
     met, needed = set[str](), set[str]()
     for scenario in among:
         tape = tape_of(*scenario)
@@ -550,7 +550,7 @@ def test_every_wait_is_needed():
 
 
 def waits_in_source() -> Iterator[str]:
-    """Where streams wait, as "file:line"."""
+    """Yield the places that wait for streams, as "file:line"."""
     package = Path(fullshard.__file__).parent
     for path in package.rglob("*.py"):
         if path.parent.name not in ("device", "dry"):

@@ -55,7 +55,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_anothers(options: dict[str, Any]) -> list[str]:
-    """What is said on this rank about rank 0's file, and about one whose tensors were moved to the CPU first."""
+    """Return this rank's errors about rank 0's file, and about a file with tensors that were moved to the CPU first."""
     model, optimizer = built(**options)
     moved = {name: value.cpu() for name, value in model.state_dict().items()}
     files = of_rank(0, (dumped(model.state_dict()), dumped(moved)))
@@ -83,7 +83,7 @@ def test_another_ranks_file_is_refused_with_the_remedy(options):
 
 
 def load_anothers_states(options: dict[str, Any]) -> list[str]:
-    """What is raised on this rank about rank 0's optimizer state: by an optimizer before its first step, and after."""
+    """Return this rank's errors about rank 0's optimizer state: by an optimizer before its first step, and after."""
     model, optimizer = built(**options)
     data, stated = of_rank(0, dumped(optimizer.state_dict())), []
     for steps in (0, 1):

@@ -38,7 +38,7 @@ def fail_once(model: nn.Module, where: str) -> None:
 
 
 def learn(strategy: str, failures: dict[int, str]) -> dict[str, Tensor]:
-    """Weights after five steps, some of which fail once, before memory is shared between units and after."""
+    """Train five steps, with failures before and after memory is shared between units. Return the weights."""
     model = shard(small_gpt(), strategy=strategy)
     optimizer = adamw(model)
     for step in range(5):

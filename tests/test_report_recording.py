@@ -1,4 +1,4 @@
-"""What is recorded of a run: parts that add up to the clock, what the engine did, and a small file a rank."""
+"""The record of a run: parts that add up to the clock, the engine's actions, and a small file per rank."""
 
 import json
 import os
@@ -47,7 +47,7 @@ FORWARD, BACKWARD, REDUCE, STEP, IDLE = (
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that advances on request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -73,7 +73,7 @@ def turn(record: Recorder, clock: Clock, seconds: float, phase: Phase, unit: str
 
 
 def collective(record: Recorder, clock: Clock, name: str, phase: Phase, unit: str, *seconds: float) -> Event:
-    """One that takes so long to start, is beside the program for so long, and is waited for so long."""
+    """Record a collective with these seconds to start, in the background, and in a wait."""
     start, alongside, wait = seconds
     event = record.add(Event(name, Origin(unit, phase), "gather", sent_bytes=100, start=clock.now))
     clock.after(start)
@@ -252,7 +252,7 @@ def test_a_recorder_within_another_one_lets_it_know_of_everything():
 
 
 def train(folder: str | None, steps: int, *, torn: bool = False) -> Any:
-    """What ranks have counted and computed, with a record or without one."""
+    """Return the counts and results of ranks, with or without a record."""
     torch.manual_seed(0)
     model = chain(partial(fully_shard, strategy="zero3"))
     optimizer = sgd(model)
@@ -312,7 +312,7 @@ def test_a_run_that_is_recorded_has_the_bits_of_one_that_is_not(trained):
 
 
 def test_steps_add_up_to_the_clock(trained):
-    """Which a loop reads for itself, at the end of each of its optimizer's steps."""
+    """A loop reads the clock itself, at the end of each step of its optimizer."""
     _, reported, run = trained
     assert run.steps.tolist() == list(range(3, STEPS + 1))  # those before are not timed
     for rank, (ends, *_) in enumerate(reported):

@@ -1,4 +1,4 @@
-"""Where everything rests, and what travels in a step: tiers add up to the whole, and formulas say what is counted."""
+"""Memory by tier and transfers per step: tiers add up to the total, and formulas match the counts."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +49,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, microbatches: int, 
 def travelled(
     policy: OffloadPolicy | None, microbatches: int, clips: bool, **options: Any
 ) -> tuple[Transfers, Transfers]:
-    """What two steps have moved, each; and what one moves by formula."""
+    """Return the transfers of each of two steps, and of one step by formula."""
     model = layers(policy, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
@@ -70,8 +70,8 @@ LOOPS = [(1, False), (2, True)]
 
 
 def agree(found: Transfers, predicted: Transfers, microbatches: int, clips: bool, where: Any) -> None:
-    """To a byte; but what is on its way out when backward asks for it does not come, one storage here; and to scale
-    what lies on a disk reads the blocks at its ends.
+    """Compare to the byte. Exceptions: backward takes one activation storage before it is written, and unscaling
+    gradients on disk reads the blocks at their ends.
     """
     assert found.keys() == predicted.keys(), where
     for (tier, state), (arrived, passed) in found.items():

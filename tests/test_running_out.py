@@ -1,4 +1,4 @@
-"""Memory that is out is told of before the process ends: where, who holds it, and on a page that the error names."""
+"""Errors for memory that runs out: place, largest holders, and a page that the error names."""
 
 import logging
 import resource
@@ -92,7 +92,7 @@ def reported(tmp_path_factory):
 
 
 def test_an_error_of_the_allocator_names_the_page_and_the_largest_holders(reported):
-    """What fails in the fifth forward of a block is told with that block, its phase, and what was asked for."""
+    """A failure in the fifth forward of a block reports that block, its phase, and the requested size."""
     state, (note,) = reported["planted"]["state"], reported["planted"]["notes"]
     assert (state.requested_bytes, state.where, state.rank) == (3 << 29, "2, forward", 0)
     assert sum(state.by_state.values()) > 0

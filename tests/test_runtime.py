@@ -57,7 +57,7 @@ STEPS = 4  # units share memory from the third step on
 
 
 def learn(model: Any, steps: int = STEPS, loss_of: Callable[[Any, int], Tensor] | None = None) -> list[Any]:
-    """What is left of `steps` steps: losses, gradients of each step, weights."""
+    """Train `steps` steps and return losses, gradients of each step and weights."""
     optimizer, left = sgd(model), []
     for step in range(steps):
         loss = loss_of(model, step) if loss_of else model(inputs(step)).square().mean()
@@ -71,7 +71,7 @@ def learn(model: Any, steps: int = STEPS, loss_of: Callable[[Any, int], Tensor] 
 # -- exceptions -------------------------------------------------------------------------------------------------------
 
 
-class Stop(Exception):  # noqa: N818  # stands for anything that a model may raise
+class Stop(Exception):  # noqa: N818  # any exception of a model
     pass
 
 
@@ -86,7 +86,7 @@ class FailingBackward(torch.autograd.Function):
 
 
 class Fragile(Layer):
-    """Fails where it is told to."""
+    """Fails on request."""
 
     fails = ""
 
@@ -430,7 +430,7 @@ def inputs_that_are_written_to(shard: Shard) -> list[Any]:
 
 
 class Passing(Layer):
-    """Gives its input back as it came, beside what it made of it."""
+    """Returns its unchanged input together with a result."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, super().forward(x)
@@ -583,7 +583,7 @@ def units_without_anything_to_train(shard: Shard) -> list[Any]:
 
 
 class Nest(nn.Module):
-    """A layer that has layers, and weights of its own that it uses before and after them."""
+    """A layer with nested layers, and its own weights, used before and after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -738,7 +738,7 @@ def test_steps_of_a_cuda_graph_are_computed_with_though_nothing_reports_of_them(
 
 
 def gathers_in_a_capture(options: dict[str, Any]) -> list[str]:
-    """Which units a graph gathers, though an evaluation before it has left all of them whole that it could."""
+    """Return the units that a graph gathers, after an evaluation that left as many as possible of them unsharded."""
     model = chain(partial(fully_shard, **options))
     learn(model, steps=2)
     with torch.no_grad():
@@ -755,7 +755,7 @@ def test_a_cuda_graph_gathers_all_that_it_computes_with(options):
 
 
 def gradients_written_by_a_graph() -> list[bool]:
-    """Whether the memory that a graph writes gradients to is there when nobody else has it any more."""
+    """Return for each parameter whether the memory that a graph writes gradients to outlives all other references."""
     model = chain(fully_shard)
     learn(model, steps=1)
     with pretending_to_capture():
@@ -907,7 +907,7 @@ def test_after_every_step_all_is_sharded_again():
 def poison_what_was_freed() -> None:
     """Write noise over the memory of units that were freed in forward: backward must not read it."""
     expected = learn(chain(fully_shard), steps=1)
-    for warm in (0, 3):  # memory of its own, then shared
+    for warm in (0, 3):  # separate memory, then shared
         model = chain(fully_shard)
         for step in range(warm):
             model(inputs(step)).square().mean().backward()
@@ -979,7 +979,7 @@ def build_differently(difference: str) -> str:
     ],
 )
 def test_ranks_with_different_models_raise_the_same_error(difference, stated):
-    """Instead of a hang: every rank is told which unit differs first, and how."""
+    """No hang: every rank gets the name of the first differing unit, and the difference."""
     messages = run_ranks(3, build_differently, difference)
     assert len(set(messages)) == 1
     assert stated in messages[0]

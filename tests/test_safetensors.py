@@ -1,4 +1,4 @@
-"""Weights go out to other people's tools and come in from them, bit for bit, and nobody ever holds the whole model."""
+"""Weights are exchanged with other tools through files, bit for bit, and no rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def mark(model: nn.Module) -> nn.Module:
 
 
 def once(tensors: dict[str, Any]) -> dict[str, Any]:
-    """What is written: a tied weight by its first name."""
+    """Return the tensors that are written: a tied weight by its first name."""
     return {name: tensor for name, tensor in tensors.items() if name != "head.weight"}
 
 
@@ -202,7 +202,7 @@ def measure(folder: Path) -> None:
         unit = max(sum(4 * param.layout.spec.numel for param in unit.params) for unit in units_in(model))
         _, peak = peak_during(lambda model=model, strategy=strategy: export_safetensors(model, folder / strategy))
         assert peak <= unit + 4096
-        assert peak <= 2 * largest + 4096  # of which one part is torch's, where it gathers
+        assert peak <= 2 * largest + 4096  # one of these parts is torch's, if it gathers
         built = wrapped_on_meta(strategy)
         read.clear()
         _, peak = peak_during(lambda built=built, strategy=strategy: load_safetensors(built, folder / strategy))
@@ -381,7 +381,7 @@ def test_what_is_not_there_is_left_as_it_is_if_allowed(tmp_path):
 
 
 def refuse(model: nn.Module, path: Path, *stated: str, **options: Any) -> str:
-    """What loading says, nothing being overwritten."""
+    """Return the error of loading, after checking that nothing was overwritten."""
     before = {name: whole.clone() for name, whole in wholes(model).items()}
     with pytest.raises(CheckpointError) as caught:
         load_safetensors(model, path, **options)

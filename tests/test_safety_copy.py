@@ -157,7 +157,7 @@ def copy_once(memory: Path) -> None:
 
 
 def check_kills(tmp_path: Path, operations: range) -> bool:
-    """Whether the last of these operations was never come to."""
+    """Kill a run at each of these operations. Return True if the run ended before the last one."""
     run_ranks(2, copy_once, tmp_path / "first")
     ((_, expected), _) = run_ranks(2, go_on, tmp_path / "calm", 3)
     for operation in operations:

@@ -20,7 +20,7 @@ from fullshard.testing import assert_same
 
 
 class Messages(logging.Handler):
-    """What was logged, as texts, within a `with`."""
+    """Logged messages within a `with`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_values_that_nothing_would_make_identical_are_an_error(strategy):
 
 
 def train_with_a_head(care: str) -> list[str]:
-    """A head beside the sharded model, whose gradients nobody averages, unless it is taken `care` of."""
+    """Train the sharded model with a head on top. Its gradients are not averaged, unless `care` handles them."""
     model, head = chain(fully_shard), nn.Linear(5, 1)
     nn.init.ones_(head.weight)
     nn.init.zeros_(head.bias)
@@ -123,7 +123,7 @@ def mesh_of_replicas() -> Any:
 
 
 def one_of_four_differs(what: str) -> str:
-    """One rank of two replicas, of which the ranks of one have no other axis in common with it."""
+    """Let one rank of two replicas differ. The ranks of the other replica share no other axis with it."""
     is_odd = dist.get_rank() == 3
     model = build(int(is_odd and what == "values"))
     if is_odd and what == "model":
@@ -167,7 +167,7 @@ def test_a_rank_that_alone_has_another_head_keeps_no_replica_waiting():
 
 
 def compared_nbytes(layers: int) -> dict[str, list[int]]:
-    """Bytes of all that this rank sends to compare a model, and heads beside it, by the names of comparisons."""
+    """Return the bytes that this rank sends to compare a model and its heads, by names of comparisons."""
     sent: dict[str, list[int]] = {}
     gather_objects = Collectives.gather_objects
 
@@ -293,7 +293,7 @@ def all_added_after_sharding() -> dict[str, str]:
     for number, (add, optimizer) in enumerate((add, optimizer) for add in ADD for optimizer in OPTIMIZERS):
         frozen, started = bool(number % 2), bool(number % 3)
         if add is add_past_registration and optimizer == "own":
-            continue  # nobody is told of either
+            continue  # neither of them is notified
         found[f"{add.__name__} {optimizer} {frozen} {started}"] = added_after_sharding(add, optimizer, frozen, started)
     return found
 
@@ -305,7 +305,7 @@ def test_trained_parameters_that_are_added_after_sharding_are_refused():
 
 
 def taken_care_of() -> list[Any]:
-    """What is added and trained alike on all ranks, or not trained, or on one rank only."""
+    """Return the results of heads trained identically on all ranks, or not trained, or on one rank only."""
     found = []
     for care in ("sharded", "ignored", "frozen", "unused", "alone"):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "data"))["data"] if care == "alone" else None

@@ -97,7 +97,7 @@ class Ranks:
 
 @pytest.fixture
 def meet() -> Iterator[Callable[[Ranks], list[Any]]]:
-    """What ranks got that have met; their connections are closed in the end."""
+    """Let ranks meet and return their results. Close their connections in the end."""
     met: list[Any] = []
 
     def meet_(ranks: Ranks) -> list[Any]:
@@ -413,7 +413,7 @@ def steps(model: Any, numbers: Iterable[int]) -> None:
 
 
 def common_slots(strategy: Any, shares_units: bool = True) -> list[bool]:
-    """Whether the memory that units take turns on is what all ranks have."""
+    """Return for each slot whether all ranks share its memory."""
     share_memory_between_units(shares_units or dist.get_rank() == 0)
     model = chain(partial(fully_shard, strategy=strategy))
     steps(model, range(3))
@@ -436,7 +436,7 @@ GROUPED = Placements(
     ids=["zero3", "zero2", "zero1", "ddp", "grouped"],
 )
 def test_units_that_take_turns_on_memory_have_it_in_common_with_other_ranks(strategy, ranks, expected):
-    """A gathered whole is once on a host. What is whole between steps has a home in it, and is each rank's own."""
+    """A gathered parameter exists once per host. Parameters kept between steps have their own memory on each rank."""
     for slots in run_ranks(ranks, common_slots, strategy):
         assert set(slots) == (set() if expected is None else {expected})
 

@@ -23,7 +23,7 @@ STEPS = 60
 pytestmark = [pytest.mark.clusters, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TORCHRUN = """#!/bin/bash
-# What the recipe starts, on nodes of one rank each that have no GPU; of an option given twice the last one counts.
+# Started by the recipe, on nodes of one rank each without a GPU. The last one of repeated options counts.
 exec {python} -m torch.distributed.run --rdzv-conf last_call_timeout=2,keep_alive_interval=1 "${{@/=8/=1}}" {small}
 """
 SLEEP = """#!/bin/bash
@@ -67,7 +67,7 @@ def submit(slurm: Slurm, out: Path, programs: Path) -> int:
 
 
 def wait_for_resumes(out: Path, count: int) -> None:
-    """Until the run has said so many times that it goes on."""
+    """Wait until the run has resumed `count` times."""
     deadline = time.monotonic() + 100
     while (stated := (out.parent / "said").read_text()).count("Going on after step") < count:
         assert time.monotonic() < deadline, stated[-4000:]
@@ -84,7 +84,7 @@ def wait_until_done(slurm: Slurm, job: int) -> None:
 
 
 def test_a_job_that_is_reported_to_stop_or_loses_its_first_node_is_queued_again(programs, tmp_path):
-    """It goes on with what it has saved, and learns what a run learns that nobody disturbs."""
+    """It continues with the saved state, and has the results of an undisturbed run."""
     out, calm = tmp_path / "out", tmp_path / "calm"
     with cluster(tmp_path) as slurm:
         job = submit(slurm, out, programs)

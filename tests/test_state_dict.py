@@ -77,7 +77,7 @@ class Centre(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied weights, a frozen and an ignored layer, buffers that are saved and not saved, and state of its own kind."""
+    """Tied weights, a frozen and an ignored layer, buffers that are saved and not saved, and extra state."""
 
     def __init__(self, cells: int = 2) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def checkpointed_after(shard: Callable[..., Any], net: Model, **options: Any) ->
 
 
 def below_a_plain_root(net: Model, **options: Any) -> nn.Module:
-    """The root is no unit: the user's own module holds all that are."""
+    """Shard below a plain root: the user's module, which is not a unit, holds all units."""
     for name, child in list(net.named_children()):
         if name == "cells":
             net.cells = nn.ModuleList(by_wrapper_alone(cell, **options) for cell in child)
@@ -376,7 +376,7 @@ def load_everywhere(folder: str, expected: dict[str, Any]) -> None:
         assert record.names() == []
         found = whole_state(net)
         if load is load_safetensors:
-            found["_extra_state"] = expected["_extra_state"]  # which is no tensor
+            found["_extra_state"] = expected["_extra_state"]  # which is not a tensor
         assert_same(found, expected, name=f"{strategy}, {shard}, {load.__name__}: ")
         assert_same(net.eval()(tokens()).detach(), out)
 
@@ -470,7 +470,7 @@ def test_what_does_not_fit_is_named_on_every_rank_as_the_user_calls_it(spoil, st
 
 
 def load_by_assignment() -> None:
-    """What is assigned takes the place of parameters, on whatever device and of whatever dtype they were."""
+    """Assigned tensors replace parameters, on any device and of any dtype."""
     expected = dict(model().state_dict())
     for strategy in ONE_AXIS:
         for shard in (by_function, by_wrapper):
@@ -549,7 +549,7 @@ def test_a_state_dict_of_a_model_on_the_meta_device_has_its_names_and_shapes():
 
 
 def load_sharded_from_every_strategy() -> None:
-    """Sharded state dicts of one strategy go straight into another one, and are not changed."""
+    """Load sharded state dicts of one strategy directly into all others, without changes."""
     for given in ONE_AXIS:
         source = by_function(model(seed=1), strategy=given).state_dict()
         before = dict(source)
@@ -569,7 +569,7 @@ def test_sharded_state_dicts_of_one_strategy_are_loaded_under_another():
 
 
 def load_between_steps() -> None:
-    """What is loaded is computed with in the next forward, where whole parameters are kept, too."""
+    """Loaded values are used in the next forward, also with unsharded parameters that are kept."""
     plain = model(seed=1).eval()
     for strategy in ONE_AXIS:
         net = by_function(model(), strategy=strategy, reshard_after_forward=False)
@@ -579,7 +579,7 @@ def load_between_steps() -> None:
         net.load_state_dict(model(seed=1).state_dict())
         assert_same(net.eval()(tokens()).detach(), plain(tokens()).detach(), name=strategy)
         net.cells[1].load_state_dict(model(seed=2).cells[1].state_dict())  # a part
-        net.frozen.load_state_dict(model(seed=2).frozen.state_dict())  # not a unit of its own
+        net.frozen.load_state_dict(model(seed=2).frozen.state_dict())  # not a separate unit
         other = model(seed=1).eval()
         other.cells[1], other.frozen = model(seed=2).cells[1], model(seed=2).frozen
         assert_same(net(tokens()).detach(), other(tokens()).detach(), name=strategy)
@@ -631,7 +631,7 @@ def test_state_dicts_while_summoned_are_whole():
 
 
 def without_scalars(seed: int = 0) -> Model:
-    """torch leaves full optimizer state of parameters without a dimension plain, beside `DTensor` parameters."""
+    """torch leaves full optimizer state of parameters without a dimension plain, next to `DTensor` parameters."""
     net = model(seed)
     for cell in net.cells:
         cell.scale = nn.Parameter(torch.full((1,), 0.5))
@@ -663,7 +663,7 @@ WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def copied(state: Any) -> Any:
-    """`state` in memory of its own, as a file would hold it."""
+    """Copy `state` into separate memory, as a file would hold it."""
     return torch.utils._pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, state)
 
 

@@ -120,7 +120,7 @@ def test_parameters_are_whole_and_plain_within_and_shards_after(world):
 
 @torch.no_grad()
 def change(model: nn.Module, replaces: bool = False) -> None:
-    """In every way in which users change weights; by another parameter too, where no optimizer minds."""
+    """Change weights in all ways that users do; also by replacing a parameter, if the optimizer allows it."""
     for param in model.parameters():
         param.mul_(1.25)
     model.blocks[0].up.weight.data = model.blocks[0].up.weight.data.flip(0)
@@ -139,7 +139,7 @@ def write(writeback: bool) -> None:
     for way in WAYS:
         model, reference = sharded(way), plain()
         if way[0] == "fully_shard":
-            model.set_reshard_after_backward(False)  # so that the whole parameters are kept, and must be gathered anew
+            model.set_reshard_after_backward(False)  # so that the unsharded parameters are kept and gathered again
         optimizer, other = adamw(model), adamw(reference)
         for number in range(2):
             assert_same(step(model, optimizer, number), step(reference, other, number), name=str(way))
@@ -166,7 +166,7 @@ def test_changes_are_kept_as_requested_and_computed_with(writeback):
 
 
 def summon_on_the_first_rank() -> list[bool]:
-    """Whether this rank's modules had whole parameters, and that it held nothing of others' meanwhile."""
+    """Return whether this rank's modules had unsharded parameters, and that it held no other rank's parameters."""
     visited = []
     for way in FEW:
         model = sharded(way)
@@ -304,12 +304,12 @@ def test_units_of_both_interfaces_below_a_plain_root_are_summoned():
 # -- at the wrong moment ----------------------------------------------------------------------------------------------
 
 
-class Stop(Exception):  # noqa: N818  # stands for anything that a user's code may raise
+class Stop(Exception):  # noqa: N818  # any exception of user code
     pass
 
 
 def leave_by_an_exception() -> None:
-    """What was changed before it is kept, and everything is in order."""
+    """Earlier changes are kept, and the state is consistent."""
     for way in FEW:
         model, reference = sharded(way), plain()
         optimizer, other = adamw(model), adamw(reference)

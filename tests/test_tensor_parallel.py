@@ -1,4 +1,4 @@
-"""What tensor parallelism has placed on one axis of a mesh trains, sharded over the others, as it would without."""
+"""Parameters that tensor parallelism placed on one mesh axis train equally when sharded over the other axes."""
 
 import logging
 import math
@@ -168,7 +168,7 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
 def train(
     model: Any, mesh: DeviceMesh | None, *, by_hand: bool = False, optimizer: Any = None, steps: range = STEPS
 ) -> dict[str, Any]:
-    """What some steps leave, the last one of two microbatches, each rank on its part of the batch.
+    """Return the results of some steps, the last one of two microbatches, each rank on its part of the batch.
 
     The gradients of a model without units are averaged `by_hand` over `mesh`, if there is one.
     """
@@ -234,7 +234,7 @@ def train_in_each_way(cases: tuple[Case, ...]) -> None:
     ids=["two ranks", "four ranks", "eight ranks"],
 )
 def test_shards_have_the_bits_of_tensor_parallelism_with_gradients_averaged_by_hand(world, cases):
-    """Which with one rank on the data axes is tensor parallelism alone."""
+    """With one rank on the data axes this is tensor parallelism alone."""
     run_ranks(world, train_in_each_way, cases, timeout=300)
 
 
@@ -577,7 +577,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Four experts, of which an axis of the mesh has two ranks hold two each. Every rank's tokens go to all of them."""
+    """Four experts. Each of two ranks on a mesh axis holds two. Every rank's tokens go to all of them."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""run_ranks and assert_same: every other test of several ranks stands on these."""
+"""run_ranks and assert_same, which all other tests of several ranks use."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def surroundings() -> dict[str, object]:
 
 
 def leave_a_trace() -> bool:
-    """Whether an earlier call in this process left a mark."""
+    """Return True if an earlier call in this process left a mark."""
     visited = hasattr(torch, "mark_of_an_earlier_test")
     torch.mark_of_an_earlier_test = True  # type: ignore[attr-defined]
     return visited
@@ -274,7 +274,7 @@ def test_fewer_choices_have_every_one_of_all_axes_but_one(lengths):
 
 
 def compare_cut(rows: int, place: int) -> str:
-    """What is said of values cut over all ranks, where row `place` of one rank differs."""
+    """Return the message about values sharded over all ranks, with a difference in row `place` of one rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     expected = torch.arange(3.0 * rows).reshape(rows, 3)
     changed = expected.clone()

@@ -161,7 +161,7 @@ def test_nothing_overlaps_on_a_stream_and_no_second_is_lost(entries):
 
 @given(tapes(), st.integers(0, 40))
 def test_parts_are_laid_out_as_by_themselves(entries, count):
-    """Also where computing takes longer beside a collective."""
+    """Also if computation takes longer during a collective."""
     costs = replace(COSTS, slowdown=0.5)
     first, both = lay_out_parts((entries[:count], entries[count:]), costs)
     assert first == lay_out(entries[:count], costs)

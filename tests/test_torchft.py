@@ -1,4 +1,4 @@
-"""Replicas of torchft: killed ones come back, nobody diverges, losses are those of the same batches undisturbed."""
+"""Replicas of torchft: killed ones recover, no replica diverges, losses equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def with_kills(*options: str) -> dict[str, Any]:
-    """What the benchmark says of a run."""
+    """Return the benchmark's report of a run."""
     done = subprocess.run(
         [sys.executable, "benchmarks/replica_kills.py", *options],
         cwd=ROOT,
@@ -176,13 +176,13 @@ def test_a_replica_alone_is_plain_training_until_the_lighthouse_is_lost():
 
 
 class HalfHealed:
-    """Stands for a manager whose replica got another one's state on its first rank only."""
+    """A manager of a replica that received a state on its first rank only."""
 
     def __init__(self) -> None:
         self.step = 7 if dist.get_rank() == 0 else 3
 
     def register_state_dict_fn(self, key: str, load: object, take: object) -> None:
-        """Nobody asks for a state."""
+        """Ignore the function, because no replica requests a state."""
 
     def allreduce(self, sums: Tensor) -> mock.Mock:
         return mock.Mock()

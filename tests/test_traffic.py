@@ -1,4 +1,4 @@
-"""What goes over the wire, in which order, and what is copied on the way: as little as the layout promises.
+"""Communication, its order, and the copies made for it: as few as the layout promises.
 
 That the bytes are those of the formulas is held by `test_docs.py`.
 """
@@ -211,10 +211,10 @@ def count_copies(strategy: str, shares: bool) -> tuple[int, int, int, int]:
     [("zero1", 1, 0), pytest.param("zero2", 1, 1, marks=pytest.mark.slow), ("zero3", 2, 2)],
 )
 def test_nothing_is_copied_between_shards_and_the_transport(strategy, gathers, own, shares):
-    """A gather puts this rank's own rows beside the others', who do not send them; a reduction copies no matrix.
+    """A gather places this rank's rows next to its peers' rows without sending them; a reduction copies no matrix.
 
-    Where shared memory is the wire, gradients are copied there, and so is what is gathered, and back. But where units
-    take turns on memory, ranks have that in common, and nothing is copied beyond this rank's own rows.
+    If shared memory is the transport, gradients and gathered parameters are copied into it and back. But units that
+    share memory have it in common with other ranks, and nothing is copied beyond this rank's own rows.
     """
     transport = (2 * gathers if own == 0 else 0) + 1 if shares else 0
     for large, small, matrices, packed in run_fresh_ranks(2, count_copies, strategy, shares):
@@ -301,7 +301,7 @@ def a_part(grad: DTensor) -> Tensor:
 
 
 def gradients_that_are_kept(keep: Callable[[DTensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What a user has kept of every gradient, at once and after a step that has other gradients."""
+    """Return all gradients that a user keeps, immediately and after a step with other gradients."""
     model = chain(fully_shard)
     optimizer = sgd(model)
     for number in range(3):

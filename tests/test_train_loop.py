@@ -175,7 +175,7 @@ def test_a_run_states_before_its_first_step_what_the_disk_costs(tmp_path: Path) 
 
 
 def refused(folder: Path, flags: list[str]) -> None:
-    """What is refused for want of room names options for which there is room."""
+    """Check that errors for lack of memory name options with enough memory."""
     rank = this_rank()
 
     def made(flags: list[str]) -> tuple[ShardedGPT, TrainSettings]:

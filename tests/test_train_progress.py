@@ -1,4 +1,4 @@
-"""What a run shows: on a terminal, without one, and on ranks that show nothing."""
+"""Output of a run: on a terminal, without one, and on silent ranks."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def steps_kept(out: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two ranks that nobody disturbs."""
+    """An undisturbed run on two ranks."""
     return ran(2, tmp_path_factory.mktemp("whole"), "--keep", "3")
 
 
@@ -265,7 +265,7 @@ def test_bad_options_are_refused_before_anything_starts(argv, words):
 
 
 def test_any_number_of_ranks_learns_from_the_same_sequences_without_more_memory():
-    """However often ranks come and go: each sequence of a step counts once, in the order in which losses are told."""
+    """For any sequence of rank counts, each sequence of a step counts once, in the order of reported losses."""
     for first, then, last, rows, accumulate in product(range(1, 5), range(1, 10), range(1, 6), (1, 3, 4), (1, 2, 6)):
         was = OptimizationSettings(batch=first * rows, accumulate=accumulate)
         shared = shared_again(was, before=first, world=then)

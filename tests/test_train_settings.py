@@ -178,7 +178,7 @@ def test_replicas_are_one_a_machine_or_two_and_only_for_hybrid_strategies() -> N
 
 
 def probed(folder: str) -> tuple[str, str, list[str]]:
-    """What ranks say that share a folder, and then of folders of their own; and what is left of the first."""
+    """Return this rank's errors with a shared folder and with separate ones, and the files left in the former."""
     rank, world = dist.get_rank(), dist.get_world_size()
     here = Rank(index=rank, world=world, local_index=0, local_world=1, machines=world, device=torch.device("cpu"))
     stated = []

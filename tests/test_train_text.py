@@ -1,4 +1,4 @@
-"""The text of a run: what is read, how it is split, and which bytes a step sees."""
+"""The text of a run: sources, splits, and the bytes of each step."""
 
 from __future__ import annotations
 

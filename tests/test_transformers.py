@@ -84,7 +84,7 @@ def t5() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """Four experts, of which each token has two, and a loss that balances them."""
+    """Build a model with four experts, two of them per token, and a loss that balances them."""
     config = MixtralConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -154,7 +154,7 @@ def on_my_part(model: Any, step: int) -> Tensor:
 
 
 def on_all_parts(model: Any, step: int) -> Tensor:
-    """What all ranks do, one after another. Returns this rank's loss."""
+    """Compute the parts of all ranks, in order, and return this rank's loss."""
     parts = tokens(step).chunk(dist.get_world_size())
     losses = [loss_of(model, part, step) for part in parts]
     (torch.stack(losses).sum() / len(parts)).backward()
@@ -230,7 +230,7 @@ def train_all_on_three() -> dict[str, tuple[Trace, Trace, Trace]]:
 
 @pytest.mark.slow
 def test_three_ranks_learn_what_one_learns_in_their_place():
-    """Three cannot share all rows evenly, and have sums of an order of their own: the strategies' bits are the same."""
+    """Three ranks cannot share all rows evenly and sum in a different order. The strategies' bits are identical."""
     for of_rank in run_ranks(3, train_all_on_three, timeout=170):
         for name, (zero3, ddp, alone) in of_rank.items():
             assert_same(zero3.numbers, ddp.numbers, name=f"{name}: ")

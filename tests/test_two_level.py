@@ -41,7 +41,7 @@ class Counting(Pool):
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         self.out += 1
-        return super().take(numel, dtype).fill_(torch.nan)  # whoever reads what was not written is found
+        return super().take(numel, dtype).fill_(torch.nan)  # reads of unwritten values become visible
 
     def give(self, tensor: Tensor) -> None:
         self.out -= 1
@@ -56,7 +56,7 @@ def levels(size: int) -> tuple[Collectives, Collectives]:
 
 
 def by_places(whether: bool) -> AbstractContextManager[object]:
-    """A context in which wholes travel within groups in the order of places, or straight into place."""
+    """Return a context that gathers within groups in the order of places, or directly in place."""
     return mock.patch.object(two_level, "_goes_by_places", lambda *_: whether)
 
 
@@ -118,7 +118,7 @@ def test_sums_have_the_same_bits_by_either_way_also_where_last_parts_are_short_o
 
 
 def learn_by_either_way() -> None:
-    """Two steps of two microbatches each, one of which leaves the sums within groups."""
+    """Train two steps of two microbatches each. One microbatch leaves the sums within groups."""
     left = []
     for whether in (False, True):
         with by_places(whether):

@@ -40,7 +40,7 @@ WORLD = 3
 KILLED = 137 - 128
 IN_RING = "time.sleep(2); "  # until the ring is closed
 
-# One process imports what all ranks need, and tells of their numbers, and of each how it ended.
+# One process imports the modules that all ranks need, and prints their process ids and exit codes.
 FORKS = """
 import os, sys
 from pathlib import Path
@@ -51,8 +51,8 @@ for rank in range(int(os.environ["WORLD_SIZE"])):
     ranks.append(os.fork())
     if not ranks[-1]:
         os.environ["RANK"] = str(rank)
-        with (folder / str(rank)).open("w") as said:
-            os.dup2(said.fileno(), 2)
+        with (folder / str(rank)).open("w") as log:
+            os.dup2(log.fileno(), 2)
         break
 else:
     print(*ranks, flush=True)
@@ -62,7 +62,7 @@ else:
     sys.exit()
 """
 
-# Rank 1 does what it is told before some steps, while the others go on.
+# Rank 1 executes the given actions before some steps, while the others continue.
 SCRIPT = """
 import logging, os, signal, sys, time
 from datetime import timedelta
@@ -231,7 +231,7 @@ def test_a_loss_ends_ranks_that_wait_to_save():
 
 @pytest.mark.slow
 def test_a_loss_ends_ranks_whose_save_waits_in_the_background():
-    """Whether the program waits for it, or has ended and Python waits for the thread."""
+    """Either the program waits for the save, or it has ended and Python waits for the thread."""
     action = "pending = start_save(hangs=True); time.sleep(1); " + KILL
     others = "pending = start_save()\nif dist.get_rank() == 0:\n    pending.wait()\nelse:\n    sys.exit()"
     first, lost, last = run(action, SAVES + "save()", destinations=others)
@@ -260,10 +260,10 @@ def test_a_parameter_that_one_rank_gathers_alone_is_reported_early():
     assert "in torch.distributed.barrier, step 5, at " in reports
 
 
-EARLY = "import fullshard.liveness.watchdog as it; it._EARLY_S = 2.2\n"
+EARLY = "import fullshard.liveness.watchdog as watchdog; watchdog._EARLY_S = 2.2\n"
 
 
-# Whoever waits for other ranks does it in `here.waiting`. These wait for something else, or are waited for there.
+# Waits for other ranks run in `here.waiting`. The following wait for something else, or their callers record the wait.
 WAITS_KNOWN = {
     **dict.fromkeys(("_compat.py", "device/streams.py", "engine/runtime.py"), "queued work"),
     **dict.fromkeys(
@@ -343,7 +343,7 @@ def test_no_lock_is_held_while_a_rank_waits_for_others():
                 names = {each_node.attr for each_node in ast.walk(node) if isinstance(each_node, ast.Attribute)}
                 held += [f"{place}:{node.lineno}: {name}" for name in names & sends]
     assert held == []
-    assert locks == []  # the one of `RankProgress` is made by its dataclass, and no thread waits for it
+    assert locks == []  # the lock of `RankProgress` is created by its dataclass, and no thread waits for it
 
 
 FAILS = """
@@ -487,7 +487,7 @@ def test_ranks_that_all_wait_for_long_and_not_for_the_same_are_split(answers):
 def test_a_barrier_that_other_ranks_do_not_reach_is_reported_early():
     """Such as after uneven numbers of batches."""
     alone = "import threading; threading.Timer(5.5, lambda: os._exit(9)).start(); dist.barrier()"
-    ends = run(alone, "import fullshard.liveness.watchdog as it; it._EARLY_S = 2.2")
+    ends = run(alone, "import fullshard.liveness.watchdog as watchdog; watchdog._EARLY_S = 2.2")
     reports = "".join(end.stated for end in ends)
     assert reports.count("and no rank does anything but wait, though not all for the same: every rank must") == 1
     assert "ranks 0, 2: in all_gather of 0 in forward, microbatch 1, step 6, for" in reports
@@ -564,7 +564,7 @@ def programs(draw) -> list[list[tuple[str, str]]]:
 @settings(max_examples=300)
 @given(programs(), st.randoms(use_true_random=False))
 def test_ranks_are_in_a_deadlock_exactly_if_all_wait_and_none_can_ever_go_on(each, random):
-    """Whatever the order in which ranks run, however long their messages take."""
+    """For any order of execution, and any delay of messages."""
     ranks = [SimulatedRank(rank, program) for rank, program in enumerate(each)]
     waits_for_ever = None
     while True:
@@ -711,7 +711,7 @@ def test_a_stranger_is_not_taken_for_a_rank():
 
 
 def test_a_rank_listens_where_the_previous_one_can_connect_and_nowhere_else():
-    """By the loopback address on one host; by the address in use if that is not known, or another one."""
+    """By the loopback address on one host; by the address in use if the host is not known, or a different one."""
     rings = ring_of(3)
     assert [ring._server.getsockname()[0] for ring in rings] == ["127.0.0.1"] * 3
     for ring in rings:
@@ -751,7 +751,7 @@ def listen_in_training() -> set[str]:
 
 
 def test_ranks_of_one_host_listen_at_the_loopback_address_only():
-    """Those of gloo, too, if it is told so: the ranks of these tests are."""
+    """Includes gloo's addresses if it is configured so, as it is on the ranks of these tests."""
     for addresses in run_ranks(2, listen_in_training):
         assert addresses == {"0100007F"}
 
@@ -807,7 +807,7 @@ def test_what_a_gpu_has_carried_out_is_forgotten_though_nobody_requests():
     while ends:
         queue(me, ends.pop())
     assert sum(end() is not None for end in kept) == 2  # the last in the queue, and the last that has ended
-    queue(me, None)  # of which nobody can tell
+    queue(me, None)  # a queued call of unknown state
     assert me.task is None
 
 
@@ -890,7 +890,7 @@ def test_a_board_reports_for_how_long_its_store_has_been_silent():
 
 
 def test_nobody_waits_for_an_account_in_a_store_that_is_gone():
-    """The rank that collects it is gone, too, and whoever waits on fails by its collective first."""
+    """The rank that collects it has ended, too, and waiting ranks fail in their collectives first."""
     requested = 0
 
     class Gone:

@@ -1,4 +1,4 @@
-"""What other settings would gain is what their own prediction says, and each has the command that asks for it."""
+"""Gains of other settings equal their own predictions, and each has the command that selects it."""
 
 import shlex
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_not_advised(monkeypatch):
 
 
 def test_what_cannot_be_with_the_other_settings_is_left_out(monkeypatch, tmp_path):
-    """Under some strategies there are no shards that could rest on a disk."""
+    """Some strategies have no shards to offload to disk."""
     monkeypatch.setattr(what_ifs, "described_here", lambda machine: H100)
     there = replace(SETTINGS, memory=MemorySettings(dtype="bfloat16", offload_parameters=1.0, offload_folder=tmp_path))
     found = {item.change for item in what_ifs.what_ifs_of(there, MACHINE, "runs/x")}

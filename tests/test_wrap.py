@@ -25,7 +25,7 @@ from fullshard.wrap import (
 
 
 class Block(nn.Module):
-    """A branch of a random tree, with a few parameters of its own."""
+    """A branch of a random tree, with a few parameters."""
 
     def __init__(self, width: int, children: list[nn.Module]):
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Chain(nn.Sequential):
-    """A branch without parameters of its own."""
+    """A branch without parameters."""
 
 
 class Leaf(nn.Module):
@@ -73,7 +73,7 @@ sizes = st.integers(0, 40)
 
 
 def shared_somewhere(root: nn.Module, data: st.DataObject) -> nn.Module:
-    """`root` with, at times, a module that stands in two places and a parameter that two modules hold."""
+    """Draw `root` with, at times, a module in two places and a parameter shared by two modules."""
     blocks = [module for module in root.modules() if isinstance(module, Block)]
     places = [module for module in blocks if data.draw(st.booleans())]
     twice, tied = Leaf(7), Leaf(3)
@@ -271,7 +271,7 @@ def test_policies_print_what_they_are():
     assert repr(CustomPolicy(closure)) == "CustomPolicy(closure)"
 
 
-# ------------------------------------------------------------------------------------------------------------ by hand
+# ------------------------------------------------------------------------------------------------------------- manually
 
 
 def test_wrap_does_nothing_outside_of_enable_wrap():

@@ -1,4 +1,4 @@
-"""What the two front ends take and give: every argument does what is said, or is refused."""
+"""Arguments and results of the two front ends: every argument works as documented, or is refused."""
 
 import copy
 import io
@@ -80,7 +80,7 @@ def learn(model: nn.Module, steps: int = 3, part: bool = False) -> list[Any]:
 
 
 class Talking(Chain):
-    """Has attributes and methods of its own, and can be indexed."""
+    """Has additional attributes and methods, and supports indexing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def choose_strategies() -> None:
 
 
 def test_every_strategy_is_taken_by_its_value_its_name_and_its_placements():
-    """All with the same numbers, though every rank has data of its own; without one it is FULL_SHARD."""
+    """All have the same numbers, with different data on every rank. Without a strategy it is FULL_SHARD."""
     run_ranks(2, choose_strategies)
 
 
@@ -283,7 +283,7 @@ def ignore_some(argument: str, what: str) -> None:
     [("ignored_modules", "modules"), ("ignored_states", "modules"), ("ignored_states", "parameters")],
 )
 def test_what_is_ignored_stays_as_it_is(argument, what):
-    """The very same parameters, whole, plain and unsynchronised; ignored modules are no units."""
+    """The same parameter objects, unsharded, plain and not synchronized. Ignored modules are not units."""
     run_ranks(2, ignore_some, argument, what)
 
 
@@ -324,7 +324,7 @@ class Telling(nn.Module):
 
 
 class Inner(Telling):
-    """A unit of its own."""
+    """A separate unit."""
 
 
 class Telltale(nn.Module):
@@ -365,11 +365,11 @@ F32, BF16, INT = torch.float32, torch.bfloat16, torch.int64
     ],
 )
 def test_dtypes_are_those_of_the_policy(precision, root, inner, reduced_itemsize):
-    """Of inputs, weights and buffers in compute, and on the wire; what is stored and stepped stays as it came."""
+    """Dtypes of inputs, weights and buffers in compute and communication. Stored and stepped values keep theirs."""
     for visited, observed_inner, separate, stored, out, sent in run_ranks(2, compute_in, precision):
         assert (visited, observed_inner) == (root, inner)
         assert separate == (precision is not None)
-        assert (stored, out) == ({F32}, F32)  # batch norm computes in full precision, as a unit of its own
+        assert (stored, out) == ({F32}, F32)  # batch norm computes in full precision, as a separate unit
         assert sent == (48 * 48 + 48) // 2 * reduced_itemsize
 
 
@@ -390,7 +390,7 @@ def test_buffers_of_ignored_modules_keep_their_dtype():
 
 
 class Offset(nn.Module):
-    """Two buffers beside a weight."""
+    """A weight with two buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -462,7 +462,7 @@ def noting_compute(model: nn.Module, record: Recorder) -> Iterator[dict[str, lis
 
 def count_gathers(options: dict[str, Any]) -> tuple[dict[str, list[int]], list[str]]:
     model = wrapped(**options)
-    expected = learn(model, steps=2)  # the order of units is known from then on
+    expected = learn(model, steps=2)  # the order of units is known after these steps
     assert_same(expected, learn(wrapped(), steps=2))
     with recording() as record, noting_compute(model, record) as started:
         model(inputs()).sum().backward()
@@ -598,7 +598,7 @@ def test_gradients_are_divided_by_what_is_requested():
 
 
 def accept_what_torch_has() -> None:
-    """Switches for which there is nothing to switch change no bit."""
+    """Switches without an effect here change no bit."""
     expected = learn(chain(fully_shard))
     model = chain(fully_shard)
     model.set_force_sum_reduction_for_comms(True)
@@ -611,7 +611,7 @@ def test_switches_that_change_nothing_change_nothing():
     run_ranks(2, accept_what_torch_has)
 
 
-class Stop(Exception):  # noqa: N818  # stands for anything that a model may raise
+class Stop(Exception):  # noqa: N818  # any exception of a model
     pass
 
 
@@ -670,7 +670,7 @@ def cut_in_groups() -> None:
         for choose in (last_dim, lambda param: Cut(0), lambda param: None):
             model = chain(partial(fully_shard, shard_placement_fn=choose, **options))
             assert_same(learn(model, part=True), expected)
-            model.to(torch.float64)  # laid out anew
+            model.to(torch.float64)  # with a new layout
             assert model.head.weight.placements[-1] == (Cut(1) if choose is last_dim else Cut(0))
 
 

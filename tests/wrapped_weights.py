@@ -1,4 +1,4 @@
-"""Weights of classes of their own, which say what of them is sent: small ones, of no library."""
+"""Small wrapper subclasses for weights, which define the tensors to send. No library is needed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Wrapper(torch.Tensor):
 
 
 class Operand(Wrapper):
-    """What arrives: codes and scales, as a kernel would want them."""
+    """The gathered value: codes and scales, as a kernel would take them."""
 
     inner = ("codes", "scales")
 
@@ -97,7 +97,7 @@ class Weight(Wrapper):
 
 
 class DecodedWeight(Weight):
-    """The same, decoded on arrival into memory of its own; its method takes the mesh only."""
+    """A weight that is decoded into separate memory after the gather. Its method takes the mesh only."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return encode(self.values), None
@@ -113,7 +113,7 @@ class DecodedWeight(Weight):
 
 
 class FlatWeight(Weight):
-    """What it sends has not the rows of a shard."""
+    """A weight that sends tensors without the rows of a shard."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return (self.values.flatten(),), None
@@ -124,7 +124,7 @@ class OneHook(Weight):
 
 
 class Codes(Operand):
-    """Weights that rest in 8 bits, and are sent so."""
+    """Weights that are stored and sent in 8 bits."""
 
     @classmethod
     def of(cls, values: Tensor) -> Codes:
@@ -160,7 +160,7 @@ class Codes(Operand):
 
 
 class Product(torch.autograd.Function):
-    """With codes forwards and backwards; a gradient for the weight as if it were no code."""
+    """A product with codes forward and backward. The weight gets a gradient as if it were a plain tensor."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
