@@ -3,12 +3,12 @@
     python benchmarks/beside_fsdp2.py --models llama,gpt2 --worlds 8,64 --json beside.json
 
 No GPU is needed. Both run dry: their own code, on tensors without memory, on the streams of a pretended GPU, as rank 0
-of a world that is pretended too. All that they do is written on a tape, and counted there; so the numbers are exact,
-and the same whenever this is run. Times alone depend on assumed speeds (`fullshard.plan.costs.Costs`: H100s, 8 a host).
+of a world that is pretended too. All operations are recorded on a tape and counted there, so the numbers are exact
+and reproducible. Times alone depend on assumed speeds (`fullshard.plan.costs.Costs`: H100s, 8 a host).
 
-Each transformer block is a unit, and the root takes the rest. Parameters rest in fp32 (the frozen ones of `lora` in
-bf16), compute in bf16 and are summed in fp32; AdamW is fused; a rank has one sequence, of 4096 tokens (GPT-2: of 1024);
-nothing is recomputed. What is counted is the second step: see `fullshard.bench.comparison.Counts`.
+Each transformer block is a unit, and the root has all other parameters. Parameters are stored in fp32 (the frozen ones
+of `lora` in bf16), computed in bf16 and summed in fp32. AdamW is fused. Each rank has one sequence of 4096 tokens
+(GPT-2: of 1024); nothing is recomputed. What is counted is the second step: see `fullshard.bench.comparison.Counts`.
 
 Bytes copied are those that copies (casts, clones, concatenations, copies in and out of messages) write in the step. Off
 come those of the same step of the plain model in bf16, and those that must be: a cast of this rank's shards for every
@@ -35,7 +35,7 @@ FULLSHARD, PEER = "fullshard", "fsdp2"
 
 
 class Attention(nn.Module):
-    """Causal, with rotated queries and keys, of which there may be fewer."""
+    """Causal attention with rotated queries and keys. There may be fewer keys than queries."""
 
     def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class GPT2(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A matrix, frozen in bf16, and beside it a product of two small ones in fp32 that are trained."""
+    """A matrix, frozen in bf16, plus a trained product of two small ones in fp32."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def lora(layers: int) -> Llama:
 
 
 def moe(layers: int) -> Llama:
-    """The shape of OLMoE 1B-7B, which has 16 layers: 64 experts, of which a token has 8."""
+    """Return the shape of OLMoE 1B-7B, which has 16 layers and 64 experts, with 8 experts per token."""
     blocks = [LlamaBlock(2048, 16, 16, Experts(2048, 1024, 64, 8)) for _ in range(layers)]
     return Llama(50304, 2048, 128, 4096, blocks)
 
@@ -204,7 +204,7 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], int, int]] = {  # with layer
     "llama": (llama, 32, 4096),
     "gpt2": (gpt2, 48, 1024),
     "lora": (lora, 32, 4096),
-    "moe": (moe, 8, 4096),  # half of them: they are all alike, and of many operations
+    "moe": (moe, 8, 4096),  # half of the layers: all are identical, with many operations
 }
 
 

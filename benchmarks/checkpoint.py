@@ -4,9 +4,9 @@
 
 A GPT with AdamW's state on two ranks, saved and loaded by this library, by `torch.distributed.checkpoint` from torch's
 own `fully_shard` (FSDP2), and by `torch.save` on the first rank of what it has gathered. Each is a set of processes
-started once; in a round each has its turn, beside `dd` with fsync of as many bytes. Quoted are medians over the rounds
-and, in brackets, medians of the ratios to this library within a round. What is loaded was read from the disk before, so
-it comes from the system's memory. The last line is JSON.
+started once and measured in turn in each round, together with `dd` with fsync for the same number of bytes. Results are
+medians over the rounds and, in brackets, medians of the ratios to this library within a round. Loads find
+their files in the system's cache. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class System:
         raise NotImplementedError
 
     def timed(self, method: str, *arguments: Any) -> tuple[Span, int]:
-        """When `method` began and ended here, and the bytes by which this process grew meanwhile, at most."""
+        """Run `method`. Return its start and end on this rank, and the peak growth of this process in bytes."""
         memory = PeakMemory(torch.device("cpu"))
         memory.reset()
         dist.barrier()
@@ -105,7 +105,7 @@ class Fullshard(System):
         self.pending = async_save(folder, model=self.trainer.model, optimizer=self.trainer.optimizer, step=1)
 
     def begin_copy(self, memory: Path) -> None:
-        """Begin a safety copy: each rank is a host of its own, and has the other one's part, too."""
+        """Begin a safety copy: each rank acts as a separate host, and also holds the shards of a peer."""
         if self.copies is None:
             folder = memory / str(dist.get_rank())
             folder.mkdir()
@@ -178,7 +178,7 @@ BEHIND = (FULLSHARD, DCP)
 
 
 class Found:
-    """What was measured of one system, by round."""
+    """Measurements of one system, by round."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -191,7 +191,7 @@ class Found:
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, Found], list[float], int]:
-    """What was found of each system; the seconds of dd; and the bytes of a checkpoint."""
+    """Return the measurements of each system, the seconds of dd, and the bytes of a checkpoint."""
     workload = Workload(shape=SIZES[options.size], world=2)
     teams = {name: Team(make, workload) for name, make in SYSTEMS.items()}
     found = {name: Found() for name in teams}

@@ -3,16 +3,16 @@
     make gpu-check                               # python benchmarks/gpu_check.py, with the Python that is there
     python benchmarks/gpu_check.py --dry         # without a GPU: the same parts on a CPU, as far as they go
 
-It needs torch, numpy and pytest, installs nothing and uses no network. Each part is a process of its own with a limit
-of its own: one that fails or hangs is told so, with the end of its output, and the others still run. Everything is in
-one file, which is written anew after each part.
+It needs torch, numpy and pytest, installs nothing and uses no network. Each part is a separate process with a time
+limit. A part that fails or hangs is reported with the end of its output, and the others still run. All results are in
+one file, which is rewritten after each part.
 
 facts           the machine: GPU, driver, torch, NCCL, memory
 tests           `tests/test_gpu.py`: bits of plain PyTorch, a host that never waits, CUDA graphs, memory that stays
-late streams      `tests/test_late_streams.py`: whichever stream is late, on one rank and between ranks, no bit is
-another one prediction      memory and launches of a steady step, beside those that the engine run dry has written down
+late streams    `tests/test_late_streams.py`: whichever stream is delayed, on one rank and between ranks, bits are equal
+prediction      memory and launches of a steady step, compared with those of a dry run of the engine
 several GPUs    `tests/test_gpu_ranks.py`: the laws of the first tests between two ranks and more, where there are GPUs
-time            `one_gpu.py`: steps beside FSDP2, DDP and plain PyTorch, in turn; ranks as threads
+time            `one_gpu.py`: steps of FSDP2, DDP and plain PyTorch for comparison, in turn; ranks as threads
 
 By name only (`make gpu-check ARGS="--parts offload"`), and not run on any GPU so far:
 
@@ -236,7 +236,7 @@ def prediction() -> dict[str, Any]:
 
 
 def in_process(what: str, world: str) -> Any:
-    """Each of its own: there is one default process group, and an allocator without a history."""
+    """Run in a separate process: there is one default process group, and the allocator must not have a history."""
     ran = subprocess.run(
         (sys.executable, __file__, "--one", what, world), check=True, stdout=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""What sharding costs the host: Python time a unit and microbatch, where tensors are tiny and nothing is sent.
+"""Host overhead of sharding: Python time per unit and microbatch, with tiny tensors and without communication.
 
     python benchmarks/host_overhead.py --worlds 8,512
 

@@ -1,4 +1,4 @@
-"""What a changed line brings: step time and memory of Lightning's DDP and of DeepSpeed, each beside its integration.
+"""Effect of one changed line: step time and memory of Lightning's DDP and of DeepSpeed, compared with integrations.
 
     python benchmarks/integrations.py --rounds 3
 
@@ -72,7 +72,7 @@ def since(began: Took) -> Took:
 
 
 def by_deepspeed(stage: int, own: bool) -> tuple[list[Took], float]:
-    """What each step took, and the last loss."""
+    """Return the time of each step, and the last loss."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["DEEPSPEED_LOG_LEVEL"] = "error"
     if own:
@@ -98,7 +98,7 @@ def by_deepspeed(stage: int, own: bool) -> tuple[list[Took], float]:
 
 
 def by_lightning(own: bool) -> tuple[list[Took], float]:
-    """What each step took, and the last loss."""
+    """Return the time of each step, and the last loss."""
     import lightning
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -154,7 +154,7 @@ SYSTEMS: dict[str, tuple[Any, ...]] = {
 
 
 def measure(name: str) -> dict[str, float]:
-    """What one rank finds."""
+    """Return the measurements of one rank."""
     warnings.simplefilter("ignore")
     function, *arguments = SYSTEMS[name]
     took, loss = function(*arguments)

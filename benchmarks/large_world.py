@@ -2,8 +2,8 @@
 
     python benchmarks/large_world.py --world 4096 --layers 80
 
-One process is rank 0 of a world that the fake backend pretends; the model has the shape of Llama 3 70B and lies on the
-meta device. Each measurement is a process of its own, the two systems in turn; medians of ratios within a round.
+One process is rank 0 of a world that the fake backend pretends; the model has the shape of Llama 3 70B on the
+meta device. Each measurement is a separate process, the two systems in turn; medians of ratios within a round.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 
 def shard(system: str, world: int, layers: int) -> tuple[float, float]:
-    """CPU seconds that sharding takes, and the MB of memory by which the process has grown."""
+    """Return the CPU seconds of sharding, and the memory growth of the process in MB."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     if system == "fullshard":

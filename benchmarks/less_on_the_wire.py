@@ -1,10 +1,10 @@
-"""What does it cost in loss to send fewer bits? The main job, once for each way to travel, beside full precision.
+"""What does it cost in loss to send fewer bits? The main job, once per encoding, compared with full precision.
 
     python benchmarks/less_on_the_wire.py --steps 400
 
 Each run is `fullshard train` with the same seed and text and another `--gather-wire` or `--reduce-wire`; one more in
 full precision has another seed, which says how much two runs differ for no reason. The losses of all steps and the
-validation at the end go to benchmarks/results/less_on_the_wire.json, the curves to a picture beside it, and a table to
+validation at the end go to benchmarks/results/less_on_the_wire.json, the curves to a picture next to it, and a table to
 the screen. How long a step takes then is for benchmarks/two_hosts.py to say.
 """
 
@@ -117,7 +117,7 @@ def show(found: dict[str, dict[str, Any]]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The runs, and what each is told."""
+    """Parse the runs and their options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {"ranks": 2, "steps": 400, "batch": 8, "seq": 64}.items():
         parser.add_argument(f"--{name}", type=int, default=value)

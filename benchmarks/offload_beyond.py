@@ -1,10 +1,10 @@
-"""Does a model of three times the memory train here? Under a hard limit, beside what it would take at least, and mmap.
+"""Does a model of three times the memory train here? Under a hard limit, compared with a lower bound and with mmap.
 
     python benchmarks/offload_beyond.py --folder /nvme/scratch --json benchmarks/results/offload_beyond.json
 
 A GPT is trained on two ranks with AdamW. Its states (parameters, gradients and two values for each parameter, in fp32)
 are three times what a control group of the kernel lets all processes of a run have together: their own pages, memory in
-common, and what the system caches for them. The systems, in processes of their own:
+common, and the system's caches for them. The systems, in separate processes:
 
     fullshard  Offload(parameters={"disk": 1.0}), on zero3; built block by block
     mmap       plain PyTorch in one process with both cores, on the same batch: parameters, gradients and states are
@@ -18,9 +18,9 @@ on in a straight line), or what the disk takes for the bytes that must pass in f
 and the same of the optimizer's step. Its rates are measured before each run. Goals: a step within 1.15 of the floor;
 memory of each rank within what the dry run says + 2 %; the loss falls. The last line is the result as JSON.
 
-malloc is told to give larger pieces back to the system (MALLOC_MMAP_THRESHOLD_): what it keeps between others it would
-keep for good, which no plan knows. Since that makes them new each time, PyTorch is told to take huge pages for them
-(THP_MEM_ALLOC_ENABLE), of which few are to be made.
+malloc returns larger blocks to the system (MALLOC_MMAP_THRESHOLD_). Otherwise it would keep freed blocks between others
+for good, which no plan predicts. Since this makes them new each time, PyTorch uses huge pages for them
+(THP_MEM_ALLOC_ENABLE), so that few pages have to be made.
 
 This needs Linux with a control group of memory that may be made (version 1, at /sys/fs/cgroup/memory).
 """
@@ -60,7 +60,7 @@ TIMES, TIME_GOAL, MEMORY_GOAL = 3.0, 1.15, 1.02
 STATES = 16  # bytes for each parameter
 GROUPS = Path("/sys/fs/cgroup/memory")
 THRESHOLD = 1 << 20  # bytes from which on malloc gives memory back when it is freed
-WATCHED = 3  # steps in which memory is looked at
+WATCHED = 3  # steps with memory measurements
 MEASURING_S = 24.0  # of the disk, before each run
 FEW, FEW_STEPS = (4, 12), 8  # blocks of the models that compute in memory, and steps of each
 
@@ -170,7 +170,7 @@ def in_memory(shape: Shape, count: int) -> dict[str, Any]:
 
 
 def with_mmap(shape: Shape, folder: Path, count: int) -> dict[str, Any]:
-    """One process; every parameter, its gradient and its states lie in files."""
+    """Train in one process with all parameters, gradients and states in files."""
     torch.set_num_threads(RANKS)
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
@@ -274,7 +274,7 @@ USUAL = ["fullshard", "mmap"]  # what is compared without being asked for
 
 
 def run_under(limit: int, arguments: list[str]) -> dict[str, Any]:
-    """What this script, called with `arguments`, prints last; its processes have `limit` bytes together."""
+    """Run this script with `arguments` in processes that share `limit` bytes, and return the last line it prints."""
     group = GROUPS / f"offload-beyond-{os.getpid()}"
     try:
         group.mkdir()

@@ -1,4 +1,4 @@
-"""What does a fraction of the optimizer's state on a disk cost, and free? Step time and memory beside the formula.
+"""Cost and savings of a fraction of the optimizer's state on disk: step time and memory compared with the formula.
 
     python benchmarks/offload_fractions.py --folder /nvme/scratch --json benchmarks/results/offload_fractions.json
 
@@ -6,8 +6,8 @@ A chain of equal layers, a unit each, is trained by AdamW on two ranks with none
 optimizer's state on the disk. Steps are timed by turns in the same processes, one of each in a round; a fraction's time
 is compared with the straight line through those of none and all in the same round. The goal is 10 %.
 
-Memory is that of processes of their own, one for each fraction: what a rank holds by itself after three steps, less
-what it holds without offload, beside what `predict_ledger` says. Three buffers of one layer's states stay, so that a
+Memory is measured in separate processes, one per fraction: the bytes that a rank holds alone after three steps, minus
+those without offload, compared with `predict_ledger`. Three buffers of one layer's states stay, so that a
 fraction of three layers frees nothing. The last line is the result as JSON.
 """
 

@@ -141,7 +141,7 @@ def host(numel: int) -> dict[str, Any]:
 
 
 def gpu(shape: Shape, rounds: int) -> dict[str, Any]:
-    """Seconds of a step by fraction, in turn; each has a model of its own, one after the other on the device."""
+    """Return seconds per step by fraction, in turn. Each fraction has a separate model, one at a time on the device."""
     dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
     times: dict[float, list[float]] = {fraction: [] for fraction in FRACTIONS}
     peaks: dict[float, int] = {}

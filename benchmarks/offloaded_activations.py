@@ -1,12 +1,13 @@
-"""What do activations on a disk cost and free, beside keeping them and beside computing them again?
+"""Cost and savings of activations on disk, compared with keeping them and with recomputing them.
 
     python benchmarks/offloaded_activations.py --folder /nvme/scratch --json
     benchmarks/results/offloaded_activations.json
 
 A chain of transformer blocks, a unit each, is trained on two ranks in four ways: activations kept, half of the units'
 on the disk, all of them there, and each block computed again by a checkpoint. Steps are timed by turns in the same
-processes, one of each in a round. Memory is the most that a step adds in tensors, and the buffers; beside it the
-formula: what a step adds where all is kept, less what travels, plus the buffers. The last line is the result as JSON.
+processes, one of each in a round. Memory is the most that a step adds in tensors, and the buffers. It is compared with
+the formula: what a step adds where all is kept, less what travels, plus the buffers. The last line is the result as
+JSON.
 """
 
 import argparse

@@ -1,20 +1,20 @@
-"""What one GPU can show of sharding, in one call; the same on a CPU, with models of a size for that.
+"""Costs of sharding on one GPU, in one call; the same on a CPU, with models of a suitable size.
 
     python benchmarks/one_gpu.py --json one_gpu.json
 
 Three parts, one after the other:
 
-alone     a world of one rank over NCCL (gloo on a CPU): this library, FSDP2 and DDP beside the plain loop.
-pretend   rank 0 of 8, 64 and 512 over the fake backend, beside FSDP2. Collectives do nothing, on both sides: what is
-          counted is what the host does, the kernels around collectives (casts, copies in and out) and the memory. The
+alone     a world of one rank over NCCL (gloo on a CPU): this library, FSDP2 and DDP compared with the plain loop.
+pretend   rank 0 of 8, 64 and 512 over the fake backend, compared with FSDP2. Collectives do nothing on either side.
+          Counted are the host's work, the kernels around collectives (casts, copies in and out) and the memory. The
           fake backend's own collectives would copy one part after another to its place, `world` kernels for each
           tensor, so that a library would look slow for sending several tensors, which NCCL does in one launch. It
           follows that the values of other ranks' parts are whatever the memory held: losses mean nothing here.
-threads   several ranks as threads on one device, with collectives that are copies: losses beside those of the plain
+threads   several ranks as threads on one device, with collectives that are copies: losses compared with the plain
           loop on the whole batch. Not timed.
 
-Each measurement of the first two is a process of its own, the systems in turn, and ratios are taken within a round. A
-step is forward, backward and a fused AdamW, parameters at rest in float32, bfloat16 in compute on a GPU.
+Each measurement of the first two is a separate process, the systems in turn, and ratios are taken within a round. A
+step is forward, backward and a fused AdamW, with float32 parameters and bfloat16 compute on a GPU.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def finish() -> None:
 
 
 def alongside(part: str, model: str, world: int, rounds: int, steps: int) -> dict[str, Any]:
-    """What every system of a part has taken, in each round; in turn."""
+    """Measure every system of a part in each round, in turn."""
     found: dict[str, list[dict[str, float]]] = {system: [] for system in PARTS[part]}
     for number in range(rounds):
         for system in list(found)[:: 1 if number % 2 else -1]:
@@ -166,7 +166,7 @@ def alongside(part: str, model: str, world: int, rounds: int, steps: int) -> dic
 
 def in_threads(world: int, steps: int) -> dict[str, Any]:
     """The losses of ranks that are threads, averaged over them, and of the plain loop on all of their batches."""
-    from threads import run_threads  # beside this file
+    from threads import run_threads  # in this folder
 
     shape = Shape(vocab=512, width=256, layers=4, heads=4, seq=64)
     workload = Workload(shape=shape, world=world, device_type=DEVICE.type)

@@ -1,4 +1,4 @@
-"""What it saves that an optimizer steps shards as plain tensors, and not the `DTensor`s around them.
+"""Savings of stepping shards as plain tensors instead of as `DTensor`s.
 
     python benchmarks/optimizer_step.py
 

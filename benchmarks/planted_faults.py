@@ -8,9 +8,9 @@ backward, on a link of given latency and rate, in a loader), so that a fault is 
 machine that others use, too, and a run with nothing planted is healthy there. Engine, collectives, recorder and
 reader are those of every run. The last line is JSON.
 
-On a pretended clock nobody sleeps: each rank has a clock of its own that goes on by what it would have slept, and waits
-for the other ranks' where a collective does. Then the same is told whatever else the machine does, and soon; faults of
-the machine's own cores cannot be planted in it.
+With a pretended clock no rank sleeps. Each rank has a separate clock that advances by the time it would have slept, and
+collectives advance it to the clocks of the other ranks. Reports are then deterministic and fast. Faults of
+the machine's own cores cannot be planted on it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WIDTH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Plant:
-    """A run: the fault that is planted in it, if any, and the cause by which it is to be told.
+    """A run: the fault that is planted in it, if any, and the cause that must be reported.
 
     Args:
         title: what is planted.
@@ -154,7 +154,7 @@ class Model(nn.Module):
 
 @dataclass
 class Loop:
-    """What a loop has at hand between two steps."""
+    """State of a loop between two steps."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -202,11 +202,11 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which this is what the program, engine and recorder ask for the time, and sleep by."""
+        """Make this the clock and the sleep of program, engine and recorder in this context."""
         yield
 
     def meet(self, group: tuple[int, ...], until: float) -> Callable[[], float]:
-        """What tells the time at which a collective of `group` is over that this rank is through with at `until`."""
+        """Return a function for the end time of a collective of `group` that this rank finishes at `until`."""
         return lambda: until
 
 
@@ -244,7 +244,7 @@ class PretendedClock(Clock):
 
 @contextmanager
 def link(latency_s: float, bytes_per_s: float, clock: Clock) -> Iterator[None]:
-    """A link of the rank's, which carries one message after another, beside whatever the rank computes."""
+    """Simulate a link of this rank, which sends one message after another while the rank computes."""
     original, free_at = Collectives.start, 0.0
 
     def start(self: Collectives, call: Any, begin: Callable[[], Callable[[], None]], tag: int | None = None) -> Any:
@@ -309,7 +309,7 @@ def save_often(loop: Loop) -> None:
 
 
 def keep_tensors(loop: Loop) -> None:
-    loop.kept.append(torch.ones(2 * MB) * loop.loss.detach())  # 8 MB a step
+    loop.kept.append(torch.ones(2 * MB) * loop.loss.detach())  # 8 MB per step
 
 
 @contextmanager
@@ -497,7 +497,7 @@ SHARED_CORES = "oversubscribed cores"
 
 @dataclass(frozen=True)
 class Answer:
-    """What the report says of a run."""
+    """The report of a run."""
 
     plant: Plant
     run: Run
@@ -512,7 +512,7 @@ class Answer:
 
     @property
     def is_right(self) -> bool:
-        """Whether the fault is told first and with its place, where it is; or none, where there is none."""
+        """True if the fault is reported first and with its place, or if a healthy run has no report."""
         if not self.plant.cause:
             return not self.reported
         found = [finding for finding in self.findings if finding.cause == self.plant.cause]
@@ -520,12 +520,12 @@ class Answer:
 
     @property
     def others(self) -> list[str]:
-        """Causes that nobody planted."""
+        """Reported causes that were not planted."""
         return [finding.cause for finding in self.findings if finding.cause != self.plant.cause]
 
 
 def run_all(world: int, folder: str, only: str, *, pretended_clock: bool) -> None:
-    """On a rank: all runs of so many ranks, one after another. What one has freed the next one does not find."""
+    """Execute all runs with `world` ranks on this rank, in order. Memory freed by one is not available to the next."""
     torch.set_num_threads(1)
     for place, plant in chosen(only, pretended_clock):
         if plant.world == world:

@@ -1,4 +1,4 @@
-"""How well is memory predicted? Dry runs beside real ranks of this machine, over gloo.
+"""Accuracy of memory predictions: dry runs compared with real ranks of this machine, over gloo.
 
     python benchmarks/predicted_memory.py
     python benchmarks/predicted_memory.py --part peaks
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """Description in words."""
         words = [f"{self.family} {self.width}x{self.layers}", self.strategy, f"{self.ranks} ranks"]
         if self.microbatches > 1:
             words.append(f"{self.microbatches} microbatches{' under no_sync' if self.no_sync else ''}")
@@ -216,7 +216,7 @@ FAMILIES: dict[str, Callable[[Any, Case], tuple[Any, Any]]] = {
 
 
 def predicted_tape(case: Case, rank: int = 0) -> dry.Tape:
-    """The tape of `rank`, with nobody else there."""
+    """Return the tape of `rank`, recorded without peers."""
     with dry.world(case.ranks, rank=rank, ranks_per_host=case.ranks):
         mesh = make_mesh(case)
         with dry.taped(streams="cpu") as tape:
@@ -381,7 +381,7 @@ def measured_process(case: Case) -> tuple[int, int]:
 
 
 def process_cases() -> list[Case]:
-    """Large enough that a process is mostly tensors: 100 to 600 MB a rank."""
+    """Return cases with processes that hold mostly tensors: 100 to 600 MB per rank."""
     small = {"width": 320, "vocabulary": 4000, "layers": 6, "batch": 4, "length": 64}
     large = {"width": 448, "vocabulary": 6000, "layers": 4, "batch": 4, "length": 64}
     return [
@@ -395,7 +395,7 @@ def process_cases() -> list[Case]:
 
 
 def processes(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
-    """Predicted and measured memory of a process, for each case; its ranks are alike."""
+    """Return predicted and measured memory of a process, for each case. Ranks of a case are identical."""
     rows = []
     print(HEAD)
     for case in process_cases()[:limit]:
@@ -452,7 +452,7 @@ def address_bytes() -> int:
 
 
 def limit_cases() -> list[Case]:
-    """From 100 to 350 MB a rank."""
+    """Return cases of 100 to 350 MB per rank."""
     sizes = {"width": 256, "vocabulary": 4000, "layers": 4, "length": 64}
     cases = [Case(family=item, ranks=1, batch=n, **sizes) for item in ("llama", "gpt2", "bert") for n in (2, 8, 16)]
     cases += [Case(strategy=item, batch=n, **sizes) for item in ("ddp", "zero1", "zero3") for n in (4, 12)]
@@ -462,8 +462,8 @@ def limit_cases() -> list[Case]:
 
 
 def limits(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
-    """For each case and limit: whether it is said to fit, and whether it does. The last limit is the least of which
-    that is said.
+    """Return whether each case is predicted to fit within each limit, and whether it does. The last limit is the least
+    that is predicted to fit.
     """
     rows = []
     print(

@@ -1,4 +1,4 @@
-"""Step times that are predicted of this machine, beside measured ones.
+"""Predicted step times of this machine, compared with measurements.
 
     python benchmarks/predicted_time.py                           # CPU ranks: all strategies at 2 and 4 ranks
     python benchmarks/predicted_time.py --gpu --json gpu.json     # one GPU: alone, and as a rank of a pretended world
@@ -8,9 +8,9 @@ calibrate` has measured it. Nothing is fitted on a step.
 
 On CPUs: GPTs whose ranks have a thread each. Measured are the time by the clock, the least and the median of some
 rounds, and the time that cores were busy for the step, of all ranks, over the cores. Nothing else should run: where it
-does, the clock tells of that, too, and the busy time is what a step would take without, if no rank waited for another.
+does, the clock shows that, too, and the busy time is the time of a step without it, if no rank waited for another.
 
-On one GPU: GPTs of 30M to 1.5B parameters in bfloat16, parameters at rest in float32, fused AdamW. Steps are queued one
+On one GPU: GPTs of 30M to 1.5B parameters in bfloat16, with float32 parameters and fused AdamW. Steps are queued one
 behind the other, as in training; the time is that of the GPU from the end of one step to the end of the next. In a
 pretended world collectives do nothing, on both sides, and what other ranks would send is whatever the memory held.
 """
@@ -270,7 +270,7 @@ def on_cpus(cases: Sequence[Case], here: Hardware, rounds: int) -> list[dict[str
 
 
 def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How far predictions are off, by the clock and beside the busy time."""
+    """Return the relative errors of predictions, against the clock and against the busy time."""
     found = {}
     for what in ("ratio", "ratio_of_busy"):
         errors = [abs(row[what] - 1) for row in rows]
@@ -308,14 +308,14 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 @cache
 def sent_nothing() -> torch.library.Library:
     """Collectives that do nothing, from the first call on."""
-    from one_gpu import send_nothing  # beside this file
+    from one_gpu import send_nothing  # in this folder
 
     return send_nothing()
 
 
 @contextmanager
 def group_of(world: int) -> Iterator[None]:
-    """A default process group of this GPU alone, or of a world whose collectives do nothing from then on."""
+    """Create a default process group of this GPU alone, or of a world with collectives that do nothing afterwards."""
     store = dist.HashStore() if world == 1 else fake_store()
     alone = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(alone if world == 1 else "fake", store=store, rank=0, world_size=world)
@@ -360,13 +360,13 @@ def measured_on_gpu(case: Case, device: torch.device) -> dict[str, Any]:
         end.record()
         end.synchronize()
         rounds.append(start.elapsed_time(end) / steps)
-        if number == 0:  # it tells how many steps there is time for, and does not count
+        if number == 0:  # this round determines the number of steps for the others, and does not count
             steps = max(2, min(20, int(600 / rounds.pop())))
     return {"ms": statistics.median(rounds), "rounds": rounds, "host_ms": min(hosts), "peak_bytes": peak}
 
 
 def on_gpu(cases: Sequence[Case], path: str | None) -> dict[str, Any]:
-    """What the GPU reaches, and what it takes for each case. Written down after each."""
+    """Measure the speeds of the GPU and the time of each case. Write the results after each one."""
     device = torch.device("cuda", 0)
     begun = time.monotonic()
     stated = calibrate(device, tell_=lambda what: print(f"measuring: {what}", flush=True))
@@ -390,7 +390,7 @@ def on_gpu(cases: Sequence[Case], path: str | None) -> dict[str, Any]:
 
 
 def alongside(found: dict[str, Any]) -> dict[str, Any]:
-    """What was measured on a GPU, with what is predicted of it. It takes no GPU."""
+    """Return measurements of a GPU with predictions for it. No GPU is needed."""
     here = described(dict(found["here"]))
     cases = [Case(**{**item["case"], "shape": Shape(**item["case"]["shape"])}) for item in found["rows"]]
     measured = [item["measured"] for item in found["rows"]]
@@ -399,7 +399,7 @@ def alongside(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def row_of(case: Case, predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    """Predicted beside measured, printed."""
+    """Print prediction and measurement."""
     row = {"case": asdict(case), "predicted": predicted, "measured": measured}
     row["ratio"] = predicted["ms"] / measured["ms"]
     row["ratio_of_peak"] = predicted["peak_bytes"] / measured["peak_bytes"]

@@ -1,4 +1,4 @@
-"""Predicted beside published: step times of models that others have trained on GPUs, and what this engine's tape says.
+"""Predictions compared with published results: step times of models that others have trained on GPUs, by our tape.
 
     python benchmarks/published.py
 
@@ -318,7 +318,7 @@ def as_fsdp1(entries: Iterable[Entry], task: Task) -> Iterator[Entry]:
 
 
 def second_step(task: Task, blocks: int, microbatches: int) -> list[Entry]:
-    """What is laid out of the second step, which is as all later ones are."""
+    """Return the entries of the second step without allocations. All later steps are equal."""
     entries = tape_of(task, blocks, microbatches).entries
     step = as_fsdp1(entries[steps_of(entries)[1] :], task)
     return [item for item in step if not isinstance(item, Allocation | Free)]
@@ -326,10 +326,10 @@ def second_step(task: Task, blocks: int, microbatches: int) -> list[Entry]:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step of any number of blocks and microbatches, as two of few blocks tell.
+    """A step of any number of blocks and microbatches, predicted from two steps of few blocks.
 
-    Blocks are alike and so are microbatches: whatever one more takes, the next one takes too. `tests/test_published.py`
-    holds that to whole tapes.
+    Blocks are identical and so are microbatches: each additional one takes the same time.
+    `tests/test_published.py` compares this with whole tapes.
     """
 
     parts: tuple[tuple[list[Entry], ...], ...]  # of either depth: before, in, and after the second microbatch
@@ -353,7 +353,7 @@ class Step:
 
 
 def _at(few: float, more: float, blocks: int) -> float:
-    """What grows by as much with each block, of `blocks`, given that of either depth."""
+    """Return a value for `blocks` that grows linearly with each block, given the values for both depths."""
     return few + (blocks - DEPTHS[0]) * (more - few) / (DEPTHS[1] - DEPTHS[0])
 
 
@@ -385,7 +385,7 @@ FAR = 0.08  # relative error from which on a row is listed
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was published of one run, and its task."""
+    """Published results of one run, and its task."""
 
     name: str
     set: str
@@ -393,7 +393,7 @@ class Row:
     blocks: int
     microbatches: int
     task: Task
-    measured: float  # tokens a second and GPU
+    measured: float  # tokens per second and GPU
 
     @property
     def calibrates(self) -> bool:
@@ -447,7 +447,7 @@ class Steps:
 
 
 def predicted(row: Row, steps: Steps, machine: Hardware) -> float:
-    """Tokens a second and GPU."""
+    """Tokens per second and GPU."""
     return row.tokens / steps.of(row.task).seconds(costs_of(machine), row.blocks, row.microbatches)
 
 
@@ -492,7 +492,7 @@ class Comparison:
 
 
 def reason(far: Comparison, found: Sequence[Comparison], machine: Hardware) -> str:
-    """What is known about a large error: the memory that a whole tape asks for, and the same run in another set."""
+    """Explain a large error by the memory that a whole tape requests, and by the same run in another set."""
     row = far.row
     tape = tape_of(row.task, row.blocks, min(row.microbatches, 2))
     use = allocator_use(tape, since=steps_of(tape.entries)[0])
@@ -721,9 +721,9 @@ class AtTheLimit:
 
     Args:
         seconds: it takes, with the waits of `lay_out`'s host where segments must be given back to make room.
-        retries: how often that is, for each block.
-        failures: how often there is no room even then, for each block: a run would end there.
-        alone_s: a step in which nothing goes on beside anything else, as where there is no room for the next unit.
+        retries: number of retries per block.
+        failures: number of retries per block that find no memory: a run would end there.
+        alone_s: a step without any overlap, as if there were no memory for the next unit.
     """
 
     seconds: float
@@ -843,7 +843,7 @@ def large() -> dict[str, float]:
 
 
 def large_alone() -> dict[str, float]:
-    """`large` in a process of its own."""
+    """Run `large` in a separate process."""
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, "--large"], check=True, capture_output=True, text=True
     )

@@ -1,12 +1,12 @@
-"""Kill replicas at random moments, and hold the run to one that nobody disturbed.
+"""Kill replicas at random moments, and compare the run with an undisturbed one.
 
     python benchmarks/replica_kills.py --kills 50 --replicas 3
 
 Starts a lighthouse and replicas of `--ranks` ranks on gloo, all on this machine. Over and over, at a random moment, one
-replica, or a single rank of it, is killed by SIGKILL, and started anew as a launcher does. The run must go on, and:
+replica, or a single rank of it, is killed by SIGKILL, and started again as a launcher does. The run must go on, and:
 
 - survivors do the step that was under way once more, and no other;
-- the killed replica comes back with the state of another one;
+- the killed replica recovers with the state of a peer;
 - in the end all replicas have the same weights, bit for bit;
 - each loss has the bits of one replica that takes the same batches in the same steps, one after the other.
 
@@ -76,7 +76,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 def train(folder: Path, name: str, life: int, width: int) -> None:
-    """What each rank of a replica does, until `folder`/last says the step to end with."""
+    """Train on one rank of a replica, until `folder`/last gives the last step."""
     from fullshard.integrations.torchft import Replicas
 
     dist.init_process_group("gloo")
@@ -163,12 +163,12 @@ class Replica:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """What the first rank has written, in all lives."""
+        """Lines of the first rank, from all its lives."""
         lives = range(self.life + 1)
         return [line for life in lives for line in read_lines(self.folder / f"{self.name}-{life}-0.jsonl")]
 
     def check(self) -> None:
-        """Raise if a rank has ended that nobody killed."""
+        """Raise if a rank has ended without a kill."""
         for rank, process in enumerate(self.processes):
             if process.poll() not in (None, 0):
                 log = (self.folder / f"{self.name}-{self.life}-{rank}.log").read_text()
@@ -188,7 +188,7 @@ def start_lighthouse(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port without a listener."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
@@ -301,7 +301,7 @@ class OneAfterTheOther:
                 module.set_all_reduce_hook(self._hook)
 
     def begin_batch(self, index: int) -> None:
-        """What comes next are the sums of batch number `index` of a step."""
+        """Start batch number `index` of a step. The next sums belong to it."""
         self._terms = [*self._terms[:index], []]
 
     def _hook(self, sums: Tensor) -> None:
@@ -350,7 +350,7 @@ def digest_of(model: nn.Module) -> str:
 
 
 def compare(each: list[Replica], width: int, folder: Path) -> dict[str, Any]:
-    """The run that lost replicas beside the one that lost none."""
+    """Compare the run that lost replicas with the one that lost none."""
     by_step: dict[int, dict[int, dict[str, Any]]] = {}
     for line in sorted(
         (line for item in each for line in item.lines if line["committed"]), key=lambda line: line["at"]

@@ -1,4 +1,4 @@
-"""What it costs to record a run, and whether what is recorded is so.
+"""Overhead of recording a run, and accuracy of the record.
 
     python benchmarks/report_overhead.py --ranks 2 --json report.json
 
@@ -6,9 +6,9 @@ Three numbers, each of ranks on this machine's CPU and of `fullshard train`'s sm
 
     overhead     seconds of a step with a record and without one, in turns of some steps each; the order of the two
                  changes from turn to turn, and the median over pairs of turns counts
-    exposed      seconds that the record says the program started collectives or waited for them, beside those of a
-                 trace of torch's profiler, of the same steps; by the profiler's own events of Python's functions
-    bytes        of a rank's file after so many steps
+    exposed      seconds that the record says the program started collectives or waited for them, compared with a
+                 trace by torch's profiler, of the same steps; by the profiler's own events of Python's functions
+    bytes        size of a rank's file after this number of steps
 
 Goals: at most 1 %, within 3 %, and at most 5 MB after 1000 steps.
 """
@@ -96,7 +96,7 @@ def exposed(folder: str, steps: int) -> tuple[float, float]:
 
 
 def outermost_s(events: Iterable[dict[str, Any]]) -> float:
-    """Seconds in any of the functions that wait; of one within another one, the outer one's."""
+    """Return the seconds in functions that wait; nested calls count once, for the outer one."""
     spans = sorted(
         (event["ts"], event["ts"] + event["dur"])
         for event in events
@@ -111,7 +111,7 @@ def outermost_s(events: Iterable[dict[str, Any]]) -> float:
 
 
 def file_bytes(folder: str, steps: int) -> int:
-    """Bytes of this rank's file after so many steps of a small model."""
+    """Return the bytes of this rank's file after `steps` steps of a small model."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(50)))
     for layer in model:

@@ -54,11 +54,11 @@ def run_threads(world: int, function: Callable[[int, threading.Lock], T]) -> lis
 
 @contextmanager
 def _ranks_are_threads() -> Iterator[None]:
-    """A context in which nothing that is a process's is taken for a rank's."""
+    """Replace per-process state by per-thread state in this context."""
     register_backend("threaded", NativeCollectives)
     replaced: list[tuple[Any, str, Any]] = [
         (group_transports, "scratch_of", Pool),  # else threads would take one another's
-        (runtime, "drop_if_stale", _nothing),  # every thread has a default group of its own
+        (runtime, "drop_if_stale", _nothing),  # every thread has a separate default group
         (context, "drop_if_stale", _nothing),
         (runtime, "watch", _nothing),  # a watchdog looks after processes
     ]

@@ -7,7 +7,7 @@
 It needs torchtitan (`pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing torchdata tyro
 typeguard docstring_parser shtab einops`), and trains its debug models on four ranks of this machine, on gloo. For
 fullshard torchtitan's imports are changed as `SWAPPED` says, and nothing else. What a CPU, and torch 2.13 in place of a
-nightly build, ask for is in `on_a_cpu`, `on_gloo` and `on_torch_2_13`, alike for both. FSDP2 adds up what ranks send in
+nightly build, ask for is in `on_a_cpu`, `on_gloo` and `on_torch_2_13`, identical for both. FSDP2 sums gradients in
 the order of ranks (`in_rank_order`): what is left of differences is not rounding.
 """
 
@@ -73,12 +73,12 @@ class SwappedFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-# -- patches, for both alike ------------------------------------------------------------------------------------------
+# -- patches, identical for both --------------------------------------------------------------------------------------
 
 
 def on_a_cpu() -> None:
-    """Have it take the CPU for its device, and do without what is made for GPUs only: triton's kernels of one kind of
-    expert parallelism, compiled flex attention, statistics of memory; and without tensorboard.
+    """Select the CPU as device, and replace parts made for GPUs only: triton's kernels of one kind of
+    expert parallelism, compiled flex attention, statistics of memory; and remove tensorboard.
     """
     for name in ("torch.utils.tensorboard", "torchtitan.distributed.minimal_async_ep.kernels"):
         module: Any = types.ModuleType(name)
@@ -102,7 +102,7 @@ def on_a_cpu() -> None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any) -> Any:
-    """What flex attention gives for a mask, by the dense one."""
+    """Compute flex attention with a dense mask."""
     from torch.nn.attention.flex_attention import create_mask
 
     mask = create_mask(block_mask.mask_mod, *block_mask.shape[:2], q.shape[-2], k.shape[-2], device="cpu")
@@ -121,8 +121,8 @@ def on_gloo() -> None:
 
 
 def in_rank_order() -> None:
-    """Have FSDP2 add up what ranks send in the order of ranks, as this library does: gloo's own is another one for each
-    part of a message, which changes last digits.
+    """Make FSDP2 sum in rank order, as this library does. The order of gloo differs between the
+    parts of a message, which changes last digits.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 

@@ -4,13 +4,13 @@
 
 Four ranks on gloo train the same model on this machine; once they are beyond a checkpoint, one is killed by SIGKILL.
 
-    disk      torchrun starts all ranks anew, which load the newest checkpoint from the disk
+    disk      torchrun starts all ranks again, which load the newest checkpoint from the disk
     memory    the same, from a safety copy in the memory of the host
-    ray       Ray Train starts all workers anew, from the newest checkpoint that they reported
-    torchft   two replicas of two ranks: the other one goes on; the lost one is started anew by its launcher
+    ray       Ray Train starts all workers again, from the newest checkpoint that they reported
+    torchft   two replicas of two ranks: the other one goes on; the lost one is started again by its launcher
 
 Two numbers each, in seconds from the kill: until any rank has done a step that it began since (`next_step_s`), and
-until a step has been done that nobody had done before, by all ranks (`all_again_s`): with checkpoints, steps since the
+until all ranks have done a step that none of them had done before (`all_again_s`): with checkpoints, steps since the
 last one are done again first. Ways and sizes are interleaved; the last line is JSON.
 """
 
@@ -48,7 +48,7 @@ PATIENCE_S = 300.0
 
 
 class Lines:
-    """What this rank tells of its steps."""
+    """Records this rank's steps."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._file = (folder / f"{name}.jsonl").open("a", buffering=1)
@@ -164,12 +164,12 @@ def start(way: str, folder: Path, width: int, around: dict[str, str]) -> list[su
 
 
 def lines_in(folder: Path) -> list[dict[str, Any]]:
-    """What all ranks have told."""
+    """Return the records of all ranks."""
     return [line for path in folder.glob("*.jsonl") for line in read_lines(path)]
 
 
 def wait_until(folder: Path, what: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The first line of which `what` is true, once there is one."""
+    """Wait for the first line that satisfies `what` and return it."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         found = [line for line in lines_in(folder) if what(line)]
@@ -268,7 +268,7 @@ def parameters(width: int) -> int:
 
 
 def train_part(requested: argparse.Namespace) -> None:
-    """What a process of a run does."""
+    """Run one process of a run."""
     width, way = requested.widths[0], requested.ways[0]
     parts = {
         "ray": partial(run_ray, requested.part_of, width),

@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def measure_on(hosts: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """What the first rank of a torchrun over these hosts has found."""
+    """Return the results of the first rank of a torchrun over these hosts."""
     with tempfile.NamedTemporaryFile("r") as result:
         argv = [__file__, *sys.argv[1:], "--result", result.name]
         codes = wait_for(torchrun(hosts, *argv, stderr=subprocess.DEVNULL), options.timeout)
@@ -99,7 +99,7 @@ class Contender:
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
-    """What all systems train."""
+    """Return the training task of all systems."""
     shape = Shape(
         vocab=options.vocab,
         width=options.width,
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace) -> None:
     for step in range(options.warmup + options.rounds):
         tokens = workload.tokens(step, dist.get_rank())
         for name, contender in contenders.items():
-            before = sent_bytes()  # a step begins and ends with a barrier, so nobody sends at either count
+            before = sent_bytes()  # a step begins and ends with a barrier, so no rank sends at either count
             contender.step(tokens)
             sent[name].append(sent_bytes() - before)
     if dist.get_rank() == 0:

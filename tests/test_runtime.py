@@ -755,7 +755,7 @@ def test_a_cuda_graph_gathers_all_that_it_computes_with(options):
 
 
 def gradients_written_by_a_graph() -> list[bool]:
-    """Return for each parameter whether the memory that a graph writes gradients to outlives all other references."""
+    """Return, per parameter group, whether the memory that a graph writes gradients to outlives other references."""
     model = chain(fully_shard)
     learn(model, steps=1)
     with pretending_to_capture():

@@ -596,18 +596,18 @@ import torch, torch.distributed as dist
 from fullshard.comm.routes import collectives_for
 from fullshard.tape.recorder import Origin, Phase
 dist.init_process_group("gloo")
-wire = collectives_for(dist.group.WORLD, torch.device("cpu"))
+collectives = collectives_for(dist.group.WORLD, torch.device("cpu"))
 part, whole = torch.ones(1 << 20), torch.empty(2 << 20)
 for _ in range(3):
-    wire.channel_for("test", 1).all_gather([whole], [part], origin=Origin("unit", Phase.FORWARD)).wait()
-if wire.rank == 1 and sys.argv[1] == "fork" and os.fork() == 0:
+    collectives.channel_for("test", 1).all_gather([whole], [part], origin=Origin("unit", Phase.FORWARD)).wait()
+if collectives.rank == 1 and sys.argv[1] == "fork" and os.fork() == 0:
     time.sleep(20)  # as a data loader's worker, which outlives its parent a little
     os._exit(0)
 print("ready", os.getpid(), flush=True)
-if wire.rank == 1:
+if collectives.rank == 1:
     time.sleep(100)
 try:
-    wire.channel_for("test", 1).all_gather([whole], [part], origin=Origin("unit", Phase.FORWARD)).wait()
+    collectives.channel_for("test", 1).all_gather([whole], [part], origin=Origin("unit", Phase.FORWARD)).wait()
 except Exception as error:
     print(type(error).__name__, error, flush=True)
 os._exit(0)

@@ -430,7 +430,7 @@ class Part:
 
 @dataclass
 class PerRank:
-    """Values that each rank has of its own."""
+    """Values that differ between ranks."""
 
     values: list[Any]
 
@@ -460,14 +460,14 @@ def loss_of(program: Json, model: nn.Module, step: int, micro: int, rank: int) -
     width, dtype = program.get("width", 6), getattr(torch, program.get("dtype", "float32"))
     x, target = torch.randn(2, ROWS, width).to(dtype)
     if program.get("input needs grad"):
-        x = x.clone().requires_grad_()  # a leaf that is no view: `unbind` returns views that must not be written
+        x = x.clone().requires_grad_()  # a leaf that is not a view: `unbind` returns views that must not be written
     loss = (model(x) - target).float().square().mean()
     return loss + sum(module.aux.float() for module in model.modules() if isinstance(module, Aux))
 
 
 @contextmanager
 def booming(model: nn.Module, action: Json) -> Iterator[None]:
-    """A context in which forward or backward raises `Boom` at a module."""
+    """Raise `Boom` in forward or backward of a module within this context."""
     modules = [module for module in model.modules() if not list(module.children())]
     module = modules[action.get("module", 0) % len(modules)]
 
@@ -692,7 +692,7 @@ class Plain(Driver):
     def freeze(self, action: Json) -> None:
         params = list(self.model.parameters())
         i = action.get("which", 0) % len(params)
-        if i not in self.ignored:  # nobody averages the gradients of these, so ranks would train different models
+        if i not in self.ignored:  # no rank averages the gradients of these, so ranks would train different models
             params[i].requires_grad_(action.get("trained", False))
 
     def copied(self, action: Json) -> None:

@@ -269,7 +269,7 @@ class Generator:
 def one_call(program: Json) -> Json:
     """The program with reentrant checkpoints replaced where a parameter has several gradients in one backward.
 
-    Each nested backward of a reentrant checkpoint is a reduction of its own, so gradients add up in another order.
+    Each nested backward of a reentrant checkpoint is a separate reduction, so gradients are summed in another order.
     """
     several = ("repeat", "again", "tied", "own", "two forwards")
     text = json.dumps(program)

@@ -90,7 +90,7 @@ def _on_rank(program: Json, folder: str, before: Callable[[], None] | None) -> O
 
 
 def verdict_of(outcomes: list[Outcome], expected: dict[str, Any]) -> Verdict:
-    """What the outcomes of all ranks amount to."""
+    """Combine the outcomes of all ranks into a verdict."""
     errors = [outcome for outcome in outcomes if outcome.records is None]
     details = "\n".join(f"---- rank {rank}: {outcome.details or 'no error'}" for rank, outcome in enumerate(outcomes))
     bare = next((error for error in errors if not error.is_own), None)
