@@ -80,7 +80,9 @@ def parts(*, dry: bool) -> list[Part]:
     return [
         Part("facts", "torch reaches the GPU", (*one, "facts"), 20),
         by_pytest("tests", "one rank learns the bits of plain PyTorch, in CUDA graphs too", "tests/test_gpu.py", 90),
-        by_pytest("late streams", "however late a stream is, no bit is another one", "tests/test_late_streams.py", 170),
+        by_pytest(
+            "late streams", "whichever stream is delayed, the bits are the same", "tests/test_late_streams.py", 170
+        ),
         Part("prediction", "the tape tells a step's memory within 5 %", (*one, "prediction"), 70),
         by_pytest("several GPUs", several, "tests/test_gpu_ranks.py", 100),
         Part("time", "no step takes 5 % longer than FSDP2's", (*one, "steps", "1" if dry else "2"), 250),

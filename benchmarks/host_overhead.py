@@ -125,7 +125,7 @@ def main() -> None:
             subprocess.run([*command, "--profile", args.profile], check=True)
             continue
         found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        print(f"world {world}: unsharded {statistics.median(found['unsharded']):.0f} us a unit and microbatch")
+        print(f"world {world}: unsharded {statistics.median(found['unsharded']):.0f} us per unit and microbatch")
         for system in SYSTEMS:
             ratio = statistics.median(a / b for a, b in zip(found["fullshard"], found[system], strict=True))
             print(f"  {system:10} adds {statistics.median(found[system]):5.0f} us; ours is {ratio:.2f} of it")

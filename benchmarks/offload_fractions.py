@@ -109,7 +109,7 @@ def main() -> None:
         "fractions": [],
     }
     file.close()
-    print(f"{'fraction':>8} {'step ms':>9} {'beside the line':>16} {'memory freed MiB':>17} {'by formula MiB':>15}")
+    print(f"{'fraction':>8} {'step ms':>9} {'over the line':>16} {'memory freed MiB':>17} {'by formula MiB':>15}")
     for number, fraction in enumerate(FRACTIONS):
         ratios = [
             each_round[number] / (each_round[0] + fraction * (each_round[-1] - each_round[0])) for each_round in rounds

@@ -104,7 +104,7 @@ def main() -> None:
     found = run_ranks(RANKS, measured, args.folder, *shape, args.rounds, timeout=570)[0]
     kept = found["kept"]
     result: dict[str, Any] = {"shape": shape, "ranks": RANKS, "versions": versions(), "ways": {}}
-    print(f"{'':>16} {'step ms':>9} {'beside kept':>12} {'peak MiB':>9} {'formula MiB':>12} {'travels MiB':>12}")
+    print(f"{'':>16} {'step ms':>9} {'over kept':>12} {'peak MiB':>9} {'formula MiB':>12} {'travels MiB':>12}")
     for way in WAYS:
         item = found[way]
         ratios = [local / its for local, its in zip(item["seconds"], kept["seconds"], strict=True)]

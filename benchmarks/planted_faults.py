@@ -61,7 +61,7 @@ class Plant:
     Args:
         title: what is planted.
         cause: empty if the run is healthy.
-        said: words that tell where it is.
+        stated: words of the report that name its place.
         world: ranks.
         steps: of the run; the first two are not counted.
         blocks: of the model.
@@ -558,7 +558,9 @@ def answers(only: str = "", *, pretended_clock: bool = False) -> list[Answer]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="runs whose title has these words")
-    parser.add_argument("--pretended-clock", action="store_true", help="nobody sleeps; load counts for nothing")
+    parser.add_argument(
+        "--pretended-clock", action="store_true", help="no rank sleeps, and load on the machine has no effect"
+    )
     args = parser.parse_args()
     given = answers(args.only, pretended_clock=args.pretended_clock)
     print("| planted | told as | said | others | |\n|---|---|---|---|---|")

@@ -5,18 +5,18 @@
     python benchmarks/predicted_memory.py --part process --part limits --threshold 65536
 
     peaks     the most bytes of tensors at once on a rank, from the making of the model to the end of the third step.
-              Measured by a counter of its own, which knows nothing of the engine or its tape: after each operation of
+              Measured by an independent counter without access to the engine or its tape: after each operation of
               torch's, the bytes of all storages that any operation has met and that are still alive. Of memory that
               ranks have in common each one counts its part. How many messages are under way is decided by the pace of
               ranks: of three runs the one counts that needed most
     process   the most memory of a process, above what it had after steps of a tiny model: its own pages, and its part
-              of those that ranks share. The kernel keeps the peak; the mean of three runs and of their ranks is taken.
+              of those that ranks share. The kernel keeps the peak. Numbers are means over three runs and their ranks.
               The C library's allocator is left as it is, unless a threshold is given
-    limits    runs whose ranks are under RLIMIT_AS, of several sizes and that from which on they are said to fit: none
-              may fail that is said to fit
+    limits    runs with RLIMIT_AS on their ranks, at several sizes and at the smallest one that is predicted to fit: no
+              run may fail that is predicted to fit
 
 Both sides run the same function. The table goes to the screen, all numbers to benchmarks/results/predicted_memory.json,
-and predicted over measured to a picture beside it.
+and predicted over measured to a picture next to it.
 """
 
 from __future__ import annotations
@@ -501,7 +501,7 @@ def main() -> None:
     """Predict and measure, write it all down and show it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, action="append", help="one part only")
-    parser.add_argument("--limit", type=int, help="so many cases of each part only")
+    parser.add_argument("--limit", type=int, help="number of cases of each part")
     parser.add_argument("--threshold", type=int, help="MALLOC_MMAP_THRESHOLD_ of the ranks, for both sides")
     options = parser.parse_args()
     if options.threshold:

@@ -297,7 +297,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     ends = [0.8 * min(row["predicted"]["ms"] for row in rows), 1.2 * max(row["measured"]["least_ms"] for row in rows)]
     for factor, style in ((1.0, "-"), (0.9, ":"), (1.1, ":")):
         axes.plot(ends, [factor * end for end in ends], style, color="grey", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="predicted, ms a step")
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms per step", ylabel="predicted, ms per step")
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
@@ -420,7 +420,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--rounds", type=int, default=6, help="of two steps, on CPUs")
     parser.add_argument("--here", help="a description of this machine; left out, it is measured")
-    parser.add_argument("--json", help="a file for all of it; on CPUs, its picture lies beside it")
+    parser.add_argument("--json", help="a file for all results; on CPUs, a picture is written next to it")
     args = parser.parse_args()
     if args.gpu:
         cases = [case for case in ON_A_GPU if args.only in case.name]

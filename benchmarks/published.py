@@ -506,7 +506,7 @@ def reason(far: Comparison, found: Sequence[Comparison], machine: Hardware) -> s
         if same and item.row.gpu == row.gpu and item.row.set != row.set:
             ratio = row.measured / item.row.measured - 1
             reported.append(
-                f"measured {ratio:+.0%} beside the same run of {item.row.set}, which is {item.error:+.0%} off"
+                f"measured {ratio:+.0%} against the same run of {item.row.set}, which is {item.error:+.0%} off"
             )
     return "; ".join(reported)
 
@@ -623,7 +623,7 @@ def vtrain() -> dict[str, Any]:
     }
     print("vTrain's rows, DDP on 2 and 4 A100, by sequences of a microbatch (seconds predicted over measured):")
     for batch, item in reported.items():
-        print(f"  {batch}: {item['rows']} rows, mean error {item['mean']:.0f} %, of which bias {item['bias']:+.0f} %")
+        print(f"  {batch}: {item['rows']} rows, mean error {item['mean']:.0f} %, bias {item['bias']:+.0f} %")
     return {"summary": reported, "rows": rows}
 
 
@@ -723,7 +723,7 @@ class AtTheLimit:
         seconds: it takes, with the waits of `lay_out`'s host where segments must be given back to make room.
         retries: number of retries per block.
         failures: number of retries per block that find no memory: a run would end there.
-        alone_s: a step without any overlap, as if there were no memory for the next unit.
+        alone_s: a step without any overlap, as if the next unit did not fit.
     """
 
     seconds: float
@@ -807,8 +807,8 @@ def pytorch() -> list[dict[str, Any]]:
                 item = at_the_limit(run, machine, keeps_inputs=keeps)
                 limits[where] = {**asdict(item), "predicted": round(step_flops(run) / item.seconds / 1e12, 1)}
                 print(f"  what checkpoints keep {where}: {limits[where]['predicted']:.0f} TFLOP/s", end="; ")
-                print(f"for each block {item.retries:.1f} retries, of which {item.failures:.1f} find no room", end="; ")
-                print(f"nothing beside anything {step_flops(run) / item.alone_s / 1e12:.0f} TFLOP/s", flush=True)
+                print(f"per block {item.retries:.1f} retries, {item.failures:.1f} without success", end="; ")
+                print(f"without overlap {step_flops(run) / item.alone_s / 1e12:.0f} TFLOP/s", flush=True)
         reported.append(
             {
                 "run": run.name,
@@ -880,7 +880,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 label=f"{name}, calibrated on" if is_filled else name,
             )
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.set_xlabel("measured tokens a second and GPU (MosaicML, 2023)")
+    axes.set_xlabel("measured tokens per second and GPU (MosaicML, 2023)")
     axes.set_ylabel("predicted; thin lines are 10 % off")
     axes.legend(loc="upper left")
     figure.savefig(path, dpi=150)
@@ -894,7 +894,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="SET=DTYPE",
-        help="the dtype in which a set's runs reduced gradients, as h100_2023=bfloat16",
+        help="dtype of reduced gradients in a set's runs, as h100_2023=bfloat16",
     )
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--large", action="store_true", help=argparse.SUPPRESS)

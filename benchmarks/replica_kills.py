@@ -388,7 +388,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gap", type=float, default=2.0, help="at most so many seconds between a return and a kill")
+    parser.add_argument("--gap", type=float, default=2.0, help="maximum seconds between a recovery and a kill")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -177,7 +177,7 @@ def wait_until(folder: Path, what: Callable[[dict[str, Any]], bool]) -> dict[str
             return min(found, key=lambda line: line["at"])
         time.sleep(0.02)
     logs = "".join(path.read_text(errors="replace")[-1500:] for path in folder.glob("*.log"))
-    raise TimeoutError(f"nobody has told of it in {folder}:\n{logs}")
+    raise TimeoutError(f"no rank has reported it in {folder}:\n{logs}")
 
 
 def measure(way: str, width: int) -> dict[str, float]:

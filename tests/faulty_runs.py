@@ -255,7 +255,7 @@ def _logits(run: Run, _: float) -> Run:
 
 FAULTS = (
     Fault("a loader without workers", "slow input", "on all ranks", lambda run, item: with_parts(run, input=item)),
-    Fault("a slow disk beside rank 1", "slow input", "rank 1", lambda run, item: with_parts(run, [1], input=item)),
+    Fault("a slow disk on rank 1", "slow input", "rank 1", lambda run, item: with_parts(run, [1], input=item)),
     Fault("long rows on the last rank", "unequal work", "mean of the ranks", _unequal),
     Fault(
         "a hot device",
@@ -263,7 +263,7 @@ FAULTS = (
         "rank 0",
         lambda run, item: with_parts(run, [0], forward=item / 2, backward=item),
     ),
-    Fault("another program beside rank 0", "throttled rank", "rank 0", _with_starved_rank),
+    Fault("another program next to rank 0", "throttled rank", "rank 0", _with_starved_rank),
     Fault("a host with half the clock", "slow host", "node1", _slow_host),
     Fault("as many threads as cores on each rank", "oversubscribed cores", "no core", _starved),
     Fault("no wrapping", "one unit for all", "the root", _one_unit),

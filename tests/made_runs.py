@@ -145,13 +145,13 @@ def findings_of(run: Run) -> tuple[Finding, ...]:
             cause="one unit too large",
             stated=f"{100 * gather:.0f} % of a step waits for gathers, most for layers.7: that unit is 6 times larger "
             "than the others.",
-            change="Wrap its experts as units of their own, or use strategy hsdp.",
+            change="Wrap its experts as separate units, or use strategy hsdp.",
             lost=gather,
             gain_s=0.14,
         ),
         Finding(
             cause="slow input",
-            stated="Rank 2 waits 41 ms a step for its next batch, the others 6 ms.",
+            stated="Rank 2 waits 41 ms per step for its next batch, the others 6 ms.",
             change="Give that rank's loader another worker, or move its files to a local disk.",
             lost=0.05,
         ),

@@ -101,7 +101,7 @@ def around(size: int, options: dict[str, Any], shard: Shard, layers: int) -> Any
 
 
 def without_root(options: dict[str, Any], shard: Shard, layers: int) -> Any:
-    """Only the layers are units. Each is a separate root and is entered during the backward of another one. The
+    """Only the layers are units. Each is a separate root and is entered during another unit's backward. The
     head's gradients are equal already, with the same batch on every rank.
     """
     return around(2, options, lambda module: shard(module) if isinstance(module, Layer) else module, layers)

@@ -126,7 +126,7 @@ def choose(folder: Path) -> None:
             assert not shares[1] or shares[0] == 1, "states go first"
             assert not shares[2] or shares[:2] == [1, 1], "shards go last"
             before = shares
-        assert before == [0, 0, 0], "nothing is away where everything fits"
+        assert before == [0, 0, 0], "nothing is offloaded if everything fits"
 
 
 def test_a_budget_is_kept_with_the_least_offloaded_and_changes_no_bit(tmp_path):
@@ -455,7 +455,7 @@ def test_next_to_an_accelerator_states_go_to_the_cpu_as_far_as_is_missing(strate
         assert tape.peak_bytes() >= 0.74 * budget or part not in (0, 7), "what was counted, and not much less"
         assert not dry.races(tape)
         now, units = on_the_cpu(made[-1]), units_in(made[-1])
-        assert now <= before, "the more there is, the less is away"
+        assert now <= before, "more memory offloads less"
         in_turn = stepped_on_cpu_in_turn(units)
         assert [unit for unit in in_turn if unit.destination is StatePlacement.STEPPED_ON_CPU] == in_turn[: sum(now)]
         policy = units[0].options.offload
@@ -648,7 +648,7 @@ def test_no_more_goes_to_the_cpu_than_the_host_has_room_for(tmp_path, monkeypatc
         assert sum(policy.optimizer.values()) <= 1 and ("disk" not in policy.optimizer or with_folder)
         budgets.append(budget)
         fractions.append(policy.optimizer)
-    assert budgets == sorted(budgets, reverse=True) and len(set(budgets)) > 2, "the more room, the more is away"
+    assert budgets == sorted(budgets, reverse=True) and len(set(budgets)) > 2, "a smaller budget offloads more"
     assert any(set(fraction) == {"cpu", "disk"} for fraction in fractions) == with_folder
 
 

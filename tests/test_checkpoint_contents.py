@@ -107,7 +107,7 @@ def positions_and_buffers(folder: Path) -> None:
     model = fully_shard(Normed())
     model.norm.running_mean.fill_(rank)
     save(folder, model=model, data=Counter({"at": rank, "order": torch.arange(rank + 1)}), step=1)
-    save(folder.with_name("alike"), model=model, data=Counter({"at": 3}), step=1)
+    save(folder.with_name("identical"), model=model, data=Counter({"at": 3}), step=1)
     model, data = fully_shard(Normed()), Counter()
     load(folder, model=model, data=data)
     assert data.state["at"] == rank
@@ -118,7 +118,7 @@ def positions_and_buffers(folder: Path) -> None:
 
 def positions_elsewhere(folder: Path) -> list[float]:
     model, data = fully_shard(Normed()), Counter()
-    load(folder.with_name("alike"), model=model, data=data)
+    load(folder.with_name("identical"), model=model, data=data)
     assert data.state == {"at": 3}
     with pytest.raises(RuntimeError, match=r"ranks 0 and 1 had different positions .* divided over 3"):
         load(folder, model=model, data=data)

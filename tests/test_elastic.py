@@ -101,7 +101,7 @@ def resumed(out: Path) -> list[dict[str, Any]]:
 
 def losses(out: Path) -> dict[int, float]:
     found = [(line["step"], line["loss"]) for line in metrics(out) if line["kind"] == "step"]
-    assert len(found) == len(dict(found)), "a step is told once"
+    assert len(found) == len(dict(found)), "a step is reported once"
     return dict(found)
 
 

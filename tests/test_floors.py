@@ -195,7 +195,7 @@ def complaints(package: Path, rooms: Mapping[str, Sequence[str] | None]) -> list
         if path.stem in EMPTY_NAMES and path.relative_to(package).as_posix() not in PEERS_NAMES:
             found.append(f"{here}: name it after its subject; '{path.stem}' has none")
         if room not in place:
-            found.append(f"{here}: stands on no floor; add '{room}' to ROOMS, below all that it imports")
+            found.append(f"{here}: not listed; add '{room}' to ROOMS, below all that it imports")
             continue
         files = {file: number for number, file in enumerate(rooms[room] or ())}
         if files and path.stem not in files and path.stem != PUBLIC:

@@ -376,15 +376,15 @@ def raise_in_forward(folder: Path) -> None:
     with recording() as whole:
         before = loss_of(model, rows)
     raising = mock.patch.object(model, "forward", side_effect=by_hand)
-    with recording() as record, raising, pytest.raises(RuntimeError, match="by hand"):
+    with recording() as record, raising, pytest.raises(RuntimeError, match="on purpose"):
         model(rows)
     reported = whole.names()[-1]
-    assert reported == "all_reduce" and reported not in record.names(), "nobody else need come"
+    assert reported == "all_reduce" and reported not in record.names(), "no peer has to reduce"
     assert_same(loss_of(model, rows), before)
 
 
 def by_hand(*args: Any) -> None:
-    raise RuntimeError("by hand")
+    raise RuntimeError("on purpose")
 
 
 def test_a_forward_that_raises_sends_nothing_at_its_end(tmp_path):

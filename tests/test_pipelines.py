@@ -165,7 +165,7 @@ def every_schedule_and_strategy(world: int, kinds: list[type]) -> None:
         matches_one_process(hsdp, testing.assert_same)
 
 
-lazy_pairs = torch_before((2, 13), "torch 2.11's gloo cannot send beside what it is connecting")
+lazy_pairs = torch_before((2, 13), "torch 2.11's gloo cannot send while it connects")
 
 
 @lazy_pairs

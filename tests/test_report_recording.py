@@ -171,7 +171,7 @@ class Stamped:
         self.stream.reached = max(self.stream.reached, self.at)
 
     def elapsed_time(self, other: "Stamped") -> float:
-        assert other.query(), "nobody waits for a stream"
+        assert other.query(), "no stream is waited for"
         return 1e3 * (other.at - self.at)
 
 

@@ -165,7 +165,7 @@ def pretended(folder: Path) -> None:
 
 def test_tiers_add_up_to_a_run_without_offload(tmp_path):
     run_ranks(2, tiers_of, tmp_path, False)
-    run_ranks(2, pretended, tmp_path / "beside")
+    run_ranks(2, pretended, tmp_path / "pretended")
 
 
 # -- told -------------------------------------------------------------------------------------------------------------

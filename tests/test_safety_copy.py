@@ -408,7 +408,7 @@ def keeper_of(folder: Path) -> int:
             continue
         if str(folder).encode() in words:
             return int(process.name)
-    raise AssertionError(f"nobody keeps {folder}")
+    raise AssertionError(f"no process keeps {folder}")
 
 
 @pytest.mark.slow

@@ -381,7 +381,7 @@ def train_adapters_in_hooks(how: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("how", ["alike", "drawn", "add_param_group", "averaged"])
+@pytest.mark.parametrize("how", ["identical", "drawn", "add_param_group", "averaged"])
 def test_adapters_in_hooks_that_diverge_are_reported_once(how):
     first, second = run_ranks(2, train_adapters_in_hooks, how)
     assert second == []

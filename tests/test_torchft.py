@@ -128,12 +128,12 @@ def made_wrongly() -> None:
     model = chain(fully_shard)
     with pytest.raises(ConfigError, match=r"no lighthouse is named. Start one by torchft_lighthouse"):
         Replicas(model, adamw(model), name="a")
-    nobody = f"http://localhost:{free_ports(1)[0]}"
-    with pytest.raises(StateError, match=f"{nobody}.*replica 'a' could not join.* Is the lighthouse there"):
-        Replicas(model, adamw(model), name="a", lighthouse=nobody, timeout_s=1)
+    unused = f"http://localhost:{free_ports(1)[0]}"
+    with pytest.raises(StateError, match=f"{unused}.*replica 'a' could not join.* Is the lighthouse there"):
+        Replicas(model, adamw(model), name="a", lighthouse=unused, timeout_s=1)
     dist.destroy_process_group()
     with pytest.raises(StateError, match="without a process group"):
-        Replicas(model, adamw(model), name="a", lighthouse=nobody)
+        Replicas(model, adamw(model), name="a", lighthouse=unused)
 
 
 def lose_the_lighthouse() -> None:
