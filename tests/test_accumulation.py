@@ -324,7 +324,7 @@ def run_programs(seeds: range) -> None:
             )
 
 
-def test_kept_parameters_are_those_of_the_last_step_whoever_took_it():
+def test_kept_parameters_are_updated_by_every_kind_of_step():
     run_ranks(2, run_programs, range(8))
 
 

@@ -127,7 +127,7 @@ def compare(folder: Path) -> None:
             assert store.put_bytes > 0 and store.read_bytes > 0, name
 
 
-def test_what_is_on_a_disk_meanwhile_comes_back_to_the_same_bits(tmp_path):
+def test_activations_on_disk_keep_their_bits(tmp_path):
     run_ranks(2, compare, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

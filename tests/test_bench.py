@@ -220,7 +220,7 @@ def test_failures_are_reported_below_the_table_and_in_json():
     assert len(report.tables()) == 1  # nothing of ours to compare with the peer
 
 
-def test_on_a_terminal_there_is_a_bar_and_elsewhere_a_line_for_each_stage():
+def test_on_a_terminal_there_is_a_bar_and_otherwise_a_line_per_stage():
     def stated(*, terminal: bool) -> str:
         console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None, width=80)
         with shown(console, 3) as report:
@@ -336,7 +336,7 @@ def test_a_team_answers_in_rank_order_and_ends():
         ("wait", 0.5, "rank 0, 1 did not answer within 0.5 s."),
     ],
 )
-def test_what_fails_is_reported_and_nobody_waits_for_the_others(method, timeout, stated):
+def test_failures_are_reported_without_waiting_for_other_ranks(method, timeout, stated):
     team = Team(Subject, TINY)
     team._timeout = timeout  # of questions alone: to start may take longer
     try:

@@ -176,7 +176,7 @@ def test_pages_cost_time_where_the_allocator_has_them_new(here, monkeypatch, thr
     assert round(new / MIB) == (28 if threshold is None else 36), "what is larger than a fixed one never stays"
 
 
-def test_what_is_written_to_a_new_page_comes_from_no_memory(here):
+def test_writes_to_new_pages_read_no_memory(here):
     """The system has just cleared it. The second time it is like any other."""
     time, origin = CoreTime(here, ranks=1, dtype="float32"), dry.Tape().origin
     large = MIB + here.measured["cache_bytes"]

@@ -75,7 +75,7 @@ def test_each_cause_is_planted():
     assert len({rule.cause for rule in RULES}) == len(RULES) >= 14
 
 
-def test_what_costs_most_comes_first():
+def test_the_most_expensive_cause_is_first():
     run = with_parts(healthy_run(), input=0.3, other=0.6)
     findings = find_causes(run)
     assert [finding.cause for finding in findings] == ["host waits", "slow input"]

@@ -361,7 +361,7 @@ def test_help_names_what_there_is(command, capsys):
     assert "--max-shard-size" in reported
 
 
-def test_a_bar_comes_after_a_second_and_only_on_a_terminal(monkeypatch):
+def test_a_bar_is_shown_after_a_second_and_only_on_a_terminal(monkeypatch):
     now = 0.0
     monkeypatch.setattr(display, "monotonic", lambda: now)
     for terminal in (True, False):

@@ -171,7 +171,7 @@ def test_a_scheduler_goes_on(name, tmp_path):
     assert rates(optimizer, scheduler, 5) == expected
 
 
-def test_extra_comes_back_as_it_was(tmp_path):
+def test_extra_is_restored(tmp_path):
     extra = {"a": [1, 2.5, None, True, "x"], 3: (1, 2), "empty": {}, "tensor": torch.arange(3, dtype=torch.bfloat16)}
     save(tmp_path, model=nn.Linear(2, 2), step=1, extra=extra)
     found = load(tmp_path, model=nn.Linear(2, 2))
@@ -194,7 +194,7 @@ class Keeping(nn.Linear):
 
 
 @pytest.mark.parametrize("kept", [torch.arange(5), {"scale": 2.0, "history": {1: [3]}}, None], ids=str)
-def test_what_modules_keep_in_their_state_comes_back(kept, tmp_path):
+def test_extra_state_of_modules_is_restored(kept, tmp_path):
     model = Keeping(2, 2)
     model.kept = kept
     save(tmp_path, model=model, step=1)
@@ -251,7 +251,7 @@ def shares_are_added_up(folder: Path) -> None:
         assert sums(into) == [3.0, 3.0]
 
 
-def test_a_sum_that_ranks_have_shares_of_comes_back_as_the_sum(tmp_path):
+def test_a_partial_sum_is_restored_as_the_sum(tmp_path):
     run_ranks(2, shares_are_added_up, tmp_path)
 
 
@@ -390,7 +390,7 @@ def memory_of_a_save(folder: Path) -> tuple[int, int]:
     return watch.peak_bytes, model[0].weight.to_local().nbytes
 
 
-def test_saving_copies_no_shard_that_lies_in_host_memory(tmp_path):
+def test_saving_copies_no_shard_in_host_memory(tmp_path):
     for peak, shard_nbytes in run_ranks(2, memory_of_a_save, tmp_path):
         assert peak < 0.2 * shard_nbytes  # random states, and what ranks tell one another
 

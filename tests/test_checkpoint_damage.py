@@ -358,7 +358,7 @@ def test_metadata_that_would_run_code_is_refused_though_its_checksum_is_right(fo
     assert not proof.exists()
 
 
-def test_metadata_that_refers_to_files_elsewhere_is_refused(folder):
+def test_metadata_that_refers_to_files_outside_is_refused(folder):
     checkpoint = of_step(folder, 20)
     data = (checkpoint / ".metadata").read_bytes()
     forge(checkpoint, ".metadata", data.replace(b"__1_0.distcp", b"/etc/passwd0"))

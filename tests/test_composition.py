@@ -170,7 +170,7 @@ def test_the_table_has_every_combination():
 
 
 @pytest.mark.slow
-def test_every_cell_is_what_comes_out():
+def test_every_cell_matches_its_run():
     strategies, cells = table()
     for found in run_ranks(4, verdicts, strategies, timeout=300.0):
         assert found == {name: cells[name] for name in COMBINATIONS}
@@ -178,7 +178,7 @@ def test_every_cell_is_what_comes_out():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combination", BY_PARITY)
-def test_every_cell_of_longer_combinations_is_what_comes_out(combination):
+def test_every_cell_of_longer_combinations_matches_its_run(combination):
     """Compare with unsharded training on the same ranks, which has one process's numbers within rounding."""
     strategies, cells = table()
     report = compared(2, strategies, **BY_PARITY[combination])

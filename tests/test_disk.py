@@ -51,7 +51,7 @@ def test_buffers_are_aligned_and_of_the_size_that_was_requested_for(nbytes):
 
 @pytest.mark.parametrize("direct", [None, False])
 @pytest.mark.parametrize("requests", [1, 3, 64])
-def test_what_is_written_comes_back(tmp_path, direct, requests):
+def test_written_data_is_read_back(tmp_path, direct, requests):
     """Whatever the requests that it goes in, and the order of what is under way at once."""
     source = noise(requests * ALIGNMENT)
     file = DiskFile(tmp_path, "state", 3 * source.numel(), direct=direct, request_bytes=ALIGNMENT, depth=3)
@@ -198,7 +198,7 @@ def test_what_is_dropped_is_given_out_again_once_nothing_is_written_there(tmp_pa
     assert scratch.nbytes == 6 * ALIGNMENT and (fifth.nbytes, sixth.nbytes) == (3 * ALIGNMENT, 2 * ALIGNMENT)
 
 
-def test_a_file_that_nobody_has_any_more_is_gone_too(tmp_path):
+def test_a_file_without_references_is_deleted(tmp_path):
     def open_ones():
         return [link for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(link)]
 

@@ -129,7 +129,7 @@ def test_ranks_that_are_killed_cost_no_number(hosts, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_goes_on_without_a_lost_host_and_with_one_that_comes(hosts, tmp_path):
+def test_a_run_continues_without_a_lost_host_and_with_a_new_one(hosts, tmp_path):
     """One host loses its power in mid-run, and is started again later on."""
     steps = 300
     out = tmp_path / "out"
@@ -171,7 +171,7 @@ def copies_of(launchers: list[Launcher]) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_lost_host_comes_back_from_memory(tmp_path):
+def test_a_lost_host_is_restored_from_memory(tmp_path):
     """No checkpoint is ever written before the end, and no step is lost but those since the last copy."""
     steps = 150
     out = tmp_path / "out"
@@ -201,7 +201,7 @@ def test_a_lost_host_comes_back_from_memory(tmp_path):
     assert [found[step] for step in before] == [calm[step] for step in before]
 
 
-def test_copies_that_nobody_would_take_up_are_refused(tmp_path):
+def test_copies_that_no_rank_would_load_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="starts no lost ranks anew"):
         check_restarts(5, environ={})
     with pytest.raises(ConfigError, match="and this system lacks one of them"), pytest.MonkeyPatch.context() as patch:

@@ -913,7 +913,7 @@ def save_the_state_of_a_shard() -> Steps:
 
 
 @mistake(ConfigError, "process group with backend 'gloo' for cpu tensors: known are nccl", "register_backend")
-def a_backend_that_nobody_knows() -> Steps:
+def an_unknown_backend() -> Steps:
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(routes._routes, "gloo")
@@ -2088,7 +2088,7 @@ def too_few_microbatches_for_the_stages() -> Steps:
 
 
 @mistake(ConfigError, "ep=2: name a function of the model and the mesh", "--experts my_model:place", ranks=0)
-def experts_that_nobody_places() -> Steps:
+def experts_without_placement() -> Steps:
     yield
     parity(mesh="dp2,ep2")
 
@@ -2532,7 +2532,7 @@ def described_by(text: str) -> Steps:
 
 
 @mistake(ConfigError, "abacus: no hardware of that name", "Take one of .*h100-80", ranks=0)
-def hardware_that_nobody_knows() -> Steps:
+def unknown_hardware() -> Steps:
     yield
     hardware.hardware("abacus")
 
@@ -2729,7 +2729,7 @@ def raises(path: Path) -> Iterator[ast.Raise]:
             yield node
 
 
-def test_what_is_made_elsewhere_is_there():
+def test_files_tested_elsewhere_exist():
     assert [name for name in ELSEWHERE if not (SOURCE / name).exists()] == []
     for name, functions in FUNCTIONS_ELSEWHERE.items():
         tree = ast.parse((SOURCE / name).read_text())

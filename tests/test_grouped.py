@@ -62,7 +62,7 @@ def agree_with_zero3() -> None:
 
 
 @pytest.mark.slow
-def test_whoever_has_the_parameters_the_bits_are_those_of_zero3():
+def test_grouped_parameters_have_the_bits_of_zero3():
     run_ranks(4, agree_with_zero3)
 
 

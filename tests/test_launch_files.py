@@ -21,7 +21,7 @@ from fullshard.train.options import parse_settings
 
 LAUNCH = ROOT / "docs" / "launch"
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-says_how_long_to_save = torch_before((2, 13), "torch 2.11's torchrun always gives ranks 30 s to save")
+needs_save_timeout = torch_before((2, 13), "torch 2.11's torchrun always gives ranks 30 s to save")
 
 
 def check_command(command: list[str], hosts: str | None, world: int) -> None:
@@ -56,7 +56,7 @@ def start_job(folder: Path, srun: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["bash", LAUNCH / "slurm.sh"], env=environ)
 
 
-@says_how_long_to_save
+@needs_save_timeout
 def test_the_slurm_script_starts_the_trainer_and_hands_on_its_exit_code(tmp_path):
     with start_job(tmp_path, f'test "${OWN_STORE}" = 1 && exit 3') as job:
         assert job.wait() == 3
@@ -101,7 +101,7 @@ def test_kubeflow_trainer_knows_every_field_of_its_documents():
     assert TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
 
 
-@says_how_long_to_save
+@needs_save_timeout
 def test_the_job_of_kubeflow_trainer_starts_the_trainer():
     runtime, job = trainer_documents()
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]

@@ -101,7 +101,7 @@ def test_whole_regions_are_disjoint(layout):
 
 
 @given(LAYOUTS)
-def test_parts_are_disjoint_and_the_pack_lies_behind_those_in_place(layout):
+def test_parts_are_disjoint_and_the_pack_follows_those_in_place(layout):
     assert regions_are_disjoint([param_layout.part for param_layout in layout.params], layout.shard_numel)
     for param_layout in layout.params:
         inside = layout.pack.start <= param_layout.part.start and param_layout.part.stop <= layout.pack.stop

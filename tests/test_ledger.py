@@ -51,7 +51,7 @@ def another_strategy_predicted() -> bool:
     return predict_ledger(sharded, strategy="ddp") == predict_ledger(whole)
 
 
-def test_one_strategy_foretells_another():
+def test_one_strategy_predicts_another():
     """The formula for `ddp` is the same, whatever the model is sharded by."""
     assert all(run_ranks(2, another_strategy_predicted))
 

@@ -232,5 +232,5 @@ def agree_on_wider_gradients() -> None:
             assert_same(learn_in_wider_gradients(reduce, shard), expected, name=f"{strategy} {reduce}")
 
 
-def test_gradients_have_the_dtype_that_parameters_ask_for():
+def test_gradients_have_the_requested_dtype_of_parameters():
     run_ranks(2, agree_on_wider_gradients)

@@ -454,7 +454,7 @@ def pickled(tensor: Tensor) -> Tensor:
     return torch.load(file)
 
 
-def test_whoever_looks_at_a_state_on_the_disk_sees_it_and_whoever_writes_changes_it(tmp_path):
+def test_states_on_disk_can_be_read_and_written(tmp_path):
     run_ranks(2, look, tmp_path)
 
 

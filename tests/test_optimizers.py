@@ -614,7 +614,7 @@ def of_layers(kind: Any, *args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [Kept, OwnAdam, DecaysMatrices, InTraining, Foreach, Lion])
-def test_elementwise_optimizers_that_nobody_knows_may_step_shards(kind, caplog):
+def test_unknown_elementwise_optimizers_may_step_shards(kind, caplog):
     optimizer = of_layers(kind, lr=1e-3)
     if kind is InTraining:
         optimizer.train()

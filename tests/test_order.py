@@ -78,7 +78,7 @@ def test_blocks_in_a_row_take_no_more_than_what_is_live(blocks, block_bytes, roo
 
 
 @given(st.lists(UNITS, max_size=12), st.integers(1, 3))
-def test_a_tracker_of_the_same_order_always_knows_what_comes_next(order, ahead):
+def test_a_tracker_of_the_same_order_always_predicts_the_next_units(order, ahead):
     tracker = OrderTracker(order)
     for position, unit in enumerate(order):
         assert used(tracker, unit, ahead) == tuple(order[position + 1 : position + 1 + ahead])

@@ -94,7 +94,7 @@ def pack_all_kinds(world: int, cases: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_every_part_lies_where_the_layout_states_all_else_is_zero_and_it_comes_back(world):
+def test_packing_follows_the_layout_pads_with_zeros_and_is_reversible(world):
     """Whatever the shapes, the dims they are cut along, and the gradients that are missing."""
     run_ranks(1, pack_all_kinds, world, 40)
 

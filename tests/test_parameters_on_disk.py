@@ -172,7 +172,7 @@ def look(folder: Path) -> None:
     assert_same(wholes(there), wholes(plain), name="loaded, and cast")
 
 
-def test_whoever_looks_sees_true_values_and_whoever_writes_changes_them(tmp_path):
+def test_parameters_on_disk_can_be_read_and_written(tmp_path):
     run_ranks(2, look, tmp_path)
 
 
@@ -321,7 +321,7 @@ def fail_unreported(folder: Path) -> None:
         loss_of(model, my_part(batch(0)))
 
 
-def test_a_disk_that_fails_is_an_error_at_once_where_no_backward_comes_to_report_of_it(tmp_path):
+def test_a_failed_disk_is_an_error_immediately_if_no_backward_can_report_it(tmp_path):
     run_ranks(1, fail_unreported, tmp_path)
 
 

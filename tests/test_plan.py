@@ -383,7 +383,7 @@ def test_the_cpu_steps_once_a_step_however_many_microbatches():
     assert slow_many - slow_few == pytest.approx(many - few, rel=0.01)
 
 
-def test_where_the_cpu_computes_none_are_elsewhere():
+def test_nothing_is_offloaded_to_the_cpu_if_it_computes():
     cluster = Cluster(hardware=measured_here(), hosts=1, per_host=2, share=1e-6)
     assert not any(item.sketch.program.cpu for item in search(requested(cluster=cluster, strategies=("zero3",))).found)
 
@@ -710,7 +710,7 @@ def test_the_fewest_ranks_are_those_on_which_it_just_fits():
     assert (found.question.cluster.hosts, found.best.sketch.program.strategy) == (3, "zero3")
 
 
-def test_what_comes_nearest_to_fitting_is_named():
+def test_suggestions_are_sorted_by_the_memory_that_they_need():
     """By more checkpoints, if those are enough. Suggestions are sorted by the memory that they need."""
     program = Program(strategy="zero2")
     question = requested(subject=gpt(seq=512), global_batch=None, checkpointing=("none", "every-1"))

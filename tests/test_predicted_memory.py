@@ -134,7 +134,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("streams", ["gpu", "cpu"])
-def test_models_that_ask_for_values_end(streams):
+def test_models_that_read_values_end(streams):
     dry.run(lambda: fully_shard(Truncated()), lambda: torch.randn(4, 8), world=2, streams=streams)
     tape = dry.run(lambda: fully_shard(Experts()), lambda: torch.randn(8, 16), world=2, streams=streams)
     assert [entry.writes for entry in tape.of(Operation) if entry.name == "aten._grouped_mm"]

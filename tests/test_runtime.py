@@ -285,7 +285,7 @@ def evaluation_before_any_step(shard: Shard) -> list[Any]:
     return [first, *learn(model)]
 
 
-def a_forward_whose_backward_never_comes(shard: Shard) -> list[Any]:
+def a_forward_without_backward(shard: Shard) -> list[Any]:
     model = chain(shard)
     left = []
     for step in range(STEPS):
@@ -337,7 +337,7 @@ def learn_without_writing(model: nn.Module) -> list[Any]:
         unused_parameters,
         evaluation_between_steps,
         evaluation_before_any_step,
-        a_forward_whose_backward_never_comes,
+        a_forward_without_backward,
         a_layer_alone,
         a_hold_on_the_graph,
     ],

@@ -313,7 +313,7 @@ def go_alongside_tensor_parallelism(folder: Path) -> None:
         assert_same(value.full_tensor(), expected[name], name=name)
 
 
-def test_what_tensor_parallelism_has_placed_goes_out_and_comes_in(tmp_path):
+def test_tensor_parallel_weights_survive_export_and_import(tmp_path):
     run_ranks(4, go_alongside_tensor_parallelism, tmp_path)
 
 
@@ -511,8 +511,11 @@ def test_of_what_cannot_be_verified_a_damaged_header_is_an_error_that_names_it(e
         (lambda folder: os.truncate(folder / "model-00001-of-00003.safetensors", 700), "incomplete metadata"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "cannot be understood"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "found no 'weight_map'"),
-        (lambda folder: point_elsewhere(folder, "../secret"), "expected names of files beside it, found '../secret'"),
-        (lambda folder: point_elsewhere(folder, "model-00001-of-00003.safetensors"), "found no such tensor there"),
+        (
+            lambda folder: point_to_other_file(folder, "../secret"),
+            "expected names of files beside it, found '../secret'",
+        ),
+        (lambda folder: point_to_other_file(folder, "model-00001-of-00003.safetensors"), "found no such tensor there"),
         (lambda folder: (folder / "checksums.json").write_text("{}"), "If the files were changed on purpose, delete"),
         (lambda folder: (folder / "other.safetensors.index.json").touch(), "expected one index, found model"),
         (lambda folder: shutil.rmtree(folder), "expected a safetensors file"),
@@ -524,7 +527,7 @@ def test_what_is_damaged_is_named(exported, tmp_path, damage, stated):
     refuse(mark(small()), folder, f"loading {folder}: {folder}", stated)
 
 
-def point_elsewhere(folder: Path, name: str) -> None:
+def point_to_other_file(folder: Path, name: str) -> None:
     index = folder / "model.safetensors.index.json"
     reported = json.loads(index.read_text())
     reported["weight_map"]["head.weight"] = name

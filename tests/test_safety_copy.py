@@ -93,7 +93,7 @@ def lose_hosts(memory: Path) -> None:
     assert go_on(without(memory / "all", "lost two", {0, 1}), 1)[0] == 0
 
 
-def test_whichever_host_is_lost_its_state_comes_back_from_the_next_one(tmp_path):
+def test_the_state_of_any_lost_host_is_restored_from_the_next_one(tmp_path):
     """Of two neighbours that are lost at once, nothing does."""
     run_ranks(3, lose_hosts, tmp_path)
 
@@ -237,7 +237,7 @@ def receive_something_else(memory: Path) -> str:
     return str(caught.value)
 
 
-def test_what_comes_otherwise_than_it_was_sent_is_not_taken(tmp_path):
+def test_data_that_changed_in_transit_is_rejected(tmp_path):
     for stated in run_ranks(2, receive_something_else, tmp_path):
         assert "expected the checksum" in stated
 

@@ -110,7 +110,7 @@ def meet() -> Iterator[Callable[[Ranks], list[Any]]]:
             result.close()
 
 
-def test_data_lies_where_the_teller_states_until_it_was_read(meet):
+def test_published_data_is_kept_until_it_was_read(meet):
     first, second = meet(Ranks(2))
     sent = torch.arange(5.0)
     block = first.take(sent.nbytes)
@@ -216,7 +216,7 @@ def mapped_blocks() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:fullshard")
 
 
-def test_what_is_to_be_done_when_all_are_as_far_is_done_once_and_by_whoever_waits(meet):
+def test_actions_that_wait_for_all_ranks_run_once_in_a_waiting_thread(meet):
     first, second = meet(Ranks(2))
     done: list[str] = []
     first.when_signalled((1, 0), lambda: done.append("one"))

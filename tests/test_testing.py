@@ -58,12 +58,12 @@ def raise_on(ranks: list[int]) -> None:
     dist.barrier()
 
 
-def return_on_rank_0_and_hang_elsewhere() -> None:
+def return_on_rank_0_and_hang_on_others() -> None:
     if dist.get_rank() != 0:
-        wait_for_a_message_that_nobody_sends()
+        wait_for_a_message_without_sender()
 
 
-def wait_for_a_message_that_nobody_sends() -> None:
+def wait_for_a_message_without_sender() -> None:
     dist.recv(torch.empty(1), src=0)
 
 
@@ -144,9 +144,9 @@ def test_every_failing_rank_is_reported_and_the_others_are_stopped_at_once(faili
 
 def test_a_timeout_states_who_was_still_running_and_where():
     with pytest.raises(RanksFailed, match=r"ranks 1, 2 of 3 did not end within 2 s") as caught:
-        run_ranks(3, return_on_rank_0_and_hang_elsewhere, timeout=2.0)
+        run_ranks(3, return_on_rank_0_and_hang_on_others, timeout=2.0)
     assert caught.value.running == [1, 2]
-    assert str(caught.value).count("in wait_for_a_message_that_nobody_sends") == 2
+    assert str(caught.value).count("in wait_for_a_message_without_sender") == 2
 
 
 @pytest.mark.parametrize(

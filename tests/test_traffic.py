@@ -403,6 +403,6 @@ def gradients_by_step() -> list[list[tuple[int, int]]]:
     return visited
 
 
-def test_gradients_that_nobody_keeps_are_the_same_tensors_in_every_step():
+def test_gradients_without_references_are_the_same_tensors_in_every_step():
     for visited in run_ranks(2, gradients_by_step):
         assert visited[1] == visited[2] == visited[3]

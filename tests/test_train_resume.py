@@ -103,7 +103,7 @@ def test_a_run_starts_where_there_is_nothing_to_go_on_from(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_finished_run_comes_to_the_same_end(whole, tmp_path):
+def test_a_finished_run_has_the_same_result(whole, tmp_path):
     ran(2, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     ran(2, tmp_path, "--resume", "auto")

@@ -799,7 +799,7 @@ def queue(me: RankProgress, *ends: End | None) -> None:
         me.queue("all_gather", Origin("0", Phase.FORWARD, 1), end)
 
 
-def test_what_a_gpu_has_carried_out_is_forgotten_though_nobody_requests():
+def test_finished_work_of_a_gpu_is_dropped_without_a_request():
     """A world of one rank has no watchdog."""
     me = RankProgress()
     ends = [End(reached=True) for _ in range(100)]
@@ -889,7 +889,7 @@ def test_a_board_reports_for_how_long_its_store_has_been_silent():
     store.close()
 
 
-def test_nobody_waits_for_an_account_in_a_store_that_is_gone():
+def test_no_rank_waits_for_a_report_in_a_closed_store():
     """The rank that collects it has ended, too, and waiting ranks fail in their collectives first."""
     requested = 0
 
