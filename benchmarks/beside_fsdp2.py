@@ -59,7 +59,7 @@ def rotated(x: Tensor, turn: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """In its place `layer_norm`: a kernel there and one back, as RMSNorm is on a GPU; on a CPU that takes a dozen."""
+    """RMSNorm as `layer_norm`: one kernel forward and one backward, as on a GPU. On a CPU RMSNorm takes a dozen."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

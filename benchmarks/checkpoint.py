@@ -120,7 +120,7 @@ class Fullshard(System):
 
 
 class Fsdp2(System):
-    """As torch's documentation says to save and load it."""
+    """Saves and loads as in torch's documentation."""
 
     options: StateDictOptions | None = None
 

@@ -90,7 +90,7 @@ def parts(*, dry: bool) -> list[Part]:
 
 
 def optional_parts() -> list[Part]:
-    """Those that are run only by name, since ten minutes have no room for them."""
+    """Return the parts that run by name only, because ten minutes are too short for them."""
     script = str(ROOT / "benchmarks" / "offload_to_cpu.py")
     claim = "with all states on the CPU, and clipping, a step takes 1.2 of one without at most"
     return [Part("offload", claim, (script, "--part", "gpu"), 300)]
@@ -267,7 +267,7 @@ def sharded(workload: Any, model: Any, mesh: Any) -> Any:
 
 
 def predicted(world: int) -> dict[str, Any]:
-    """Of the last of three steps of the engine run dry."""
+    """Predict the last of three steps by a dry run of the engine."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 

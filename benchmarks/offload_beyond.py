@@ -267,7 +267,7 @@ SYSTEMS: dict[str, Callable[[Shape, Path, int], dict[str, Any]]] = {
     "mmap": with_mmap,
     "deepspeed": ranks_with_deepspeed,
 }
-USUAL = ["fullshard", "mmap"]  # what is compared without being asked for
+USUAL = ["fullshard", "mmap"]  # compared by default
 
 
 # -- under a limit ----------------------------------------------------------------------------------------------------

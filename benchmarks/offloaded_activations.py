@@ -67,7 +67,7 @@ def step(model: nn.Module, x: Tensor) -> None:
 
 
 def measured(folder: Path, blocks: int, width: int, rows: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Of each way: seconds of each round's step, the most bytes of tensors in one, and what travels."""
+    """Return per way: seconds of each round's step, the peak bytes of tensors in one, and the transferred bytes."""
     torch.set_num_threads(1)
     models = {way: build(way, folder, blocks, width) for way in WAYS}
     x = torch.randn(1, rows, width)

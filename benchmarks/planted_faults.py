@@ -198,7 +198,7 @@ def in_bfloat16(model: Model, strategy: str = "zero3") -> nn.Module:
 
 
 class Clock:
-    """The machine's: what ranks wait for one another shows on it by itself."""
+    """The machine's clock, which shows waits for other ranks without simulation."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -357,7 +357,7 @@ def two_hosts(rank: int) -> Iterator[None]:
 
 @contextmanager
 def little_memory(rank: int) -> Iterator[None]:
-    """As much as the process has by now, and 40 MB, as a container might give it."""
+    """Limit memory to the current use of the process plus 40 MB, as a container might."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + 40 * MB
     with patch.object(recording, "memory_for_a_rank", lambda device, local_world: limit):

@@ -336,7 +336,7 @@ class Step:
 
     @classmethod
     def of(cls, task: Task) -> Step:
-        """That of `task`."""
+        """Build the step of `task`."""
         return cls(parts=tuple(_parts(second_step(task, blocks, 2)) for blocks in DEPTHS))
 
     def seconds(self, costs: Costs, blocks: int, microbatches: int) -> float:
@@ -402,7 +402,7 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Of one rank in a step."""
+        """Tokens of one rank per step."""
         return self.task.shape.batch * self.task.shape.seq * self.microbatches
 
 

@@ -68,7 +68,7 @@ def batch_of(step: int, index: int, width: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    """Of this rank's rows."""
+    """Compute the loss of this rank's rows."""
     return (model(rows) - rows.sum(1, keepdim=True).sin()).square().mean()
 
 
@@ -342,7 +342,7 @@ def replayed(counts: list[int], width: int) -> tuple[list[list[float]], str]:
 
 
 def digest_of(model: nn.Module) -> str:
-    """Of this rank's shards."""
+    """Return a digest of this rank's shards."""
     digest = sha256()
     for param in model.parameters():
         digest.update(param.to_local().detach().numpy().tobytes())

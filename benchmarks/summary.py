@@ -29,7 +29,7 @@ OTHERS = {
 
 
 def table() -> str:
-    """In Markdown."""
+    """Format a table in Markdown."""
     found = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in COLUMNS}
     rows = [["", *COLUMNS.values()], ["---"] * (1 + len(COLUMNS))]
     for name, words in OTHERS.items():

@@ -110,7 +110,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: Any, enab
 
 
 def on_gloo() -> None:
-    """Have FSDP2 sum gradients and scale them afterwards: gloo cannot do both at once."""
+    """Make FSDP2 sum gradients and scale them afterwards: gloo cannot do both at once."""
     from torch.distributed.fsdp import FSDPModule
 
     def divide(module: Any, factor: float) -> None:
@@ -142,7 +142,7 @@ def in_rank_order() -> None:
 
 
 def on_torch_2_13() -> None:
-    """Have schedules of pipelines take microbatches that are cut already, as those of newer torch do."""
+    """Make pipeline schedules accept microbatches that are already split, as newer torch versions do."""
     from torch.distributed.pipelining import schedules
 
     def step(
@@ -231,14 +231,14 @@ def moe(folder: str, **parallelism: Any) -> Any:
 
 
 def long(config: Any) -> Any:
-    """With a context that torch can cut: 128 tokens for each of two ranks."""
+    """Use a context that torch can split: 128 tokens for each of two ranks."""
     config.training.seq_len, config.training.local_batch_size = 256, 1
     config.parallelism.context_parallel_load_balancer = None
     return config
 
 
 def recomputed(config: Any) -> Any:
-    """With activation checkpointing."""
+    """Enable activation checkpointing."""
     from torchtitan.distributed.activation_checkpoint import FullAC
 
     config.activation_checkpoint = FullAC.Config()
@@ -246,7 +246,7 @@ def recomputed(config: Any) -> Any:
 
 
 def saved(config: Any) -> Any:
-    """With its own checkpoints, every second step."""
+    """Save its own checkpoints, every second step."""
     config.checkpoint.enable, config.checkpoint.interval, config.checkpoint.keep_latest_k = True, 2, 0
     return config
 
@@ -333,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def last_loss(run: Run) -> float:
-    """Of the last step; that of a run that failed is the smallest of all."""
+    """Return the loss of the last step. The value of a failed run is the smallest of all."""
     return float("-inf") if isinstance(run, str) else run[-1][0]
 
 

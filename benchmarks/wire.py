@@ -31,7 +31,7 @@ Call = Callable[[], object]
 
 
 def calls(options: argparse.Namespace) -> dict[str, dict[str, Call]]:
-    """By collective, and then by who carries it: a call that exchanges `--mib` of whole tensors."""
+    """Return calls by collective and then by transport. Each call exchanges `--mib` of unsharded tensors."""
     world = dist.get_world_size()
     numel = options.mib * 2**20 // 4 // options.tensors // world * world
     wholes = [torch.ones(numel) for _ in range(options.tensors)]
@@ -79,7 +79,7 @@ def gloo_scatter(part: Tensor, whole: Tensor) -> None:
 
 
 def seconds(call: Call) -> float:
-    """From a barrier until all ranks have ended `call`."""
+    """Return the seconds from a barrier until all ranks have ended `call`."""
     dist.barrier()
     start = time.perf_counter()
     call()

@@ -22,7 +22,7 @@ VOCABULARY = 64
 
 
 def llama(**options: Any) -> LlamaForCausalLM:
-    """Two layers; the same weights each time. Its embeddings are not tied unless asked for."""
+    """Build two layers with constant weights. Embeddings are tied on request only."""
     torch.manual_seed(0)
     config = {
         "vocab_size": VOCABULARY,

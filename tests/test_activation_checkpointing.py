@@ -108,7 +108,7 @@ def without_root(options: dict[str, Any], shard: Shard, layers: int) -> Any:
 
 
 def wrapped(impl: CheckpointImpl, before: bool, shard: Shard, layers: int) -> Any:
-    """By torch's own wrapper, put around the layers before they are sharded, or inside of the units later."""
+    """Apply torch's own wrapper, around the layers before they are sharded, or inside of the units later."""
     wrap = partial(checkpoint_wrapper, checkpoint_impl=impl)
     if before:
         return chain(shard, Chain([wrap(Dropping()) for _ in range(layers)]))

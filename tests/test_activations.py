@@ -79,7 +79,7 @@ def learn(model: Any, *, microbatches: int = 1, steps: int = 2) -> list[Any]:
 
 
 def checkpointed(kind: str, reentrant: bool, model: Any) -> Any:
-    """With each block computed again, by a checkpoint in its unit, or around it."""
+    """Recompute each block, by a checkpoint in its unit, or around it."""
     if kind == "within":
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
@@ -212,7 +212,7 @@ def with_hooks_of_the_user(model: Any) -> list[Any]:
 
 
 def by_hand(model: Any) -> list[Any]:
-    """As a stage of a pipeline, with microbatches between forward and backward."""
+    """Run a stage of a pipeline, with microbatches between forward and backward."""
     model.set_manual_backward_finalization(True)
     losses = [model(rows(i)).square().mean() for i in range(3)]
     for loss in losses:
@@ -349,7 +349,7 @@ def test_a_bad_disk_is_an_error_and_not_a_wrong_number(tmp_path):
 
 
 def meet_a_bad_disk_on_one_rank(folder: Path) -> None:
-    """By each call of the system, once the file is there and when it is to be made."""
+    """Fail each system call, after the creation of the file and during it."""
     all_travel(window=50_000)
     full, broken = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EIO))
     for steps, call, error in ((0, "posix_fallocate", full), (1, "pwritev", broken), (1, "preadv", broken)):

@@ -247,7 +247,7 @@ def test_the_picture_is_drawn(tmp_path):
 
 
 def peaks() -> tuple[int | None, int | None, int | None]:
-    """Of a process that needs 64 MB for a moment, and of the same one later."""
+    """Return the peaks of a process that needs 64 MB for a moment, and of the same process later."""
     memory = PeakMemory(torch.device("cpu"))
     memory.reset()
     torch.ones(64 * MB // 4)

@@ -93,7 +93,7 @@ def test_own_copies_no_tenth_of_what_fsdp2_does():
 
 
 def test_what_fsdp2_copies_is_what_its_source_states():
-    """Of each block: a cast into one buffer and from there into the message, a copy out, and one of the gradients."""
+    """Per block: a cast into one buffer, a copy into the message, a copy out, and a copy of the gradients."""
     shards = 2 * BLOCK // WORLD  # bytes in bf16
     of_block = {
         "aten._foreach_copy_": 2 * shards,  # before each of two gathers

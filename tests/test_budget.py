@@ -99,7 +99,7 @@ def momentum(params: Any) -> torch.optim.Optimizer:
 
 
 def shares_on_disk(model: Any) -> list[float]:
-    """Of states, of what forward keeps, and of shards."""
+    """Return the fractions of states, of saved activations, and of shards."""
     policy = units_in(model)[0].options.offload
     return [item.get("disk", 0.0) for item in (policy.optimizer, policy.activations, policy.parameters)]
 

@@ -29,7 +29,7 @@ quick = settings(max_examples=400, deadline=None)
 @quick
 @given(share=st.floats(0.35, 1.5), **sizes)
 def test_a_fault_is_reported_by_its_name_alone(fault, share, **size):
-    """Of any size, in a run of any size: nothing else is said to be a cause."""
+    """For faults of any size, in runs of any size. No other cause is reported."""
     run = fault.plant(healthy_run(**size), share)
     findings = find_causes(run)
     assert [finding.cause for finding in findings] == [fault.cause]
@@ -47,7 +47,7 @@ def test_a_healthy_run_has_no_cause(**size):
 
 
 def test_noise_that_happens_to_rise_is_no_leak():
-    """Of 30,000 series of noise, one rises as surely as this one. It does not in the first quarter of the run."""
+    """Of 30,000 series of noise, one rises as clearly as this one. It does not in the first quarter of the run."""
     assert find_causes(healthy_run(ranks=4, steps=25, units=5, noise=0.0, seed=33868, step_s=1.0)) == ()
 
 

@@ -191,7 +191,7 @@ def test_what_has_no_checksums_cannot_be_verified(command, tmp_path):
 
 
 def test_a_checkpoint_is_exported_without_its_model(command, written, tmp_path):
-    """As its model would have been."""
+    """The files equal an export of the model."""
     reported = command.json("export", written / "run", tmp_path / "out")
     assert reported["from"] == str(written / "run" / "step-000000020")
     assert sorted(reported["files"]) == ["checksums.json", "model.safetensors"]

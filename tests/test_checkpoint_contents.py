@@ -51,7 +51,7 @@ class Counter:
 
 
 def draw_on(folder: Path) -> list[list[Any]]:
-    """Draws after saving, and after loading into generators that have gone elsewhere."""
+    """Draw after saving, and after loading into generators with other states."""
     rank = dist.get_rank()
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(100 + rank)
@@ -392,7 +392,7 @@ def memory_of_a_save(folder: Path) -> tuple[int, int]:
 
 def test_saving_copies_no_shard_in_host_memory(tmp_path):
     for peak, shard_nbytes in run_ranks(2, memory_of_a_save, tmp_path):
-        assert peak < 0.2 * shard_nbytes  # random states, and what ranks tell one another
+        assert peak < 0.2 * shard_nbytes  # random states, and metadata that ranks exchange
 
 
 def load_counting_tensors(folder: Path) -> int:

@@ -104,7 +104,7 @@ def grow(data: bytearray, draw: random.Random) -> bytes:
 
 
 def repeat(data: bytearray, draw: random.Random) -> bytes:
-    """As after a write at the wrong place."""
+    """Simulate a write at the wrong offset."""
     start = draw.randrange(len(data))
     moved = data[start : start + 512]
     place = draw.randrange(len(data))
@@ -152,7 +152,7 @@ def test_the_same_for_many_more_cases(folder):
     assert fuzz(folder, cases=1000, seed=1) > 900
 
 
-# -- what is said -----------------------------------------------------------------------------------------------------
+# -- error messages ---------------------------------------------------------------------------------------------------
 
 
 def test_a_flipped_byte_is_named_with_its_checksums(folder):
@@ -373,7 +373,7 @@ def test_metadata_that_is_something_else_is_refused(folder, data):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_value_that_would_run_code_is_refused(tmp_path):
-    """In a checkpoint that torch alone has written, where such a value is possible."""
+    """In a checkpoint written by torch alone, where such a value is possible."""
     model, proof = marked(), tmp_path / "proof"
     groups = [{"lr": Evil(proof), "params": [name for name, _ in model.named_parameters()]}]
     state = {"model": model.state_dict(), "optim": {"state": {}, "param_groups": groups}}

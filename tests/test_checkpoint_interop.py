@@ -68,7 +68,7 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> lis
 
 
 class AppState(Stateful):
-    """As torch's recipe has it."""
+    """The application state of torch's recipe."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer

@@ -1,4 +1,4 @@
-"""Whatever is saved is loaded into any world size and strategy, bit for bit, and the run goes on as it would have."""
+"""Checkpoints load into any world size and strategy, bit for bit, and the run continues as it would have."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def one_backward(model: Any, x: Tensor) -> None:
 
 
 def summed_at_each(model: Any, x: Tensor) -> None:
-    """As `a_backward_each`, by somebody who leaves the gradients alone."""
+    """Run `a_backward_each` without changes to the gradients."""
     hidden = model(x)
     leaf = hidden.detach().requires_grad_()
     for part in in_chunks(leaf):

@@ -48,7 +48,7 @@ def test_more_bytes_never_take_less(name, one, other, ranks):
 
 @given(st.one_of(st.tuples(SIZES, st.integers(2, 8)), st.tuples(st.integers(128 * MIB, 1 << 32), st.integers(2, 64))))
 def test_an_all_reduce_takes_as_long_as_a_reduce_scatter_at_least(size):
-    """But for small ones over several hosts, which go up and down a tree."""
+    """Except for small ones over several hosts, which use a tree."""
     whole, ranks = size
     assert seconds(A100, "allreduce_", whole, ranks) >= seconds(A100, "reduce_scatter_tensor_coalesced_", whole, ranks)
 

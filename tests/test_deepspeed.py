@@ -347,7 +347,7 @@ def go_on_from_deepspeeds(folder: str, case: str, stage: int) -> Any:
 
 
 def go_on_at_two_stages(folder: str) -> Any:
-    """Of each recorded run: at its own stage, and at another."""
+    """Resume each recorded run at its own stage, and at another."""
     runs = {}
     for case in IMPORTED:
         stage = int(case[len("stage")])
@@ -358,7 +358,7 @@ def go_on_at_two_stages(folder: str) -> Any:
 
 @pytest.mark.slow
 def test_deepspeeds_runs_go_on_here(tmp_path, capsys):
-    """With the numbers that DeepSpeed itself had; and the same run under another stage."""
+    """With DeepSpeed's own numbers, also under another stage."""
     for case in IMPORTED:
         out = tmp_path / case
         assert main(["checkpoint", "import-deepspeed", str(RECORDED / case), str(out)]) == 0

@@ -52,7 +52,7 @@ def test_buffers_are_aligned_and_of_the_size_that_was_requested_for(nbytes):
 @pytest.mark.parametrize("direct", [None, False])
 @pytest.mark.parametrize("requests", [1, 3, 64])
 def test_written_data_is_read_back(tmp_path, direct, requests):
-    """Whatever the requests that it goes in, and the order of what is under way at once."""
+    """For any number of requests, and any order of concurrent ones."""
     source = noise(requests * ALIGNMENT)
     file = DiskFile(tmp_path, "state", 3 * source.numel(), direct=direct, request_bytes=ALIGNMENT, depth=3)
     pieces = [file.write(i * source.numel(), noise(source.numel(), seed=i)) for i in range(3)]
@@ -170,7 +170,7 @@ def test_nothing_has_a_name_and_closing_gives_the_room_back(tmp_path, monkeypatc
 
 
 def test_what_is_dropped_is_given_out_again_once_nothing_is_written_there(tmp_path, monkeypatch):
-    """A late write would destroy what the next one has there; and one stretch is read while another is written."""
+    """A late write would destroy the data of the next one. One range is read while another is written."""
     scratch, may_write, write = Scratch(tmp_path, "room"), threading.Event(), os.pwritev
     first, second = scratch.take(ALIGNMENT, more=2 * ALIGNMENT), scratch.take(2 * ALIGNMENT)
     assert scratch.nbytes == 3 * ALIGNMENT and scratch.free_bytes == 0
@@ -235,7 +235,7 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path):
 
 
 class Work(DiskWork):
-    """Of a disk that has done it at once, or only when somebody waits."""
+    """Work of a disk that has finished immediately, or finishes in a wait."""
 
     def __init__(self, is_fast):
         super().__init__([])

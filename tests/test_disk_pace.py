@@ -1,4 +1,4 @@
-"""A disk that becomes slow is said once, with numbers; by a clock of the test's own."""
+"""A slow disk is reported once, with numbers, by a clock of the test."""
 
 import logging
 from pathlib import Path

@@ -165,7 +165,7 @@ def waits_of(tape: dry.Tape, stream: str, on: str) -> list[int]:
 
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp"])
 def test_gathers_run_next_to_computation_though_no_order_is_known(strategy):
-    """In the first forward, and where one goes another way, a gather waits for the unit before last."""
+    """In the first forward, and after a deviation, a gather waits for the unit before last."""
     orders = [[0, 1, 2, 3], [3, 2, 1, 0]]
 
     class Shuffled(Chain):
@@ -326,7 +326,7 @@ class Listing(nn.Linear):
 
 
 class Module:
-    """A device's module of torch's, that has not been asked for anything yet."""
+    """A stand-in for torch's module of a device, not yet used."""
 
     def __init__(self) -> None:
         self.device: int | None = None

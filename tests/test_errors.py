@@ -188,7 +188,7 @@ def a_place_that_is_annotated() -> Steps:
 
 
 class Params4bit(nn.Parameter):
-    """As that of bitsandbytes, if it were there."""
+    """A stand-in for bitsandbytes' class."""
 
     __module__ = "bitsandbytes.nn.modules"
 
@@ -201,7 +201,7 @@ def weights_that_are_to_be_quantised_later() -> Steps:
 
 
 class ScaledParam(nn.Parameter):
-    """With a scale as large as itself."""
+    """A parameter with a scale of its size."""
 
 
 @mistake(
@@ -826,7 +826,7 @@ def step_with_operations_that_dtensor_lacks() -> Steps:
 
 
 class Blocks(BlockStates):
-    """Of an optimizer that encodes all states."""
+    """Block states of an optimizer that encodes all states."""
 
     def encodes(self, param: nn.Parameter) -> bool:
         return True
@@ -2658,7 +2658,7 @@ def make(name: str) -> Reported:
 
 
 def raised_at(error: BaseException | None) -> Iterator[tuple[str, int]]:
-    """Where `error` was raised, and what it came from."""
+    """Yield the places that raised `error` and its causes."""
     while error is not None:
         yield from ((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)[-1:])
         for cause, _ in error.failures.values() if isinstance(error, dcp.CheckpointException) else ():

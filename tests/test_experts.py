@@ -447,7 +447,7 @@ class WithTower(nn.Module):
 
 
 def run_towers(strategy: str) -> None:
-    """In each step another set of ranks has images."""
+    """Let a different set of ranks have images in each step."""
     rank, ranks = dist.get_rank(), range(2)
     torch.manual_seed(0)
     plain, model = (WithTower() for _ in range(2))

@@ -77,7 +77,7 @@ def advice(width: int, layers: int) -> bool:
 
 
 def test_units_that_are_too_small_are_reported():
-    """And one alone is not, nor is any on one rank."""
+    """A single small unit is not reported, nor is any on one rank."""
     cases = [((16, 3), True), ((16, 1), False), ((520, 3), False)]
     for case, reported in cases:
         assert run_ranks(2, advice, *case) == [reported, reported]

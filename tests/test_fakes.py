@@ -92,7 +92,7 @@ def test_quick_fakes_are_as_torch_makes_them(run: Callable[[Tensor], Any]) -> No
 
 
 def test_torch_is_requested_once_for_what_is_identical(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views are never asked for, other operations once for each shape; no tensor is kept alive by that."""
+    """Views are never computed, other operations once per shape. The cache keeps no tensor alive."""
     monkeypatch.setattr(QuickFakes, "_known", {})
     requested: list[str] = []
     dispatch = QuickFakes.dispatch

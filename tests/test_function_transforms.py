@@ -69,7 +69,7 @@ def sharded(strategy: str) -> nn.Module:
 
 
 def learn(model: nn.Module, name: str, steps: int = 4) -> list[Any]:
-    """By a loss with a derivative in it, after a plain one: the third step accumulates two."""
+    """Train with a derivative in the loss, after a plain loss. The third step accumulates two microbatches."""
     transform, optimizer, visited = TRANSFORMS[name], torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(steps):
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))

@@ -79,7 +79,7 @@ class Letters(nn.Module):
 
 
 def patched() -> Letters:
-    """As a kernel library leaves it."""
+    """Patch the model as a kernel library does."""
     model = Letters()
     for block in model.blocks:
         block.norm.forward = MethodType(fused_norm, block.norm)

@@ -60,7 +60,7 @@ def test_no_part_begins_when_no_time_is_left(tmp_path):
 
 
 def test_limits_leave_ten_minutes():
-    """Of one GPU: what several show takes a few seconds to skip."""
+    """Limits are those of one GPU: parts for several GPUs are skipped within seconds."""
     assert sum(part.limit_s for part in parts(dry=False) if part.name != "several GPUs") < 620
 
 

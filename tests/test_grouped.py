@@ -86,7 +86,7 @@ def test_sums_by_groups_have_the_bits_of_hybrid_sharding():
 
 
 def accumulate_within_groups() -> None:
-    """In microbatches that are not synced, a hybrid strategy that reduces on its shard axis does the same."""
+    """In microbatches without sync, a hybrid strategy that reduces on its shard axis does the same."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
     def learn_with(shard: Any, switch: str) -> list[Any]:
@@ -162,7 +162,7 @@ def sent_across(placements: Placements, accumulate: int) -> tuple[int, int]:
     [(WITHIN_STEP, 3, 0), (BETWEEN_STEPS, 1, 0), (ALL_BUT_OPTIMIZER, 1, 1), (WHOLE_IN_STEP, 1, 0)],
 )
 def test_what_crosses_the_border_of_a_group_in_a_step_of_three_microbatches(placements, gathers, reductions):
-    """In units of a rank's shards, which it sends once to its counterpart in the one other group."""
+    """In multiples of a rank's shards. Each rank sends them once to its counterpart in the other group."""
     assert run_ranks(4, sent_across, placements, 3) == [(gathers, reductions)] * 4
 
 

@@ -373,7 +373,7 @@ def test_metadata_without_a_part_is_refused_before_anything_is_overwritten(edit,
 
 
 def test_sizes_without_stored_bytes_are_refused(folder):
-    """Memory is never asked for by what a file claims alone."""
+    """Claimed sizes of a file alone never allocate memory."""
 
     def grow(metadata: Metadata) -> None:
         entry = metadata.state_dict_metadata["model.0.weight"]
@@ -422,7 +422,7 @@ def resealed(document: Any) -> bytes:
 
 
 def check_run_goes_on(folder: Path) -> None:
-    """Whatever the newest manifest holds, there is an intact older checkpoint, and the next save is the newest."""
+    """Check that for any newest manifest there is an intact older checkpoint, and that the next save is the newest."""
     try:
         Manifest.read(newest(folder))
         is_valid = True

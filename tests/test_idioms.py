@@ -41,7 +41,7 @@ def locals_of(state: dict[str, Any]) -> list[Tensor]:
 
 
 def keep_the_best_weights(strategy: str) -> None:
-    """By a deep copy, by a file, and by `get_model_state_dict`."""
+    """Keep the best weights by a deep copy, by a file, and by `get_model_state_dict`."""
     for get in (nn.Module.state_dict, get_model_state_dict):
         model = chain(partial(fully_shard, strategy=strategy))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -358,7 +358,7 @@ def test_an_average_of_parameters_and_buffers_is_reported_what_to_do():
 
 
 def scatter_without_an_optimizer() -> None:
-    """As in PyTorch's T5 example: the first rank has the full state, and no optimizer is named."""
+    """Load as PyTorch's T5 example does: the first rank has the full state, and no optimizer is given."""
     model = FullyShardedDataParallel(chain(lambda module: module))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(inputs()).square().mean().backward()

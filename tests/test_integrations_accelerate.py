@@ -40,7 +40,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
 class Run:
-    """A training as accelerate's documentation writes it, of as many microbatches as are asked for."""
+    """Train as accelerate's documentation does, with the given number of microbatches."""
 
     def __init__(
         self, make: Callable[..., Any], model: nn.Module | None = None, batch: int = 2, **options: Any
@@ -259,7 +259,7 @@ def test_every_rank_starts_from_rank_0():
 
 
 def only_rank_0_has_weights() -> bool:
-    """As `from_pretrained` leaves the others under cpu_ram_efficient_loading."""
+    """Simulate the state of `from_pretrained` on all other ranks under cpu_ram_efficient_loading."""
     expected = Run(ddp, model=llama(tie_word_embeddings=True)).train()
     model = llama(tie_word_embeddings=True)
     if os.environ["RANK"] != "0":

@@ -365,7 +365,7 @@ def read_straight(folder: str, weights: str) -> dict[str, Any]:
 
 
 def test_a_folder_is_read_straight_into_shards(tmp_path):
-    """With the host memory of the shards and one unit, and the losses of a model that every rank has read whole."""
+    """It needs host memory for the shards and one unit. Losses equal those of a model that every rank read in full."""
     weights = str(tmp_path / "weights")
     model = llama(num_hidden_layers=8, tie_word_embeddings=True)
     model.generation_config.max_new_tokens = 7

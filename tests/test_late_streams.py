@@ -95,9 +95,9 @@ def difference(actual: Any, expected: Any, name: str) -> list[str]:
 
 
 def on_one_rank(strategy: str) -> Iterator[Scenario]:
-    """Those of `test_races.py`; of strategies that are parts of others, the common ones.
+    """Yield scenarios of `test_races.py`; common ones only for strategies that are parts of others.
 
-    But captures, which `test_gpu.py` does really, and transforms, to which no inputs on the CPU may be given.
+    Captures are excluded, because `test_gpu.py` makes real ones, and transforms, which accept no inputs on the CPU.
     """
     for scenario in scenarios():
         chosen = is_common(scenario) or strategy in ("zero3", "hsdp")

@@ -57,7 +57,7 @@ def regions_are_disjoint(regions: list[slice], room: int) -> bool:
 
 @given(st.integers(0, 300), WORLDS)
 def test_owned_is_what_chunk_gives(size, world):
-    """So a shard is the one that `DTensor`'s `Shard` means, at every size."""
+    """A shard therefore equals `DTensor`'s `Shard`, at every size."""
     expected = [part.tolist() for part in torch.arange(size).chunk(world)] if size else []
     expected += [[]] * (world - len(expected))
     assert [list(owned(size, world, rank)) for rank in range(world)] == expected

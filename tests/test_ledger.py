@@ -67,7 +67,7 @@ def parameters_of_all_ranks() -> int:
 
 
 def test_sharded_parameters_fall_as_one_over_the_ranks():
-    """But for padding, a rank holds 1/N of the parameters."""
+    """A rank holds 1/N of the parameters, plus padding."""
     alone = run_ranks(1, parameters_of_all_ranks)[0]
     for world in (2, 4):
         assert alone <= run_ranks(world, parameters_of_all_ranks)[0] <= 1.05 * alone

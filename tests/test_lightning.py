@@ -130,7 +130,7 @@ QUICK = ("plain", "accumulated", "averaged")
 
 
 def fit_cases(cases: tuple[str, ...]) -> dict[str, list[Any]]:
-    """Of each, DDP's numbers and those of strategies."""
+    """Return for each case the numbers of DDP and of strategies."""
     found = {}
     for case in cases:
         options = CASES[case][0]

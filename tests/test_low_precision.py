@@ -132,7 +132,7 @@ class Adapted(nn.Module):
 
 
 class NF4(nn.Module):
-    """As torchao's recipes have it."""
+    """Quantization as in torchao's recipes."""
 
     def __init__(self, into: int, out: int) -> None:
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
@@ -146,7 +146,7 @@ class NF4(nn.Module):
 
 
 def four_bit(into: int, out: int, storage: torch.dtype = torch.uint8) -> nn.Module:
-    """As bitsandbytes has it."""
+    """Quantize as bitsandbytes does."""
     import bitsandbytes
 
     layer = bitsandbytes.nn.Linear4bit(
@@ -258,7 +258,7 @@ def int8_rounded(weight: Tensor) -> Tensor:
 
 
 def mxfp8(weight: Tensor) -> Tensor:
-    """By torchao's own emulation of the kernels."""
+    """Emulate the kernels by torchao's own functions."""
     from torchao.prototype.moe_training import config
     from torchao.prototype.moe_training.tensor import MXFP8TrainingWeightWrapperTensor as Weight
 
@@ -314,7 +314,7 @@ def test_torchao_int8_and_mxfp8_weights_train_the_bits_of_one_process():
 
 
 def int8(into: int, out: int) -> nn.Module:
-    """As torchao has it: a scale a row."""
+    """Quantize as torchao does, with a scale per row."""
     layer = nn.Linear(into, out, bias=False)
     layer.weight = nn.Parameter(int8_rounded(layer.weight.detach()), requires_grad=False)
     return layer

@@ -44,7 +44,7 @@ def on_a_queue(rule: MessageRule = FEW) -> Iterator[None]:
 
 
 def test_the_rule_is_that_of_the_mesh_s_devices():
-    """And so the same on all ranks, wherever each has its values at the moment."""
+    """It is therefore the same on all ranks, on whatever devices their values are."""
     rules = {kind: message_rule(Axes(SimpleNamespace(device_type=kind))) for kind in ("cpu", "cuda", "xpu")}
     assert rules == {"cpu": PAIRWISE, "cuda": ON_A_QUEUE, "xpu": ON_A_QUEUE}
 
@@ -136,6 +136,6 @@ def step_of_experts(world: int, rule: MessageRule) -> dict[str, int]:
 @pytest.mark.parametrize("world", [2, 64])
 @pytest.mark.parametrize(("most", "always_from_nbytes", "tensors"), [(3, 1 << 20, 4), (0, 1 << 16, 2), (3, 0, 102)])
 def test_a_unit_of_many_experts_is_a_few_messages_unless_copies_cost_more(world, most, always_from_nbytes, tensors):
-    """And one for the pack, whatever is in it."""
+    """Plus one message for the pack, whatever it contains."""
     rule = MessageRule(least_nbytes=1 << 12, most=most, always_from_nbytes=always_from_nbytes)
     assert run_ranks(1, step_of_experts, world, rule) == [{"all_gather": tensors, "reduce_scatter": tensors}]

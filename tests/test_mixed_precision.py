@@ -194,7 +194,7 @@ def test_the_gather_is_in_the_dtype_of_compute_and_the_reduction_in_its_own():
 
 
 def learn_in_wider_gradients(reduce: torch.dtype | None, shard: Any) -> list[Any]:
-    """Two microbatches a step; the gradients of matrices are asked for in float32, though they compute in bfloat16."""
+    """Train with two microbatches per step and float32 gradients of matrices, which compute in bfloat16."""
     model = chain(leave).to(BF16)
     for param in model.parameters():
         if param.ndim > 1:

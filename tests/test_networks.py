@@ -47,7 +47,7 @@ class Report:
 
 @pytest.fixture(scope="module")
 def reports(hosts: tuple[Host, Host]) -> list[Report]:
-    """Of every rank. torchrun takes seconds to start, so it does so once."""
+    """Return the reports of all ranks. torchrun takes seconds to start, so it does so once."""
     return run_on_hosts(hosts, report, ranks=RANKS)
 
 
@@ -114,7 +114,7 @@ def train_under_each(options: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def train_on_one_host() -> dict[str, Any]:
-    """As on two hosts, told what a host is."""
+    """Train as on two hosts, with the given host boundaries."""
     mesh = init_device_mesh("cpu", (HOSTS, RANKS), mesh_dim_names=("replicate", "shard"))
     return train_under_each(
         {
@@ -241,7 +241,7 @@ def steps_of(path: Path) -> int:
 
 
 def test_a_short_silence_is_survived_and_after_a_long_one_every_rank_ends_and_states_why(hosts, tmp_path):
-    """Also those that do not reach the store. Started without torchrun, whose agent on that host ends minutes later."""
+    """Includes ranks that cannot reach the store. They start without torchrun, whose agent ends minutes later."""
     ranks = range(HOSTS * RANKS)
     trains, stated = ([tmp_path / f"{what}{rank}" for rank in ranks] for what in ("trains", "said"))
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}

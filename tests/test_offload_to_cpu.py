@@ -74,7 +74,7 @@ MAKERS = [adamw, momentum]  # no streams are pretended for Muon
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS, ids=lambda maker: maker.__name__)
 def test_every_fraction_gives_the_bits_of_none_in_every_case(make):
-    """Of strategy, loop, optimizer and fractions, any three meet."""
+    """All combinations of any three among strategy, loop, optimizer and fractions are covered."""
     cases = [case for case in all_but_one(ONE_AXIS, range(3), MAKERS, POLICIES) if case[2] is make]
     run_ranks(2, compare, cases, timeout=500)
 
@@ -135,7 +135,7 @@ def names(operations: Sequence[Operation]) -> list[str]:
 
 
 def shard_nbytes() -> int:
-    """Of a layer on one of two ranks, with padding."""
+    """Return the shard bytes of a layer on one of two ranks, with padding."""
     with dry.world(2), dry.taped():
         unit = units_in(fully_shard(Layer()))[0]
         return sum(group.plan.stored_nbytes for group in unit.param_groups)
@@ -175,7 +175,7 @@ def test_the_cpu_steps_offloaded_states_and_the_device_all_others():
     nbytes = shard_nbytes()
     of_stream = {stream: [step for step in steps if step.stream == stream] for stream in ("compute", HOST)}
     assert len(of_stream["compute"]) == STEPS
-    assert len(of_stream[HOST]) == 2 * (STEPS - 1)  # unit by unit; the last step is put off still
+    assert len(of_stream[HOST]) == 2 * (STEPS - 1)  # unit by unit; the last step is still deferred
     assert all(
         2 * 3.5 * nbytes <= item.nbytes <= 2 * 4.5 * nbytes for item in of_stream[HOST]
     )  # values, gradients, states
@@ -365,7 +365,7 @@ def test_names_choose_policies():
 
 
 def test_a_tensor_has_the_device_of_what_it_holds():
-    """Whatever the machine: here a device that this one need not have."""
+    """For any machine: this device need not exist here."""
 
     class Elsewhere(Tensor):
         @staticmethod

@@ -57,7 +57,7 @@ Make = Callable[[nn.Module], Optimizers]
 
 
 def adamw(model: nn.Module) -> Optimizers:
-    """Of two groups, one with a state more than the other."""
+    """Build AdamW with two groups, one with an additional state."""
     params = trained(model)
     groups = [{"params": params[::2]}, {"params": params[1::2], "amsgrad": True, "weight_decay": 0.3}]
     return [torch.optim.AdamW(groups, lr=1e-2)]
@@ -171,7 +171,7 @@ def test_every_fraction_gives_the_bits_of_none(tmp_path, make):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("make", MAKERS, ids=lambda maker: maker.__name__)
 def test_every_fraction_gives_the_bits_of_none_in_every_case(tmp_path, make, world):
-    """Of optimizer, world, strategy, loop and fraction, any four meet."""
+    """All combinations of any four among optimizer, world, strategy, loop and fraction are covered."""
     run_ranks(world, compare, tmp_path, make, [case[2:] for case in CASES if case[:2] == (make, world)], timeout=500)
 
 
@@ -351,7 +351,7 @@ def test_a_snapshot_goes_back_to_the_disk(tmp_path):
 
 
 def weigh_first_steps(folder: Path) -> None:
-    """Of twelve portions there are never more in memory than three, their new states, and arithmetic on one."""
+    """Check that at most three of twelve chunks are in memory, plus their new states, and arithmetic on one."""
     for make in (torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), Muon):
         model = twelve_layers(1.0, folder)
         optimizer = make([param for param in model.parameters() if param.ndim == 2], lr=1e-2)
@@ -503,7 +503,7 @@ def test_checkpoints_are_loaded_with_another_fraction_or_none_and_another_world_
 
 @few_bytes_per_chunk()
 def hand_over(folder: Path) -> None:
-    """By every other way that states are taken and given."""
+    """Set and get states in all other ways."""
     model = build(1.0, folder)
     [optimizer] = adamw(model)
     expected = learn(model, [optimizer])[-1]
@@ -571,7 +571,7 @@ def test_a_disk_that_fails_is_reported_with_numbers_and_the_checkpoint_goes_on(t
 
 @few_bytes_per_chunk()
 def fail_on_one_rank(folder: Path) -> None:
-    """In the first step, which takes the room, and in later ones, by each call of the system."""
+    """Fail in the first step, which allocates the space, and in later ones, by each system call."""
     full, broken = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EIO))
     fails = [(0, "posix_fallocate", full), (0, "pwritev", broken), (2, "preadv", broken), (2, "pwritev", broken)]
     for make, (steps, call, error) in product((adamw, muon), fails):

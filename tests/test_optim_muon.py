@@ -391,7 +391,7 @@ def test_the_next_batch_and_the_last_travel_while_one_is_computed(placed, order)
 
 @pytest.mark.parametrize(("placed", "batches", "held"), [("ddp", 3, 2), ("zero3", 3, 1.5), ("hsdp", 4, 2)])
 def test_memory_is_that_of_the_batches_under_way(placed, batches, held):
-    """However many there are to step: a rank's parts of those, the rooms, and what one orthogonalisation takes."""
+    """For any number of matrices: a rank's shards, the buffers, and the memory of one orthogonalization."""
     for rank in in_batches():
         limited, unlimited = rank[placed][1]
         assert limited <= (batches * held + 6) * MATRIX_NBYTES
@@ -577,7 +577,7 @@ def in_large_world() -> Recorder:
 
 @pytest.mark.slow
 def test_rank_0_of_512_orthogonalises_its_share():
-    """By the backend's own all-to-all. A fake one takes parts as large as the rooms: every rank has two matrices."""
+    """By the backend's all-to-all. The fake one receives as much as the buffers hold: every rank has two matrices."""
     record = run_ranks(1, in_large_world)[0]
     assert numbers_done(record) == [0, 512]
     there, back = record.collectives()

@@ -241,7 +241,7 @@ def load_state(folder: str, expected: dict[str, Any]) -> None:
     [(2, "zero3", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "ddp", 2), (3, "zero1", 1)))],
 )
 def test_states_are_loaded_at_any_world_size(tmp_path, saved_by, strategy, loaded_by):
-    """From one file that any rank may read, without a message, and from files of shards."""
+    """From one file that any rank may read, without communication, and from files of shards."""
     expected = run_ranks(saved_by, save_state, str(tmp_path), strategy)[0]
     run_ranks(loaded_by, load_state, str(tmp_path), expected)
 
@@ -286,7 +286,7 @@ def numbered(state: dict[str, Any]) -> dict[int, Any]:
 
 
 def test_states_are_given_and_taken_as_configured():
-    """By every method that the wrapper has for it: whole on every rank, on the first only, sharded."""
+    """By every method of the wrapper: unsharded on every rank, on the first only, sharded."""
     run_ranks(2, states_as_configured)
 
 

@@ -111,7 +111,7 @@ def optimizers_made_before_train_the_shards() -> None:
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_optimizer_made_before_sharding_trains_the_shards(world):
-    """With its groups, their options, its scheduler and a scaler."""
+    """It keeps its groups, their options, its scheduler and a scaler."""
     run_ranks(world, optimizers_made_before_train_the_shards)
 
 
@@ -284,7 +284,7 @@ def operations_on_dtensors(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD"])
 def test_from_the_second_step_on_shards_are_stepped_as_plain_tensors(name):
-    """And whatever users see of groups and states are `DTensor`s, the same as before."""
+    """Users still see `DTensor`s in groups and states, the same as before."""
     run_ranks(2, operations_on_dtensors, name)
 
 
@@ -368,7 +368,7 @@ def drop_an_optimizer() -> bool:
 
 
 def test_an_optimizer_is_freed_with_its_last_reference():
-    """It is in no reference cycle: its state is most of a rank's memory, and the garbage collector comes late."""
+    """It is in no reference cycle: its state is most of a rank's memory, and garbage collection is delayed."""
     assert run_ranks(1, drop_an_optimizer) == [True]
 
 

@@ -95,7 +95,7 @@ def pack_all_kinds(world: int, cases: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_packing_follows_the_layout_pads_with_zeros_and_is_reversible(world):
-    """Whatever the shapes, the dims they are cut along, and the gradients that are missing."""
+    """For any shapes, any sharded dims, and any missing gradients."""
     run_ranks(1, pack_all_kinds, world, 40)
 
 
@@ -132,7 +132,7 @@ def kernels_of_packing(count: int, captures: bool) -> list[str]:
 
 @pytest.mark.parametrize("count", [2, 40])
 def test_packing_is_one_operation_however_many_parameters_there_are(count):
-    """In a CUDA graph it is one that takes no addresses from memory."""
+    """In a CUDA graph it is an operation that takes no addresses from memory."""
     assert run_ranks(1, kernels_of_packing, count, False) == [["aten._chunk_cat"]]
     assert run_ranks(1, kernels_of_packing, count, True) == [["aten.zero_", "aten._foreach_copy_"]]
 
@@ -141,7 +141,7 @@ EVEN_AND_ODD: list[tuple[int, ...]] = [(16, 16), (13,), (), (8, 3)]  # two divid
 
 
 def kernels_of_unpacking(shapes: list[tuple[int, ...]], captures: bool = False) -> list[str]:
-    """Those for parameters on an accelerator."""
+    """Return the kernels that unpack parameters on an accelerator."""
     in_a_world(8)
     pack, layout = pack_of(shapes, [None] * len(shapes))
     wholes = [torch.empty(shape) for shape in shapes]

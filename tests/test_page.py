@@ -345,7 +345,7 @@ def test_a_plan_is_drawn_as_a_run_is(tmp_path: Path) -> None:
 
 
 def test_a_page_answers_within_a_second(pages: dict[str, Path]) -> None:
-    """By the clock of the thread that draws, which does not run while others have the core."""
+    """By the clock of the thread that draws, which stops while others have the core."""
     with chromium() as browser:
         context = browser.new_context(viewport={"width": WIDE, "height": 900})
         page = context.new_page()

@@ -121,7 +121,7 @@ STRATEGIES = [*product(["zero3", "zero2"], FRACTIONS)]  # with fractions: as man
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_fraction_gives_the_bits_of_none_in_every_case(tmp_path, world):
-    """Of strategy with fraction, optimizer, loop and world, any three meet."""
+    """All combinations of any three among strategy with fraction, optimizer, loop and world are covered."""
     chosen = all_but_one(WORLDS, STRATEGIES, MAKERS, range(3))
     cases = [(*strategy, make, number) for at, strategy, make, number in chosen if at == world]
     if world == 4:
@@ -327,7 +327,7 @@ def test_a_failed_disk_is_an_error_immediately_if_no_backward_can_report_it(tmp_
 
 @few_bytes_per_chunk()
 def fail_on_one_rank(folder: Path) -> None:
-    """Where shards are read for a forward, for one without gradients, and for a backward, whose gradients are written
+    """Fail reads of shards for a forward, for one without gradients, and for a backward, with gradients written
     by several microbatches.
     """
     model = build(1.0, folder)

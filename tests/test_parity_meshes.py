@@ -97,20 +97,20 @@ def compared(ranks: int, strategies: list[str], loss: Any = loss, **parallelism:
 
 
 def test_a_pipeline_has_the_bits_of_the_plain_process():
-    """Whatever stages have, and in whichever order they come: nothing is added up in another order."""
+    """For any stages in any order, because the order of sums does not change."""
     report = compared(1, ["zero3"], pp=2, schedule="Interleaved1F1B")
     assert [str(row) for row in report.rows] == ["zero3, 1 rank, with pp2: the same bits"]
 
 
 def test_stages_parts_of_sequences_and_experts_have_the_bits_of_the_same_ranks_unsharded():
-    """And these the plain process's numbers within rounding."""
+    """These have the plain process's numbers within rounding."""
     report = compared(1, ["zero3"], pp=2, cp=2, ep=2)
     assert report.is_equal, str(report)
     assert [(row.strategy, row.is_bit_for_bit) for row in report.rows] == [("none", False), ("zero3", True)]
 
 
 def test_a_model_that_counts_positions_on_each_part_again_is_reported():
-    """By the first row, and by the parameter; sharding changes nothing further."""
+    """By the first row, and by the parameter. Sharding adds no difference."""
     report = compared(1, ["zero3"], careless_loss, cp=2)
     assert [(row.strategy, row.is_equal) for row in report.rows] == [("none", False), ("zero3", True)]
     first = report.rows[0].first

@@ -38,7 +38,7 @@ V_SHAPED = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 
 
 class Layer(nn.Module):
-    """With rows that do not divide and a frozen parameter."""
+    """A layer with rows that do not divide evenly and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Pipeline:
         self.schedule.step(*([x] if is_first else []), **({"target": target} if is_last else {}))
 
     def named(self) -> dict[str, nn.Parameter]:
-        """By the names that they have in the whole model, which slices keep."""
+        """Return parameters by their names in the whole model, which slices keep."""
         return {name: param for part in self.parts for name, param in part.named_parameters()}
 
 
@@ -170,7 +170,7 @@ lazy_pairs = torch_before((2, 13), "torch 2.11's gloo cannot send while it conne
 
 @lazy_pairs
 def test_stages_get_the_gradients_of_one_process():
-    """To the bit: a rank adds its microbatches in order, and ranks are added in order."""
+    """Bit for bit: each rank sums its microbatches in order, and ranks are summed in order."""
     run_ranks(2, every_schedule_and_strategy, 2, list(SCHEDULES))
 
 
@@ -289,7 +289,7 @@ def in_two_dtypes() -> None:
 
 
 def test_microbatches_are_summed_in_the_reduce_dtype():
-    """Also those whose gradients come to no hook."""
+    """Including parameters without a gradient hook."""
     run_ranks(2, in_two_dtypes)
 
 

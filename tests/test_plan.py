@@ -213,7 +213,7 @@ def test_twice_the_hosts_that_cannot_share_the_batch_are_reported_so():
 
 
 def test_without_gradients_to_keep_zero1_and_zero2_are_identical():
-    """So one of them is looked at."""
+    """Only one of them is simulated."""
     for accumulates in (False, True):
         one, two = (
             sketch(gpt(), H100, Program(strategy=item, accumulates=accumulates, syncs_each=accumulates))
@@ -234,7 +234,7 @@ def test_without_gradients_to_keep_zero1_and_zero2_are_identical():
 
 
 def test_more_memory_is_never_slower(plan):
-    """And less of it never faster: what fits into less fits into more."""
+    """Less memory is never faster: programs that fit into less memory also fit into more."""
     made = plan.best.sketch
     needed = [made.needed_bytes(rows) for rows in (1, 2, 4, 8)]
     assert needed == sorted(needed)
@@ -326,7 +326,7 @@ def test_states_are_on_the_cpu_before_any_are_on_a_disk(capsys):
 
 
 def tight(question: Question, part: float) -> Question:
-    """With usable memory between what `zero3` needs with all of the optimizer's state on the CPU, 0, and with none."""
+    """Return a question with memory between the needs of `zero3` with all states on the CPU, 0, and with none."""
     every, none = (question.requested(Program(strategy="zero3", cpu=share)).needed_bytes(1) for share in (1.0, 0.0))
     assert every < none
     memory = question.cluster.hardware.memory_bytes
@@ -335,7 +335,7 @@ def tight(question: Question, part: float) -> Question:
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
 def test_the_least_is_on_the_cpu_that_fits(part):
-    """By dry runs of the whole model: it does with that fraction, and not with a unit less, or none."""
+    """Dry runs of the whole model confirm that it fits with that fraction, and not with one unit less, or none."""
     one_shape = requested(cluster=H100, global_batch=8, strategies=("zero3",))
     question = tight(one_shape, part)
     usable, found = question.cluster.usable_bytes, search(question).best
@@ -374,7 +374,7 @@ def run_pasted(question: Question, found: Any) -> dry.Tape:
 
 
 def test_the_cpu_steps_once_a_step_however_many_microbatches():
-    """And a slower one makes the step longer, but for what the device hides."""
+    """A slower CPU makes the step longer, except for the part that the device hides."""
     made = requested(cluster=H100).requested(Program(strategy="zero3", accumulates=True, cpu=1.0))
     machine = H100.hardware
     slow = made.on(replace(machine, host_memory_bytes_per_s=machine.host_memory_bytes_per_s / 100))
@@ -688,7 +688,7 @@ def test_other_questions(capsys, tmp_path):
 
 
 def test_the_largest_microbatch_is_that_of_all_programs():
-    """However few are simulated: those that need the least for a row come first."""
+    """Even if few are simulated, because programs that need the least memory per row are first."""
     tight = replace(TWO_HOSTS, share=0.005)
     question = requested(cluster=tight, global_batch=None, largest=True, checkpointing=("none", "every-1"), most=2)
     found, every = search(replace(question, exhaustive=False)), search(question)
@@ -711,7 +711,7 @@ def test_the_fewest_ranks_are_those_on_which_it_just_fits():
 
 
 def test_suggestions_are_sorted_by_the_memory_that_they_need():
-    """By more checkpoints, if those are enough. Suggestions are sorted by the memory that they need."""
+    """By more checkpoints, if those are enough."""
     program = Program(strategy="zero2")
     question = requested(subject=gpt(seq=512), global_batch=None, checkpointing=("none", "every-1"))
     needs = [

@@ -32,7 +32,7 @@ def test_integers_and_quantised_weights_are_never_cast(stored):
 
 @pytest.mark.parametrize(("compute", "reduce", "itemsize"), [(BF16, FP32, 2), (FP32, BF16, 2), (FP64, FP64, 4)])
 def test_alignment_is_counted_in_the_smallest_item(compute, reduce, itemsize):
-    """So what is aligned in one of the buffers of a section is aligned in all."""
+    """An offset that is aligned in one buffer of a section is then aligned in all of them."""
     assert DtypeContract(stored=FP32, compute=compute, reduce=reduce).itemsize == itemsize
 
 

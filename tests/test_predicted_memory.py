@@ -248,7 +248,7 @@ def touched_in_turns(heap: ProcessHeap, mib: int, turns: int) -> list[int]:
 
 
 def test_pages_are_new_for_what_is_too_large_for_the_heap_and_for_what_just_misses_the_room_that_it_left():
-    """As torch's own tensors were seen to do, by the page faults of such loops."""
+    """This matches torch's tensors, by the page faults of such loops."""
     heap = ProcessHeap()
     assert touched_in_turns(heap, 16, 5) == [16] * 5
     assert sum(touched_in_turns(heap, 12, 5)) < 12, "most of it where the larger ones were"

@@ -96,7 +96,7 @@ def plainly(model: Any) -> None:
 
 
 def finalizing_by_hand(model: Any) -> None:
-    """As a stage of a pipeline: two visits, with microbatches between forward and backward."""
+    """Run a stage of a pipeline: two visits, with microbatches between forward and backward."""
     optimizer = torch.optim.AdamW(model.parameters())
     model.set_manual_backward_finalization(True)
     for _ in range(2):
@@ -247,7 +247,7 @@ def unsharding_by_hand(model: Any) -> None:
 
 
 def unsharding_ahead_of_the_step(model: Any) -> None:
-    """A gather that is asked for before the optimizer's step, and waited for after it."""
+    """A gather that starts before the optimizer's step and is waited for after it."""
     optimizer, layer = sgd(model), model.layers[1]
     for number in range(3):
         model(inputs(number)).float().square().mean().backward()

@@ -113,7 +113,7 @@ def test_another_ranks_optimizer_state_is_refused_with_the_remedy(options):
 
 
 def load_own() -> None:
-    """Whatever a rank does with its own state is as before: files, copies, and other DTensors on live meshes."""
+    """Check that a rank can still use its own state: files, copies, and other DTensors on live meshes."""
     model, optimizer = built()
     expected, state, states = values(model), dumped(model.state_dict()), dumped(optimizer.state_dict())
     copied = copy.deepcopy(model.state_dict())

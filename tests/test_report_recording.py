@@ -118,7 +118,7 @@ def test_a_step_is_split_by_turns_and_what_is_waited_for_is_cut_out(clock):
 
 
 def test_whatever_is_reported_the_parts_add_up_to_the_clock_without_pauses(clock):
-    """And in any order: turns, collectives within each other, checkpoints, what the loop says, pauses."""
+    """In any order: turns, nested collectives, checkpoints, reports of the loop, pauses."""
     for seed in range(200):
         rng = random.Random(seed)
         taken: list[StepTaken] = []
@@ -592,7 +592,7 @@ def reported_elsewhere(destination: str, folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("destination", ["tensorboard", "wandb", "mlflow"])
 def test_numbers_go_to_the_destination_that_is_named(destination, tmp_path, monkeypatch):
-    """By the calls that its library documents: the libraries are stand-ins here."""
+    """By the documented calls of each library. The libraries are stand-ins here."""
     for name, source in STUBS.items():
         (tmp_path / f"{name}.py").write_text(source)
         monkeypatch.delitem(sys.modules, name, raising=False)

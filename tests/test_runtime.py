@@ -1,4 +1,4 @@
-"""Whatever a model does between forward and backward, it does as if nothing were sharded.
+"""A model may do anything between forward and backward. The results are those of unsharded training.
 
 A scenario is written once and run on a plain model and on sharded ones; the bits must be the same.
 """
@@ -575,7 +575,7 @@ def trained_or_frozen_while_unsharded(shard: Shard) -> list[Any]:
 
 
 def units_without_anything_to_train(shard: Shard) -> list[Any]:
-    """At the start, where nothing tells that their backward is over, and in the middle, where gradients pass."""
+    """At the start, without a sign for the end of their backward, and in the middle, where gradients pass."""
     model = Chain()
     model.layers[0].requires_grad_(False)
     model.layers[2].requires_grad_(False)
@@ -713,7 +713,7 @@ def written_between_steps(write: Callable[[nn.Parameter], None], shard: Shard) -
 )
 @under_strategies
 def test_what_is_written_to_parameters_is_computed_with(write, strategies):
-    """By whatever way, and where whole parameters are kept between steps, too."""
+    """By any method, and also if unsharded parameters are kept between steps."""
     run_ranks(2, agree_with_plain, partial(written_between_steps, write), *strategies)
 
 
@@ -873,7 +873,7 @@ def count_whole_units() -> list[int]:
 
 
 def test_no_more_units_are_whole_at_once_than_the_present_one_and_the_next():
-    """Also where nothing but the next unit's backward tells that the last one's is over."""
+    """Even if only the next unit's backward shows the end of the last one's."""
     assert run_ranks(2, count_whole_units) == [[2, 2, 2]] * 2
 
 
@@ -1070,7 +1070,7 @@ def test_odd_parameters_give_plain_bits(scenario, strategies):
 
 
 def evaluate_in_inference_mode_first() -> None:
-    """In low precision, so that scratch memory is taken there first."""
+    """Evaluate in low precision, so that scratch memory is first allocated there."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     left = []
     for evaluates in (False, True):

@@ -96,7 +96,7 @@ def go_there_and_back(folder: Path, strategies: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(item, marks=pytest.mark.slow) for item in (3, 4))])
 def test_weights_survive_export_and_import(tmp_path, world):
-    """In several files, at every world size; into models that have other numbers, and that have no memory yet."""
+    """In several files, at every world size; into models with other values, and into models without memory."""
     run_ranks(world, go_there_and_back, tmp_path, FEW[world])
     for folder in tmp_path.iterdir():
         assert len(list(folder.glob("*.safetensors"))) > 1

@@ -39,7 +39,7 @@ def begun(strategy: str = "zero3") -> tuple[nn.Module, Any]:
 
 
 def host(memory: Path, ranks_of_host: int = 1) -> Path:
-    """The folder of this rank's host; hosts of several ranks are made of neighbours."""
+    """Return the folder of this rank's host. Hosts of several ranks consist of adjacent ranks."""
     folder = memory / f"host{dist.get_rank() // ranks_of_host}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
@@ -94,7 +94,7 @@ def lose_hosts(memory: Path) -> None:
 
 
 def test_the_state_of_any_lost_host_is_restored_from_the_next_one(tmp_path):
-    """Of two neighbours that are lost at once, nothing does."""
+    """If two adjacent hosts are lost together, their state is not restored."""
     run_ranks(3, lose_hosts, tmp_path)
 
 
@@ -413,7 +413,7 @@ def keeper_of(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_a_folder_outlives_the_process_that_has_requested_for_it(launcher, tmp_path):
-    """And the signals that a scheduler sends to all that belongs to a job, before it kills."""
+    """It also outlives the signals that a scheduler sends to all processes of a job before it kills them."""
     code = "import sys, fullshard.checkpoint.keeper as it; it.kept_folder(int(sys.argv[1]), it.Path(sys.argv[2]))"
     subprocess.run([sys.executable, "-c", code, str(launcher.pid), tmp_path], check=True)
     (folder,) = tmp_path.iterdir()

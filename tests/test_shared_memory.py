@@ -358,7 +358,7 @@ def test_training_needs_one_block_and_not_more_with_time():
 
 
 def complete_before_the_next() -> list[list[bool]]:
-    """By step and unit: whether its reduction was complete when that of the next began. No rank is late."""
+    """Return by step and unit if its reduction was complete at the start of the next one. No rank is delayed."""
     model = chain(fully_shard)
     visited: list[list[bool]] = []
     finish = ReductionQueue.finish
@@ -381,7 +381,7 @@ def complete_before_the_next() -> list[list[bool]]:
 
 
 def test_whole_gradients_do_not_wait_for_the_next_unit_once_others_have_reported_their_own():
-    """With the last unit nothing comes after which could look."""
+    """No later unit could check the last unit."""
     for by_step in run_ranks(2, complete_before_the_next):
         for complete in by_step:
             assert len(complete) > 2

@@ -258,7 +258,7 @@ def compare_all_state_dicts() -> None:
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_state_dicts_have_the_user_s_own_names_and_values(world):
-    """In the user's own order, before training and after, under every strategy."""
+    """In the order of the user's model, before and after training, under every strategy."""
     run_ranks(world, compare_all_state_dicts)
 
 
@@ -388,7 +388,7 @@ def load_full(net: nn.Module, folder: Path) -> None:
 
 
 def load_mapped(net: nn.Module, folder: Path) -> None:
-    """From a file that is mapped, so that no rank holds the model whole."""
+    """Load from a mapped file, so that no rank holds the whole model."""
     net.load_state_dict(torch.load(folder / "full.pt", weights_only=True, mmap=True))
 
 

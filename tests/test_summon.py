@@ -224,7 +224,7 @@ def summon_gradients() -> None:
 
 
 def test_gradients_are_whole_too_and_changes_to_them_are_kept_as_requested():
-    """And stepped with, under every strategy."""
+    """The optimizer steps with them, under every strategy."""
     run_ranks(2, summon_gradients)
 
 
@@ -354,7 +354,7 @@ def uses_of(model: nn.Module) -> list[Callable[[Tensor], Any]]:
 
 
 def test_forward_backward_and_casts_while_summoned_are_refused():
-    """And leave no trace."""
+    """They leave no trace."""
     run_ranks(2, use_while_summoned)
 
 

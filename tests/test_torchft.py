@@ -86,7 +86,7 @@ def start_lighthouse() -> tuple[subprocess.Popen[bytes], str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_example_goes_on_where_a_rank_is_killed(tmp_path):
-    """By the command lines of its header, and what it says of them."""
+    """By the command lines in its header, with the described results."""
     stated = (ROOT / "examples" / "torchft" / "digits.py").read_text()
     launches = re.findall(r"^    (torchrun .*?)(?: &)?$", stated, re.M)
     lighthouse, address = start_lighthouse()

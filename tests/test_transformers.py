@@ -125,7 +125,7 @@ RECIPES = {
 
 
 def tokens(step: int) -> Tensor:
-    """Of one step, for all ranks together: 12 sequences, which 1, 2 and 3 ranks can share."""
+    """Return the tokens of one step for all ranks: 12 sequences, which 1, 2 and 3 ranks can share."""
     return torch.randint(1, VOCABULARY, (12, 10), generator=torch.Generator().manual_seed(1000 + step))
 
 
@@ -205,7 +205,7 @@ def traces(world: int) -> list[Traces]:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.slow
 def test_a_sharded_model_learns_the_bits_of_the_plain_one(name, world):
-    """Those of plain PyTorch on one rank, of `DistributedDataParallel` on two."""
+    """The bits of plain PyTorch on one rank, and of `DistributedDataParallel` on two."""
     for rank, of_rank in enumerate(traces(world)):
         for model, mode, strategy in of_rank:
             if model == name:

@@ -1,4 +1,4 @@
-"""A job whose ranks would wait for ever ends by itself, and says which rank was lost or where all of them are."""
+"""A job with ranks that would wait forever ends and reports the lost rank or the progress of all ranks."""
 
 import ast
 import os
@@ -250,7 +250,7 @@ def test_a_loss_ends_ranks_that_gather_a_parameter():
 
 
 def test_a_parameter_that_one_rank_gathers_alone_is_reported_early():
-    """As a barrier is that others do not come to."""
+    """It is reported like a barrier that other ranks do not reach."""
     alone = "threading.Timer(6.5, lambda: os._exit(9)).start()\n"
     whole = alone + "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else dist.barrier()"
     ends = run("import time; time.sleep(0.1); dist.barrier()", EARLY + "import threading", destinations=whole)
@@ -428,7 +428,7 @@ GROUP = (GROUP_TIMEOUT, "4 s", "give init_process_group a longer timeout")
 )
 @pytest.mark.slow
 def test_a_collective_that_takes_too_long_ends_all_and_reports_where_each_is(action, answer, setting, limit, advice):
-    """After the time that was set, or before the process group gives up by itself."""
+    """After the given time, or before the process group times out."""
     ends = run(action, setting)
     waiting = [ends[0], ends[2]]
     assert all(end.code == EXIT_CODE for end in waiting)
@@ -855,7 +855,7 @@ def test_of_a_long_queue_each_collective_is_waited_for_since_the_one_before_it_h
 
 @pytest.mark.parametrize("silence_s", [4, 30])
 def test_the_system_requests_a_silent_host_for_as_long_as_it_is_given(silence_s):
-    """Also one that falls silent just before it is asked for the first time."""
+    """Includes a host that becomes silent just before the first request."""
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()) as connection:
         _find_silence(connection, silence_s)

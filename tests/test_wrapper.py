@@ -256,7 +256,7 @@ def shard_over_a_mesh() -> None:
 
 
 def test_a_mesh_of_two_axes_replicates_over_the_first():
-    """Whatever the strategy."""
+    """For every strategy."""
     run_ranks(4, shard_over_a_mesh)
 
 
@@ -593,7 +593,7 @@ def divide_gradients() -> None:
 
 
 def test_gradients_are_divided_by_what_is_requested():
-    """Of that unit alone; powers of two are exact."""
+    """The factor applies to that unit alone. Powers of two are exact."""
     run_ranks(2, divide_gradients)
 
 
@@ -659,7 +659,7 @@ def cut_along_the_last_dim(shard: Shard) -> list[Any]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_parameters_are_cut_along_the_dims_that_are_requested_for(world):
-    """With plain bits under every strategy."""
+    """Bits equal plain training under every strategy."""
     run_ranks(world, agree_with_plain, cut_along_the_last_dim)
 
 

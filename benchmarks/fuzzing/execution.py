@@ -443,7 +443,7 @@ Records = dict[str, Any]
 
 
 def optimizer_of(program: Json, model: nn.Module) -> torch.optim.Optimizer:
-    """The program's optimizer, with two parameter groups if asked for."""
+    """Create the program's optimizer, with two parameter groups on request."""
     options = dict(program.get("optimizer", {"name": "SGD"}))
     name, two = options.pop("name", "SGD"), options.pop("two groups", False)
     params = [param for param in model.parameters() if param.requires_grad]
