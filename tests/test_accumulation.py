@@ -187,7 +187,7 @@ def count_hybrid(strategy: str) -> dict[str, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", "hsdp_zero2"])
-def test_hybrid_strategies_reduce_over_replicas_once_a_step_if_reported_to(strategy):
+def test_hybrid_strategies_reduce_over_replicas_once_per_step_if_configured(strategy):
     for counts in run_ranks(4, count_hybrid, strategy):
         scattered = counts["reduce_scatter"]
         assert [calls for calls, _ in scattered] == [UNITS] * 3

@@ -84,7 +84,7 @@ def test_each_unit_is_gathered_twice_and_the_root_once(system):
     assert len(gathered) == 2 * LAYERS + 1
 
 
-def test_own_copies_no_tenth_of_what_fsdp2_does():
+def test_we_copy_less_than_a_tenth_of_the_bytes_of_fsdp2():
     fully_sharded, peer = (step_of(system).counts(plain()) for system in SYSTEMS)
     assert 0 <= fully_sharded.copied_bytes <= 0.1 * peer.copied_bytes
     assert fully_sharded.sent_bytes == pytest.approx(peer.sent_bytes, rel=0.01)  # small ones begin on aligned addresses
@@ -111,7 +111,7 @@ def test_what_fsdp2_copies_is_what_its_source_states():
     assert beyond == LAYERS * 2 * (shards + WORLD * shards) + root // WORLD + root
 
 
-def test_what_own_copies_beyond_need_are_the_small_ones():
+def test_only_small_parameters_are_copied_without_need():
     fully_sharded = step_of(FULLSHARD).counts(plain()).copied_bytes
     small = 2 * (4 * WIDTH + 3 * WIDTH)
     assert fully_sharded == 2 * LAYERS * small

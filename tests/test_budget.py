@@ -229,7 +229,7 @@ def test_the_root_goes_to_the_disk_last(tmp_path):
         assert on_disk_in_turn([root, *others]) == [*others, root]
 
 
-def arrived_back(folder: Path) -> None:
+def load_back_to_resident(folder: Path) -> None:
     """A graph waits while some units come from the disk: it finds its values, and slots know that it looks at them."""
 
     def run(*, moves: bool) -> list[Any]:
@@ -261,10 +261,10 @@ def arrived_back(folder: Path) -> None:
 
 
 def test_a_graph_that_waits_while_units_are_read_from_disk_keeps_its_values(tmp_path):
-    run_ranks(2, arrived_back, tmp_path)
+    run_ranks(2, load_back_to_resident, tmp_path)
 
 
-def fail_to_arrived_back(folder: Path) -> None:
+def fail_to_load_back_to_resident(folder: Path) -> None:
     """Gradients that cannot be read on one rank, when units are to have them in memory."""
     model = layers(Offload(budget="1GB", folder=folder))
     optimizer = adamw(model.parameters())
@@ -276,7 +276,7 @@ def fail_to_arrived_back(folder: Path) -> None:
 
 
 def test_a_disk_that_units_cannot_be_read_from_is_an_error_on_all_ranks(tmp_path):
-    run_ranks(2, fail_to_arrived_back, tmp_path)
+    run_ranks(2, fail_to_load_back_to_resident, tmp_path)
 
 
 def step_in_backward(folder: Path) -> None:
@@ -368,7 +368,7 @@ def choose_for_shards() -> None:
     assert all(unit.options.offload.budget is None for unit in units_in(model))
 
 
-def test_an_optimizer_that_is_stated_to_step_shards_chooses_too():
+def test_an_optimizer_declared_to_step_shards_chooses_too():
     run_ranks(1, choose_for_shards)
 
 
@@ -431,7 +431,7 @@ def on_the_cpu(model: Any) -> list[bool]:
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
-def test_next_to_an_accelerator_states_go_to_the_cpu_as_far_as_is_missing(strategy, microbatches):
+def test_with_an_accelerator_only_the_necessary_states_are_offloaded_to_the_cpu(strategy, microbatches):
     made: list[Any] = []
 
     def make(budget: int) -> Any:
@@ -467,7 +467,7 @@ def test_next_to_an_accelerator_states_go_to_the_cpu_as_far_as_is_missing(strate
 
 
 @pytest.mark.usefixtures("small_windows")
-def test_a_byte_less_has_one_unit_offloaded_as_its_fraction_would():
+def test_one_byte_less_offloads_one_more_unit():
 
     def peak(policy: Offload) -> int:
         made = partial(chain, partial(fully_shard, strategy="zero3", offload_policy=policy))

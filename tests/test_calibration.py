@@ -87,7 +87,7 @@ def test_with_little_time_fewer_sizes_are_measured(stated):
         (["--secs", "1"], "Did you mean seconds"),
     ],
 )
-def test_bad_input_is_answered_in_a_line(argv, words, empty_config_folder, capsys):
+def test_bad_input_is_reported_in_one_line(argv, words, empty_config_folder, capsys):
     assert main(["calibrate", *argv]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1

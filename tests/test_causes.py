@@ -120,7 +120,7 @@ def test_a_gain_is_that_of_the_best_change_that_helps():
     assert find_causes(slow)[0].gain_s is None
 
 
-def test_room_for_a_larger_batch_is_reported_to_who_has_it():
+def test_memory_for_a_larger_batch_is_reported():
     run = healthy_run()
     assert "free: a larger batch fits" in verdict(run, ())
     assert "free" not in verdict(replace(run, memory=None), ())

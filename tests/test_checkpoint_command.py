@@ -255,7 +255,7 @@ def test_what_torch_alone_has_written_is_reported_and_exported(command, tmp_path
 # -- diff -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_equal_is_stated_to_be(command, written):
+def test_equal_checkpoints_are_reported_as_equal(command, written):
     step = written / "run" / "step-000000020"
     reported = command.json("diff", step, written / "exported")
     assert reported["equal"]

@@ -81,7 +81,7 @@ def test_every_rank_draws_what_it_would_have_drawn(tmp_path):
     assert len({tuple(drawn) for drawn in again[0]}) == 3
 
 
-def test_random_states_stay_if_requested_to(tmp_path):
+def test_random_states_are_kept_on_request(tmp_path):
     save(tmp_path, model=nn.Linear(2, 2), step=1)
     model = nn.Linear(2, 2)
     torch.manual_seed(3)

@@ -107,7 +107,7 @@ def read_what_torch_wrote(folder: Path) -> list[list[float]]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_a_folder_of_torchs_may_have_names_like_own(tmp_path):
+def test_torch_checkpoints_may_have_names_like_ours(tmp_path):
     for step in (9, 10):
         state = {name: value + step for name, value in nn.Linear(2, 2).state_dict().items()}
         dcp.save({"model": state}, checkpoint_id=tmp_path / f"step-{step}")
@@ -134,7 +134,7 @@ def write_own(folder: Path) -> list[float]:
     return fit(model, optimizer, range(2, 4))
 
 
-def read_own_as_torch_does(folder: Path) -> list[float]:
+def read_ours_as_torch_does(folder: Path) -> list[float]:
     model, optimizer = build(their_fully_shard, seed=1)
     state, optim_state = get_state_dict(model, optimizer)
     loaded = {"model": state, "optimizer": optim_state}
@@ -147,7 +147,7 @@ def read_own_as_torch_does(folder: Path) -> list[float]:
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_what_we_have_written_opens_in_torch(tmp_path):
     expected = run_ranks(2, write_own, tmp_path)[0]
-    for losses in run_ranks(3, read_own_as_torch_does, tmp_path):
+    for losses in run_ranks(3, read_ours_as_torch_does, tmp_path):
         assert losses == pytest.approx(expected, rel=1e-5)
     dcp_to_torch_save(os.fspath(tmp_path / "step-000000002"), tmp_path / "all.pt")
     converted = torch.load(tmp_path / "all.pt", weights_only=True)["model"]

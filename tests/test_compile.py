@@ -135,7 +135,7 @@ def compare_in_low_precision() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_models_compute_in_the_dtype_that_was_requested_for():
+def test_compiled_models_compute_in_the_requested_dtype():
     run_ranks(2, compare_in_low_precision, timeout=170)
 
 

@@ -170,7 +170,7 @@ def copy_a_model_of_tensor_parallelism() -> None:
     assert copied[0].weight.placements == model[0].weight.placements
 
 
-def test_a_copy_of_what_tensor_parallelism_has_placed_is_placed_identical():
+def test_copies_of_tensor_parallel_parameters_have_the_same_placements():
     run_ranks(4, copy_a_model_of_tensor_parallelism)
 
 

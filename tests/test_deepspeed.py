@@ -88,7 +88,7 @@ def test_numbers_are_those_that_deepspeed_gave(name):
     assert_close([rank[name] for rank in own()], recorded()["runs"][name], name)
 
 
-def test_stages_that_reduce_identical_agree_bit_for_bit():
+def test_stages_with_the_same_reduction_agree_bit_for_bit():
     for rank in own():
         assert rank["stage0"] == rank["stage1"]
         assert rank["stage2"] == rank["stage3"]
@@ -503,7 +503,7 @@ PLAIN = {"train_batch_size": 4}
         ({"pipeline": {"stages": 2}}, "Pipeline parallelism is not offered"),
     ],
 )
-def test_what_cannot_be_honoured_is_an_error_that_names_it(added, stated):
+def test_unsupported_values_are_an_error_that_names_them(added, stated):
     with pytest.raises(ConfigError) as raised:
         read({**PLAIN, **added}, world=2)
     assert stated in str(raised.value)

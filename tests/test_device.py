@@ -24,7 +24,7 @@ class Capturing(StreamAccelerator):
         self.streams = DryAccelerator(tape).streams
 
 
-def test_a_graph_ends_behind_the_gather_stream():
+def test_a_graph_ends_after_the_gather_stream():
     tape = dry.Tape()
     Capturing(tape).end_pass()
     assert [type(entry) for entry in tape.entries] == [Recorded, Waited]

@@ -43,7 +43,7 @@ def there_and_back(file, source, offset=0):
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20])
-def test_buffers_are_aligned_and_of_the_size_that_was_requested_for(nbytes):
+def test_buffers_are_aligned_and_have_the_requested_size(nbytes):
     buffer = aligned_buffer(nbytes)
     assert buffer.data_ptr() % ALIGNMENT == 0 and buffer.shape == (nbytes,) and buffer.dtype == torch.uint8
     assert aligned(nbytes) % ALIGNMENT == 0 and nbytes <= aligned(nbytes) < nbytes + ALIGNMENT

@@ -29,7 +29,7 @@ def step(pace: DiskPace, clock: Clock, gb_per_s: float, nbytes: int = 10**9) -> 
 
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("slower", [1.0, 0.9 * SLOWER, 1.1 * SLOWER, 50.0])
-def test_a_disk_that_becomes_slow_is_stated_once(caplog, measured, slower):
+def test_a_disk_that_becomes_slow_is_reported_once(caplog, measured, slower):
     clock = Clock()
     pace = DiskPace(Path("/nvme"), clock)
     with caplog.at_level(logging.WARNING):

@@ -104,7 +104,7 @@ def describe(model: nn.Module, layer: int, name: str) -> list[str]:
     return [f"model[0][{layer}].{name}", *between, visited]
 
 
-def test_the_script_next_to_tensor_parallelism_does_what_the_table_under_it_states(tmp_path):
+def test_the_tensor_parallel_script_does_what_the_table_under_it_states(tmp_path):
     text = page("docs/tensor_parallel.md")
     script = tmp_path / "script.py"
     script.write_text(code_blocks(text, "python")[0])
@@ -118,7 +118,7 @@ def test_the_readme_quotes_an_error_as_it_is():
         resolve_placements("zero4")
 
 
-def test_bytes_on_the_transport_are_those_of_the_codecs():
+def test_sent_bytes_are_those_of_the_codecs():
     options, _ = section(page("docs/networks.md"), "Less on the wire").split("What it costs in loss", 1)
     table = rows(options)
     assert len(table) > 1

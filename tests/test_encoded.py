@@ -383,7 +383,7 @@ def reduced_bytes(strategies: Any, transports: Any) -> list[tuple[int, int, int,
     return left
 
 
-def test_a_reduction_sends_as_many_bits_as_it_is_reported_and_a_scale_a_block():
+def test_a_reduction_sends_the_requested_bits_and_a_scale_per_block():
     part = {
         "bf16": MATRIX // 2 * 2,
         "int8": MATRIX // 2 + 4 * MATRIX // 2 // 128,
@@ -473,7 +473,7 @@ def test_what_is_kept_of_messages_is_counted_by_the_formula_as_it_is_measured():
 
 
 @pytest.mark.parametrize("policy", [MixedPrecision, MixedPrecisionPolicy])
-def test_what_is_no_transport_is_refused_by_name(policy):
+def test_unknown_encodings_are_refused_by_name(policy):
     with pytest.raises(ConfigError, match=rf"{policy.__name__}\(gather_wire='int4'\): one of 'int8', 'fp8' is needed"):
         policy(gather_wire="int4")
     with pytest.raises(ConfigError, match=r"\(reduce_wire=torch.bfloat16\): one of 'bf16', 'int8', 'int4' is needed"):

@@ -89,7 +89,7 @@ def offloaded(folder: str) -> str:
     return explain(chain(partial(fully_shard, offload_policy=policy)))
 
 
-def test_it_is_reported_where_activations_are(tmp_path):
+def test_the_placement_of_activations_is_reported(tmp_path):
     text = run_ranks(1, offloaded, str(tmp_path))[0]
     assert f"what forward keeps of 25% of all units is in {tmp_path} until backward\n" in text
     assert "of 50% of all units is in the host's memory, where the CPU computes, until backward\n" in text

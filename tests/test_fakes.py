@@ -91,7 +91,7 @@ def test_quick_fakes_are_as_torch_makes_them(run: Callable[[Tensor], Any]) -> No
                 assert under(quick, shape, dtype, transposed) == under(slow, shape, dtype, transposed)
 
 
-def test_torch_is_requested_once_for_what_is_identical(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_called_once_for_identical_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views are never computed, other operations once per shape. The cache keeps no tensor alive."""
     monkeypatch.setattr(QuickFakes, "_known", {})
     requested: list[str] = []

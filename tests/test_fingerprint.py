@@ -33,7 +33,7 @@ text = st.text(max_size=200)
 
 
 @given(units=st.lists(text, min_size=2, max_size=2), microbatches=st.lists(st.integers(0, 9), min_size=2, max_size=2))
-def test_fingerprints_are_identical_exactly_if_what_they_state_is(units, microbatches):
+def test_fingerprints_are_equal_exactly_if_their_contents_are(units, microbatches):
     fingerprints = [
         fingerprint("all_gather", Origin(unit[-20:], Phase.FORWARD, microbatch), 3, 77)
         for unit, microbatch in zip(units, microbatches, strict=True)
@@ -254,7 +254,7 @@ def first_rank_alone(call: str) -> str:
         ("export", "exporting;"),
     ],
 )
-def test_what_one_rank_calls_alone_is_reported_to_all_at_once(call, name):
+def test_a_call_of_one_rank_alone_is_reported_on_all_immediately(call, name):
     messages = run_ranks(2, first_rank_alone, call)
     assert messages[0] == messages[1]
     assert f"rank 0 started {name}" in messages[0]

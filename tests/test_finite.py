@@ -55,7 +55,7 @@ def spoilt(strategy: str, replicas: int = 1) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("strategy", "world", "replicas"), [("ddp", 3, 1), ("zero1", 3, 1), ("zero3", 3, 1), ("hsdp", 4, 2)]
 )
-def test_every_rank_is_reported_parameter_unit_and_rank(strategy, world, replicas):
+def test_every_rank_reports_parameter_unit_and_rank(strategy, world, replicas):
     stated = run_ranks(world, spoilt, strategy, replicas)
     assert len({message for message, _ in stated}) == 1, "the same on every rank"
     message = stated[0][0]

@@ -73,7 +73,7 @@ def test_a_difference_is_explained_by_what_took_the_time():
     assert causes(step_s=1.09, needed_bytes=1090, input_s=0.09) == ""
 
 
-def test_what_is_too_large_is_stated_with_what_would_fit():
+def test_models_that_are_too_large_are_reported_with_a_suggestion():
     stated: list[str] = []
     warn_if_too_large(FORECAST, stated.append)
     warn_if_too_large(replace(FORECAST, limit_bytes=999, would_fit=("--strategy zero3",)), stated.append)
@@ -89,7 +89,7 @@ def machine(memory_bytes: int) -> Machine:
     return Machine(device_type="cpu", device_name="", memory_bytes=memory_bytes, world=2, local_world=2, machines=1)
 
 
-def test_a_run_that_does_not_fit_is_reported_what_would():
+def test_a_run_that_does_not_fit_gets_a_suggestion():
     size = "--width", "128", "--layers", "4"
     sharded = forecast_run(settings_of(*size), machine(1 << 40)).needed_bytes
     found = forecast_run(settings_of(*size, "--strategy", "ddp"), machine(sharded))
@@ -104,7 +104,7 @@ def break_off(*_: object) -> Forecast:
 def of_script() -> None: ...
 
 
-def test_the_process_next_to_states_why_it_has_nothing_to_state():
+def test_the_background_process_reports_why_it_has_no_result():
     with pytest.raises(ConfigError, match=r"nothing could be predicted: .*a planted error"):
         Forecasting(break_off).result()
     function = of_script
@@ -189,7 +189,7 @@ def test_a_prediction_counts_the_model_s_own_work():
         read_off(dry.Tape(), hardware("h100-80"), 1)
 
 
-def test_what_is_reported_is_reported_in_whole(capsys):
+def test_reports_are_printed_in_full(capsys):
     """Names in brackets, such as tables of a description, are not markup."""
     background._print("ours.toml: [link] colour: unknown")
     assert capsys.readouterr().out == "ours.toml: [link] colour: unknown\n"

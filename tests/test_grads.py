@@ -45,7 +45,7 @@ def clip_in_every_way(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_own_and_torch_s_clipping_are_that_of_one_process(world):
+def test_our_clipping_and_that_of_torch_equal_one_process(world):
     run_ranks(world, clip_in_every_way, world)
 
 
@@ -102,7 +102,7 @@ def clip_oddities() -> None:
         clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
-def test_odd_gradients_are_answered_identical_on_every_rank():
+def test_unusual_gradients_have_the_same_result_on_every_rank():
     run_ranks(2, clip_oddities)
 
 

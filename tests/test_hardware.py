@@ -92,7 +92,7 @@ def test_an_unknown_name_lists_the_known_ones():
         ("like = ", r"is no TOML"),
     ],
 )
-def test_a_wrong_description_is_reported_what_to_do(tmp_path, text, reported):
+def test_a_wrong_description_is_reported_with_its_remedy(tmp_path, text, reported):
     with pytest.raises(ConfigError, match=reported):
         hardware(written(tmp_path / "ours.toml", text))
 

@@ -311,7 +311,7 @@ loss_of(model(torch.ones(2, 8)), model[1])
 """
 
 
-def test_a_function_of_a_sharded_weight_is_reported_which_and_what_to_do():
+def test_a_function_of_a_sharded_weight_is_reported_with_its_remedy():
     ended = subprocess.run([sys.executable, "-c", MIXES], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "mixed torch.Tensor and DTensor" in ended.stderr

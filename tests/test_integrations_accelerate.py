@@ -403,7 +403,7 @@ def test_units_of_any_model_run_again_in_backward():
         ({"param_init_fn": print}, "param_init_fn"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(config, stated):
+def test_unsupported_values_are_refused_by_name(config, stated):
     with pytest.raises(ConfigError, match=stated):
         ShardingPlugin.from_config(config)
 
@@ -465,7 +465,7 @@ def test_a_library_that_is_missing_or_older_is_reported(monkeypatch):
         required.require("anything", "1.10", extra="anything")
 
 
-def test_the_page_reports_of_every_key():
+def test_the_page_documents_every_key():
     page = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
     table = page.split("## Keys of `fsdp_config`")[1].split("\n## ")[0]
     reported = {

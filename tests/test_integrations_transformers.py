@@ -337,7 +337,7 @@ def refusals(folder: str) -> list[str]:
     return found
 
 
-def test_what_cannot_be_honoured_is_refused_by_name(tmp_path):
+def test_unsupported_values_are_refused_by_name(tmp_path):
     for found in run_ranks(2, refusals, str(tmp_path)):
         assert [stated for (_, stated), message in zip(REFUSED, found, strict=True) if stated not in message] == []
 

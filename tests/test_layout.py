@@ -88,7 +88,7 @@ def test_no_cut_makes_smaller_parts_where_rows_are_fewer_than_ranks(shape, world
 
 
 @given(st.lists(CHOICES, max_size=8), WORLDS, ITEMSIZES)
-def test_parameters_are_cut_along_the_dims_that_are_requested_for(choices, world, itemsize):
+def test_parameters_are_sharded_along_the_requested_dims(choices, world, itemsize):
     layout = lay_out([c[0] for c in choices], world, itemsize, [c[1] for c in choices])
     for (shape, dim), param_layout in zip(choices, layout.params, strict=True):
         assert param_layout.spec == (choose_spec(shape, world) if dim is None else ShardSpec(shape, dim, world))

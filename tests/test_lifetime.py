@@ -229,8 +229,8 @@ def use_all(folder: Path, cycle: int, features: frozenset[str]) -> None:
             step(model if dist.get_rank() == 0 else fully_shard(nn.Linear(8, 8)))
 
 
-def arrived_and_go(folder: Path, cycles: int, features: frozenset[str]) -> dict[str, tuple[int, int]]:
-    """What there is more of after all cycles than after any of the first three. In each cycle a process group is made,
+def leaks_of_process_groups(folder: Path, cycles: int, features: frozenset[str]) -> dict[str, tuple[int, int]]:
+    """Return counts that grow from the first three cycles to the last one. In each cycle a process group is made,
     used and destroyed. Its threads may take some seconds to end.
     """
     store = default_store()
@@ -257,4 +257,4 @@ FEATURES = frozenset({"clip", "save", "async_save", "safety copy", "summon", "st
 
 def test_nothing_outlives_its_process_group_for_more_than_a_cycle(tmp_path):
     """No more descriptors, threads, children and shared memory after seven cycles than after the first three."""
-    assert run_ranks(2, arrived_and_go, tmp_path, 7, FEATURES, timeout=120) == [{}, {}]
+    assert run_ranks(2, leaks_of_process_groups, tmp_path, 7, FEATURES, timeout=120) == [{}, {}]

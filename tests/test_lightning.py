@@ -276,7 +276,7 @@ def test_a_fit_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
     assert run_ranks(1, resume_alone, str(tmp_path)) == [8]  # with another number of ranks: all batches of an epoch
 
 
-def arrived_from_ddp(folder: str) -> Any:
+def resume_from_ddp(folder: str) -> Any:
     """A file of DDP's, gone on with here and by DDP itself."""
     options = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 1}
     fit(DDPStrategy(), **options, callbacks=[ModelCheckpoint(folder, filename="ddp")])
@@ -286,7 +286,7 @@ def arrived_from_ddp(folder: str) -> Any:
 
 @pytest.mark.slow
 def test_a_file_of_another_strategy_is_loaded(tmp_path):
-    for peer, own in run_ranks(2, arrived_from_ddp, str(tmp_path)):
+    for peer, own in run_ranks(2, resume_from_ddp, str(tmp_path)):
         assert_same(list(own), list(peer))
 
 

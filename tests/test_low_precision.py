@@ -532,7 +532,7 @@ def test_rounding_at_random_is_identical_on_all_replicas_and_goes_on_where_it_st
 
 
 @needs("bitsandbytes")
-def test_what_an_optimizer_is_reported_of_one_parameter_holds_for_its_shards():
+def test_options_of_one_parameter_apply_to_its_shards():
     run_ranks(2, keep_one_in_32_bits)
 
 

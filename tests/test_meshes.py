@@ -110,7 +110,7 @@ def compare_tensor_parallel() -> None:
     assert_same(found["hybrid"], found["slice"])
 
 
-def test_tensor_parallelism_next_to_axes_by_name_is_as_next_to_a_slice():
+def test_tensor_parallelism_with_axes_by_name_equals_that_with_a_slice():
     run_ranks(4, compare_tensor_parallel)
 
 

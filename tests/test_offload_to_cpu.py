@@ -338,7 +338,7 @@ def placements(policy: Any, **options: Any) -> list[StatePlacement]:
         return list(placements_of(units_in(model)).values())
 
 
-def test_the_last_units_are_on_the_cpu_until_there_are_as_many_as_was_requested_for():
+def test_the_requested_number_of_last_units_is_on_the_cpu():
     device, stepped, on_cpu = StatePlacement.DEVICE, StatePlacement.STEPPED_ON_CPU, StatePlacement.CPU
     assert placements(Offload(optimizer={"cpu": 0.3})) == [device] * 3 + [stepped] * 2
     assert placements(Offload(optimizer={"cpu": 0.5}, parameters={"cpu": 0.1})) == [device] * 2 + [stepped] * 2 + [

@@ -475,7 +475,7 @@ def step_without(missing: Sequence[int | None]) -> str:
         ((9, -1), ["288 bytes", " 0 bytes, without parameter 0, parameter 1, parameter 2"]),
     ],
 )
-def test_ranks_with_gradients_of_different_parameters_are_reported_so(missing, stated):
+def test_ranks_with_gradients_of_different_parameters_get_an_error(missing, stated):
     """All of them, with each one's side; no message of one arrives as another."""
     answers = run_fresh_ranks(2, step_without, missing)
     assert answers[0] == answers[1]

@@ -446,7 +446,7 @@ def step_as_configured() -> None:
         full_optim_state_dict(model, blocked)
 
 
-def test_elementwise_optimizers_of_others_step_shards_if_reported():
+def test_elementwise_optimizers_of_users_step_shards_if_declared():
     run_ranks(2, step_as_configured)
 
 
@@ -642,7 +642,7 @@ def test_optimizers_that_need_wholes_are_found_by_a_trial(kind):
         (Later, (), "its state 'rows' has shape"),
     ],
 )
-def test_optimizers_that_a_trial_states_nothing_of_are_warned_about(kind, args, stated, caplog):
+def test_a_warning_is_logged_for_optimizers_that_a_trial_cannot_check(kind, args, stated, caplog):
     step_shards(of_layers(kind, *args))
     assert stated in caplog.text
 

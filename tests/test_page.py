@@ -85,7 +85,7 @@ def pages(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> d
     return {name: write(case.run, case.findings, folder / name, against=case.against) for name, case in cases.items()}
 
 
-def test_a_page_is_one_small_file_and_requests_for_no_other(pages: dict[str, Path]) -> None:
+def test_a_page_is_one_small_file_and_requests_no_other(pages: dict[str, Path]) -> None:
     for name, path in pages.items():
         text = path.read_text(encoding="utf-8")
         assert path.stat().st_size < MOST_BYTES, name

@@ -469,7 +469,7 @@ def test_what_is_within_the_tolerance_is_tolerated_and_nothing_else(value, gap):
     ],
     ids=str,
 )
-def test_strangers_are_infinitely_far_separate(actual, largest):
+def test_shapes_and_values_that_are_not_comparable_differ_infinitely(actual, largest):
     difference = Difference.between(actual, torch.ones(2), Tolerance(atol=0.1))
     assert difference == Difference(largest, False, False)
 

@@ -115,7 +115,7 @@ def strategies_agree() -> None:
     assert_same(learn(Weight, 1, partial(fully_shard, mesh=mesh, strategy="hsdp"))[0], learn(Weight, 1, leave)[0])
 
 
-def test_replicas_of_shards_learn_identical():
+def test_replicas_of_shards_train_identically():
     run_ranks(4, strategies_agree)
 
 
@@ -159,7 +159,7 @@ def rows_agree() -> None:
     assert_same(learn_rows(fully_shard(CutLinear(placed), mesh=mesh["dp"])), learn_rows(CutLinear(Weight(rows))))
 
 
-def test_next_to_tensor_parallelism_rows_learn_as_without():
+def test_rows_train_with_tensor_parallelism_as_without():
     run_ranks(4, rows_agree)
 
 

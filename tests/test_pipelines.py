@@ -381,7 +381,7 @@ def count_differently() -> None:
         stage.perform_reduce_grad(1)
 
 
-def test_ranks_with_different_numbers_of_microbatches_are_reported_so():
+def test_ranks_with_different_numbers_of_microbatches_get_an_error():
     testing.run_ranks(2, count_differently)
 
 

@@ -67,7 +67,7 @@ def gpt(layers: int = 6, seq: int = 32) -> Subject:
         pytest.param("hpz", "every-1", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_short_model_reports_of_the_whole_one(strategy, kept, accumulates):
+def test_a_short_model_predicts_the_whole_one(strategy, kept, accumulates):
     """Memory by state, and time, with rows and microbatches that were never run.
 
     Times bend where host and accelerator are about equally fast: with one row `ddp` is predicted 1.5 % too short.
@@ -86,7 +86,7 @@ def test_a_short_model_reports_of_the_whole_one(strategy, kept, accumulates):
 
 
 @pytest.mark.parametrize(("strategy", "kept"), [("zero3", "none"), ("ddp", "every-2"), ("zero2", "every-1")])
-def test_a_short_model_that_the_cpu_steps_reports_of_the_whole_one(strategy, kept):
+def test_a_short_model_stepped_by_the_cpu_predicts_the_whole_one(strategy, kept):
     program = Program(strategy=strategy, checkpointing=kept, accumulates=True, cpu=1.0)
     short, whole = (sketch(gpt(9), H100, program, shortens=shortens).figures(2, 5) for shortens in (True, False))
     for name in ("peak_bytes", "needed_bytes", "host_bytes", "step_s"):
@@ -107,7 +107,7 @@ class BatchFirst(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["causal", "batch first"])
-def test_steps_of_few_rows_report_of_more(name):
+def test_steps_of_few_rows_predict_steps_of_more(name):
     """Memory, and time of the same steps taken with 5 rows."""
     subject = gpt(layers=3, seq=1024)
     if name == "batch first":
@@ -204,7 +204,7 @@ def test_what_is_foreseen_is_not_simulated_again(plan):
         assert what_ifs(plan, workers) == foreseen
 
 
-def test_twice_the_hosts_that_cannot_share_the_batch_are_reported_so():
+def test_twice_the_hosts_are_reported_if_they_cannot_share_the_batch():
     question = requested(global_batch=16, strategies=("zero3",))
     with Workers(question) as workers:
         of_network, of_twice = what_ifs(search(question, workers), workers)
@@ -302,7 +302,7 @@ TIGHT = ["--size", "xl", "--layers", "6", "--per-host", "1", "--gpu-memory", "0.
 TIGHT += ["--strategies", "ddp", "--checkpointing", "every-1"]
 
 
-def test_the_disk_is_considered_where_nothing_else_fits_and_stated(tmp_path, capsys):
+def test_the_disk_is_considered_and_reported_if_nothing_else_fits(tmp_path, capsys):
     """The host's memory is too small for offloading to the CPU."""
     (tmp_path / "small.toml").write_text('like = "h100-80"\nname = "small"\nhost_memory_bytes = 0.25e9')
     argv = [*TIGHT, "--hardware", str(tmp_path / "small.toml")]

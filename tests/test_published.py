@@ -20,7 +20,7 @@ def rows():
     return mpt_rows(published.REDUCE_DTYPES)
 
 
-def test_a_step_of_few_blocks_reports_of_one_of_many():
+def test_a_step_of_few_blocks_predicts_one_of_many():
     task = Task(shape=SHAPE, world=32)
     whole = lay_out(second_step(task, 6, 3), COSTS).end
     assert Step.of(task).seconds(COSTS, 6, 3) == pytest.approx(whole, rel=0.005)

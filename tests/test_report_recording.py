@@ -323,7 +323,7 @@ def test_steps_add_up_to_the_clock(trained):
     assert (run.busy_s > 0).all() and (run.held_bytes > 0).all()
 
 
-def test_units_are_reported_of_as_the_engine_has_them(trained):
+def test_reported_units_equal_those_of_the_engine(trained):
     _, reported, run = trained
     counted = reported[0][2][-1]
     assert (sum(unit.gathers for unit in run.units), sum(unit.gathered_bytes for unit in run.units)) == pytest.approx(

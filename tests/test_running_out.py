@@ -120,7 +120,7 @@ def test_a_limit_of_the_process_is_reported_with_what_it_left(reported):
         ("out of memory", None),
     ],
 )
-def test_what_was_requested_for_is_read_off_the_message(message, requested):
+def test_the_requested_size_is_read_from_the_message(message, requested):
     assert requested_bytes(RuntimeError(message)) == requested
 
 
@@ -152,7 +152,7 @@ def test_a_container_counts_what_it_cannot_drop(tmp_path, line, folder, files):
     assert not limit.raises
 
 
-def test_a_container_that_is_nearly_full_is_reported_once(reported):
+def test_a_nearly_full_container_is_reported_once(reported):
     """The page is written while there is memory for it; the run goes on."""
     assert reported["near"]["notes"] == []
     assert reported["near"]["state"].used_bytes == 99

@@ -733,7 +733,7 @@ def after_a_capture(shard: Shard) -> list[Any]:
 
 
 @under_strategies
-def test_steps_of_a_cuda_graph_are_computed_with_though_nothing_reports_of_them(strategies):
+def test_steps_of_a_cuda_graph_are_used_without_a_notification(strategies):
     run_ranks(2, agree_with_plain, after_a_capture, *strategies)
 
 
@@ -818,7 +818,7 @@ def whole_by_hand(shard: Shard) -> list[Any]:
 
 @pytest.mark.parametrize("scenario", [a_method_alongside_forward, whole_by_hand])
 @under_strategies
-def test_what_units_are_requested_for_by_hand_gives_plain_bits(scenario, strategies):
+def test_manual_calls_of_units_give_plain_bits(scenario, strategies):
     run_ranks(2, agree_with_plain, scenario, *strategies)
 
 

@@ -121,7 +121,7 @@ def test_a_model_that_is_not_sharded_needs_no_process_group(tmp_path):
         assert_same(other.state_dict(), model.state_dict())
 
 
-def test_files_are_as_large_as_was_requested_and_the_index_reports_them(tmp_path):
+def test_files_have_the_requested_size_and_the_index_lists_them(tmp_path):
     model = chain(lambda module: module)
     out = export_safetensors(model, tmp_path / "out", max_shard_size="60KB")
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -564,7 +564,7 @@ def fail_to_write(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_an_export_that_fails_leaves_nothing_and_every_rank_is_reported(tmp_path):
+def test_a_failed_export_leaves_nothing_and_raises_on_every_rank(tmp_path):
     stated = run_ranks(2, fail_to_write, tmp_path / "out")
     assert stated[0] == stated[1]
     assert "out: rank 0: OSError: [Errno 28] No space left on device" in stated[0]

@@ -412,7 +412,7 @@ def keeper_of(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_folder_outlives_the_process_that_has_requested_for_it(launcher, tmp_path):
+def test_a_folder_outlives_the_process_that_has_requested_it(launcher, tmp_path):
     """It also outlives the signals that a scheduler sends to all processes of a job before it kills them."""
     code = "import sys, fullshard.checkpoint.keeper as it; it.kept_folder(int(sys.argv[1]), it.Path(sys.argv[2]))"
     subprocess.run([sys.executable, "-c", code, str(launcher.pid), tmp_path], check=True)

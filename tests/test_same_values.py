@@ -80,7 +80,7 @@ def never_identical(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
-def test_values_that_nothing_would_make_identical_are_an_error(strategy):
+def test_values_that_would_never_become_identical_are_an_error(strategy):
     run_ranks(2, never_identical, {"strategy": strategy})
 
 
@@ -141,7 +141,7 @@ def one_of_four_differs(what: str) -> str:
         ("values", "different values: 4 parameters, such as 0.weight on rank 1 and rank 3. Each would go on"),
     ],
 )
-def test_a_rank_that_differs_is_reported_to_all_replicas_identical(what, stated):
+def test_a_rank_that_differs_is_reported_identically_on_all_replicas(what, stated):
     messages = run_ranks(4, one_of_four_differs, what)
     assert len(set(messages)) == 1
     assert stated in messages[0]
@@ -187,7 +187,7 @@ def compared_nbytes(layers: int) -> dict[str, list[int]]:
     return sent
 
 
-def test_ranks_that_agree_report_one_another_as_little_of_a_large_model_as_of_a_small_one():
+def test_ranks_that_agree_exchange_as_few_bytes_for_a_large_model_as_for_a_small_one():
     (small, _), (large, _) = (run_ranks(2, compared_nbytes, layers) for layers in (1, 20))
     assert small == large
     assert set(small) == {"comparison of models", "comparison of parameters in no unit"}

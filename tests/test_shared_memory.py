@@ -165,7 +165,7 @@ def test_free_blocks_can_be_given_up_and_others_not(meet):
     assert [len(other.blocks) for other in second._others.values()] == [1]
 
 
-def test_who_can_be_sure_not_to_wait_is_reported_so_once_all_have_reported(meet):
+def test_a_rank_knows_that_all_have_published(meet):
     first, second, third = meet(Ranks(3))
     assert not first.have_all_published((1, 0))
     second.publish((1, 0), second.take(8))
@@ -380,7 +380,7 @@ def complete_before_the_next() -> list[list[bool]]:
     return visited
 
 
-def test_whole_gradients_do_not_wait_for_the_next_unit_once_others_have_reported_their_own():
+def test_whole_gradients_do_not_wait_for_the_next_unit_once_all_ranks_have_reported():
     """No later unit could check the last unit."""
     for by_step in run_ranks(2, complete_before_the_next):
         for complete in by_step:

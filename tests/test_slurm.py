@@ -83,7 +83,7 @@ def wait_until_done(slurm: Slurm, job: int) -> None:
     assert state["ExitCode"] == "0:0"
 
 
-def test_a_job_that_is_reported_to_stop_or_loses_its_first_node_is_queued_again(programs, tmp_path):
+def test_a_job_that_has_to_stop_or_loses_its_first_node_is_queued_again(programs, tmp_path):
     """It continues with the saved state, and has the results of an undisturbed run."""
     out, calm = tmp_path / "out", tmp_path / "calm"
     with cluster(tmp_path) as slurm:

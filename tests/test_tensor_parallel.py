@@ -324,7 +324,7 @@ def spoil_one_part() -> str:
     return str(caught.value)
 
 
-def test_every_rank_is_reported_where_gradients_are_not_finite():
+def test_every_rank_reports_gradients_that_are_not_finite():
     stated = run_ranks(4, spoil_one_part)
     assert len(set(stated)) == 1
     assert re.search(r"blocks.1.up.weight \(unit blocks.1\): \d+ NaN on rank 3[;.]", stated[0])

@@ -290,7 +290,7 @@ def compare_cut(rows: int, place: int) -> str:
 
 
 @pytest.mark.parametrize("place", [0, 4])
-def test_tensors_that_are_cut_are_compared_whole_and_every_rank_is_reported(place):
+def test_sharded_tensors_are_compared_whole_with_the_same_report_on_every_rank(place):
     reported = run_ranks(3, compare_cut, 5, place)  # not as many rows on every rank
     assert len(set(reported)) == 1
     assert f"1 of 15 elements differ, by at most {3 * place + 3:.3g} (at ({place}, 2): -1.0 instead of" in reported[0]

@@ -42,7 +42,7 @@ def spans(timeline: Timeline, stream: str) -> list[tuple[float, float]]:
     return [(item.start, item.end) for item in timeline.placed if item.entry.stream == stream]
 
 
-def test_streams_run_next_to_each_other_and_the_host_requests_in_order():
+def test_streams_run_concurrently_and_the_host_enqueues_in_order():
     timeline = lay_out([work("compute", 5), gather("gather", 8), work("compute", 1)], COSTS)
     assert spans(timeline, "compute") == [(1, 6), (6, 7)]
     assert spans(timeline, "gather") == [(2, 6)]  # half of it comes from the other rank
@@ -82,7 +82,7 @@ def test_a_communicator_carries_one_collective_at_a_time():
     assert spans(lay_out(separate, COSTS), "reduce") == [(2, 12)]
 
 
-def test_the_host_that_waits_requests_for_nothing():
+def test_a_waiting_host_enqueues_nothing():
     entries = [work("compute", 9), Recorded(1, "compute", HERE), Waited(1, "host", "here", HERE), work("compute", 1)]
     timeline = lay_out(entries, COSTS)
     assert spans(timeline, "compute") == [(1, 10), (11, 12)]

@@ -109,7 +109,7 @@ OWN = Phase.PRE_BACKWARD.value
     ],
     ids=["pre", "post", "none"],
 )
-def test_backward_gathers_ahead_as_it_is_reported(options, how):
+def test_backward_prefetches_as_configured(options, how):
     for gathers in run_ranks(2, phases_of_gathers, options):
         backward = [(unit, phase) for unit, phase in gathers if phase != "forward"]
         assert [unit for unit, _ in backward] == list(reversed(LAYERS))

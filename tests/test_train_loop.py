@@ -212,16 +212,16 @@ def predicted(folder: Path) -> None:
     settings = resolved(parse_settings([*QUICK, *offload, *shape, "--out", str(folder)]), rank)
     expected = disk_traffic(sharded_gpt(settings, rank), settings)
     machine = machine_of(rank)
-    found = forecast_separate(settings, machine).disk_traffic
+    found = forecast_in_background(settings, machine).disk_traffic
     for name in ("room_bytes", "read_bytes", "written_bytes"):
         assert getattr(expected, name) == pytest.approx(getattr(found, name), rel=0.05), name
     offloaded = replace(settings, memory=replace(settings.memory, offload_activations=1.0))
-    more = forecast_separate(offloaded, machine).disk_traffic
+    more = forecast_in_background(offloaded, machine).disk_traffic
     kept = more.room_bytes - found.room_bytes
     assert kept > 0 and more == found + Traffic.of_activations(kept, microbatches=2)
 
 
-def forecast_separate(settings: TrainSettings, machine: Machine) -> Forecast:
+def forecast_in_background(settings: TrainSettings, machine: Machine) -> Forecast:
     return Forecasting(forecast_run, settings, machine).result()
 
 
@@ -264,7 +264,7 @@ def test_training_in_bfloat16_stays_near(two_ranks: Path, tmp_path: Path) -> Non
         ("--strategy", "hsdp", "--gather-wire", "int8", "--reduce-wire", "int4"),
     ],
 )
-def test_training_with_less_on_the_transport_stays_near(
+def test_training_with_encoded_communication_stays_close(
     two_ranks: Path, transports: tuple[str, ...], tmp_path: Path
 ) -> None:
     found = losses(trained(2, tmp_path, *transports))

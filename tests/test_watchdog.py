@@ -450,7 +450,7 @@ def test_a_time_that_is_none_is_refused(seconds):
             call()
 
 
-def test_of_several_questions_at_once_one_is_requested_and_the_next_one_later():
+def test_one_of_several_simultaneous_questions_is_asked_and_the_next_one_later():
     store = PatientStore(dist.HashStore(), 5)
     first, second = _Board(store), _Board(store)
     requested = first.ask(0, "report")
@@ -854,7 +854,7 @@ def test_of_a_long_queue_each_collective_is_waited_for_since_the_one_before_it_h
 
 
 @pytest.mark.parametrize("silence_s", [4, 30])
-def test_the_system_requests_a_silent_host_for_as_long_as_it_is_given(silence_s):
+def test_the_system_probes_a_silent_host_for_the_given_time(silence_s):
     """Includes a host that becomes silent just before the first request."""
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()) as connection:

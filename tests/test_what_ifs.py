@@ -39,7 +39,7 @@ def test_a_gain_is_the_difference_of_two_predictions(reported):
 
 
 @pytest.mark.parametrize("change", ["ddp", "activation checkpointing", "reductions in bfloat16"])
-def test_the_command_requests_for_the_settings_that_were_simulated(reported, change, tmp_path):
+def test_the_command_requests_the_settings_that_were_simulated(reported, change, tmp_path):
     item = next(element for element in reported if element.change == change)
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(SETTINGS.as_options()))
     program, command, *argv = shlex.split(item.command.replace("runs/x", str(tmp_path)))
@@ -61,7 +61,7 @@ def test_what_cannot_be_with_the_other_settings_is_left_out(monkeypatch, tmp_pat
     assert "zero2" in found and not found & {"ddp", "zero1"}
 
 
-def test_without_a_description_of_the_machine_nothing_is_stated(monkeypatch):
+def test_without_a_description_of_the_machine_nothing_is_predicted(monkeypatch):
     """Seconds of another machine would mean nothing."""
     monkeypatch.setattr(what_ifs, "described_here", lambda machine: None)
     assert what_ifs.what_ifs_of(SETTINGS, MACHINE, "runs/x") == ()

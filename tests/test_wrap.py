@@ -196,7 +196,7 @@ def test_ignored_parameters_do_not_count():
     assert list(wrapped_modules(root, policy, ignored_params=[root[0].weight])) == [root[1]]
 
 
-def test_a_module_in_two_places_is_one_unit_and_requested_about_once():
+def test_a_module_in_two_places_is_one_unit_and_the_policy_sees_it_once():
     shared, requested = Leaf(4), []
     root = Block(1, [Chain(shared), Chain(shared)])
     policy = CustomPolicy(lambda module: requested.append(module) or isinstance(module, Leaf))
@@ -213,7 +213,7 @@ def test_a_custom_policy_hands_out_arguments():
     assert answers[root[0]] == {"strategy": "zero2"}  # what the user handed in stays as it was
 
 
-def test_classes_set_separate_are_units_whatever_the_policy_states():
+def test_separate_classes_are_units_under_any_policy():
     root = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.MultiheadAttention(2, 1))
     separate = {nn.modules.batchnorm._BatchNorm: {"mixed_precision": None}}
     small, large = (partial(size_based_auto_wrap_policy, min_num_params=size) for size in (1, 1000))

@@ -424,7 +424,7 @@ def compute_norm_with_the_others() -> bool:
     return isinstance(wrapped(Chain(), mixed_precision=precision).module.layers[0].norm, FullyShardedDataParallel)
 
 
-def test_classes_set_separate_can_be_chosen():
+def test_separate_classes_can_be_chosen():
     assert run_ranks(1, compute_norm_with_the_others) == [False]
 
 
@@ -658,7 +658,7 @@ def cut_along_the_last_dim(shard: Shard) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_parameters_are_cut_along_the_dims_that_are_requested_for(world):
+def test_parameters_are_sharded_along_the_requested_dims(world):
     """Bits equal plain training under every strategy."""
     run_ranks(world, agree_with_plain, cut_along_the_last_dim)
 
