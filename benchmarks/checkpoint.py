@@ -228,7 +228,7 @@ def turn(system: str, team: Team, folder: Path, found: Found) -> None:
 
 
 def save_behind(team: Team, method: str, where: Path, found: Found, kind: str) -> None:
-    """Begin to save, train meanwhile, and wait for what is left of it."""
+    """Start a save, train meanwhile, and wait for the end of the save."""
     found.note(f"{kind}call", team.ask("timed", method, where))
     found.note(f"{kind}steps meanwhile", team.ask("timed", "steps"))
     found.note(f"{kind}rest", team.ask("timed", "finish"))

@@ -36,7 +36,7 @@ AVERAGED = 20  # steps, in the table and in the picture's lower half
 
 
 def main() -> None:
-    """Train all, and write down and show what came of it."""
+    """Train all runs, and write and print the results."""
     options = arguments()
     RESULTS.mkdir(exist_ok=True)
     found: dict[str, dict[str, Any]] = {}

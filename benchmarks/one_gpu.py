@@ -73,7 +73,7 @@ def workload_of(model: str, world: int) -> Workload:
 
 
 def send_nothing() -> torch.library.Library:
-    """Let gathers and reductions of all libraries return at once, as long as what is returned is kept."""
+    """Let gathers and reductions of all libraries return immediately, while their results are kept."""
     library = torch.library.Library("c10d", "IMPL")
 
     def of_one(receive: torch.Tensor, *_: object) -> tuple[torch.Tensor, Any]:

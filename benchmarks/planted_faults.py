@@ -211,7 +211,7 @@ class Clock:
 
 
 class PretendedClock(Clock):
-    """One of the rank's own, which goes on by what it sleeps, and in collectives to where the latest rank is."""
+    """A clock of one rank, which advances by its sleeps, and in collectives to the latest rank."""
 
     def __init__(self, name: str) -> None:
         self._name, self._now = name, 0.0

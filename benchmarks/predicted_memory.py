@@ -302,7 +302,7 @@ def measured_peaks(cases: Sequence[Case]) -> list[list[float]]:
 
 
 def measured_peak(case: Case) -> float:
-    """On a rank: the most bytes of storages at once."""
+    """Return the peak bytes of storages on a rank."""
     mesh = make_mesh(case)
     shared = SharedMemory()
     with pretending(shared), LiveStorages(shared) as counter:

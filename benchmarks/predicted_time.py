@@ -121,7 +121,7 @@ def trainer_of(case: Case, workload: Workload, model: Model, mesh: DeviceMesh) -
 
 @dataclass(frozen=True)
 class Step:
-    """The tape of a case's last step of several, what came before it, and the most bytes of tensors in it."""
+    """Return the tape of a case's last step of several, the entries before it, and its peak bytes of tensors."""
 
     entries: list[Entry]
     before: list[Entry]

@@ -1,4 +1,4 @@
-"""Seconds to train again: from a fault to the next step, by four ways to go on, at two sizes of model.
+"""Seconds to train again: from a fault to the next step, by four ways to resume, at two sizes of model.
 
     python benchmarks/train_again.py
 
@@ -67,7 +67,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, widt
 
 
 def train_by_torchrun(folder: Path, way: str, width: int) -> None:
-    """A rank of torchrun's, which goes on from the disk or from memory."""
+    """Train on a rank of torchrun, which resumes from disk or from memory."""
     dist.init_process_group("gloo")
     model, optimizer = make_model(width)
     lines = Lines(folder, f"rank{dist.get_rank()}")

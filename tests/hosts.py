@@ -66,7 +66,7 @@ class Host:
         self.configure("ip", "link", "set", INTERFACE, "up" if connected else "down")
 
     def stop_all(self) -> None:
-        """Kill whatever was started on this host."""
+        """Kill all processes on this host."""
         self.start(
             "sh", "-c", "kill -KILL -1"
         ).wait()  # all but itself and the holder, which is the host's first process

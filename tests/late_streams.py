@@ -1,4 +1,4 @@
-"""Streams whose work comes late, to have what nothing has put in order happen in another order than usual."""
+"""Streams with delayed work, to change the order of operations that no event orders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Sleep = Callable[[], None]
 
 
 class LateStream(Stream):
-    """What `stream` does, with `sleep()` queued ahead of whatever is queued, and ahead of each mark."""
+    """A stream that queues `sleep()` ahead of its work and of each mark."""
 
     def __init__(self, stream: Stream, sleep: Sleep) -> None:
         super().__init__(stream.name)

@@ -123,7 +123,7 @@ def main(folder: Path) -> None:
 
 
 def start(folder: Path, name: str, workers: Any, *, dies: bool = False, grows: bool = False) -> threading.Thread:
-    """A run under way."""
+    """A run in progress."""
     config = {"lines": str(folder / f"{name}.jsonl"), "dies": dies, "grows": grows}
     trainer = TorchTrainer(
         train,

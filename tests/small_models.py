@@ -260,7 +260,7 @@ def poison_freed(model: nn.Module) -> None:
 
 
 def most_whole(record: Recorder) -> int:
-    """The most units, not counting the root, that were whole at once."""
+    """Return the peak number of unsharded units, without the root."""
     whole: set[str] = set()
     most = 0
     for event in record.events:

@@ -71,7 +71,7 @@ class Regions(Chain):
 
 
 def save_narrow_products(context: object, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what comes out of `down`, and nothing else."""
+    """Save the outputs of `down`, and nothing else."""
     if operation is torch.ops.aten.addmm.default and args[2].shape[1] == 48:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -231,7 +231,7 @@ def count_gathers() -> dict[str, tuple[int, int, bool, int, bool]]:
 
 
 def test_units_are_gathered_no_more_often_than_they_must_be_and_all_ahead():
-    """Once in forward, with the root. In backward once for what is needed at once after it was computed again."""
+    """Once in forward, with the root. In backward once for all units needed immediately after a recomputation."""
     expected = {name: (7, kind.gathers, True, kind.most_whole, True) for name, kind in KINDS.items()}
     assert run_ranks(2, count_gathers) == [expected, expected]
 

@@ -230,7 +230,7 @@ def test_the_root_goes_to_the_disk_last(tmp_path):
 
 
 def load_back_to_resident(folder: Path) -> None:
-    """A graph waits while some units come from the disk: it finds its values, and slots know that it looks at them."""
+    """A graph waits while some units are read from disk. It keeps its values, and slots know that it reads them."""
 
     def run(*, moves: bool) -> list[Any]:
         model = layers(Offload(budget="1GB", folder=folder))
@@ -280,7 +280,7 @@ def test_a_disk_that_units_cannot_be_read_from_is_an_error_on_all_ranks(tmp_path
 
 
 def step_in_backward(folder: Path) -> None:
-    """Optimizers that step as gradients come: no unit moves meanwhile, and the numbers are those without."""
+    """Optimizers that step in gradient hooks: no unit moves meanwhile, and the numbers do not change."""
 
     def run(policy: Offload | None) -> tuple[Any, Any]:
         model = layers(policy)
@@ -324,7 +324,7 @@ def test_a_budget_states_what_keeps_parameters_from_the_disk(tmp_path, options, 
 
 
 def resume_from_disk(folder: Path) -> None:
-    """Shards of a budget go into a checkpoint from the disk, and come from one to it: and go on as without."""
+    """Save shards of a budget from the disk into a checkpoint, and load them to it. Training continues unchanged."""
     activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
     activations.WINDOW_BYTES = offloaded.WINDOW_BYTES = 4096
     with pytest.raises(ConfigError, match="a rank needs") as refused:
@@ -608,7 +608,7 @@ def layers_tape(budget: int, strategy: str, microbatches: int, **options: Any) -
 
 
 def reported_of_host(refused: Any) -> tuple[int, int, int]:
-    """The bytes that are to come to the host's memory, those that there is room for, and the budget that would do."""
+    """Return the bytes to be moved to the host's memory, the available bytes, and the budget that would suffice."""
     found = re.search(r"take (\d+) more bytes of the host's .* take (\d+) more. .*budget=(\d+),", str(refused.value))
     assert found is not None
     requested, room, budget = map(int, found.groups())

@@ -1,4 +1,4 @@
-"""Saving behind the training: what is saved is the moment of the call, one save at a time, and errors come back."""
+"""Saving in the background: the state at the time of the call is saved, one save at a time, and errors are raised."""
 
 from __future__ import annotations
 

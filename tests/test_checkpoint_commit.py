@@ -1,4 +1,4 @@
-"""A checkpoint is there wholly or not at all, whatever is killed, full or read-only."""
+"""A checkpoint is complete or absent, whether a process is killed or the disk is full or read-only."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_replaced_checkpoint_without_a_successor_is_kept(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder with room for half a megabyte."""
+    """A folder with half a megabyte of space."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
@@ -145,7 +145,7 @@ def refusal(action: Any) -> str:
 
 
 def save_to_a_full_disk(folder: Path) -> tuple[str, float]:
-    """The error, and what the run goes on to; 170 KB of parameters and as much of momentum."""
+    """Return the error of a save and the loss of the next step. Parameters have 170 KB, and momentum as much."""
     model, optimizer = trained_chain()
     save(folder, model=model, step=1)
     stated = refusal(lambda: save(folder, model=model, optimizer=optimizer, step=2))

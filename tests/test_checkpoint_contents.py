@@ -1,4 +1,4 @@
-"""All that a run consists of comes back: of every rank its own, of every optimizer and module what it keeps."""
+"""All state of a run is restored: the state of every rank, and of every optimizer and module."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_partial_sum_is_restored_as_the_sum(tmp_path):
 
 
 def one_group_from_two(folder: Path) -> None:
-    """Options come from the group that a parameter was in, whatever group it is in now."""
+    """Options are those of the group that held a parameter when saving, in whatever group it is now."""
     model = chain(fully_shard)
     params = list(model.parameters())
     two = torch.optim.SGD([{"params": params[:4], "lr": torch.tensor(0.5)}, {"params": params[4:], "lr": 0.25}], lr=1)
@@ -379,7 +379,7 @@ def test_tied_weights_are_written_once_and_have_both_names(tmp_path):
 
 
 def memory_of_a_save(folder: Path) -> tuple[int, int]:
-    """The most that was made at once while saving, and the bytes of a matrix's shard; there are 18 such."""
+    """Return the peak bytes of new tensors during a save, and the bytes of a matrix's shard; there are 18 such."""
     model = nn.Sequential(*(fully_shard(nn.Linear(512, 512)) for _ in range(6)))
     fully_shard(model)
     optimizer = torch.optim.Adam(model.parameters())

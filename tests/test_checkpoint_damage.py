@@ -385,7 +385,7 @@ def test_a_value_that_would_run_code_is_refused(tmp_path):
 
 
 class Position:
-    """A position in the data whose state is whatever it was given."""
+    """A position in the data whose state is its argument."""
 
     def __init__(self, state: Any) -> None:
         self.state = state

@@ -28,7 +28,7 @@ from fullshard.testing import RanksFailed, assert_same, run_ranks
 
 @contextmanager
 def killed_after(seconds: float) -> Iterator[None]:
-    """Let another process kill this one by SIGKILL in the middle of whatever it does, unless it is done before."""
+    """Let another process kill this one by SIGKILL at any moment, unless it finishes before."""
     killer = subprocess.Popen(["sh", "-c", f"sleep {seconds:.3f}; kill -KILL {os.getpid()}"])
     yield
     killer.kill()
@@ -42,7 +42,7 @@ def run(folder: Path, steps: int, doomed: int | None, after_s: float) -> dict[st
 
 
 def go_on(folder: Path, steps: int) -> dict[str, Any]:
-    """Save after each step, at once or behind the next ones."""
+    """Save after each step, synchronously or in the background."""
     torch.manual_seed(dist.get_rank())
     model = chain(fully_shard, Chain([nn.Sequential(Layer(), nn.Dropout(0.1)) for _ in range(2)]))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

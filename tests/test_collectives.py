@@ -59,7 +59,7 @@ def local(whole: Tensor) -> Tensor:
 
 
 class Gather:
-    """An all-gather of parts of each size, and what must come of it."""
+    """Return an all-gather of parts of each size, and its expected result."""
 
     def __init__(self, dtype: torch.dtype, seed: int = 0, in_place: bool = False) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -80,7 +80,7 @@ class Gather:
 
 
 class Scatter:
-    """A reduce-scatter of tensors of each size, and what must come of it."""
+    """Return a reduce-scatter of tensors of each size, and its expected result."""
 
     def __init__(self, dtype: torch.dtype, seed: int = 0, divisor: float = 1) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -101,7 +101,7 @@ class Scatter:
 
 
 class AllReduce:
-    """An all-reduce of tensors of each size, and what must come of it."""
+    """Return an all-reduce of tensors of each size, and its expected result."""
 
     def __init__(self, dtype: torch.dtype, seed: int = 0, divisor: float = 1) -> None:
         self.divisor = divisor
@@ -116,7 +116,7 @@ class AllReduce:
 
 
 class Exchange:
-    """An all-to-all of parts of every size, nothing among them, and what must come of it."""
+    """Return an all-to-all of parts of every size, including empty ones, and its expected result."""
 
     def __init__(self, dtype: torch.dtype, seed: int = 0, in_place: bool = False) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -254,7 +254,7 @@ def ask_twice() -> None:
 
 
 def test_a_group_has_one_collectives_object_and_every_tag_once():
-    """Two objects would give out the same tags, and messages would meet."""
+    """Two objects would use the same tags and confuse their messages."""
     run_ranks(2, ask_twice)
 
 

@@ -1,4 +1,4 @@
-"""Scratch files: what is written comes back whole, or an error says what, where and why; nothing is left behind."""
+"""Scratch files: data is read back in full, or an error says what failed, where and why; no files are left."""
 
 import errno
 import gc
@@ -104,7 +104,7 @@ def test_the_system_may_do_less_at_a_time(tmp_path, monkeypatch, most):
 @pytest.mark.parametrize("verb", ["read", "write"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, None])
 def test_a_request_that_fails_is_an_error_with_all_that_is_known(tmp_path, monkeypatch, verb, code):
-    """The tensor is also free for the caller again: all other work under way has ended."""
+    """The tensor is also free for the caller again: all other work has ended."""
     file = DiskFile(tmp_path, "rank3", 1 << 16, request_bytes=1 << 14)
     call = {"read": "preadv", "write": "pwritev"}[verb]
     works = getattr(os, call)

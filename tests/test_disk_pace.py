@@ -10,7 +10,7 @@ from fullshard.disk.pace import SLOWER, DiskPace, Moved, pace_of, paces
 
 
 class Clock:
-    """Time that goes on when the test says so."""
+    """A clock that advances when the test does so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -20,7 +20,7 @@ class Clock:
 
 
 def step(pace: DiskPace, clock: Clock, gb_per_s: float, nbytes: int = 10**9) -> None:
-    """Two requests at once, as much read as written, while nothing else asks the disk for anything before or after."""
+    """Run two concurrent requests, one read and one write of equal size, on an otherwise idle disk."""
     clock.now += 5.0
     with pace.moving(read_bytes=nbytes), pace.moving(written_bytes=nbytes):
         clock.now += 2 * nbytes / gb_per_s / 1e9
@@ -52,7 +52,7 @@ def test_a_disk_that_becomes_slow_is_reported_once(caplog, measured, slower):
 
 
 def test_a_disk_that_is_never_idle_is_no_slow_one(caplog):
-    """One request or another is under way at each look, for many steps."""
+    """At least one request is pending at each look, for many steps."""
     clock = Clock()
     pace = DiskPace(Path("/nvme"), clock)
     before = pace.moving(written_bytes=10**9)

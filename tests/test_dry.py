@@ -120,7 +120,7 @@ def test_a_model_that_no_machine_has_memory_for():
 
 
 def peak_of_real_steps(strategy: str) -> tuple[int, int]:
-    """The most bytes at once of tensors made in some steps on the CPU: counted, and told by a tape."""
+    """Return the peak bytes of tensors in some steps on the CPU: counted, and predicted by a tape."""
 
     def train() -> None:
         model = chain(partial(fully_shard, strategy=strategy))

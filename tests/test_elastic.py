@@ -1,4 +1,4 @@
-"""Hosts that are lost and come back: the run goes on with what there is, and every step learns what it would have."""
+"""Hosts that are lost and restored: the run continues on the others, and every step has the same results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def reference(steps: int, out: Path) -> Path:
 
 
 def start(hosts: list[Host], steps: int, out: Path, first: Host, *more: str, **options_: Any) -> list[Launcher]:
-    """The same command on every host, one rank each; it goes on with one or two hosts."""
+    """Run the same command on every host, one rank each. It continues with one or two hosts."""
     with (out.parent / "said").open("a") as stated:
         return torchrun(
             hosts,

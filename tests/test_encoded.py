@@ -96,7 +96,7 @@ def learn(model: Any, *, steps: int = STEPS) -> list[Any]:
 
 
 def rounded(model: Any, transport: str, world: int) -> list[Tensor]:
-    """The whole parameters of plain `model` as they come of parts that were encoded alone."""
+    """Return the parameters of plain `model` after each part was encoded and decoded separately."""
     codec, scratch, found = codec_named(transport), Pool(torch.device("cpu")), []
     for param in model.parameters():
         parts = []

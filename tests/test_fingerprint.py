@@ -228,7 +228,7 @@ def test_after_a_mismatch_every_call_states_the_same():
 
 
 def first_rank_alone(call: str) -> str:
-    """The first rank calls what every rank must, and the other goes on training."""
+    """Make a call for all ranks on the first one alone, while the other one continues to train."""
     model = chain(fully_shard) if call != "state_dict" else FullyShardedDataParallel(chain(lambda module: module))
     optimizer = torch.optim.AdamW(model.parameters())
     steps(model, 1)

@@ -81,7 +81,7 @@ def memory_from_step_to_step() -> list[tuple[int, int]]:
 
 
 def replay(strategy: str) -> list[Any]:
-    """Losses and weights of seven steps: three as they come, and four by a graph; then an evaluation without it."""
+    """Train seven steps, three eagerly and four by a graph, then evaluate without it. Return losses and weights."""
     model = chain(partial(fully_shard, strategy=strategy))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
     x = inputs().cuda()

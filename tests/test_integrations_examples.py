@@ -61,7 +61,7 @@ def losses(printed: str) -> list[str]:
 
 
 def killed_once(command: list[str], there: Path) -> None:
-    """Start a run, and kill all of its processes at once as soon as `there` exists."""
+    """Start a run, and kill all of its processes as soon as `there` exists."""
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(7500):

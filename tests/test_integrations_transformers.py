@@ -1,4 +1,4 @@
-"""A script of the Trainer's, with the one changed import: the losses of DDP, whatever its arguments ask for."""
+"""A script of the Trainer with one changed import: the losses of DDP, for all of its arguments."""
 
 import importlib
 import importlib.metadata

@@ -81,7 +81,7 @@ def test_a_slurm_job_whose_time_is_up_ends_its_ranks_first_and_is_queued_again(t
 
 
 def test_slurm_directives_precede_the_commands_of_the_script():
-    """Slurm stops to read at the first command, and takes no notice of what comes after."""
+    """Slurm stops at the first command, and ignores all directives after it."""
     lines = (LAUNCH / "slurm.sh").read_text().splitlines()
     first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     settings = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
@@ -95,7 +95,7 @@ def trainer_documents() -> tuple[dict, dict]:
 
 
 def test_kubeflow_trainer_knows_every_field_of_its_documents():
-    """The published schemas leave out what they do not know: what comes back must be what was given."""
+    """The published schemas ignore unknown keys: the result must equal the input."""
     runtime, job = trainer_documents()
     assert TrainerV1alpha1ClusterTrainingRuntime.from_dict(runtime).to_dict() == runtime
     assert TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job

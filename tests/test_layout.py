@@ -169,7 +169,7 @@ def test_hundreds_of_experts_are_a_few_messages_on_a_queue():
 
 
 def test_separate_messages_on_a_queue_do_not_depend_on_the_world_size():
-    """Its operation is on the whole, whatever a rank's shard of it is."""
+    """Its operation is on the whole parameter, for any shard of a rank."""
     for world in (1, 8, 64, 512):
         params = lay_out([(1024, 2048), (512, 512)], world, itemsize=2, rule=ON_A_QUEUE).params
         assert [param_layout.in_place for param_layout in params] == [True, False]

@@ -52,7 +52,7 @@ def another_strategy_predicted() -> bool:
 
 
 def test_one_strategy_predicts_another():
-    """The formula for `ddp` is the same, whatever the model is sharded by."""
+    """The formula for `ddp` is the same for a model sharded by any strategy."""
     assert all(run_ranks(2, another_strategy_predicted))
 
 

@@ -99,7 +99,7 @@ def forget_what_passed_through() -> None:
 
 
 def test_what_goes_through_a_model_is_freed_without_the_garbage_collector():
-    """Else activations would pile up until it comes by, and peak memory would be a matter of chance."""
+    """Otherwise activations would pile up until the collector runs, and peak memory would depend on chance."""
     run_ranks(2, forget_what_passed_through)
 
 

@@ -242,7 +242,7 @@ class Alternating(L.LightningModule):
 
 
 def stop_and_go_on(folder: str, make: Callable[[], Any], strategies: tuple[str, str]) -> Any:
-    """A fit of two epochs, and one that is stopped after the first and goes on."""
+    """Fit two epochs, and one epoch plus a resumed one."""
     whole_way = fit(FullShardStrategy(strategies[0]), make())
     stopped = make()
     saved = {"enable_checkpointing": True, "default_root_dir": folder}
@@ -277,7 +277,7 @@ def test_a_fit_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
 
 
 def resume_from_ddp(folder: str) -> Any:
-    """A file of DDP's, gone on with here and by DDP itself."""
+    """Resume from a file of DDP, here and by DDP itself."""
     options = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 1}
     fit(DDPStrategy(), **options, callbacks=[ModelCheckpoint(folder, filename="ddp")])
     path = f"{folder}/ddp.ckpt"
@@ -334,7 +334,7 @@ def test_what_cannot_be_honoured_is_an_error(tmp_path):
 
 
 def run_fabric(strategy: Any, folder: str | None = None, resume: bool = False, **options: Any) -> list[float]:
-    """Losses of six steps of two microbatches; with a folder, saved after the third, or gone on from there."""
+    """Return losses of six steps of two microbatches; with a folder, saved after the third, or resumed from there."""
     with quiet():
         fabric = L.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **options)
         fabric.launch()

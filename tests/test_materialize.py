@@ -1,4 +1,4 @@
-"""Models built on the meta device: memory and values come unit by unit, the same at every world size."""
+"""Models built on the meta device: memory and values are created unit by unit, the same at every world size."""
 
 from collections.abc import Callable
 from functools import partial
@@ -282,7 +282,7 @@ def test_memory_may_be_allocated_module_by_module():
 
 
 class Cached(nn.Module):
-    """Has a buffer that is computed where it is built, and a parameter that comes later."""
+    """Has a buffer that is computed at construction, and a parameter that is materialized later."""
 
     def __init__(self) -> None:
         super().__init__()

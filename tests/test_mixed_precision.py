@@ -97,7 +97,7 @@ def test_a_mean_that_float16_can_hold_is_computed_in_float16(ranks, size):
 
 
 class Looking(nn.Module):
-    """Notes the dtypes that it meets."""
+    """Records dtypes of inputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Scripts of other libraries, with the one changed line: the diff is what it says, and a run that stops goes on."""
+"""Scripts of other libraries with one changed line: the diff is as documented, and a stopped run resumes."""
 
 import contextlib
 import difflib

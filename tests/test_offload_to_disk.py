@@ -1,4 +1,4 @@
-"""Optimizer states on a disk: the bits of a run without, in little memory, whatever is done with them and to it."""
+"""Optimizer states on disk: the bits of a run without offload, in little memory, under all operations."""
 
 import copy
 import errno

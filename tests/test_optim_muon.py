@@ -430,7 +430,7 @@ def test_groups_meshes_and_plain_matrices_may_be_mixed():
 
 
 def give_gradients(model: nn.Module, step: int) -> None:
-    """The same to the matrices of a model, whole or sharded, in whatever world."""
+    """Set the same gradients for the matrices of a model, unsharded or sharded, at any world size."""
     for name, param in model.named_parameters():
         if param.ndim == 2 and param.requires_grad:
             grad = numbers(param.shape, name, step, dtype=param.dtype)

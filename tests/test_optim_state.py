@@ -400,7 +400,7 @@ def in_any_order(model: nn.Module, seed: int | None) -> list[dict[str, Any]]:
 
 
 def train_in_any_order(folder: str, name: str, strategy: str, seed: int | None) -> list[Any]:
-    """All that training leaves, and a fresh optimizer that goes on from each form of the state."""
+    """Train, and resume with a fresh optimizer from each form of the state. Return all results."""
     left: list[Any] = []
 
     def make() -> tuple[Any, list[torch.optim.Optimizer]]:

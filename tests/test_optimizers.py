@@ -216,7 +216,7 @@ def test_hooks_wait_for_complete_gradients():
 
 
 def gradient_peak(in_backward: bool, layers: int) -> int:
-    """The most bytes of gradient shards that there was memory for at once."""
+    """Return the peak bytes of gradient shards."""
     model = chain(fully_shard, Chain([Layer() for _ in range(layers)]))
     if in_backward:
         step_when_ready(model)

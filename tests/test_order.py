@@ -59,7 +59,7 @@ def test_slots_hold_what_is_live_and_no_more_than_all_units(intervals, nbytes):
 
 @given(INTERVALS, SIZES, st.randoms(use_true_random=False))
 def test_slots_do_not_depend_on_the_order_in_which_intervals_ended(intervals, nbytes, random):
-    """All ranks must agree, whatever the order of their lists."""
+    """All ranks must agree, for any order of their lists."""
     shuffled = list(intervals)
     random.shuffle(shuffled)
     assert assign_slots(shuffled, nbytes) == assign_slots(intervals, nbytes)
@@ -109,7 +109,7 @@ def test_a_tracker_that_expects_nothing_prefetches_nothing():
 
 
 def test_a_tracker_skips_units_that_were_left_out():
-    """A branch not taken: the order goes on behind it."""
+    """A branch that is not used: the order continues after it."""
     tracker = OrderTracker([0, 1, 2, 3])
     assert used(tracker, 0) == (1,)
     assert used(tracker, 2) == (3,)

@@ -1,4 +1,4 @@
-"""The page of a run: what is in its files, what a browser makes of it, and what is served while the run goes on."""
+"""The page of a run: the content of its files, its look in a browser, and updates during the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters and gradients on a disk: the bits of a run without, in little memory, whatever is done with them."""
+"""Parameters and gradients on disk: the bits of a run without offload, in little memory, under all operations."""
 
 import copy
 import errno

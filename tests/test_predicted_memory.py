@@ -25,7 +25,7 @@ STRATEGIES = ("zero1", "zero3")
 
 
 def steps(strategy: str) -> None:
-    """Three steps, so that units come to share memory."""
+    """Run three steps, so that units share memory."""
     model = chain(partial(fully_shard, strategy=strategy))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for step in range(3):

@@ -153,7 +153,7 @@ def stepping_in_backward(model: Any, take: Callable[[Tensor], None] | None = Non
 
 
 def stepping_between_uses(model: Any, take: Callable[[Tensor], None] | None = None) -> None:
-    """A layer is used twice under reentrant checkpoints: its gradients come, and are stepped with, use by use."""
+    """Use a layer twice under reentrant checkpoints: its gradients are ready, and stepped with, use by use."""
 
     def forward(x: Tensor) -> Tensor:
         x = x.requires_grad_()
@@ -185,7 +185,7 @@ def dropping_a_graph(model: Any) -> None:
 
 
 def writing_in_hooks(model: Any) -> None:
-    """A hook on one layer writes to the shards of another, which comes later."""
+    """Write to the shards of a later layer in a hook of another one."""
     last = list(model.layers[-1].parameters())
 
     @torch.no_grad()

@@ -56,6 +56,6 @@ def learn(strategy: str, failures: dict[int, str]) -> dict[str, Tensor]:
 )
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_failed_step_leaves_no_trace(world, strategy):
-    """Messages under way when it failed are not taken for those of the next step."""
+    """Pending messages of the failed step are not used in the next one."""
     expected = run_ranks(world, learn, strategy, {})
     assert_same(run_ranks(world, learn, strategy, {1: "forward", 2: "backward", 4: "backward"}), expected)

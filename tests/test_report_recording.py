@@ -159,7 +159,7 @@ def test_whatever_is_reported_the_parts_add_up_to_the_clock_without_pauses(clock
 
 @dataclass
 class Stamped:
-    """A stamp on a stream that lags behind the program; it cannot be read until the stream has come so far."""
+    """A stamp on a stream behind the program. It can be read when the stream has reached it."""
 
     at: float
     stream: "LaggingStream"

@@ -861,7 +861,7 @@ class Starts(Chain):
 
 
 def count_whole_units() -> list[int]:
-    """The most layers that were whole at once in a step, for several models."""
+    """Return the peak number of unsharded layers per step, for several models."""
     counts = []
     for model in (Chain(), Branches(), Starts()):
         model = chain(fully_shard, model)

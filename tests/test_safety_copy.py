@@ -79,7 +79,7 @@ def without(memory: Path, name: str, lost: set[int]) -> Path:
 
 
 def lose_hosts(memory: Path) -> None:
-    """Three hosts of one rank each. What was lost comes back with nothing."""
+    """Lose any of three hosts with one rank each. Lost hosts restart with empty memory."""
     model, optimizer = copy_steps(memory / "all", 3)
     learn(model, optimizer, range(3, 5))
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Ranks that hold, or come to hold, different values of what should be one model: told at once, and once."""
+"""Ranks with different values of what should be one model: reported immediately, and once."""
 
 import logging
 import pickle

@@ -616,7 +616,7 @@ os._exit(0)
 
 @pytest.mark.parametrize("how", ["alone", pytest.param("fork", marks=pytest.mark.slow)])
 def test_nothing_is_left_behind_when_a_rank_is_killed(how):
-    """Neither files nor memory; the other rank gets an error at once, even while a child of the dead one lives."""
+    """Neither files nor memory. The other rank gets an error immediately, even if a child of the killed rank lives."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -671,7 +671,7 @@ def sockets_of_other_runs(own: str) -> set[str]:
 
 
 def two_groups() -> tuple[Tensor, Tensor]:
-    """Gathers of two groups under way at once, ended in another order on each rank."""
+    """Run concurrent gathers of two groups, which end in another order on each rank."""
     rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""A snapshot is one rank's own: taking it changes nothing, and what is put back goes on with its bits."""
+"""A snapshot of one rank: taking it changes nothing, and a restored run continues with the same bits."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_a_full_state_dict_does_not_change_with_further_training():
 
 
 def states_with_options() -> tuple[list[int], list[str]]:
-    """The numbers of entries of a full state dict with `rank0_only`, and what was sent meanwhile."""
+    """Return the numbers of entries of a full state dict with `rank0_only`, and the messages sent for it."""
     sizes, sent = [], []
     for strategy in ("ddp", "zero3"):
         net, plain = by_wrapper(model(), strategy=strategy), model().state_dict()
@@ -327,7 +327,7 @@ def test_rank0_only_means_the_first_rank_of_the_mesh():
 
 
 def states_of_low_precision() -> None:
-    """Compute in bfloat16 leaves the stored float32 in every state dict, bit for bit, and buffers as they came."""
+    """bfloat16 compute leaves the stored float32 in every state dict, bit for bit, and buffers unchanged."""
     plain = dict(model().state_dict())
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for strategy in ONE_AXIS:
@@ -463,7 +463,7 @@ def load_what_does_not_fit(spoil: Callable[[dict[str, Any]], None]) -> list[str]
     ],
 )
 def test_what_does_not_fit_is_named_on_every_rank_as_the_user_calls_it(spoil, stated):
-    """Before anything is sent, whatever wrappers stand between."""
+    """Before any communication, through any wrappers."""
     for messages in run_ranks(2, load_what_does_not_fit, spoil):
         for name, message in zip(SHARDINGS, messages, strict=True):
             assert stated in message, f"{name}: {message}"

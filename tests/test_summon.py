@@ -395,7 +395,7 @@ def fail(*_: Any) -> None:
 
 
 def summon_after_a_failure(phase: str) -> None:
-    """A forward or backward that failed is over: parameters can be summoned, saved and moved at once."""
+    """After a failed forward or backward, parameters can be summoned, saved and moved immediately."""
     for way in FEW:
         model, reference = sharded(way), plain()
         optimizer, other = adamw(model), adamw(reference)

@@ -448,7 +448,7 @@ def wrapped(mesh: DeviceMesh, model: Stack | None = None) -> FullyShardedDataPar
 
 
 def save_and_go_on(folder: str) -> None:
-    """A run that is saved and goes on in another model ends as the one that was saved."""
+    """Save a run and resume it in another model. The results equal those of the saved run."""
     mesh = mesh_of(2, 2)
     data = mesh["shard"]
     model = wrapped(mesh)

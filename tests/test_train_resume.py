@@ -1,4 +1,4 @@
-"""Runs of the trainer that are cut off and go on: with the numbers of the run that never was."""
+"""Interrupted and resumed runs of the trainer have the numbers of an uninterrupted one."""
 
 from __future__ import annotations
 

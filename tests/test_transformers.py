@@ -1,4 +1,4 @@
-"""Models of the transformers library, as they come: sharded by their layer classes, they train as if they were not."""
+"""Unmodified models of the transformers library, sharded by layer class, train as if they were not sharded."""
 
 import gc
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def llama() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """Tied embeddings and, as it comes, dropout."""
+    """Tied embeddings and default dropout."""
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=32, n_embd=64, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=2
     )
@@ -318,7 +318,7 @@ def generate_as_long_as_it_takes() -> tuple[Tensor, Tensor]:
 
 
 def test_ranks_generate_texts_of_different_lengths():
-    """Who is done goes on gathering with the others, if transformers is asked to do so."""
+    """Finished ranks continue to gather with the others, if transformers is asked to do so."""
     results = run_ranks(2, generate_as_long_as_it_takes)
     for sharded, plain in results:
         assert_same(sharded, plain)

@@ -49,7 +49,7 @@ class Counting(Pool):
 
 
 def levels(size: int) -> tuple[Collectives, Collectives]:
-    """The collectives across groups of `size` neighbours and within this rank's."""
+    """Return the collectives across groups of `size` adjacent ranks, and those within this rank's group."""
     ranks, rank, cpu = range(dist.get_world_size()), dist.get_rank(), torch.device("cpu")
     across, within = subgroup([*ranks[rank % size :: size]]), subgroup([*ranks[rank // size * size :][:size]])
     return collectives_for(across, cpu), collectives_for(within, cpu)

@@ -191,7 +191,7 @@ def refuse_copies() -> None:
 
 
 def test_pickles_are_refused_with_the_remedy():
-    """A model as a whole cannot be pickled, by whatever way, nor can what is in a wrapper."""
+    """A whole model cannot be pickled by any method, nor can the content of a wrapper."""
     run_ranks(2, refuse_copies)
 
 

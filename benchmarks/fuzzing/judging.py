@@ -1,4 +1,4 @@
-"""Run programs on a pool of ranks, judge what comes of them, and shrink those that fail."""
+"""Run programs on a pool of ranks, judge their results, and shrink those that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training that stops and goes on: model and optimizer saved whole by rank 0, then sharded by every rank."""
+"""Training that stops and resumes: model and optimizer saved in full by rank 0, then sharded by every rank."""
 
 import os
 
