@@ -175,13 +175,13 @@ class Adapted(nn.Module):
 
 
 def llama(layers: int, seq: int = 4096) -> Llama:
-    """The shape of Llama 3 8B, at 32 layers."""
+    """Return the shape of Llama 3 8B, at 32 layers."""
     blocks = [LlamaBlock(4096, 32, 8, GatedMLP(4096, 14336)) for _ in range(layers)]
     return Llama(128256, 4096, 128, seq, blocks)
 
 
 def lora(layers: int) -> Llama:
-    """The same, frozen, with adapters of the attention's projections."""
+    """Return the same, frozen, with adapters of the attention's projections."""
     model = cast(llama(layers), torch.bfloat16).requires_grad_(False)
     for block in model.blocks:
         for name in ("q", "k", "v", "out"):
@@ -196,7 +196,7 @@ def moe(layers: int) -> Llama:
 
 
 def gpt2(layers: int) -> GPT2:
-    """The shape of GPT-2 XL, at 48 layers."""
+    """Return the shape of GPT-2 XL, at 48 layers."""
     return GPT2(50257, 1600, 25, layers, 1024)
 
 

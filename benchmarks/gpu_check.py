@@ -158,7 +158,7 @@ def last_json(stated: str) -> Any:
 def check(
     parts: Sequence[Part], path: Path, report: Callable[[str], None], *, seconds: float = 585
 ) -> dict[str, dict[str, Any]]:
-    """The results of all parts by name, which are written to `path` after each."""
+    """Return the results of all parts by name, which are written to `path` after each."""
     end = time.monotonic() + seconds
     results: dict[str, dict[str, Any]] = {}
     for part in parts:

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The losses of one run, and its validation."""
+    """Return the losses of one run, and its validation."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         sizes = ("size", "ranks", "steps", "batch", "seq", "strategy")
@@ -77,7 +77,7 @@ def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def averaged(losses: list[float]) -> list[float]:
-    """The mean over the last `AVERAGED` steps, at each step from there on."""
+    """Return the mean over the last `AVERAGED` steps, at each step from there on."""
     return [sum(losses[i - AVERAGED : i]) / AVERAGED for i in range(AVERAGED, len(losses) + 1)]
 
 

@@ -75,7 +75,7 @@ def numel_of(shape: Shape) -> int:
 
 
 def build(shape: Shape, policy: Offload | None) -> nn.Module:
-    """A sharded model that never was whole: one block after the other is made and sharded."""
+    """Return a sharded model that never was whole: one block after the other is made and sharded."""
     torch.manual_seed(0)
     model = Model(replace(shape, layers=0))
     for _ in range(shape.layers):
@@ -89,13 +89,13 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def batch(shape: Shape, rows: range) -> Tensor:
-    """The same rows in every step, to be learned by heart."""
+    """Return the same rows in every step, to be learned by heart."""
     made = [torch.randint(VOCAB, (shape.seq + 1,), generator=torch.Generator().manual_seed(row)) for row in rows]
     return torch.stack(made)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, count: int) -> dict[str, list[float]]:
-    """Seconds of forward and backward, and of the optimizer's step, by step; and the losses."""
+    """Return seconds of forward and backward, and of the optimizer's step, by step; and the losses."""
     found: dict[str, list[float]] = {"compute": [], "step": [], "loss": []}
     for _ in range(count):
         meet()
@@ -122,7 +122,7 @@ def meet() -> None:
 
 
 def pages() -> int:
-    """Bytes of this process: its own, and its part of memory in common, but for files."""
+    """Return bytes of this process: its own, and its part of memory in common, but for files."""
     reported = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return 1024 * sum(int(reported[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
 
@@ -309,7 +309,7 @@ def _remove(group: Path) -> None:
 
 
 def predicted(shape: Shape, folder: Path) -> int:
-    """Bytes of a rank's process beyond what it has before, by the dry run."""
+    """Return bytes of a rank's process beyond what it has before, by the dry run."""
     policy = Offload(parameters={"disk": 1.0}, folder=folder)
     make: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=3e-4, fused=True)
     tape = dry.run(
@@ -325,7 +325,7 @@ def predicted(shape: Shape, folder: Path) -> int:
 
 
 def floor_of(shape: Shape, speed: DiskSpeed, few: dict[int, dict[str, list[float]]]) -> dict[str, float]:
-    """Seconds of a step that cannot be had faster, by its parts."""
+    """Return seconds of a step that cannot be had faster, by its parts."""
 
     def carried_on(part: str) -> float:
         low, high = (statistics.median(few[layers][part][1:]) for layers in FEW)

@@ -52,7 +52,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
 
 
 def timed(folder: Path, layers: int, width: int, rounds: int) -> list[list[float]]:
-    """Seconds of a step of each fraction, by round; the order turns round every other time."""
+    """Return seconds of a step of each fraction, by round; the order turns round every other time."""
     torch.set_num_threads(1)
     runs = [build(fraction, folder, layers, width) for fraction in FRACTIONS]
     x = torch.randn(ROWS, width)
@@ -71,7 +71,7 @@ def timed(folder: Path, layers: int, width: int, rounds: int) -> list[list[float
 
 
 def weighed(fraction: float, folder: Path, layers: int, width: int) -> dict[str, int]:
-    """Bytes of this rank: its own pages, the formula's optimizer state, and what is on the disk."""
+    """Return bytes of this rank: its own pages, the formula's optimizer state, and what is on the disk."""
     torch.set_num_threads(1)
     model, optimizer = build(fraction, folder, layers, width)
     x = torch.randn(ROWS, width)

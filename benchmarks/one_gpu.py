@@ -127,7 +127,7 @@ def measure(system: str, model: str, world: int, steps: int) -> dict[str, float]
 
 
 def busy_ms(step: Callable[[], object]) -> float:
-    """Milliseconds of a step's kernels and copies on the GPU, one after the other."""
+    """Return the total milliseconds of kernels and copies on the GPU in a step."""
     with profile(activities=[ProfilerActivity.CUDA]) as visited:
         step()
         finish()

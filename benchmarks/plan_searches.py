@@ -52,7 +52,7 @@ SEARCHES: dict[str, tuple[ModelSettings, int]] = {  # with tokens in a row
 
 
 def question(name: str, cluster: Cluster) -> Question:
-    """All that is searched through: 26 candidates."""
+    """Return all that is searched through: 26 candidates."""
     size, seq = SEARCHES[name]
     return Question(
         subject=gpt_subject(size, seq),
@@ -66,7 +66,7 @@ def question(name: str, cluster: Cluster) -> Question:
 
 
 def measure(name: str, candidates: list[Candidate], rounds: int) -> list[list[float]]:
-    """Seconds of a step of each candidate in each round, on this rank. Candidates take turns of some steps."""
+    """Return seconds of a step of each candidate in each round, on this rank. Candidates take turns of some steps."""
     torch.set_num_threads(1)
     size, seq = SEARCHES[name]
     subject = gpt_subject(size, seq)

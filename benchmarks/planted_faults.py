@@ -536,13 +536,13 @@ def run_all(world: int, folder: str, only: str, *, pretended_clock: bool) -> Non
 
 
 def chosen(only: str, pretended_clock: bool) -> list[tuple[int, Plant]]:
-    """The runs whose title has these words, by their place in PLANTS."""
+    """Return the runs whose title has these words, by their place in PLANTS."""
     here = [(place, plant) for place, plant in enumerate(PLANTS) if only in plant.title]
     return [(place, plant) for place, plant in here if not (plant.of_cores and pretended_clock)]
 
 
 def answers(only: str = "", *, pretended_clock: bool = False) -> list[Answer]:
-    """All runs, and what the report says of each."""
+    """Return all runs, and what the report says of each."""
     runs = chosen(only, pretended_clock)
     with tempfile.TemporaryDirectory() as folder:
         for world in sorted({plant.world for _, plant in runs}):

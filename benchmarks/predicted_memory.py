@@ -104,7 +104,7 @@ class Case:
 
 
 def make_mesh(case: Case) -> Any:
-    """The mesh of strategies that need one, made before the tape begins."""
+    """Return the mesh of strategies that need one, made before the tape begins."""
     if not case.strategy.startswith("hsdp"):
         return None
     return init_device_mesh("cpu", (2, case.ranks // 2), mesh_dim_names=("replicate", "shard"))
@@ -138,7 +138,7 @@ def train(case: Case, mesh: Any) -> None:
 
 
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of `case`."""
+    """Return the optimizer of `case`."""
     if case.optimizer == "SGD":
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if case.optimizer == "foreach AdamW":
@@ -156,7 +156,7 @@ def make_batch(case: Case) -> dict[str, Tensor]:
 
 
 def make_model(case: Case) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """A model of transformers by its configuration, with random weights, and the layers that are units."""
+    """Return a model of transformers by its configuration, with random weights, and the layers that are units."""
     model, layers = FAMILIES[case.family](transformers, case)
     if case.checkpoints:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -311,7 +311,7 @@ def measured_peak(case: Case) -> float:
 
 
 def peak_cases() -> list[Case]:
-    """All strategies, 1 to 4 ranks, and what else changes what is in memory when."""
+    """Return all strategies, 1 to 4 ranks, and what else changes what is in memory when."""
     cases = [Case(strategy=item, ranks=n) for item in ("ddp", "zero1", "zero2", "zero3") for n in (1, 2, 4)]
     cases += [Case(family="gpt2", strategy=item, ranks=4) for item in ("hsdp", "hsdp_zero2", *GROUPED)]
     cases += [Case(family=item, strategy="hsdp", ranks=2) for item in ("llama", "bert")]

@@ -104,7 +104,7 @@ ON_A_GPU = (
 
 
 def trainer_of(case: Case, workload: Workload, model: Model, mesh: DeviceMesh) -> Trainer:
-    """The sharded model and its optimizer."""
+    """Return the sharded model and its optimizer."""
     policy = MixedPrecisionPolicy(
         param_dtype=workload.compute_dtype if workload.casts else None, reduce_dtype=torch.float32
     )
@@ -129,7 +129,7 @@ class Step:
 
 
 def dry_step(case: Case, *, streams: Literal["gpu", "cpu"], steps: int = 3) -> Step:
-    """The step of rank 0, of the engine run dry."""
+    """Return the step of rank 0, of the engine run dry."""
     workload = case.workload("cpu")
     with dry.world(case.world):
         mesh = mesh_of(case, "cpu")
@@ -163,7 +163,7 @@ class SendsNothing:
 
 
 def predicted_on_gpu(case: Case, here: Hardware) -> dict[str, Any]:
-    """Milliseconds from the end of a step to the end of the next, and where they go."""
+    """Return milliseconds from the end of a step to the end of the next, and where they go."""
     step = dry_step(case, streams="gpu")
     costs: Any = replace(costs_of(here), launch_s=here.measured["launch_s"])
     if case.world > 1:
@@ -215,7 +215,7 @@ class Stepping:
 
 
 def predicted_on_cpus(case: Case, here: Hardware) -> dict[str, Any]:
-    """Milliseconds of a step, and of a core by what they are for."""
+    """Return milliseconds of a step, and of a core by what they are for."""
     step = dry_step(case, streams="cpu", steps=4)
     about: dict[str, Any] = {"ranks": case.world, "dtype": "bfloat16" if case.dtype == "bf16" else "float32"}
     parts = core_seconds(step.entries, here, before=step.before, **about)
@@ -329,7 +329,7 @@ def group_of(world: int) -> Iterator[None]:
 
 
 def measured_on_gpu(case: Case, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a step of the GPU, by round, and the most bytes of tensors in it."""
+    """Return milliseconds of a step of the GPU, by round, and the peak bytes of tensors in it."""
     for dtype in (torch.float32, torch.bfloat16):  # cuBLAS keeps memory for itself, of forward and backward each
         square = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
         (square @ square).sum().backward()

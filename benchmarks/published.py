@@ -407,7 +407,7 @@ class Row:
 
 
 def mpt_rows(reduce_dtypes: Mapping[str, torch.dtype]) -> list[Row]:
-    """The rows as published."""
+    """Return the rows as published."""
     with (DATA / "mosaicml_rows.csv").open() as file:
         return [_mpt_row(item, reduce_dtypes[item["Set"]]) for item in csv.DictReader(file)]
 
@@ -452,7 +452,7 @@ def predicted(row: Row, steps: Steps, machine: Hardware) -> float:
 
 
 def as_in_2023(gpu: str, matmul_share: float | None = None, memory_share: float | None = None) -> Hardware:
-    """A GPU with the kernels of attention of 2023, and other constants than are shipped, if given."""
+    """Return a GPU with the kernels of attention of 2023, and other constants than are shipped, if given."""
     machine = replace(hardware(gpu), attention=KERNELS_OF_2023[gpu])
     if matmul_share is None or memory_share is None:
         return machine
@@ -525,13 +525,13 @@ def summary(found: Sequence[Comparison]) -> dict[str, float]:
 
 
 def _ranks(values: Sequence[float]) -> list[int]:
-    """The place of each in order; of equal ones the first's."""
+    """Return the place of each in order; of equal ones the first's."""
     order = sorted(values)
     return [order.index(value) for value in values]
 
 
 def mpt(reduce_dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
-    """All rows, predicted by constants from the few that calibrate."""
+    """Return all rows, predicted by constants from the few that calibrate."""
     rows, steps = mpt_rows(reduce_dtypes), Steps()
     found: list[Comparison] = []
     machines = {}
@@ -733,7 +733,7 @@ class AtTheLimit:
 
 
 def at_the_limit(run: Published, machine: Hardware, *, keeps_inputs: bool) -> AtTheLimit:
-    """A step of `run` on `machine`, block by block as all others here.
+    """Return a step of `run` on `machine`, block by block as all others here.
 
     Args:
         run: what is run.
@@ -829,7 +829,7 @@ def pytorch() -> list[dict[str, Any]]:
 
 
 def large() -> dict[str, float]:
-    """Seconds, and the most bytes of this process: 80 blocks of width 8192, every one of them on the tape."""
+    """Seconds, and the peak bytes of this process: 80 blocks of width 8192, every one of them on the tape."""
     start = time.perf_counter()
     shape = Shape(width=8192, heads=64, vocab=128256, seq=2048, batch=1, checkpointing=True, has_metrics=False)
     entries = second_step(Task(shape=shape, world=4096, is_fsdp1=False), 80, 1)

@@ -50,7 +50,7 @@ PATIENCE_S = 240.0  # for anything: a run that hangs ends with an error
 
 
 def make_model(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A perceptron, a unit a layer, and its optimizer."""
+    """Return a perceptron with a unit per layer, and its optimizer."""
     torch.manual_seed(0)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.Tanh())]
     model = nn.Sequential(*layers, nn.Linear(width, 1))
@@ -61,7 +61,7 @@ def make_model(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def batch_of(step: int, index: int, width: int) -> Tensor:
-    """This rank's rows of the batch that replica number `index` of a step takes."""
+    """Return this rank's rows of the batch that replica number `index` of a step takes."""
     generator = torch.Generator().manual_seed(step * 1000 + index)
     whole = torch.randn(ROWS * dist.get_world_size(), width, generator=generator)
     return whole.chunk(dist.get_world_size())[dist.get_rank()]
@@ -112,7 +112,7 @@ def train(folder: Path, name: str, life: int, width: int) -> None:
 
 
 def last_step(folder: Path) -> int:
-    """The step to end with, once somebody has said so."""
+    """Return the step to end with, once it is set."""
     stated = folder / "last"
     return int(stated.read_text()) if stated.exists() else sys.maxsize
 
@@ -213,7 +213,7 @@ def wait_for(what: str, has_arrived: Any, replicas: list[Replica]) -> None:
 
 
 def committed_since(replica: Replica, at: float) -> list[dict[str, Any]]:
-    """The steps that a replica has begun and committed since a moment."""
+    """Return the steps that a replica has begun and committed since a moment."""
     return [line for line in replica.lines if line["committed"] and line["began"] > at]
 
 
@@ -232,7 +232,7 @@ class Kill:
 def run_with_kills(
     folder: Path, *, replicas: int, ranks: int, kills: int, width: int, seed: int, gap_s: float
 ) -> tuple[list[Kill], list[Replica]]:
-    """A run that loses replicas."""
+    """Run training that loses replicas."""
     chance = random.Random(seed)
     lighthouse, address = start_lighthouse(folder)
     each = [Replica(f"replica{i}", folder, ranks, width, address) for i in range(replicas)]
@@ -325,7 +325,7 @@ class OneAfterTheOther:
 
 
 def replayed(counts: list[int], width: int) -> tuple[list[list[float]], str]:
-    """The losses by step and index of one replica that takes the batches of all, and a digest of its weights."""
+    """Return the losses by step and index of one replica that takes the batches of all, and a digest of its weights."""
     model, optimizer = make_model(width)
     batches = OneAfterTheOther(model)
     losses = []

@@ -55,7 +55,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def overhead(folder: str, rounds: int, steps: int) -> list[dict[str, float]]:
-    """Seconds of a turn's steps, on the wall's clock and on this process's cores, for each pair of turns."""
+    """Return seconds of a turn's steps, on the wall's clock and on this process's cores, for each pair of turns."""
     model, optimizer = model_and_optimizer()
     for _ in range(5):
         step(model, optimizer)
@@ -78,7 +78,7 @@ def overhead(folder: str, rounds: int, steps: int) -> list[dict[str, float]]:
 
 
 def exposed(folder: str, steps: int) -> tuple[float, float]:
-    """Seconds exposed in some steps, by the record and by a trace."""
+    """Return seconds exposed in some steps, by the record and by a trace."""
     model, optimizer = model_and_optimizer()
     with fullshard.report(model, folder, optimizer=optimizer):
         for _ in range(4):

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def run_threads(world: int, function: Callable[[int, threading.Lock], T]) -> list[T]:
-    """The results of `function(rank, lock)` on each rank, in rank order. For a process without a process group.
+    """Return the results of `function(rank, lock)` on each rank, in rank order. For a process without a process group.
 
     All threads draw from one generator, so models are to be made while the lock is held.
     """

@@ -338,7 +338,7 @@ def last_loss(run: Run) -> float:
 
 
 def cells(peer: Run, own: Run) -> list[str]:
-    """The last loss on fullshard, and relative differences from FSDP2; or what an error says."""
+    """Return the last loss on fullshard, and relative differences from FSDP2; or what an error says."""
     if isinstance(peer, str) or isinstance(own, str):
         return [f"{name}: {run[:90]}" for name, run in zip(LIBRARIES, (peer, own), strict=True) if isinstance(run, str)]
     worst = [max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(own, peer, strict=True)) for i in (0, 1)]

@@ -144,7 +144,7 @@ def train_by_torchft(folder: Path, name: str, width: int) -> None:
 
 
 def start(way: str, folder: Path, width: int, around: dict[str, str]) -> list[subprocess.Popen[bytes]]:
-    """The launchers of a run."""
+    """Return the launchers of a run."""
     own = [__file__, "--part-of", str(folder), "--widths", str(width)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--max-restarts", "9", "--monitor-interval", "0.1"]

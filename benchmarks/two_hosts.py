@@ -163,7 +163,7 @@ def show(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The rates, the systems, the size of the model and of the measurement."""
+    """Return the rates, the systems, the size of the model and of the measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"vocab": 1024, "width": 256, "layers": 4, "heads": 4, "ratio": 4, "batch": 1, "seq": 64}
     for name, value in {**sizes, "rounds": 8, "warmup": 2, "timeout": 600}.items():

@@ -55,7 +55,7 @@ class Small(nn.Module):
 
 
 def small() -> Small:
-    """The same weights whenever it is called."""
+    """Return a new model, with the same weights on every call."""
     torch.manual_seed(0)
     return Small()
 
@@ -157,7 +157,7 @@ def adam_of_two_groups() -> torch.optim.Optimizer:
 
 
 def scales(scale: Any, pattern: str) -> list[float]:
-    """The loss scale after each step; `x` in the pattern is one that overflows."""
+    """Return the loss scale after each step; `x` in the pattern is one that overflows."""
     found = []
     for letter in pattern:
         scale(letter == "x")

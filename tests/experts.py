@@ -103,7 +103,7 @@ class Model(nn.Module):
 
 
 def model_of(experts: int = EXPERTS) -> Model:
-    """The same weights whenever it is called."""
+    """Return a new model, with the same weights on every call."""
     torch.manual_seed(0)
     return Model(experts)
 
@@ -146,7 +146,7 @@ def wholes(model: nn.Module) -> dict[str, Tensor]:
 
 
 def summed(terms: Sequence[Tensor]) -> Tensor:
-    """The sum of `terms`, one after the other."""
+    """Return the sum of `terms`, in order."""
     total = terms[0].clone()
     for term in terms[1:]:
         total += term

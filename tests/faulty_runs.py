@@ -71,7 +71,7 @@ def healthy_run(
 
 
 def with_parts(run: Run, ranks: Sequence[int] | None = None, **more: float) -> Run:
-    """The run with a part of each step that takes `more` of a usual step longer, on all ranks or on some."""
+    """Return the run with a part of each step that takes `more` of a usual step longer, on all ranks or on some."""
     parts = run.parts_s.copy()
     step_s = float(np.median(run.step_s))
     for name, share in more.items():
@@ -80,7 +80,7 @@ def with_parts(run: Run, ranks: Sequence[int] | None = None, **more: float) -> R
 
 
 def _together(run: Run) -> Run:
-    """The ranks step together: who is early waits, in gathers."""
+    """Let the ranks step together: early ones wait, in gathers."""
     parts = run.parts_s.copy()
     own = parts.sum(-1)
     parts[:, :, PARTS.index("gather")] += own.max(0) - own
@@ -109,7 +109,7 @@ def _unit(fqn: str, nbytes: int, total: int, step_s: float) -> UnitTimes:
 
 
 def _memory(*, activations: int = 300 * MB, limit: int = 2000 * MB, largest: Sequence[int] = ()) -> Memory:
-    """A peak of 700 MB, in the middle of a step."""
+    """Return a peak of 700 MB, in the middle of a step."""
     states = {"parameters at rest": 200 * MB, "optimizer state": 200 * MB, "activations": activations}
     return Memory(
         rank=0,

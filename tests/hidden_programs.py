@@ -300,7 +300,7 @@ def _loss(model: Model, x: Tensor, step: int) -> Tensor:
 
 
 def _expected(model: Model, program: Program, step: int, world: int) -> list[Tensor | None]:
-    """The gradients of plain PyTorch: summed over ranks for each microbatch, or over microbatches first."""
+    """Return the gradients of plain PyTorch: summed over ranks for each microbatch, or over microbatches first."""
     grads: list[list[list[Tensor | None]]] = []  # by rank and microbatch
     for rank in range(world):
         grads.append([])

@@ -49,7 +49,7 @@ class Host:
     own_users: bool
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
-        """The command, started on this host, in its folder."""
+        """Start the command on this host, in its folder."""
         enter = [*self._enter(), f"--pid=/proc/{self.holder.pid}/ns/pid_for_children"]
         return subprocess.Popen([*enter, *command], cwd=self.folder, **options)
 
@@ -208,7 +208,7 @@ def run_on_hosts(
 
 
 def wait_for(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> list[int | None]:
-    """The exit codes, once all have ended; None for those that have not in time: `Host.stop_all` ends these."""
+    """Return the exit codes, once all have ended; None for those that have not in time: `Host.stop_all` ends these."""
     deadline = time.monotonic() + timeout
     codes: list[int | None] = []
     for process in processes:

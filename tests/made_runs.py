@@ -46,7 +46,7 @@ def made_run(
     report_every: int = 1,
     seed: int = 0,
 ) -> Run:
-    """A run whose steps take `parts_s`, with a little noise.
+    """Return a run whose steps take `parts_s`, with a little noise.
 
     Args:
         late: a rank that computes for `late_s` longer; the others wait for it, in gathers.
@@ -124,7 +124,7 @@ def made_run(
 
 
 def offloaded(run: Run) -> Run:
-    """The run with some of everything away."""
+    """Offload some of everything in the run."""
     on_disk = {"parameters": 190 * MIB, "gradients": 190 * MIB, "optimizer state": 570 * MIB, "activations": 820 * MIB}
     on_cpu = {"parameters": 95 * MIB, "gradients": 95 * MIB, "optimizer state": 190 * MIB}
     return replace(
@@ -159,7 +159,7 @@ def findings_of(run: Run) -> tuple[Finding, ...]:
 
 
 def exhausted(run: Run) -> Run:
-    """The run as it is when an allocation fails on rank 1."""
+    """Return the run as it is when an allocation fails on rank 1."""
     held = {state.value: (number + 1) * 190 * MIB for number, state in enumerate(State)}
     return replace(
         run,
@@ -177,7 +177,7 @@ def exhausted(run: Run) -> Run:
 
 
 def hostile(run: Run) -> Run:
-    """The run with names that would harm a page that trusted them."""
+    """Return the run with names that would harm a page that trusted them."""
     assert run.memory is not None
     worse = [replace(unit, fqn=unit.fqn + HOSTILE) for unit in run.units]
     return replace(

@@ -33,7 +33,7 @@ WORKER_DIES_AT, NODE_DIES_AT, GROWS_AT = 3, 6, 7
 
 
 def batch_of(step: int) -> Tensor:
-    """The whole batch of a step, shape (8, 8)."""
+    """Return the whole batch of a step, shape (8, 8)."""
     return torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
 
 
@@ -83,7 +83,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The lines that a run has written so far."""
+    """Return the lines that a run has written so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -123,7 +123,7 @@ def main(folder: Path) -> None:
 
 
 def start(folder: Path, name: str, workers: Any, *, dies: bool = False, grows: bool = False) -> threading.Thread:
-    """A run in progress."""
+    """Start a run in a thread and return the thread."""
     config = {"lines": str(folder / f"{name}.jsonl"), "dies": dies, "grows": grows}
     trainer = TorchTrainer(
         train,

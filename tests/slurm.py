@@ -77,7 +77,7 @@ class Slurm:
     def start(
         self, node: int, *command: str, environ: dict[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """A command on a node, which has a name and knows those of all."""
+        """Start a command on a node, which has a name and knows those of all nodes."""
         names = f"hostname a{node + 1} && mount --bind {self.folder}/hosts /etc/hosts && mount -t proc proc /proc"
         enter = ("unshare", "--uts", "--mount", "sh", "-c", f'{names} && exec "$@"', "sh")
         environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), **(environ or {})}

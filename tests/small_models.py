@@ -94,7 +94,7 @@ class SmallGPT(nn.Module):
 
 
 def small_gpt(blocks: int = BLOCKS) -> SmallGPT:
-    """The same weights whenever it is called."""
+    """Return a new model, with the same weights on every call."""
     torch.manual_seed(0)
     return SmallGPT(blocks)
 
@@ -106,7 +106,7 @@ def batch(step: int, sequences: int = 12) -> Tensor:
 
 
 def my_part(whole: Tensor) -> Tensor:
-    """This rank's sequences."""
+    """Return this rank's sequences."""
     return whole.chunk(dist.get_world_size())[dist.get_rank()]
 
 
@@ -117,7 +117,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def shard(model: SmallGPT, *, tied_in_two_units: bool = False, **options: object) -> SmallGPT:
-    """A unit a block, one of the rest; the tied weights within that one, or across two more."""
+    """Shard with one unit per block and the root; tied weights are in the root, or across two more units."""
     for block in model.blocks:
         fully_shard(block, **options)
     if tied_in_two_units:
@@ -127,17 +127,17 @@ def shard(model: SmallGPT, *, tied_in_two_units: bool = False, **options: object
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A plain copy of `tensor`, gathered if it is sharded."""
+    """Return a plain copy of `tensor`, gathered if it is sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def wholes(model: nn.Module) -> dict[str, Tensor | None]:
-    """Every parameter and buffer by FQN, as `state_dict` tells them, gathered."""
+    """Return every parameter and buffer by FQN, as `state_dict` tells them, gathered."""
     return gathered(model.state_dict())
 
 
 def whole_grads(model: nn.Module) -> dict[str, Tensor | None]:
-    """Every parameter's gradient by FQN, gathered; None where there is none."""
+    """Return every parameter's gradient by FQN, gathered; None where there is none."""
     return gathered({name: param.grad for name, param in model.named_parameters()})
 
 
@@ -172,7 +172,7 @@ def gathered(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
 
 
 def shard_shape(tensor: DTensor, world: int, rank: int) -> tuple[int, ...]:
-    """The shape of `rank`'s shard, cut as `torch.chunk` cuts."""
+    """Return the shape of `rank`'s shard, cut as `torch.chunk` cuts."""
     dim = tensor.placements[-1].dim
     shape = list(tensor.shape)
     part = -(-shape[dim] // world)
@@ -315,7 +315,7 @@ def initialise(model: nn.Module) -> None:
 
 
 def chain(shard: Shard, model: nn.Module | None = None) -> Any:
-    """A `Chain`, or the one given, with a unit a layer and one of the rest; always of the same weights."""
+    """Return a `Chain`, or the one given, with a unit per layer and a root unit; always of the same weights."""
     model = Chain() if model is None else model
     initialise(model)
     for layer in model.layers:
@@ -324,7 +324,7 @@ def chain(shard: Shard, model: nn.Module | None = None) -> Any:
 
 
 def inputs(step: int = 0) -> Tensor:
-    """The same on every rank, see `agree_with_plain`."""
+    """Return the same inputs on every rank, see `agree_with_plain`."""
     return torch.randn(6, 48, generator=torch.Generator().manual_seed(step))
 
 

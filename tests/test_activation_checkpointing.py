@@ -240,7 +240,7 @@ def test_units_are_gathered_no_more_often_than_they_must_be_and_all_ahead():
 
 
 def memory_of_a_step(model: Any) -> tuple[int, int]:
-    """Bytes that the forward leaves for the backward, and the most that there are at any moment of a step."""
+    """Return bytes that the forward leaves for the backward, and the most that there are at any moment of a step."""
     for step in range(3):
         loss_of(model, step).backward()
         model.zero_grad()

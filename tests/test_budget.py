@@ -69,7 +69,7 @@ def build(policy: Offload | None, strategy: str = "zero3") -> Any:
 
 
 def learn(model: Any, make: Any, microbatches: int = 1) -> tuple[list[Any], int]:
-    """Losses and weights, and the most bytes of tensors of steps after the first."""
+    """Return losses and weights, and the peak bytes of tensors of steps after the first."""
     optimizer, left, peaks = make(trained(model)), [], [0]
     for step in range(3):
 
@@ -143,7 +143,7 @@ def layers(policy: Offload | None, **options: Any) -> Any:
 def learn_layers(
     policy: Offload | None, microbatches: int, max_norm: float | None, options: dict[str, Any]
 ) -> tuple[Any, list[Any], int]:
-    """The model, losses, norms and weights, and the most bytes of tensors of steps after the first."""
+    """Return the model, losses, norms and weights, and the peak bytes of tensors of steps after the first."""
     model = layers(policy, **options)
     optimizer, left, peaks = adamw(model.parameters()), [], [0]
     rows = torch.randn(3, microbatches, 16, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -416,7 +416,7 @@ def _shrink(setattr: Callable[[Any, str, int], None]) -> None:
 
 
 def needed(refused: Any) -> tuple[int, int]:
-    """The bytes with all away that can be, and with nothing."""
+    """Return the bytes with all away that can be, and with nothing."""
     found = re.search(r"needs (\d+) bytes .*of (\d+) if nothing is.*Give budget=(\d+), ", str(refused.value))
     assert found is not None
     least, most, reported = map(int, found.groups())
@@ -482,7 +482,7 @@ def test_one_byte_less_offloads_one_more_unit():
 
 
 def learn_alongside(policy: Offload | None, strategy: str, microbatches: int = 1, max_norm: float | None = None) -> Any:
-    """The model and all that training leaves: losses, weights, states."""
+    """Return the model and the results of training: losses, weights, states."""
     model = build(policy, strategy)
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2, fused=True)
     left = []
@@ -653,7 +653,7 @@ def test_no_more_goes_to_the_cpu_than_the_host_has_room_for(tmp_path, monkeypatc
 
 
 def learn_with_room(policy: Offload | None, strategy: str) -> tuple[Any, list[Any]]:
-    """The model and all that training leaves: losses, weights, states; and which of these are on a disk."""
+    """Return the model and the results of training: losses, weights, states; and which of these are on a disk."""
     model = layers(policy, strategy=strategy)
     optimizer, left = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), []
     for step in range(3):

@@ -23,7 +23,7 @@ from fullshard.testing import RanksFailed, run_ranks
 
 
 def plain(value: float) -> nn.Module:
-    """A model without a process group, every number of it `value`."""
+    """Return a model without a process group, every number of it `value`."""
     model = nn.Linear(4, 3)
     with torch.no_grad():
         for param in model.parameters():

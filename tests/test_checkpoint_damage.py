@@ -50,7 +50,7 @@ def folder(written: Path, tmp_path: Path) -> Path:
 
 
 def marked() -> Chain:
-    """A model that is not sharded and has none of the saved numbers."""
+    """Return a model that is not sharded and has none of the saved numbers."""
     model = Chain([Layer(), Layer()])
     with torch.no_grad():
         for param in model.parameters():
@@ -59,7 +59,7 @@ def marked() -> Chain:
 
 
 def loaded(checkpoint: Path) -> dict[str, Tensor]:
-    """The parameters and the momentum of a checkpoint."""
+    """Return the parameters and the momentum of a checkpoint."""
     model = marked()
     optimizer = sgd(model)
     load(checkpoint, model=model, optimizer=optimizer, random_states=False)
@@ -223,7 +223,7 @@ def test_a_folder_without_checkpoints_is_an_error(tmp_path):
 
 
 def load_on_ranks(folder: Path) -> tuple[int, list[str], dict[str, Tensor]]:
-    """The step that was loaded, what was logged, and the parameters."""
+    """Return the step that was loaded, what was logged, and the parameters."""
     stated: list[str] = []
 
     class Listener(logging.Handler):

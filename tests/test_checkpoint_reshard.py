@@ -31,7 +31,7 @@ Source = tuple[int, str]
 
 
 def build(strategy: str, seed: int = 0) -> tuple[SmallGPT, torch.optim.Optimizer]:
-    """A model with tied, frozen, scalar and empty parameters, and an optimizer of two groups."""
+    """Return a model with tied, frozen, scalar and empty parameters, and an optimizer of two groups."""
     replicas = 2 if strategy.startswith("hsdp") else 0
     shape = (replicas, dist.get_world_size() // replicas) if replicas else (dist.get_world_size(),)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -46,7 +46,7 @@ def build(strategy: str, seed: int = 0) -> tuple[SmallGPT, torch.optim.Optimizer
 
 
 def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
-    """Losses of some steps; every rank has the same batch."""
+    """Return losses of some steps; every rank has the same batch."""
     losses = []
     for step in steps:
         loss = loss_of(model, batch(step, sequences=2))

@@ -127,7 +127,7 @@ def command(out: Path) -> subprocess.Popen[str]:
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
-    """The processes of a launcher's ranks; none while it starts."""
+    """Return the processes of a launcher's ranks; none while it starts."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     return [int(pid) for pid in children.read_text().split()] if children.exists() else []
 

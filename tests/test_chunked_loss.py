@@ -110,7 +110,7 @@ Sent = Counter[tuple[str, str, int]]  # collectives by name, unit and bytes
 
 
 def train(loop: Callable[[Any, Tensor], None], strategy: str | None) -> tuple[list[Any], list[Sent]]:
-    """Gradients and parameters of some steps, and what was sent in each."""
+    """Return gradients and parameters of some steps, and what was sent in each."""
     shard = leave if strategy is None else partial(fully_shard, strategy=strategy)
     model = decoder(shard, reshard_after_forward=False)
     optimizer, left, sent = sgd(model), [], []

@@ -53,7 +53,7 @@ def sum_in_rank_order(numel: int, dtype: torch.dtype, divisor: float, seed: int 
 
 
 def local(whole: Tensor) -> Tensor:
-    """This rank's part of `whole`; the last ones may be short or empty."""
+    """Return this rank's part of `whole`; the last ones may be short or empty."""
     span = owned(whole.numel(), dist.get_world_size(), dist.get_rank())
     return whole[span.start : span.stop]
 

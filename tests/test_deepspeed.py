@@ -110,7 +110,7 @@ def test_the_record_is_what_deepspeed_does_today(tmp_path):
 
 
 def train_plainly() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same loop in plain PyTorch, over the batches of both ranks, without clipping."""
+    """Return the same loop in plain PyTorch, over the batches of both ranks, without clipping."""
     model = small()
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.05, betas=(0.9, 0.99))
     losses = []
@@ -306,7 +306,7 @@ def test_gradients_are_summed_where_requested():
 
 
 def save_halfway(folder: str, stage: int) -> list[dict[str, float]]:
-    """The numbers after a checkpoint."""
+    """Return the numbers after a checkpoint."""
     engine = start(deepspeed, config(stage, fp16={"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}))
     list(train(engine, range(SAVED_AT)))
     engine.save_checkpoint(folder, client_state={"epoch": 7})

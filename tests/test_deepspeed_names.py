@@ -41,7 +41,7 @@ CONFIG = {
 
 
 def tutorial() -> list[float]:
-    """An image classifier, as tutorials of DeepSpeed's train it: by the import alone."""
+    """Return an image classifier, as tutorials of DeepSpeed's train it: by the import alone."""
     get_accelerator = importlib.import_module("fullshard.integrations.deepspeed.accelerator").get_accelerator
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed"])

@@ -39,7 +39,7 @@ def section(text: str, heading: str) -> str:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of every table row in `text` but headings, without backticks."""
+    """Return the cells of every table row in `text` but headings, without backticks."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
     rules = [i for i, row in enumerate(cells) if set("".join(row)) <= set("-: ")]
@@ -64,7 +64,7 @@ def test_python_blocks_compile(path):
 
 
 def run_readme(path: str) -> tuple[str, list[tuple[int, ...]]]:
-    """The README's script as one rank runs it: how a weight is placed, and the shapes of what is kept for it."""
+    """Return the README's script as one rank runs it: how a weight is placed, and the shapes of what is kept for it."""
     dist.init_process_group = lambda: None  # there is one already
     names = runpy.run_path(path)
     weight = names["model"][0].weight
@@ -82,7 +82,7 @@ def test_the_readme_script_does_what_the_table_under_it_states(tmp_path):
 
 
 def run_tensor_parallel(path: str) -> list[list[str]]:
-    """The page's script as one rank runs it: what the table under it says, of the model that it has built."""
+    """Return the page's script as one rank runs it: what the table under it says, of the model that it has built."""
     dist.init_process_group = lambda: None
     model = runpy.run_path(path)["model"]
     return [describe(model, *place) for place in ((1, "weight"), (3, "weight"), (3, "bias"), (0, "weight"))]
@@ -159,7 +159,7 @@ UNIT_BYTES = WIDTH * WIDTH * 4
 
 
 def count_traffic(strategy: str, reduce_each: bool) -> dict[str, int]:
-    """Bytes that this rank sends in a step after the first, by collective."""
+    """Return bytes that this rank sends in a step after the first, by collective."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if "hsdp" in strategy else None
     head = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))  # stays with the root
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)), head)
@@ -272,7 +272,7 @@ def functions_called(phase: str, step: int) -> list[str]:
 
 @cache
 def functions_defined() -> set[str]:
-    """The package's functions and methods, as "name" and "Class.name"."""
+    """Return the package's functions and methods, as "name" and "Class.name"."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:

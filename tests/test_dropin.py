@@ -25,7 +25,7 @@ def marked(name: str) -> Any:
 
 
 def moved(text: str) -> str:
-    """The script with its imports changed, as a user would by a stream editor."""
+    """Return the script with its imports changed, as a user would by a stream editor."""
     return IMPORT.sub(lambda match: f"from fullshard{'.wrap' if match[1] == '.wrap' else ''} import", text)
 
 

@@ -25,7 +25,7 @@ from fullshard.testing import assert_same
 
 
 def learn(strategy: str, option: str) -> list[Any]:
-    """All that a run leaves, with accumulation, sums withheld and clipping."""
+    """Return all that a run leaves, with accumulation, sums withheld and clipping."""
     mesh = {"mesh": replicated(2, 1)} if "hsdp" in strategy else {}
     model = chain(partial(fully_shard, strategy=strategy, **OPTIONS[option], **mesh))
     optimizer, left = sgd(model), []
@@ -154,7 +154,7 @@ def test_what_leaves_no_trace_is_freed():
 
 
 def waits_of(tape: dry.Tape, stream: str, on: str) -> list[int]:
-    """The places on the tape where `stream` waits for `on`."""
+    """Return the places on the tape where `stream` waits for `on`."""
     of_stream = {entry.mark: entry.stream for entry in tape.of(Recorded)}
     return [
         i

@@ -54,7 +54,7 @@ def options(steps: int, out: Path) -> list[str]:
 
 
 def learn(argv: list[str]) -> int:
-    """The exit code of the command, on ranks that are there."""
+    """Return the exit code of the command, on ranks that are there."""
     rank = this_rank()
     settings = parse_settings(argv[1:])
     return train(settings, check(settings, rank.world), rank)
@@ -89,7 +89,7 @@ def kill_ranks(launcher: Launcher) -> None:
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """The processes that a launcher, or what has entered a host for it, has started as ranks."""
+    """Return the processes that a launcher, or what has entered a host for it, has started as ranks."""
     below = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
     is_rank = {pid: b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes() for pid in below}
     return [rank for pid in below for rank in ([pid] if is_rank[pid] else ranks_of(pid))]
@@ -164,7 +164,7 @@ class Here:
 
 
 def copies_of(launchers: list[Launcher]) -> list[Path]:
-    """The folders of these launchers in the memory of this machine."""
+    """Return the folders of these launchers in the memory of this machine."""
     pids = [str(launcher.pid) for launcher in launchers]
     return [path.parent for path in MEMORY.glob("fullshard-*/kept") if path.read_text().split()[2] in pids]
 

@@ -81,7 +81,7 @@ def unsharded(model: Any) -> list[Tensor]:
 
 
 def learn(model: Any, *, steps: int = STEPS) -> list[Any]:
-    """Losses and, in the end, masters."""
+    """Return losses and final masters."""
     optimizer, losses = sgd(model), []
     for step in range(steps):
         loss = model(batch(step)).square().mean()
@@ -111,7 +111,7 @@ def rounded(model: Any, transport: str, world: int) -> list[Tensor]:
 
 
 def in_place(model: nn.Module) -> set[str]:
-    """The parameters whose parts are encoded alone, by FQN."""
+    """Return the parameters whose parts are encoded alone, by FQN."""
     names = {id(param): name for name, param in model.named_parameters()}
     return {
         names[id(param.sharded)]
@@ -261,14 +261,14 @@ def test_what_is_encoded_are_the_masters_and_never_doubles_nor_integers():
 
 
 def own_grads(step: int) -> list[Tensor]:
-    """This rank's gradients of the plain model."""
+    """Return this rank's gradients of the plain model."""
     plain = chain(leave)
     plain(batch(step)).square().mean().backward()
     return [param.grad for param in plain.parameters()]
 
 
 def all_grads(steps: int) -> list[list[list[Tensor]]]:
-    """Every rank's gradients of every step, by rank."""
+    """Return every rank's gradients of every step, by rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, [own_grads(step) for step in range(steps)])
     return found

@@ -146,7 +146,7 @@ def wrapped(**options: Any) -> FullyShardedDataParallel:
 
 
 def linear_with(weight: Tensor) -> nn.Sequential:
-    """A linear layer that has `weight`, and nothing else."""
+    """Return a linear layer that has `weight`, and nothing else."""
     model = nn.Sequential(nn.Linear(8, 6, bias=False))
     model[0].weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
     return model
@@ -1520,7 +1520,7 @@ def within_forward(model: Any, use: Callable[[], Any]) -> None:
 
 
 def _hidden_product(product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """A tensor that was computed from a weight of `layers.1`, and that no hook of the engine sees."""
+    """Return a tensor that was computed from a weight of `layers.1`, and that no hook of the engine sees."""
     model, found = sharded(), []
     linear = next(module for module in model.layers[1].modules() if isinstance(module, nn.Linear))
     linear.register_forward_hook(lambda module, args, _: found.append(product(args[0].detach(), module.weight)))
@@ -2239,7 +2239,7 @@ def a_module_that_is_not_there() -> Steps:
 
 
 def imports(source: str) -> Steps:
-    """A module of this source, imported after the yield."""
+    """Return a module of this source, imported after the yield."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"module_{abs(hash(source))}.py"
         path.write_text(source)
@@ -2279,7 +2279,7 @@ def a_file_that_cannot_be_written() -> Steps:
 
 
 def saved(**values: Any) -> Path:
-    """The checkpoint of a model that is not sharded."""
+    """Return the checkpoint of a model that is not sharded."""
     return save(tempfile.mkdtemp(), model=linear(), step=1, **values)
 
 
@@ -2446,7 +2446,7 @@ def load_positions_of_other_ranks() -> Steps:
 
 
 def peer(metadata: bytes) -> Path:
-    """A checkpoint without a manifest, as if another program had written it."""
+    """Return a checkpoint without a manifest, as if another program had written it."""
     folder = Path(tempfile.mkdtemp())
     (folder / ".metadata").write_bytes(metadata)
     return folder

@@ -42,7 +42,7 @@ def printed_by(world: int, name: str, *options: str) -> str:
 
 
 def losses(line: str) -> tuple[float, float]:
-    """The first and the last of `... loss 5.43 -> 2.10`."""
+    """Return the first and the last of `... loss 5.43 -> 2.10`."""
     first, last = re.search(r"loss ([\d.]+) -> ([\d.]+)", line).groups()
     return float(first), float(last)
 

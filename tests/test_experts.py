@@ -49,7 +49,7 @@ STEPS = range(4)  # units share memory from the third on
 
 
 def nested(model: Model, mesh: DeviceMesh, dim: int | None = None, **options: Any) -> Model:
-    """A unit for the experts of each block, in that of the block."""
+    """Make the experts of each block a unit, nested in that of the block."""
     choose = None if dim is None else lambda _: Shard(dim)
     for block in model.blocks:
         fully_shard(block.experts, mesh=mesh["efsdp"], shard_placement_fn=choose, **options)
@@ -332,7 +332,7 @@ STACKS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
 
 
 def step_stacks() -> list[int]:
-    """Every matrix of every stack is stepped as `torch.optim.Muon` steps it alone, by one rank."""
+    """Check that one rank steps every matrix of every stack as `torch.optim.Muon` steps it alone."""
     mesh = expert_mesh()
     wholes, placed = ([numbers(shape, i) for i, (shape, _) in enumerate(STACKS)] for _ in range(2))
     params = [

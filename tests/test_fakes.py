@@ -45,7 +45,7 @@ def given_outs(x: Tensor) -> Any:
 
 
 def trained(x: Tensor) -> Any:
-    """A loss with its gradients, by attention and fused cross-entropy."""
+    """Return a loss with its gradients, by attention and fused cross-entropy."""
     weight = torch.empty(x.shape[1], 12).requires_grad_()
     heads = (x @ weight).view(1, -1, 3, 4).transpose(1, 2)
     attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
@@ -55,7 +55,7 @@ def trained(x: Tensor) -> Any:
 
 
 def reported(result: Any, given: Tensor) -> list[Any]:
-    """All that is known of fake tensors, and which share memory."""
+    """Return all that is known of fake tensors, and which share memory."""
     leaves = [tree_leaf for tree_leaf in tree_leaves(result) if isinstance(tree_leaf, Tensor)]
     storages = [given.untyped_storage()._cdata, *(leaf.untyped_storage()._cdata for leaf in leaves)]
     shared = [storages.index(storage) for storage in storages]

@@ -181,7 +181,7 @@ def imported_names(path: Path, package: Path) -> Iterator[tuple[int, str]]:
 
 
 def late_lines(path: Path) -> set[int]:
-    """The lines of the file that are inside functions, and so not run by importing it."""
+    """Return the lines of the file that are inside functions, and so not run by importing it."""
     functions = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef))
     return {line for function in functions for line in range(function.lineno + 1, (function.end_lineno or 0) + 1)}
 
@@ -215,7 +215,7 @@ def complaints(package: Path, rooms: Mapping[str, Sequence[str] | None]) -> list
 
 
 def target_room(name: str, package: str, places: dict[str, int]) -> str | None:
-    """The room that an import of `name` leads to; None if it leads out of the package."""
+    """Return the room that an import of `name` leads to; None if it leads out of the package."""
     top, *remaining = name.split(".")
     if top != package:
         return None

@@ -48,7 +48,7 @@ def test_numbers_are_those_of_a_cpu(strategy):
 
 
 def steps_of(make_layer: Callable[[], nn.Module]) -> Tape:
-    """The tape of two steps of three such layers, each a unit."""
+    """Return the tape of two steps of three such layers, each a unit."""
     with dry.world(8):
         mesh = init_device_mesh("cpu", (8,))
         with dry.taped() as tape:
@@ -74,7 +74,7 @@ def test_no_memory_of_gradients_outlives_those_of_the_optimizer():
 
 
 def casts(tape: Tape) -> list[Operation]:
-    """The copies of unit `layers.1` after backward."""
+    """Return the copies of unit `layers.1` after backward."""
     where = "layers.1", "post-backward"
     return [
         operation

@@ -20,7 +20,7 @@ NORMS = (0.5, 1.0, 2.0, 3.0, math.inf)
 
 
 def backward(model: Any) -> Any:
-    """The same batch on every rank, so a plain model on each rank is the reference."""
+    """Return the same batch on every rank, so a plain model on each rank is the reference."""
     model(inputs()).square().mean().backward()
     return model
 

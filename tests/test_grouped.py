@@ -138,7 +138,7 @@ def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all():
 
 
 def sent_across(placements: Placements, accumulate: int) -> tuple[int, int]:
-    """Bytes of gathers and of reductions that this rank sends to ranks outside of its group in a step."""
+    """Return bytes of gathers and of reductions that this rank sends to ranks outside of its group in a step."""
     model = chain(partial(fully_shard, strategy=placements))
     optimizer = sgd(model)
     for _ in range(3):

@@ -64,7 +64,7 @@ class Engine:
 
 
 def even_words(completions: list[str], **_: Any) -> list[float]:
-    """A reward."""
+    """Compute a reward."""
     return [
         sum(word.startswith("w") and int(word[1:]) % 2 == 0 for word in completion.split()) / LENGTH
         for completion in completions

@@ -177,7 +177,7 @@ def test_parameters_can_be_read_between_forward_and_backward(strategy, reshard):
 
 
 def write_in_the_hook_before(shard: Any) -> list[Any]:
-    """A forward hook changes the weights of the next layer, whose gather may have begun by then."""
+    """Change the weights of the next layer in a forward hook. Its gather may have begun by then."""
     model = chain(shard)
     later, optimizer, left = list(model.layers[1].parameters()), sgd(model), []
 

@@ -209,7 +209,7 @@ def test_what_is_saved_opens_with_the_same_logits(tmp_path):
 
 
 def two_models(make: Callable[..., Any]) -> list[float]:
-    """A student that learns from a teacher that learns too, each with its optimizer; and a third that only looks on."""
+    """Train a student and its teacher, each with an optimizer, next to a third model that is not trained."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     accelerator = make()

@@ -100,7 +100,7 @@ def test_the_best_adapter_is_loaded(tmp_path):
 
 
 def words() -> PreTrainedTokenizerFast:
-    """A tokenizer of numbered words."""
+    """Return a tokenizer of numbered words."""
     known = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(VOCABULARY - 3))]
     model = tokenizers.models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>")
     made = tokenizers.Tokenizer(model)
@@ -115,7 +115,7 @@ def texts(count: int) -> list[str]:
 
 
 def trained_by_trl(folder: str) -> dict[str, list[list[float]]]:
-    """Losses under DDP and sharded, of trl's own trainers: `enable()` is the one changed line."""
+    """Return losses under DDP and sharded, of trl's own trainers: `enable()` is the one changed line."""
     import fullshard.integrations.transformers
 
     fullshard.integrations.transformers.enable()

@@ -29,7 +29,7 @@ def run_by_itself(*command: str) -> str:
 
 
 def undisturbed() -> list[float]:
-    """The losses of two ranks that have never heard of Ray."""
+    """Return the losses of two ranks that have never heard of Ray."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, optimizer = ray_runs.make_model()
     return [ray_runs.train_step(model, optimizer, step, rank, world) for step in range(ray_runs.STEPS)]

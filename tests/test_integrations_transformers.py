@@ -124,13 +124,13 @@ class Stream(IterableDataset):
 
 
 def hits(prediction: Any) -> dict[str, float]:
-    """A metric of the user's."""
+    """Compute a custom metric."""
     chosen = torch.as_tensor(prediction.predictions).argmax(-1)
     return {"hits": (chosen == torch.as_tensor(prediction.label_ids)).float().mean().item()}
 
 
 def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A collator of the user's: every second row is cut, so that ranks count other numbers of tokens."""
+    """Collate by a custom function: every second row is cut, so that ranks count different numbers of tokens."""
     ids = torch.stack([row["input_ids"] for row in rows])
     labels = ids.clone()
     labels[::2, 5:] = -100
@@ -138,7 +138,7 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """A loss of the user's."""
+    """Compute a custom loss."""
     return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
 
 
@@ -210,7 +210,7 @@ def test_losses_and_metrics_of_more_scripts_are_those_of_ddp(tmp_path, third):
 
 
 def predicted(folder: str) -> list[list[Any]]:
-    """A sequence-to-sequence training that generates within: ranks end their sentences at different lengths."""
+    """Train a sequence-to-sequence model that generates text: ranks end their sentences at different lengths."""
     visited = []
     generation = GenerationConfig(max_new_tokens=6, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
     arguments = {**EVALUATED, "predict_with_generate": True, "generation_config": generation}

@@ -52,7 +52,7 @@ def mesh_for(strategy: str, device_type: str) -> DeviceMesh:
 
 
 def learn(scenario: Scenario, mesh: DeviceMesh, lock: threading.Lock) -> list[Tensor]:
-    """This rank's parameters at the end of a scenario."""
+    """Return this rank's parameters at the end of a scenario."""
     strategy, loop, option = scenario
     run, layer = LOOPS[loop]
     options = {"strategy": GROUPED.get(strategy, strategy), **OPTIONS[option]}
@@ -72,7 +72,7 @@ def new_accelerator(device_type: str) -> Accelerator:
 
 
 def differing_when_late(of: list[Scenario], device_type: str, sleep: Sleeping) -> list[str]:
-    """The scenarios, and the streams that were late, whose parameters had other bits than without delays."""
+    """Return the scenarios, and the streams that were late, whose parameters had other bits than without delays."""
     found, lock = [], threading.Lock()
     mesh = mesh_for(of[0][0], device_type)  # of one strategy
     for scenario in of:

@@ -89,7 +89,7 @@ def test_slurm_directives_precede_the_commands_of_the_script():
 
 
 def trainer_documents() -> tuple[dict, dict]:
-    """The runtime and the job of Kubeflow Trainer."""
+    """Return the runtime and the job of Kubeflow Trainer."""
     runtime, job = yaml.safe_load_all((LAUNCH / "trainjob.yaml").read_text())
     return runtime, job
 

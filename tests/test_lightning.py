@@ -100,7 +100,7 @@ def trainer(strategy: Any, **options: Any) -> L.Trainer:
 
 
 def fit(strategy: Any, module: L.LightningModule | None = None, ckpt_path: str | None = None, **options: Any) -> Any:
-    """Losses and validation losses of this rank, and the whole parameters."""
+    """Return losses and validation losses of this rank, and the whole parameters."""
     with quiet():
         torch.manual_seed(0)
         module = Module() if module is None else module

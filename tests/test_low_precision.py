@@ -47,7 +47,7 @@ def inputs(step: int) -> Tensor:
 def learn(
     model: Any, optimizer: torch.optim.Optimizer | None = None, after: Callable[[Any], Any] = lambda _: None
 ) -> list[Tensor]:
-    """The losses of some steps; `after(model)` is called behind each."""
+    """Return the losses of some steps; `after(model)` is called behind each."""
     optimizer = optimizer or torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     losses = []
     for step in range(STEPS):
@@ -61,7 +61,7 @@ def learn(
 
 
 def shard_each(model: nn.Sequential, shard: Shard) -> Any:
-    """A unit a layer that has parameters, and one around them."""
+    """Make each layer with parameters a unit, and the model the root."""
     for layer in model:
         if any(True for _ in layer.parameters()):
             shard(layer)

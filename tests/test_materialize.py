@@ -196,7 +196,7 @@ def test_values_are_the_same_at_every_world_size_and_under_every_strategy():
 
 
 def most_bytes(build: Callable[[], nn.Module]) -> tuple[int, int, int]:
-    """The most bytes held while a model is built; those of its shards and buffers; those of its largest unit, whole."""
+    """The peak bytes held while a model is built; those of its shards and buffers; those of its largest unit, whole."""
     model, peak = peak_during(build)
     stored = storage_bytes((*model.parameters(), *model.buffers()))
     whole = [sum(4 * param.layout.spec.numel for param in unit.params) for unit in units_in(model)]

@@ -35,7 +35,7 @@ def test_the_diff_is_all_that_changed(name):
 
 
 def run(name: str, *options: str) -> list[str]:
-    """The lines with losses that a rank prints."""
+    """Return the lines with losses that a rank prints."""
     sys.argv = ["after.py", *options]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
         warnings.filterwarnings("ignore", module="lightning")

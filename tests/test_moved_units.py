@@ -26,7 +26,7 @@ from fullshard.testing import assert_same
 def cast_between_transports(
     strategy: str, first: torch.dtype, then: torch.dtype, policy: MixedPrecisionPolicy
 ) -> list[int]:
-    """Bytes that this rank sends in a step after a cast, and in one of a model that was always of that dtype."""
+    """Return bytes that this rank sends in a step after a cast, and in one of a model that was always of that dtype."""
     sent = []
     for dtypes in ((first, then), (then,)):
         model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy)).to(dtypes[0])
@@ -179,7 +179,7 @@ def wrap_inside(model: nn.Module, wrapper: Callable[[nn.Module], Any]) -> nn.Mod
 
 
 def learn_after(change: Callable[[nn.Module], object], model: nn.Module) -> list[torch.Tensor]:
-    """Losses before a step, after it, and after a step that follows the change."""
+    """Return losses before a step, after it, and after a step that follows the change."""
     losses = []
     for number in range(3):
         if number == 1:
@@ -205,7 +205,7 @@ def change_what_is_wrapped() -> None:
 
 
 def sharded_chain(shard: Shard) -> Any:
-    """A chain whose layers are units, by either interface."""
+    """Return a chain whose layers are units, by either interface."""
     model = chain(leave)
     for name, layer in model.layers.named_children():
         setattr(model.layers, name, shard(layer))

@@ -65,7 +65,7 @@ def test_shards_and_gradients_are_on_the_cpu_pinned_only_where_there_is_a_gpu():
 
 
 def hold_in_hand(**options: Any) -> list[Any]:
-    """All that users take out and put in between steps."""
+    """Return all that users take out and put in between steps."""
     model = chain(partial(fully_shard, **options))
     optimizer = sgd(model)
     left = learn(model)

@@ -126,7 +126,7 @@ def tape_of(policy: OffloadPolicy | None, **loop: Any) -> dry.Tape:
 
 
 def crossings(tape: dry.Tape, stream: str) -> list[Operation]:
-    """The copies between the host and the device on a stream."""
+    """Return the copies between the host and the device on a stream."""
     return [operation for operation in tape.of(Operation) if operation.crosses and operation.stream == stream]
 
 

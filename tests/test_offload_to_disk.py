@@ -117,7 +117,7 @@ def learn(
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All states, whole, in the optimizer's order."""
+    """Return all states, whole, in the optimizer's order."""
     state = optimizer.state_dict()["state"]
     return gathered({f"{number} {name}": item for number, of_one in state.items() for name, item in of_one.items()})
 

@@ -48,7 +48,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def numbers(shape: Sequence[int], *seed: object, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same for the same shape and seed, in every process."""
+    """Return the same for the same shape and seed, in every process."""
     generator = torch.Generator().manual_seed(crc32(repr((tuple(shape), seed)).encode()))
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
@@ -196,7 +196,7 @@ def wrapped(model: Net, **options: Any) -> nn.Module:
 
 
 def cases() -> dict[str, Callable[[Net], nn.Module]]:
-    """The ways to shard that this world is good for."""
+    """Return the ways to shard that this world is good for."""
     world = dist.get_world_size()
     found: dict[str, Callable[[Net], nn.Module]] = {
         one_item: partial(by_units, strategy=one_item) for one_item in ONE_AXIS

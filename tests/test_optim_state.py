@@ -96,7 +96,7 @@ def by_wrapper(model: SmallGPT, *, strategy: str) -> nn.Module:
 
 
 def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
-    """Losses of some steps. Every rank has the same batch, so that one process alone can be compared with."""
+    """Return losses of some steps. Every rank has the same batch, so that one process alone can be compared with."""
     losses = []
     for step in steps:
         loss = loss_of(model, batch(step, sequences=4))
@@ -108,7 +108,7 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of `optimizer` over a plain model, by FQN."""
+    """Return the state of `optimizer` over a plain model, by FQN."""
     names = {param: name for name, param in model.named_parameters()}
     return {names[param]: state for param, state in optimizer.state.items()}
 
@@ -158,7 +158,7 @@ def test_states_have_the_user_s_own_names_and_plain_values(world):
 
 
 def fresh(make: Callable[..., Any], front: Callable[..., nn.Module], strategy: str, weights: Any) -> tuple[Any, Any]:
-    """A model with `weights`, and an optimizer that has not stepped."""
+    """Return a model with `weights`, and an optimizer that has not stepped."""
     model = small_gpt(blocks=1)
     model.load_state_dict(weights)
     model = front(model, strategy=strategy)

@@ -22,7 +22,7 @@ def used(tracker: OrderTracker, unit: int, depth: int = 1) -> tuple[int, ...]:
 
 
 def slot_sizes(assigned: dict[int, int], nbytes: dict[int, int]) -> dict[int, int]:
-    """Bytes by slot: those of its largest unit."""
+    """Return bytes by slot: those of its largest unit."""
     sizes: dict[int, int] = {}
     for unit, slot in assigned.items():
         sizes[slot] = max(sizes.get(slot, 0), nbytes[unit])
@@ -30,7 +30,7 @@ def slot_sizes(assigned: dict[int, int], nbytes: dict[int, int]) -> dict[int, in
 
 
 def most_live_bytes(intervals: list[Interval], nbytes: dict[int, int]) -> int:
-    """The most bytes that are whole at any moment."""
+    """Return the peak unsharded bytes."""
     moments = {i.start for i in intervals}
     live = [{i.unit for i in intervals if i.start <= now < i.end} for now in moments]
     return max((sum(nbytes[unit] for unit in units) for units in live), default=0)

@@ -23,7 +23,7 @@ from fullshard.layout.group_layout import GroupLayout
 
 
 def pack_of(shapes: list[tuple[int, ...]], dims: list[int | None]) -> tuple[Pack, GroupLayout]:
-    """The pack of a unit of such parameters, cut along such dims or as the library chooses, and their layout."""
+    """Return the pack of a unit of such parameters, cut along such dims or as the library chooses, and their layout."""
     module = nn.Module()
     for number, shape in enumerate(shapes):
         module.register_parameter(f"p{number}", nn.Parameter(torch.zeros(shape)))
@@ -39,7 +39,7 @@ def pack_of(shapes: list[tuple[int, ...]], dims: list[int | None]) -> tuple[Pack
 
 
 def expected_message(layout: GroupLayout, grads: dict[int, Tensor]) -> Tensor:
-    """A row a rank: zeros, and each part that the rank owns."""
+    """Return a row a rank: zeros, and each part that the rank owns."""
     message = torch.zeros(layout.world, layout.pack_numel)
     for i in layout.packed:
         if i not in grads:

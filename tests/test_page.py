@@ -267,7 +267,7 @@ def chromium() -> Iterator[Any]:
 
 
 def opened(browser: Any, path: Path | str, width: int, theme: str, complaints: list[str]) -> Any:
-    """The page when all is drawn; what the browser complains of is added to `complaints`."""
+    """Return the page when all is drawn; what the browser complains of is added to `complaints`."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, offline=False)
     page = context.new_page()
     page.on("console", lambda item: complaints.append(item.text) if item.type in ("error", "warning") else None)

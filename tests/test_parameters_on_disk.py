@@ -92,7 +92,7 @@ def compare(folder: Path, cases: Sequence[Case]) -> None:
 def trained_with(
     fraction: float | None, folder: Path, strategy: str, make: Make, number: int, **options: Any
 ) -> list[Any]:
-    """All that training leaves, with as many units on the disk as the fraction says, wholly."""
+    """Return the results of training, with as many units on the disk as the fraction says, wholly."""
     loop = dict(LOOPS[number])
     model = build(fraction, folder, strategy, loop.pop("mp_policy", None), **options)
     optimizers = make(model)

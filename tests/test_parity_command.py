@@ -249,7 +249,7 @@ def never_begins_the_same() -> nn.Module:
 
 
 def with_broken_engine(engine: Any, attribute: str, broken: Callable[..., Any]) -> nn.Module:
-    """A model that breaks the engine of the process that builds it."""
+    """Return a model that breaks the engine of the process that builds it."""
     setattr(engine, attribute, broken)
     return Net()
 

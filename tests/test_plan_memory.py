@@ -15,7 +15,7 @@ from fullshard.tape.recorder import Phase
 
 
 def taped(strategy: str, **options: Any) -> tuple[dry.Tape, Any]:
-    """The tape of three steps of rank 0 of 8, and the ledger by formula."""
+    """Return the tape of three steps of rank 0 of 8, and the ledger by formula."""
     ledgers = []
 
     def make() -> nn.Module:

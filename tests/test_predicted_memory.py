@@ -35,7 +35,7 @@ def steps(strategy: str) -> None:
 
 
 def reported(tape: dry.Tape) -> tuple[int, list[Any], Counter[str]]:
-    """The peak; what was sent; and how often each operation was done from the first forward on."""
+    """Return the peak; what was sent; and how often each operation was done from the first forward on."""
     sent = [
         (collective.name, collective.origin, collective.sent_bytes, collective.messages, collective.ranks)
         for collective in tape.collectives()

@@ -569,7 +569,7 @@ def test_every_wait_is_needed_by_some_loop_of_all():
 
 
 def two_accesses(*between: Any) -> dry.Tape:
-    """A tape of a write on one stream and a read on another, with something between them."""
+    """Return a tape of a write on one stream and a read on another, with something between them."""
     tape, here = dry.Tape(), Origin("", Phase.FORWARD)
     tape.note(Operation("write", "compute", here, (), (Access(1, 0, 8),)))
     for entry in between:

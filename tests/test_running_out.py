@@ -39,7 +39,7 @@ class Hungry(nn.Module):
 
 
 def train_until_it_raises(folder: Path, rows: list[int], last: int = -1) -> dict:
-    """The notes of the error that ends the loop, and the record of the run then."""
+    """Return the notes of the error that ends the loop, and the record of the run then."""
     model = nn.Sequential(*(Hungry() for _ in range(4)))
     model[2].last = last
     for block in model:
@@ -70,7 +70,7 @@ class Logged(logging.Handler):
 
 
 def on_rank(folder: Path) -> dict[str, dict]:
-    """All cases, in one process."""
+    """Return all cases, in one process."""
     reported = {"planted": train_until_it_raises(folder / "planted", [8] * 6, last=5)}
     size = int(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line).split()[1])
     before = resource.getrlimit(resource.RLIMIT_AS)

@@ -47,7 +47,7 @@ SENTINEL = 7.25
 
 
 def files_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors in the safetensors files of a folder."""
+    """Return all tensors in the safetensors files of a folder."""
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)

@@ -70,7 +70,7 @@ def go_on(memory: Path, steps: int, ranks_of_host: int = 1) -> tuple[int, dict[s
 
 
 def without(memory: Path, name: str, lost: set[int]) -> Path:
-    """The same hosts but those that are `lost`, whose memory is empty. Every rank calls it."""
+    """Return the same hosts but those that are `lost`, whose memory is empty. Every rank calls it."""
     other = memory.with_name(name)
     dist.barrier()
     if dist.get_rank() not in lost:
@@ -400,7 +400,7 @@ def test_a_folder_is_gone_when_its_launcher_is_killed(launcher, tmp_path):
 
 
 def keeper_of(folder: Path) -> int:
-    """The process that has the folder in its command."""
+    """Return the process that has the folder in its command."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")

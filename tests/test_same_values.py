@@ -251,7 +251,7 @@ ADD = [add_adapter, add_head, add_parameter, add_past_registration, add_in_forwa
 
 
 def step_plainly(model: nn.Module) -> Any:
-    """An optimizer that torch knows nothing of."""
+    """Return an optimizer that torch knows nothing of."""
 
     def step() -> None:
         with torch.no_grad():
@@ -270,7 +270,7 @@ OPTIMIZERS = {"late": sgd_of_late, "all": lambda model: torch.optim.AdamW(model.
 
 
 def added_after_sharding(add: Any, optimizer: str, frozen: bool, started: bool) -> str:
-    """The error of the first step after `add`, or nothing."""
+    """Return the error of the first step after `add`, or nothing."""
     model = chain(fully_shard)
     if frozen:
         model.requires_grad_(False)

@@ -570,7 +570,7 @@ def test_training_gives_the_same_bits_with_and_without(axes):
 
 
 def wait_long() -> float:
-    """Seconds of processor time that rank 0 takes while it waits for rank 1."""
+    """Return seconds of processor time that rank 0 takes while it waits for rank 1."""
     gather(transport())
     before = resource.getrusage(resource.RUSAGE_THREAD)
     if dist.get_rank() == 1:
@@ -656,12 +656,12 @@ def test_nothing_is_left_behind_when_a_rank_is_killed(how):
 
 
 def sockets() -> set[str]:
-    """The inodes of all sockets that this library has named, on this machine."""
+    """Return the inodes of all sockets that this library has named, on this machine."""
     return set(re.findall(r"([1-9]\d*) @fullshard", Path("/proc/net/unix").read_text()))
 
 
 def sockets_of_other_runs(own: str) -> set[str]:
-    """The inodes of sockets that processes hold whose environment does not have `own`."""
+    """Return the inodes of sockets that processes hold whose environment does not have `own`."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone by now

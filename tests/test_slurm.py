@@ -59,7 +59,7 @@ def cluster(tmp_path: Path) -> Iterator[Slurm]:
 
 
 def submit(slurm: Slurm, out: Path, programs: Path) -> int:
-    """The number of the recipe's job."""
+    """Return the number of the recipe's job."""
     path = f"{programs}:{os.environ['PATH']}"
     variables = {"OUT": str(out), "PATH": path, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     stated = f"--output={out.parent}/said"

@@ -114,7 +114,7 @@ def model(seed: int = 0, device: str = "cpu") -> Model:
 
 
 def tokens(step: int = 0) -> Tensor:
-    """The same on every rank, so that the ignored layer stays equal."""
+    """Return the same on every rank, so that the ignored layer stays equal."""
     return torch.randint(TOKENS, (12,), generator=torch.Generator().manual_seed(step))
 
 
@@ -137,7 +137,7 @@ def adam(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_function(net: Model, *, tied_separately: bool = False, **options: Any) -> Model:
-    """A unit a cell and one of the rest; the tied weights across two more, if told so."""
+    """Make each cell a unit and the model the root; tied weights are across two more units on request."""
     ignored = {"ignored_params": list(net.aside.parameters()), **options}
     for cell in net.cells:
         fully_shard(cell, **options)
@@ -159,7 +159,7 @@ def by_wrapper(net: Model, *, tied_separately: bool = False, strategy: str = "ze
 
 
 def by_nested_wrappers(net: Model, **options: Any) -> nn.Module:
-    """A wrapper in a wrapper in a wrapper, the innermost around one layer."""
+    """Return a wrapper in a wrapper in a wrapper, the innermost around one layer."""
     for cell in net.cells:
         cell.up = FullyShardedDataParallel(cell.up)
     return by_wrapper(net, **options)
@@ -205,7 +205,7 @@ SHARDINGS = {
 
 
 def whole_state(net: nn.Module) -> dict[str, Any]:
-    """The full state dict, in whichever way the front end gives it."""
+    """Return the full state dict, in whichever way the front end gives it."""
     with FullyShardedDataParallel.state_dict_type(net, FULL):
         state = net.state_dict()
     tensors = gathered({name: value for name, value in state.items() if isinstance(value, Tensor)})
@@ -240,7 +240,7 @@ def compare_state_dicts(name: str, strategy: str) -> None:
 
 
 def clean(name: str) -> str:
-    """A name of a module that has wrappers in it, without theirs."""
+    """Return a name of a module that has wrappers in it, without theirs."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", "")
 
 

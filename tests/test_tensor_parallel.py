@@ -81,13 +81,13 @@ class Stack(nn.Module):
 
 
 def stack() -> Stack:
-    """The same weights whenever it is called."""
+    """Return a new model, with the same weights on every call."""
     torch.manual_seed(0)
     return Stack()
 
 
 def parallel(mesh: DeviceMesh, *, sequence: bool, model: Stack | None = None) -> Stack:
-    """The model with its matrices placed on `mesh`. With `sequence` norms are, too, and activations are cut."""
+    """Return the model with its matrices placed on `mesh`. With `sequence` norms are, too, and activations are cut."""
     model = model or stack()
     held = Shard(1) if sequence else Replicate()  # activations between modules
     into, back = partial(ColwiseParallel, input_layouts=held), partial(RowwiseParallel, output_layouts=held)
@@ -100,7 +100,7 @@ def parallel(mesh: DeviceMesh, *, sequence: bool, model: Stack | None = None) ->
 
 
 def shard(model: Stack, mesh: DeviceMesh, **options: Any) -> Any:
-    """A unit a block, and one of the rest."""
+    """Make each block a unit, and the model the root."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -115,7 +115,7 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def own_part(mesh: DeviceMesh | None, tokens: Tensor) -> Tensor:
-    """This rank's sequences: those of its place on `mesh`; all, where there is none."""
+    """Return this rank's sequences: those of its place on `mesh`; all, where there is none."""
     if mesh is None:
         return tokens
     place = int((mesh.mesh.flatten() == dist.get_rank()).nonzero())
@@ -123,7 +123,7 @@ def own_part(mesh: DeviceMesh | None, tokens: Tensor) -> Tensor:
 
 
 def batch(step: int) -> Tensor:
-    """The sequences of all ranks."""
+    """Return the sequences of all ranks."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
 

@@ -117,7 +117,7 @@ def test_backward_prefetches_as_configured(options, how):
 
 
 def whole_at_once() -> int:
-    """The most inner units that are whole at a time, in any step."""
+    """Return the most inner units that are whole at a time, in any step."""
     model = chain(fully_shard)
     optimizer = sgd(model)
     most = 0
@@ -321,7 +321,7 @@ def test_a_gradient_that_a_user_keeps_is_not_written_to(keep):
 
 
 def gradients_after_another_change(change: Callable[[DTensor], None]) -> tuple[list[Tensor], list[Tensor]]:
-    """The same gradients twice, and what a user made of the first in between."""
+    """Return the same gradients twice, and what a user made of the first in between."""
     model = chain(fully_shard)
     found = []
     for _ in range(2):

@@ -51,7 +51,7 @@ def run_training(out: Path, argv: list[str]) -> None:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run, less what a clock has measured."""
+    """Return the lines of a run, less what a clock has measured."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 

@@ -34,7 +34,7 @@ SAVING = ["--checkpoint-every", "1", "--steps", "4"]
 
 
 def run_training(out: Path, argv: list[str], stop_at: int | None = None) -> int:
-    """The exit code. The last rank alone gets SIGTERM, in time for the run to end after the step `stop_at`."""
+    """Return the exit code. The last rank alone gets SIGTERM, in time for the run to end after the step `stop_at`."""
     rank = this_rank()
     if stop_at is not None and rank.index == rank.world - 1:
         step_of = Trainer.train_step
@@ -60,7 +60,7 @@ def weights(out: Path) -> dict[str, Any]:
 
 
 def reported(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run less those that say that it went on."""
+    """Return the lines of a run less those that say that it went on."""
     return [line for line in metrics(out)[1:] if line["kind"] != "resume"]
 
 
@@ -301,7 +301,7 @@ def test_as_many_ranks_share_a_step_as_before():
 
 
 def start(out: Path) -> subprocess.Popen[str]:
-    """The trainer on two ranks, for far longer than anybody waits."""
+    """Return the trainer on two ranks, for far longer than anybody waits."""
     argv = ["train", "--no-predict", "--ranks", "2", *QUICK, "--steps", "100000", "--out", str(out)]
     saving = ["--checkpoint-every", "50", "--resume", "auto", "--validate-every", "0", "--sample-every", "0"]
     return subprocess.Popen(

@@ -106,7 +106,7 @@ class Recipe:
     layer: type[nn.Module]
 
     def model(self, shard: Shard, mode: str = "as it comes") -> Any:
-        """A unit a layer and one of the rest; always of the same weights."""
+        """Make each layer a unit and the model the root, always with the same weights."""
         torch.manual_seed(0)
         model = self.build()
         if mode != "as it comes":
@@ -184,7 +184,7 @@ Traces = dict[tuple[str, str, str], Trace]  # by model, mode and strategy
 
 
 def train_all(*strategies: str) -> Traces:
-    """Every model in every mode, under those of `strategies` that the mode is for, and by its plain peer."""
+    """Return every model in every mode, under those of `strategies` that the mode is for, and by its plain peer."""
     traces = {}
     for (name, recipe), (mode, tried) in product(RECIPES.items(), MODES.items()):
         plain = recipe.model(leave, mode)
@@ -241,7 +241,7 @@ def test_three_ranks_learn_what_one_learns_in_their_place():
 
 
 def memory_of_a_step(model: Any) -> tuple[int, int]:
-    """Bytes that the forward leaves for the backward, and the most that there are at any moment of a step."""
+    """Return bytes that the forward leaves for the backward, and the most that there are at any moment of a step."""
     for step in range(2):
         loss_of(model, tokens(0), step).backward()
         model.zero_grad()

@@ -609,7 +609,7 @@ def train_slowly(rank: int, groups: list[dist.ProcessGroup]) -> list[float]:
 
 
 def wait_and_go_on(shares_memory: bool) -> tuple[list[float], str, str]:
-    """The sums of slow ranks, the error of ranks in a circle, and the sums after a renewal of their groups."""
+    """Return the sums of slow ranks, the error of ranks in a circle, and the sums after a renewal of their groups."""
     watchdog._EARLY_S, watchdog._LOOK_S = EARLY_S, LOOK_S
     rank = dist.get_rank()
     fullshard.share_memory_between_ranks(shares_memory)
@@ -730,7 +730,7 @@ def test_a_rank_listens_where_the_previous_one_can_connect_and_nowhere_else():
 
 
 def listening_addresses() -> set[str]:
-    """The IP addresses at which this process listens; see proc_pid_net(5)."""
+    """Return the IP addresses at which this process listens; see proc_pid_net(5)."""
     found = set()
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     for table in ("tcp", "tcp6"):

@@ -55,7 +55,7 @@ LAYERS = ModuleWrapPolicy({Layer})
 
 
 def wrapped(model: nn.Module | None = None, **options: Any) -> FullyShardedDataParallel:
-    """A chain of the same weights whenever it is built, a unit a layer and one of the rest."""
+    """Return a chain of the same weights whenever it is built, a unit per layer and a root unit."""
     model = Chain() if model is None else model
     initialise(model)
     return FullyShardedDataParallel(model, **{"auto_wrap_policy": LAYERS, **options})

@@ -454,7 +454,7 @@ def optimizer_of(program: Json, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss_of(program: Json, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
-    """The loss of one microbatch, whose data and random numbers depend on the arguments alone."""
+    """Return the loss of one microbatch, whose data and random numbers depend on the arguments alone."""
     Now.step, Now.rank = step, rank
     torch.manual_seed(step * 1000 + micro * 10 + rank)
     width, dtype = program.get("width", 6), getattr(torch, program.get("dtype", "float32"))
@@ -545,7 +545,7 @@ class Plain(Driver):
         self.cuts = 1 if strategy == "ddp" else self.summed_first
 
     def computing(self, built: Builder) -> nn.Module:
-        """The copy that computes for one rank: parameters in the compute dtype, units that cast."""
+        """Return the copy that computes for one rank: parameters in the compute dtype, units that cast."""
         policy = policy_of(self.program)
         for param in built.model.parameters():
             if not any(param is item for item in built.ignored):
@@ -784,7 +784,7 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def policy_of(program: Json) -> MixedPrecisionPolicy:
-    """The precision of a program, as a policy of `fully_shard`."""
+    """Return the precision of a program, as a policy of `fully_shard`."""
     options = dict(program.get("precision", {}))
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         if name in options:
@@ -793,7 +793,7 @@ def policy_of(program: Json) -> MixedPrecisionPolicy:
 
 
 def run_plain(program: Json) -> Records:
-    """The records of all ranks, by plain PyTorch."""
+    """Return the records of all ranks, by plain PyTorch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return Plain(program).run()
@@ -821,7 +821,7 @@ class Sharded(Driver):
         return step_shards(optimizer) if isinstance(optimizer, torch.optim.Rprop) else optimizer
 
     def sharded(self, strategy: str) -> nn.Module:
-        """The program's model under `strategy`."""
+        """Return the program's model under `strategy`."""
         program, built = self.program, Builder(self.program)
         self.units = [module for modules, _ in built.units for module in modules]
         policy = policy_of(program)
@@ -1010,7 +1010,7 @@ class Sharded(Driver):
 
 
 def part(tensor: Tensor) -> Part:
-    """A copy of this rank's part of `tensor`."""
+    """Return a copy of this rank's part of `tensor`."""
     if not isinstance(tensor, DTensor):
         return Part(tensor.detach().clone(), [])
     mesh = tensor.device_mesh
@@ -1068,7 +1068,7 @@ def run_sharded(program: Json, folder: str) -> Outcome:
 
 
 def first_difference(actual: Records, expected: Records, rank: int) -> str | None:
-    """The first record that differs from the plain one, described; None if all bits are the same."""
+    """Return the first record that differs from the plain one, described; None if all bits are the same."""
     if actual.keys() != expected.keys():
         odd = sorted(actual.keys() ^ expected.keys())
         return f"{odd[0]}: recorded on one side only"

@@ -267,7 +267,7 @@ class Generator:
 
 
 def one_call(program: Json) -> Json:
-    """The program with reentrant checkpoints replaced where a parameter has several gradients in one backward.
+    """Return the program with reentrant checkpoints replaced where a parameter has several gradients in one backward.
 
     Each nested backward of a reentrant checkpoint is a separate reduction, so gradients are summed in another order.
     """

@@ -116,7 +116,7 @@ _KEPT = {"kind", "do", "name"}  # keys without a default
 
 
 def shrink(program: Json, still_fails: Callable[[Json], bool], attempts: int = 200) -> Json:
-    """A smaller program that still fails: parts are deleted or simplified while it does."""
+    """Return a smaller program that still fails: parts are deleted or simplified while it does."""
     for _ in range(attempts):
         for smaller in reductions(program):
             attempts -= 1
@@ -156,7 +156,7 @@ def reductions(value: Any) -> Iterator[Any]:
 
 
 def script_of(program: Json) -> str:
-    """A script that runs `program` on its own, with torchrun."""
+    """Return a script that runs `program` on its own, with torchrun."""
     source = Path(execution.__file__).read_text()
     ranks = program.get("ranks", 1)
     literal = json.dumps(program, indent=1)
