@@ -203,7 +203,7 @@ def fsdp2_on_dry_streams() -> Iterator[None]:
 
 
 _STREAMS = "gather copy-in", "gather", "reduce", "all-reduce"  # of FSDP2, in the order in which it makes them
-_PHASES = {  # of FSDP2's groups of parameters: methods, and the phases in which they are called; None is what it says
+_PHASES = {  # methods of FSDP2's parameter groups, and their phases; None: the group's own state
     "unshard": None,
     "pre_forward": Phase.FORWARD,
     "post_forward": Phase.FORWARD,

@@ -153,7 +153,7 @@ class BenchSettings:
         """The named size, with the dimensions that are given on their own in place of its own.
 
         Raises:
-            ConfigError: no size has that name, or the dimensions do not fit one another.
+            ConfigError: no size has that name, or the dimensions do not fit each other.
         """
         given = {dim.name: getattr(self.model, dim.name) for dim in fields(Shape)}
         for name, value in given.items():

@@ -182,7 +182,7 @@ def _pid_namespace() -> str:
 
 
 def _started(process: int) -> str | None:
-    """Return the start time of a process in kernel ticks; None if there is no process with this number."""
+    """Return the start time of a process in kernel ticks; None if the process does not exist."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -16,7 +16,7 @@ __all__ = ["Outline", "Path", "are_same", "filled", "keys_in", "outline", "plain
 
 
 def plain_copy(value: Any, what: str) -> Any:
-    """Return a copy of `value` in the form in which it is read back: plain values and CPU tensors in containers.
+    """Return a copy of `value` as `load` returns it: plain values and CPU tensors in containers.
 
     Raises:
         CheckpointError: It contains something that cannot be read back safely. `what` begins the message.

@@ -48,7 +48,7 @@ def _as_array(value: Any) -> Any:
 def derive_random_states(states: dict[str, Any], rank: int, world: int) -> None:
     """Seed this process from another process's `states`, deterministically by rank and world size.
 
-    It is for another world size, in which the ranks cannot all continue the saved generators.
+    It is for a different world size, where the ranks cannot all continue the saved generators.
     """
     seed = xxh3_64(states["torch"].numpy().tobytes() + f"{rank}/{world}".encode()).intdigest()
     random.seed(seed)

@@ -1,8 +1,8 @@
 """Snapshots: one rank's shards in host memory, which can be read during training and restored in place.
 
-Unlike a checkpoint, a snapshot is local to one rank: there is no communication, and the model does not change, so a
-rank can take one while others do something else. On the other hand, it can only be restored on a rank with the same
-shards: this one, or its counterpart in another replica.
+Unlike a checkpoint, a snapshot is local to one rank: it does not communicate, and the model does not change, so a rank
+can take one while others do something else. On the other hand, it can only be restored on a rank with the same shards:
+this one, or its counterpart in another replica.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def snapshot(
 ) -> dict[str, Any]:
     """Copy this rank's part of a run to host memory, and return it as plain values and plain tensors in dicts.
 
-    There is no communication, and the model does not change. It can be called on some ranks only, and also during
-    forward or backward, because weights and optimizer states change only in the optimizer step. (Buffers have their
-    values at that point of forward.) Later steps do not change the snapshot. It takes as much host memory as this
+    This function does not communicate, and does not change the model. It can be called on some ranks only, and also
+    during forward or backward, because weights and optimizer states change only in the optimizer step. (Buffers have
+    their values at that point of forward.) Later steps do not change the snapshot. It takes as much host memory as this
     rank's shards and its part of the optimizer state, and the time to copy them.
 
     Args:
@@ -82,8 +82,8 @@ def restore_snapshot(
 ) -> Any:
     """Restore a `snapshot` in place, between steps, and return its `extra`.
 
-    Existing tensors of the model and of the optimizer state keep their memory. There is no communication, but every
-    rank of the mesh must restore its snapshot of the same step before the next step.
+    Existing tensors of the model and of the optimizer state keep their memory. Ranks do not communicate, but every rank
+    of the mesh must restore its snapshot of the same step before the next step.
 
     Args:
         taken: The snapshot of this rank, or of its counterpart in another replica. It is not changed, and not kept.

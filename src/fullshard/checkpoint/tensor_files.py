@@ -355,7 +355,7 @@ def _described(path: Path) -> tuple[dict[str, Description], dict[str, str]]:
     """Return the tensors of a file, without their values, and its metadata."""
     found: dict[str, Description] = {}
     with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118  # it is no dict
+        for name in file.keys():  # noqa: SIM118  # it is not a dict
             there = file.get_slice(name)
             code = there.get_dtype()
             if code not in _DTYPES:

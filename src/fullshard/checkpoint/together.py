@@ -116,14 +116,14 @@ def _outcome(action: Callable[[], T]) -> tuple[T | _Failed, BaseException | None
 
 
 def failure_of_group(doing: str, error: BaseException) -> CheckpointError:
-    """The error if ranks cannot reach one another."""
+    """The error if ranks cannot reach each other."""
     return CheckpointError(
         f"{doing}: another rank is gone, or does not answer ({reported_by(error)}). End the processes and start again."
     )
 
 
 def failure_of_some(doing: str, failed: Mapping[int, str], world: int) -> CheckpointError:
-    """The error on all ranks if some of them failed: without rank numbers if all failed alike."""
+    """The error on all ranks if some of them failed: without rank numbers if all failures are identical."""
     if len(failed) == world and len(set(failed.values())) == 1:
         return CheckpointError(f"{doing}: {failed[0]}")
     by_message: dict[str, list[int]] = {}

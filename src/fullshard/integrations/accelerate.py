@@ -298,7 +298,7 @@ def _check(given: dict[str, Any]) -> None:
 
 @contextmanager
 def _without_torch_fsdp() -> Iterator[None]:
-    """Context manager in which accelerate does not see the request to shard."""
+    """Hide the request to shard from accelerate within this context."""
     before = os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
         yield

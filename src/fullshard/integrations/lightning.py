@@ -138,7 +138,7 @@ class FullShardStrategy(DDPStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Context manager in which modules are created: on the meta device if `empty_init`."""
+        """Create modules within this context, on the meta device if `empty_init`."""
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
@@ -176,7 +176,7 @@ class FullShardStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Context manager in which backward accumulates unsharded gradients without communication."""
+        """Context manager within which backward accumulates unsharded gradients without communication."""
         with cast(FSDPModule, self._module).no_sync():
             yield
 
@@ -365,7 +365,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         """Do nothing: units are placed when they are created."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which modules are created: on the meta device if `empty_init`."""
+        """Create modules within this context, on the meta device if `empty_init`."""
         stack = ExitStack()
         if empty_init:
             stack.enter_context(torch.device("meta"))
@@ -467,7 +467,7 @@ class _NoSync:
     """Fabric's control of backwards without communication."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Return a context in which backward accumulates unsharded gradients, if `enabled`."""
+        """Accumulate unsharded gradients in backward within this context, if `enabled`."""
         return cast(FSDPModule, module).no_sync() if enabled else nullcontext()
 
 

@@ -41,7 +41,7 @@ def shard_model(
 
     Args:
         model: A plain model, or a model with existing units, which are kept.
-        device: The device on which tensors on the meta device get memory.
+        device: The device for tensors that are on the meta device.
         auto_wrap_policy: Selects the submodules that become units. If None, `repeated_layers(model)` unless there are
             units already.
         root: Options of the root's unit only.

@@ -3,7 +3,7 @@
     model, optimizer = make_sharded_model()         # over the ranks of this replica
     replicas = Replicas(model, optimizer)           # finds the others by their lighthouse
     while replicas.step < steps:
-        replicas.begin_step()                       # who takes part; whoever has missed steps gets another's state
+        replicas.begin_step()                       # choose the replicas; those that missed steps get the state
         loss_of(model, batch(replicas.step, replicas.index, replicas.count)).backward()
         if replicas.should_commit():                # else the step is abandoned, and done again
             optimizer.step()

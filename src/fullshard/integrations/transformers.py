@@ -119,7 +119,7 @@ class _Sharding(transformers.Trainer):
 
     @contextmanager
     def _making(self, plugin: ShardingPlugin) -> Iterator[None]:
-        """Context manager in which transformers creates our `Accelerator`, with `plugin`."""
+        """Context manager within which transformers creates our `Accelerator`, with `plugin`."""
 
         def make(**options: Any) -> Accelerator:
             return Accelerator(**{**options, "fsdp_plugin": plugin})

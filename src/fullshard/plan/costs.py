@@ -11,8 +11,8 @@ kinds of operations have FLOPs:
                             their two products, and do five products in backward. Blocks that a causal mask leaves out
                             cost nothing
 
-A collective takes what NCCL's own model of itself says (`src/graph/tuning.cc` of NCCL): a base, steps, and bytes over
-the bus bandwidth, for each algorithm (ring, and tree for an all-reduce) and each protocol, of which the fastest counts.
+The cost of a collective follows NCCL's own tuning model (`src/graph/tuning.cc` of NCCL): a base, steps, and bytes over
+the bus bandwidth, for the fastest algorithm (ring, and tree for an all-reduce) and protocol.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RING_BASES_S = {"ll": 6.6e-6, "ll128": 14e-6}
 _TREE_BASES_S = {"ll": 6.8e-6, "ll128": 14e-6}
 _LL128_SHARE = 120 / 128
 _OPERATIONS_OF_A_COLLECTIVE = 26
-"""What the engine takes of the host for each gather and reduction, with hooks, views and marks, in operations.
+"""The host cost of the engine for each gather and reduction, with hooks, views and marks, in operations.
 
 On the host of an H100, where an operation took 46 us, it took 1.0 to 1.3 ms, whatever the model: the host's times of
 GPTs with 8, 12 and 24 blocks by `benchmarks/predicted_time.py --gpu`, less those of their operations.
@@ -60,7 +60,7 @@ class _Protocol:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The speeds of a machine. Defaults are a host of 8 NVIDIA H100 SXM, each with a network card of its own.
+    """The speeds of a machine. The defaults are a host of 8 NVIDIA H100 SXM, each with its own network card.
 
     Peaks are those of NVIDIA's data sheet of the H100 SXM: 989e12 dense bf16 FLOP/s, 3.35e12 B/s of HBM3, and 900e9 B/s
     of NVLink both ways together, so 450e9 one way. A card of 400 Gb/s carries 50e9 B/s. The shares of these peaks that
@@ -81,7 +81,7 @@ class Costs:
         network_bytes_per_s: of one rank to other hosts, one way.
         link: for its steps and protocols; without it, and without `network`, steps take no time.
         network: likewise.
-        slowdown: how much longer computing takes beside a collective: 0.1 is a tenth.
+        slowdown: Relative increase of compute time during a collective: 0.1 is a tenth.
         host_s: to ask for an operation.
         host_collective_s: to ask for a collective, with the engine's own work around it.
         host_mark_s: to set a mark, or to let a stream wait for one.
@@ -112,10 +112,10 @@ class Costs:
     host_link_bytes_per_s: float = 55e9
 
     def note_before(self, entry: Entry) -> None:
-        """What is on a tape before the part that is to be laid out costs nothing, but may make that cost less."""
+        """Account for the tape before the timed part: it costs nothing, but may make the timed part cheaper."""
 
     def note_memory(self, entry: Allocation | Free) -> None:
-        """What is allocated and freed in between costs nothing of its own, but may make what comes next cost more."""
+        """Account for an allocation or free: it costs nothing, but may make the next operation more expensive."""
 
     def of_operation(self, operation: Operation) -> float:
         """Seconds that `operation` takes a stream of the accelerator."""
@@ -129,7 +129,7 @@ class Costs:
         """Return the seconds that `collective` takes once all ranks have started it.
 
         With n ranks on h hosts, a ring of k rounds (one for an all-gather or reduce-scatter, two for an all-reduce) has
-        k (n - 1) steps, k (h - 1) of which cross hosts. Each rank sends k S (n - 1) / n of S bytes: over the link
+        k (n - 1) steps, and k (h - 1) of them cross hosts. Each rank sends k S (n - 1) / n of S bytes: over the link
         within its host, or over as many cards as its host has ranks in the group. A tree goes up and down once: within
         hosts along a chain, between hosts in log2 h steps.
         """
@@ -220,7 +220,7 @@ def _tiled_s(
 def _dims(operation: Operation, flops: float) -> tuple[int, int, int] | None:
     """Rows, inner dimension and columns of a product of two matrices, from their bytes; None if it is no such product.
 
-    Of A (m, k), B (k, n) and their product the bytes are a = s m k, b = s k n and c = s m n with s bytes an element,
+    Of A (m, k), B (k, n) and their product the bytes are a = s m k, b = s k n and c = s m n with s bytes per element,
     and FLOPs are 2 m k n: four equations for four unknown. Products of many pairs at once are not of that kind.
     """
     if operation.name not in ("aten.mm", "aten.addmm"):
@@ -242,7 +242,7 @@ def _places(ranks: tuple[int, ...], ranks_per_host: int) -> tuple[int, int, int]
 
 
 def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None = None) -> Costs:
-    """The costs of a tape on `hardware`. Products of matrices whose dtype is not told of are taken to be of `dtype`.
+    """The costs of a tape on `hardware`. Matrix products without a recorded dtype count as `dtype`.
 
     Of a CPU they go with one tape, from its beginning; `ranks` of them share its cores, one for each if None.
     """

@@ -28,7 +28,7 @@ __all__ = ["CoreTime", "CpuCosts", "core_seconds", "step_seconds"]
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # in a trace they read or write a whole table
 _IDENTICAL = {"aten.mul": "aten.mul", "aten.div": "aten.mul", "aten.sub": "aten.add", "aten.ones_like": "aten.zero_"}
-_USUAL = "aten.add"  # stands for operations that were not measured
+_USUAL = "aten.add"  # used for operations that were not measured
 
 _NEEDED = frozenset(("after_large_s", "cache_bytes", "kernels", "operation_s", "product_miss_s", "products", "unit_s"))
 

@@ -50,9 +50,9 @@ class Forecast:
         needed_bytes: The peak including the overhead of the allocator, or of the process.
         limit_bytes: The available bytes.
         step_s: A whole step, from the second one.
-        gather_s: Time in which all-gathers run.
-        reduce_s: Time in which reductions run.
-        exposed_s: Time in which compute waits for other ranks.
+        gather_s: Time during which all-gathers run.
+        reduce_s: Time during which reductions run.
+        exposed_s: Time during which compute waits for other ranks.
         would_fit: Changes with which the run would fit, if it does not.
         turns: See `Prediction.turns`.
         flops_share: The model's own FLOPs in `step_s` as a share of the peak rate (MFU).
@@ -123,7 +123,7 @@ def forecast_of(prediction: Prediction, *, limit_bytes: int, times: bool = True)
     )
 
 
-# -- a process beside the run -----------------------------------------------------------------------------------------
+# -- a separate process ----------------------------------------------------------------------------------------------
 
 
 def check_importable(arguments: Iterable[Any]) -> None:
@@ -218,10 +218,10 @@ class Measured:
         step_s: Seconds per step, from the end of one optimizer step to the end of the next.
         needed_bytes: The peak of an accelerator's allocator, or of the process.
         by_state: Peak bytes by state, with the names that a `Forecast` uses.
-        gather_s: Seconds in which all-gathers ran.
-        reduce_s: Seconds in which reductions ran.
+        gather_s: Seconds during which all-gathers ran.
+        reduce_s: Seconds during which reductions ran.
         input_s: Seconds from an optimizer step to the next forward.
-        core_s: Seconds in which this rank was ready to compute but every core was busy.
+        core_s: Seconds during which this rank was ready to compute but every core was busy.
     """
 
     step_s: float | None = None

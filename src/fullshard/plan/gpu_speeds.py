@@ -25,10 +25,10 @@ PRODUCTS = (  # rows, inner, columns: squares, and transformer layers with 8192 
     *((512, width, ratio * width) for width in (1600, 4096) for ratio in (1, 4)),
 )
 LARGE = 2 * 4096**3  # FLOPs of a product from which its rate counts as that of large products
-MIB = tuple(4**power for power in range(6))  # of a tensor that is copied, or added to another one
+MIB = tuple(4**power for power in range(6))  # of a tensor that is copied or added
 ROUNDS = 5
 ROUND_S = 0.02
-SLEEP_CYCLES = 100_000_000  # about 50 ms, in which the host queues the timed calls so that its own time does not count
+SLEEP_CYCLES = 100_000_000  # about 50 ms, while the host queues the timed calls, so that host time does not count
 TINY_CALLS = 400  # fewer than a queue can hold
 
 Report = Callable[[str], None]

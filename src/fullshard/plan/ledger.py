@@ -98,7 +98,7 @@ def predict_ledger(
     optimizer: OptimizerCost | None = None,
     activations: int = 0,
 ) -> Ledger:
-    """Return the predicted ledger of this rank for `model`, with its own strategy or another one.
+    """Return the predicted ledger of this rank for `model`, by default with its own strategy.
 
     Args:
         model: A module with units. Nothing is executed, and no values are read.

@@ -37,7 +37,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The moment of a run in which most bytes of tensors are live.
+    """The moment of a run with the most bytes of live tensors.
 
     `by_state` adds up to `nbytes`. `origin` is the work that allocates the memory at the peak. `entry` is the index in
     the trace, and `largest` has the largest storages that are live then, as bytes and content.
@@ -67,7 +67,7 @@ def memory_curve(tape: Tape, *, of_host: bool = False) -> Iterator[tuple[int, Ma
 
 
 def memory_peak(tape: Tape, *, since: int = 0, of_host: bool = False) -> MemoryPeak:
-    """Return the peak of memory, all 0 if there is no memory at all.
+    """Return the peak of memory, all 0 without any allocation.
 
     Args:
         tape: A trace of whole steps.
@@ -103,7 +103,7 @@ class MemoryTurn:
 
 
 def memory_turns(tape: Tape, *, since: int = 0) -> list[MemoryTurn]:
-    """Return the turns of the program in which memory is allocated or freed, in order, from the index `since`."""
+    """Return the turns of the program that allocate or free memory, in order, from the index `since`."""
     turns: list[MemoryTurn] = []
     for place, held, _ in _walk(tape, of_host=False):
         if place < since:
@@ -178,7 +178,7 @@ def _state(allocation: Entry, freed_in: Phase | None, is_reduced: bool, outlives
 
     Args:
         allocation: The entry.
-        freed_in: The phase in which the memory is freed; None if it is never freed.
+        freed_in: The phase during which the memory is freed; None if it is never freed.
         is_reduced: Whether a reduction has read it.
         outlives: Whether it is live in a later forward.
     """

@@ -42,7 +42,7 @@ class Prediction:
         flops: The FLOPs of forward and backward per step on one rank, without recomputation for checkpoints.
         sent_bytes: The bytes that this rank passes to collectives per step.
         dtype: The dtype of most matrix products.
-        turns: The turns to units and phases of that step in which memory changes, as text with the peak bytes of each.
+        turns: The turns of that step that change memory, as text, with the peak bytes of each.
     """
 
     hardware: Hardware
@@ -83,7 +83,7 @@ class Prediction:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds per step in which compute waits for other ranks or for copies."""
+        """Seconds per step during which compute waits for other ranks or for copies."""
         return self.step.exposed_s(COMPUTE)
 
 

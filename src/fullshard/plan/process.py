@@ -46,7 +46,7 @@ PRODUCTS_NBYTES = {"bfloat16": (7_000_000, 21_000_000), "float16": (7_000_000, 2
 as well. Measured with models of three sizes; the results differ by 2 MB."""
 
 MARGIN, MARGIN_NBYTES = 0.04, 3_000_000
-"""What a limit must leave in addition to the prediction: a fraction of it, and what MKL keeps for packed operands."""
+"""The margin of a limit above the prediction: a fraction of it, and the memory that MKL keeps for packed operands."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ProcessMemory:
 
     @property
     def fits_from(self) -> int:
-        """The smallest limit for which `fits` is True."""
+        """The smallest limit with `fits(limit)`."""
         return round((self.address_nbytes + MARGIN_NBYTES) * (1 + MARGIN))
 
 

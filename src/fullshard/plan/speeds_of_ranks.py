@@ -1,4 +1,4 @@
-"""Measurements on several ranks: processes that run a module's `main`, of which the first reports its results."""
+"""Measurements on several ranks: processes that run a module's `main`. The first process reports its results."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A time in which a stream had work to do and waited. `cause` is what it waited for, if that is in the trace."""
+    """A time during which a stream with pending work waited. `cause` is what it waited for, if that is in the trace."""
 
     stream: str
     start: float
@@ -73,15 +73,15 @@ class Timeline:
         return max((item.end for item in self.placed if item.entry.stream == stream), default=0.0)
 
     def busy_s(self, stream: str) -> float:
-        """Return the seconds in which `stream` runs something."""
+        """Return the seconds during which `stream` runs something."""
         return sum(item.end - item.start for item in self.placed if item.entry.stream == stream)
 
     def exposed_s(self, stream: str) -> float:
-        """Return the seconds in which `stream` has work to do and waits for another stream, or for a communicator."""
+        """Return the seconds that `stream`, with pending work, waits for another stream or for a communicator."""
         return sum(stall.seconds for stall in self.stalls if stall.stream == stream)
 
     def starved_s(self, stream: str) -> float:
-        """Return the seconds, until the last work on `stream`, in which the host had not queued the next work yet."""
+        """Return the seconds, until the last work on `stream`, while the host had not queued the next work yet."""
         return self.end_of(stream) - self.busy_s(stream) - self.exposed_s(stream)
 
     def exposed_by(self, stream: str) -> dict[str, float]:

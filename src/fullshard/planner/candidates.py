@@ -227,7 +227,7 @@ def programs(
     """Yield all useful programs for `cluster`. Hybrid strategies need several hosts, and sharded ones several ranks.
 
     zero1 and zero2 differ in the gradients that they keep between microbatches. If there are none, only one of them is
-    considered: zero1 if there is no accumulation, and zero2, which frees parameters sooner, if each microbatch is
+    considered: zero1 without accumulation, and zero2, which frees parameters sooner, if each microbatch is
         reduced.
     """
     reduces_once = ("ddp", "zero1") if "zero2" in strategies else ("ddp",)

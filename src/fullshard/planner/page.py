@@ -33,7 +33,7 @@ _GAP = 2e-3  # of a step: shorter gaps between work of the same unit and phase a
 
 
 def page(plan: Plan, changes: Sequence[WhatIf] = ()) -> str:
-    """Return the page of a plan in which something fits: one self-contained HTML file.
+    """Return the page of a plan with a program that fits: one self-contained HTML file.
 
     It shows the step of the longest simulated model, which has only a few blocks if it has lists of identical blocks.
     """

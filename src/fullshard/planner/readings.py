@@ -81,8 +81,7 @@ def held_of(tapes: Tapes, kind: str) -> dict[Any, float]:
 def _spent(laid: Timeline, costs: Costs) -> dict[Any, float]:
     """Return the seconds of the compute stream by cause; "step" is the total, including work after its last operation.
 
-    "optimizer" is the part in which parameters are updated, "blocks" that of the forwards of units below the root. The
-    disk is not in a trace.
+    "optimizer" is the update of parameters, "blocks" the forwards of units below the root. The disk is not in a trace.
     """
     found: dict[Any, float] = dict.fromkeys((*LIMITS, "step", "optimizer", "blocks"), 0.0)
     for placed in laid.placed:

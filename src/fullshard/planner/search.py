@@ -256,7 +256,7 @@ def _least_on_cpu(question: Question, ask: Workers, span: _Span, fractions: Sequ
 
 
 def least_hosts(question: Question, workers: Workers | None = None, *, most: int = 4096) -> Plan | None:
-    """Return the plan for the smallest number of ranks on which one row fits; None if there is none up to `most`.
+    """Return the plan for the smallest number of ranks, up to `most`, that fits one row; None if no number does.
 
     World sizes are powers of two within a host, then any number of whole hosts. The strategy that shards most decides,
     with and without checkpoints. For the smallest number of ranks, all requested programs are searched.

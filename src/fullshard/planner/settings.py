@@ -77,7 +77,7 @@ class MachineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """What is considered."""
+    """The search space."""
 
     global_batch: MaybeInt = None
     """Rows that a step learns from, on all ranks. Left out: whatever is fastest for a row, in one microbatch."""
@@ -108,9 +108,9 @@ class AnswerSettings:
     largest_batch: bool = False
     """Say the most rows of a microbatch that fit, for every strategy."""
     why: MaybeStr = None
-    """The name of a strategy: what is over the limit, by how much, in which unit and phase, and the largest tensors."""
+    """The name of a strategy: show by how much it exceeds the limit, the unit and phase, and the largest tensors."""
     against: MaybePath = None
-    """The folder of a run of `fullshard train`: what was predicted of it beside what it measured, and nothing else."""
+    """The folder of a run of `fullshard train`: show only its prediction next to its measurement."""
     json: MaybeStr = None
     """A file for the answer as JSON; - for the standard output, instead of all else."""
     html: MaybePath = None
@@ -127,7 +127,7 @@ class PlanSettings:
     answer: AnswerSettings = field(default_factory=AnswerSettings)
 
     def check(self) -> None:
-        """Refuse options that would not be heeded beside others.
+        """Raise an error for options that have no effect in combination with others.
 
         Raises:
             ConfigError: there are some.

@@ -69,17 +69,17 @@ class Figures:
 
     @property
     def seconds_a_row(self) -> float:
-        """Seconds per row of a rank, by which candidates are compared."""
+        """Seconds per row of a rank, the criterion for comparing candidates."""
         return self.step_s / (self.candidate.rows * self.candidate.microbatches)
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the compute stream computes."""
+        """Seconds during which the compute stream computes."""
         return self.limits["compute"] + self.limits["memory bandwidth"]
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which compute waits for other ranks, or for copies."""
+        """Seconds during which compute waits for other ranks, or for copies."""
         return sum(self.limits[name] for name in ("gathers", "reductions", "waits", "disk"))
 
     @property
@@ -350,7 +350,7 @@ def sketch(
 
 @contextmanager
 def _quiet_fakes() -> Iterator[None]:
-    """Context manager in which fake tensors do not log unsupported operations, because the error reports them."""
+    """Context manager within which fake tensors do not log unsupported operations, because the error reports them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

@@ -141,7 +141,7 @@ class Figures:
 
     @cached_property
     def starved(self) -> Seconds | None:
-        """Seconds in which the program was ready but had no core; shape (ranks, steps); None if unknown."""
+        """Seconds during which the program was ready but had no core; shape (ranks, steps); None if unknown."""
         return self.later(self.run.starved_s)
 
     @cached_property
@@ -149,7 +149,7 @@ class Figures:
         """The exposed time of collectives due to communication.
 
         The last rank waits for no other rank, so all of its waits are for communication. So the minimum over the ranks
-        counts, minus the time in which another rank had no core meanwhile.
+        counts, minus the time during which another rank had no core meanwhile.
         """
         exposed = (self.of("gather") + self.of("reduce")).min(0)
         if self.starved is not None:
@@ -165,7 +165,7 @@ class Figures:
 
     @cached_property
     def transport_share(self) -> float:
-        """The fraction of the time of collectives in which they did not wait for a slow rank."""
+        """The fraction of the time of collectives without waiting for a slow rank."""
         waited = (self.of("gather") + self.of("reduce")).mean(0)
         return min(1.0, self.waits.usual / max(self.usual(waited), 1e-9))
 
@@ -181,7 +181,7 @@ class Figures:
 
     @cached_property
     def moving_s(self) -> float:
-        """Seconds per step in which collectives of units are in progress and no rank is late."""
+        """Seconds per step during which collectives of units are in progress and no rank is late."""
         return self.transport_share * sum(unit.gather_s + unit.reduce_s for unit in self.run.units)
 
     @property

@@ -2,7 +2,7 @@
 
 | kind | holds |
 |---|---|
-| `start` | the rank, its host and device, the facts of the run; another one follows if a run is resumed |
+| `start` | the rank, its host and device, the facts of the run; repeated if a run is resumed |
 | `model` | the units, and how parameters are sharded: once their names are known, by the first rank |
 | `step` | a step: its parts, busy and starved seconds, bytes held, work |
 | `reported` | what the loop logs of a step: loss and the like |

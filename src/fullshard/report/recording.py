@@ -71,8 +71,8 @@ def report(
                 report.log(loss=loss)
 
     Every rank calls it once the model is sharded. Each rank writes its part of the record to a small separate file in
-    `path` / report, which all hosts should be able to access. There is no communication and no waiting. When the
-    context ends, `close()` is called or the process ends, the first rank writes the page.
+    `path` / report, which all hosts should be able to access. Ranks do not communicate or wait. When the context ends,
+    `close()` is called or the process ends, the first rank writes the page.
 
     A step ends with the last optimizer step before the next forward. Time between it and that forward counts as input,
     except for what the loop declares as something else: see `RunReport.doing`.
@@ -192,7 +192,7 @@ class RunReport:
             self._report(number, reported)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """Context manager in which the program does `what`.
+        """Context manager within which the program does `what`.
 
         `what` is a part of a step, such as "input" or "checkpoint". Anything else counts as "other", and is listed
         among the causes of host waits.

@@ -419,7 +419,7 @@ def host_waits(figures: Figures, rule: Rule) -> Finding | None:
 
 
 def _idle(figures: Figures) -> float:
-    """Return the fraction of a step in which an accelerator is idle, an upper bound on the cost of host waits."""
+    """Return the fraction of a step during which an accelerator is idle, an upper bound on the cost of host waits."""
     busy = figures.later(figures.run.busy_s)
     if busy is None or all(rank.device == "cpu" for rank in figures.run.ranks):
         return 1.0

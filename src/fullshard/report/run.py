@@ -53,14 +53,14 @@ class UnitTimes:
     gathers: float  # all-gathers per step
     gathered_bytes: float  # received by a rank per step
     gather_s: float
-    gather_exposed_s: float  # in which compute, or the program, waited for them
+    gather_exposed_s: float  # while compute, or the program, waited for them
     reductions: float
     reduced_bytes: float  # sent by a rank per step
     reduce_s: float
     reduce_exposed_s: float
     gathers_ahead: float = float("nan")  # all-gathers per step that started before they were needed
     param_dtype: str = ""  # compute dtype, such as "bfloat16"
-    reduce_dtype: str = ""  # dtype in which gradients are summed
+    reduce_dtype: str = ""  # dtype of gradient sums
     recomputed: bool = False  # whether backward recomputes its forward
 
 
@@ -199,7 +199,7 @@ class Run:
     what_ifs: tuple[WhatIf, ...] = ()
     out_of_memory: OutOfMemory | None = None
     work: NDArray[np.float64] | None = None  # number of elements passed to the root's forwards; (ranks, steps)
-    starved_s: NDArray[np.float64] | None = None  # time in which the program was ready but had no core; (ranks, steps)
+    starved_s: NDArray[np.float64] | None = None  # time ready to run but without a core; (ranks, steps)
     output_nbytes: int = 0  # bytes returned by the root's forward: mostly logits
     host_waits: tuple[HostWait, ...] = ()
     tiers: tuple[Tier, ...] = ()  # the device first; empty without offloading

@@ -34,7 +34,7 @@ from fullshard.tape.recorder import Event, Origin, Phase, Recorder
 __all__ = ["PAUSE", "WATCHED_STEP", "Piece", "StepRecorder", "StepTaken", "UnitCounts", "is_kept_whole"]
 
 WATCHED_STEP = 2
-"""The step in which memory is observed: the first one with a known order. Steps up to it are not timed."""
+"""The step during which memory is observed: the first one with a known order. Steps up to it are not timed."""
 PAUSE = "pause"
 """Time that does not belong to a step."""
 
@@ -191,7 +191,7 @@ class StepRecorder(Recorder):
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Context manager in which the program does `what`: a part, the name of another activity, or PAUSE."""
+        """Context manager within which the program does `what`: a part, the name of another activity, or PAUSE."""
         self._reported_input = self._reported_input or what == "input"
         before, is_paused = self.origin, PAUSE in self._reported
         self._reported.append(what)
@@ -366,7 +366,7 @@ def _count(
         counts.gathers += 1
         counts.gathered_bytes += event.sent_bytes
         counts.gather_s += seconds
-        # If it was needed immediately, there is no turn between launch and wait.
+        # If it was needed immediately, launch and wait have no turn in between.
         launched, awaited = (event.launched or 0.0) - zero, (event.awaited or 0.0) - zero
         counts.gathers_ahead += bisect(turned, awaited) > bisect(turned, launched)
     else:

@@ -20,7 +20,7 @@ class Usage:
     """Seconds and bytes of one rank."""
 
     busy_s: float  # CPU time of all threads, or busy time of the device
-    starved_s: float | None  # in which the main thread was ready but had no core
+    starved_s: float | None  # while the main thread was ready but had no core
     held: int  # bytes of the process, or of the allocator of its device
 
     def since(self, before: Usage) -> Usage:

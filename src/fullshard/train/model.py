@@ -54,7 +54,7 @@ def shape_of(settings: ModelSettings) -> Shape:
     """The named size, with the dimensions that are given on their own in place of its own.
 
     Raises:
-        ConfigError: no size has that name, or the dimensions do not fit one another.
+        ConfigError: no size has that name, or the dimensions do not fit each other.
     """
     if settings.size not in SIZES:
         raise ConfigError(f"--size {settings.size}: unknown. Take one of {', '.join(SIZES)}.")

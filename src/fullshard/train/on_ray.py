@@ -1,4 +1,4 @@
-"""`fullshard train --on ray`: the ranks of a run are workers of a Ray cluster, which starts lost ones anew."""
+"""`fullshard train --on ray`: the ranks of a run are workers of a Ray cluster, which starts lost ones again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_on_ray(argv: Sequence[str], ranks: int, *, address: str | None, restarts
         argv: options of the trainer, as for any rank.
         ranks: workers, each with a core, or with a GPU where the cluster has any.
         address: of a cluster. A new one on this machine, if None and `RAY_ADDRESS` names none.
-        restarts: whether lost workers are started anew, up to three times, and the run goes on from its newest
+        restarts: whether lost workers are started again, up to three times, and the run goes on from its newest
             checkpoint.
 
     Raises:

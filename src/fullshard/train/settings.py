@@ -46,7 +46,7 @@ class ParallelSettings:
     torchrun its own count holds."""
     on: MaybeStr = None
     """ray: the ranks are workers of a Ray cluster, a core or a GPU each. With --checkpoint-every, lost ones are started
-    anew, three times at most, and go on from the newest checkpoint. Left out: processes of this machine."""
+    again, three times at most, and go on from the newest checkpoint. Left out: processes of this machine."""
     ray_address: MaybeStr = None
     """The Ray cluster for --on ray. Left out: that of RAY_ADDRESS, or a new one on this machine."""
     replicas: MaybeInt = None
@@ -134,7 +134,7 @@ class CheckpointSettings:
     --max-restarts and --resume auto. 0 for none."""
     resume: MaybeStr = None
     """auto: go on from the newest intact checkpoint of the run in --out, or start it where there is none. Or a path:
-    begin a run of its own with what a checkpoint holds. Left out: begin anew."""
+    begin a run of its own with what a checkpoint holds. Left out: begin again."""
 
 
 @dataclass(frozen=True, kw_only=True)

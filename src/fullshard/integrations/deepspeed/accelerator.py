@@ -21,7 +21,7 @@ def get_accelerator() -> Accelerator:
 
 
 class Accelerator:
-    """The device on which models compute, with DeepSpeed's names. A CPU is one device, and its memory is not counted.
+    """The device that computes, with DeepSpeed's names. A CPU is one device, and its memory is not counted.
 
     Names that are not supported raise a descriptive error, which is also an `AttributeError`.
     """
@@ -50,7 +50,7 @@ class Accelerator:
         return self.device_name(self.current_device())
 
     def device(self, device_index: int | None = None) -> Any:
-        """Return a context in which `device_index` is the current device."""
+        """Make `device_index` the current device within this context."""
         return torch.device(self.device_name(device_index))
 
     def set_device(self, device_index: int) -> None:

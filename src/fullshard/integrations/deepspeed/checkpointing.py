@@ -33,7 +33,7 @@ def configure(
     """Accept the settings that do not change activations, and raise for others.
 
     Args:
-        mpu_: must be None: there is no model parallelism.
+        mpu_: must be None: model parallelism is not supported.
         deepspeed_config: accepted; `initialize` reads the configuration.
         partition_activations, contiguous_checkpointing, checkpoint_in_cpu, profile: must be false.
         num_checkpoints, synchronize: accepted without effect.

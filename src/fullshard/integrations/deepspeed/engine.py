@@ -204,7 +204,7 @@ class Engine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager in which backward accumulates unsharded gradients. A later backward reduces all of them."""
+        """Accumulate unsharded gradients in backward within this context. A later backward reduces all of them."""
         self._separate = True
         try:
             with self._sharded.no_sync():

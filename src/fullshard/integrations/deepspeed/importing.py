@@ -217,7 +217,7 @@ _CLASSES = (
 
 @contextmanager
 def _knowing_deepspeeds_classes() -> Iterator[None]:
-    """Context manager in which torch reads those classes as stand-ins. Each stand-in must be a separate class."""
+    """Context manager within which torch reads those classes as stand-ins. Each stand-in must be a separate class."""
     placeholders: list[Any] = [(type(name.rpartition(".")[2], (_Placeholder,), {}), name) for name in _CLASSES]
     with torch.serialization.safe_globals(placeholders):
         yield

@@ -26,7 +26,7 @@ class Key:
     """One key, named by its path.
 
     Args:
-        path: the sections and the key, with dots. One that ends in `.*` stands for everything in a section.
+        path: the sections and the key, with dots. One that ends in `.*` matches everything in a section.
         fate: honoured, needless or refused.
         said: what it becomes; why it is needless; or what to use instead.
         idle: of a refused one, the values that ask for nothing, and so are accepted.

@@ -54,7 +54,7 @@ class DeepSpeedConfig:
 
 
 class OnDevice:
-    """Context manager in which modules are created on `device`, with floating-point parameters of `dtype`.
+    """Context manager within which modules are created on `device`, with floating-point parameters of `dtype`.
 
     Args:
         dtype: a floating-point dtype.

@@ -111,7 +111,7 @@ def _shard(model: nn.Module, settings: Configuration, device: torch.device, poli
             "the model given to initialize has been sharded, wholly or in parts. Pass a plain one: the configuration's "
             "ZeRO stage says how it is sharded, and auto_wrap_policy= which modules are units."
         )
-    if settings.low_precision:  # the optimizer steps float32 values, whatever dtype the model came in
+    if settings.low_precision:  # the optimizer steps float32 values for any dtype of the model
         for param in model.parameters():
             if is_castable(param.dtype):
                 param.data = param.data.float()

@@ -39,7 +39,7 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Context manager in which `params` are unsharded. Every rank must enter it.
+    """Context manager within which `params` are unsharded. Every rank must enter it.
 
     Modules have plain parameters, and the given objects are `DTensor`s that are replicated over the ranks, in the same
     memory.
