@@ -1,4 +1,4 @@
-"""Bytes a rank by state: measured, by formula, and as `ddp` would need them."""
+"""Bytes per rank by state: measured, by formula, and by formula under `ddp`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunLedgers:
 
 
 def bytes_table(ledgers: RunLedgers, strategy: str) -> Table:
-    """A row for each state and one for their sum."""
+    """Return the table: one row per state, and one for the sum."""
     table = Table(title=f"Bytes a rank, strategy {strategy}")
     table.add_column("state")
     for heading in ("measured", "formula", "ddp by formula"):
@@ -40,7 +40,7 @@ def bytes_table(ledgers: RunLedgers, strategy: str) -> Table:
 
 
 def in_bytes(count: int) -> str:
-    """A count of bytes for people: three digits or four and a decimal unit, such as 21.3 MB."""
+    """Format a number of bytes with three or four digits and a decimal unit, such as 21.3 MB."""
     if count < 1000:
         return f"{count} B"
     power = next(power for power in (1, 2, 3, 4) if count < 999.5 * 1000**power or power == 4)

@@ -1,7 +1,7 @@
 """Checks of a run before any process group starts.
 
-Each check raises `ConfigError` with one line: what was asked, what was found, what to do. All ranks come to the same
-answer, since they look at the same settings and files.
+Each check raises `ConfigError` with one line: the request, the cause and the remedy. All ranks get the same result,
+since they check the same settings and files.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ STRATEGIES = tuple(strategy.value for strategy in ShardingStrategy)
 
 
 def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
-    """Check all settings for `world` ranks on `machines` machines; the text that the run reads.
+    """Check all settings for `world` ranks on `machines` machines, and return the text that the run reads.
 
     Raises:
-        ConfigError: at the first one that is not sound.
+        ConfigError: A setting is invalid.
     """
     _check_parallelism(settings.parallelism, world, machines)
     _check_optimization(settings.optimization, world)
@@ -54,7 +54,7 @@ def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
 
 
 def check_ranks(requested: int | None, world: int) -> None:
-    """Refuse a `--ranks` other than the number that torchrun has started."""
+    """Raise an error if `--ranks` differs from the number of ranks started by torchrun."""
     if requested is not None and requested != world:
         raise ConfigError(f"--ranks {requested}: torchrun has started {world} ranks. Leave --ranks out under torchrun.")
 

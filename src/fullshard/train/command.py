@@ -1,4 +1,4 @@
-"""`fullshard train`: check everything, then train on this rank or start the ranks that do."""
+"""The `fullshard train` command: check all settings, then train on this rank or start the ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fullshard.train.stopping import PREEMPTED
 
 __all__ = ["run"]
 
-PATIENCE_S = 600  # seconds for ranks that were asked to stop to save
+PATIENCE_S = 600  # seconds that stopped ranks get to save
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train as `argv` says; the exit code: 75 if SIGTERM stopped the run, and starting it again goes on with it.
+    """Train with the options `argv` and return the exit code: 75 if SIGTERM stopped the run, which can be resumed.
 
     Raises:
-        ConfigError: something about the run is not sound. No process group has started then.
+        ConfigError: The settings are invalid. No process group has started then.
     """
     return train_on_this_rank(argv) if runs_under_torchrun() else _start_ranks(argv)
 
@@ -47,12 +47,12 @@ def _start_ranks(argv: Sequence[str]) -> int:
     saves = settings.checkpoints.checkpoint_every > 0
     argv = [*argv, "--out", str(out)]
     if settings.parallelism.on == "ray":
-        from fullshard.train.on_ray import run_on_ray  # late: only who asks for it has Ray
+        from fullshard.train.on_ray import run_on_ray  # late: Ray is optional
 
         resume = ["--resume", AUTO] if saves and settings.checkpoints.resume is None else []
         return run_on_ray([*argv, *resume], ranks, address=settings.parallelism.ray_address, restarts=saves)
 
-    # Late: it is slow to import, and a mistake is answered without it.
+    # Late: it is slow to import, and errors do not need it.
     from fullshard.train.launch import INTERRUPTED, launch
 
     code = launch("fullshard.cli", ["train", *argv], ranks, patience_s=PATIENCE_S if saves else 5)
@@ -63,14 +63,14 @@ def _start_ranks(argv: Sequence[str]) -> int:
 
 
 def train_on_this_rank(argv: Sequence[str], *, has_group: bool = False) -> int:
-    """Train as one rank of several; the exit code, as of `run`.
+    """Train as one rank of several and return the exit code, as `run` does.
 
     Args:
-        argv: options of the trainer.
-        has_group: whether the launcher has made the process group, and calls this on a thread of its own.
+        argv: Options of the trainer.
+        has_group: Whether the launcher has created the process group, and calls this on a separate thread.
     """
     if not has_group:
-        # Ctrl-C ends a rank at once and in silence: it may be waiting for a rank that is already gone.
+        # Ctrl-C ends a rank immediately and without output: it may be waiting for a rank that has already ended.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     settings = parse_settings(argv)
     check_restarts(settings.checkpoints.safety_copy_every)
@@ -79,7 +79,7 @@ def train_on_this_rank(argv: Sequence[str], *, has_group: bool = False) -> int:
     settings = going_on(settings, rank.world)
     source = check(settings, rank.world, rank.machines)
 
-    from fullshard.train.loop import train  # late: it pulls in the engine
+    from fullshard.train.loop import train  # late: it imports the engine
 
     with nullcontext() if has_group else process_group(rank):
         return train(settings, source, rank, predicts=settings.run.predict, records=settings.run.report)

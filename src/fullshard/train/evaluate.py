@@ -1,4 +1,4 @@
-"""Evaluation of the model: bits per byte on held-back text, and samples of its own."""
+"""Evaluation of the model: bits per byte on validation text, and generated samples."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fullshard.train.text import Text, validation_batches
 
 
 def validation_loss(model: nn.Module, text: Text, settings: TrainSettings, rank: Rank) -> float:
-    """Mean loss on the validation windows, in nats a byte: the same windows at every world size.
+    """Return the mean loss on the validation windows, in nats per byte, with the same windows at every world size.
 
-    The losses of single windows are gathered and averaged in float64 in the order of the windows, so that the mean
-    does not depend on which rank read which. A collective: every rank calls it.
+    The losses of single windows are gathered and averaged in float64 in the order of the windows, so that the mean does
+    not depend on the assignment of windows to ranks. This is a collective: every rank must call it.
     """
     windows = max(1, settings.run.validate_bytes // settings.text.seq)
     losses = []
@@ -35,15 +35,15 @@ def validation_loss(model: nn.Module, text: Text, settings: TrainSettings, rank:
         ):
             scores = model(batch.inputs.to(rank.device))
             losses.append(byte_losses(scores, batch.targets.to(rank.device)))
-    by_rank = gather_in_rank_order(torch.stack(losses)[None].double(), rank)  # (world, batches, rows a rank)
+    by_rank = gather_in_rank_order(torch.stack(losses)[None].double(), rank)  # (world, batches, rows per rank)
     return float(by_rank.transpose(0, 1).flatten()[:windows].cpu().mean())
 
 
 def sample(model: nn.Module, settings: TrainSettings, device: torch.device, seed: int) -> bytes:
-    """The model's continuation of the prompt, `sample_bytes` bytes long.
+    """Return the model's continuation of the prompt, of `sample_bytes` bytes.
 
-    Every rank calls it and draws the same bytes, since all see the same scores and draw from the same seed; the number
-    of forwards is fixed, so ranks stay together even where their arithmetic differs.
+    Every rank must call it. All ranks draw the same bytes, since they have the same scores and seed. The number of
+    forwards is fixed, so ranks stay synchronized even if their arithmetic differs.
     """
     random = torch.Generator().manual_seed(seed)
     text = torch.tensor([list((settings.run.prompt or "\n").encode())], dtype=torch.int64)
@@ -56,13 +56,13 @@ def sample(model: nn.Module, settings: TrainSettings, device: torch.device, seed
 
 
 def bits(nats: float) -> float:
-    """A loss in bits instead of nats."""
+    """Convert a loss from nats to bits."""
     return nats / math.log(2)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, without gradients; training mode again afterwards."""
+    """Set evaluation mode without gradients within this context, and training mode afterwards."""
     model.eval()
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine, when torchrun has not done so."""
+"""Launcher of the ranks of a run on this machine, for runs without torchrun."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
 
 
 def launch(module: str, argv: Sequence[str], ranks: int, *, patience_s: int = 5) -> int:
-    """The exit code of `python -m module argv`, run as `ranks` ranks of one process group on this machine.
+    """Run `python -m module argv` as `ranks` ranks of one process group on this machine and return the exit code.
 
-    0 if all ranks end well, else that of the rank that failed first. Ctrl-C and SIGTERM end all ranks, in silence;
-    those that take longer than `patience_s` are killed.
+    The exit code is 0 if all ranks succeed, else that of the rank that failed first. Ctrl-C and SIGTERM end all ranks
+    without output; ranks that need longer than `patience_s` seconds are killed.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores_of_machine() // ranks)))
     # The launcher logs every failing rank at length; the rank has already reported its error.

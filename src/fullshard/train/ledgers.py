@@ -1,4 +1,4 @@
-"""The memory of a rank in a run: measured where the engine runs, and by formula."""
+"""The memory of a rank in a run, measured and by formula."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.train.sharding import ShardedGPT, dtype_of
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters made in the block are of `dtype`. (A module on fake tensors cannot be cast once it is made.)"""
+    """Create parameters with `dtype` within this context. (A module on fake tensors cannot be cast later.)"""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -32,7 +32,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def ledgers_of_run(
     model: ShardedGPT, optimizer: torch.optim.Optimizer, settings: TrainSettings, rank: Rank
 ) -> RunLedgers:
-    """Ledgers of this rank once a first step is done. A collective: one microbatch of zeros is run and forgotten."""
+    """Return the ledgers of this rank after a first step. This is a collective, which runs one microbatch of zeros."""
     shape = (rows_of(settings.optimization, rank.world) // rank.world, settings.text.seq)
 
     def loss_of(gpt: nn.Module) -> Tensor:

@@ -50,20 +50,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The numbers of one step, still on the device: nothing has waited for it yet."""
+    """The numbers of one step, still on the device: reading them waits for the device."""
 
-    losses: Tensor  # of this rank's rows in nats a byte, shape (accumulate, rows a rank)
+    losses: Tensor  # of this rank's rows in nats per byte, shape (accumulate, rows per rank)
     gradient_norm: Tensor
 
 
 def train(
     settings: TrainSettings, source: TextSource, rank: Rank, *, predicts: bool = False, records: bool = False
 ) -> int:
-    """Train on this rank from first weights, or from a checkpoint, to a finished output folder: the exit code.
+    """Train on this rank from initial weights or a checkpoint, write the output folder, and return the exit code.
 
-    Every rank of the process group calls it. The settings and the source are taken as sound; `check` has seen them on
-    every rank. If it `predicts`, the first rank shows what the run is expected to need, and then what it did need. If
-    it `records`, the run leaves a page behind: see `fullshard.report`.
+    Every rank of the process group must call it. The settings and the source are assumed to be valid; `check` has
+    checked them on every rank. With `predicts`, the first rank shows the prediction, and later the measurement. With
+    `records`, the run writes a report: see `fullshard.report`.
 
     Raises:
         ConfigError: each machine is to hold one replica, and they have different numbers of ranks; or checkpoints are
@@ -86,7 +86,7 @@ def train(
     display = display_for(Console(), shows=rank.leads)
     trainer = Trainer(settings, rank, text, model, folder, display, records=records, predicts=predicts)
     if forecasting is not None:
-        peak.reset()  # a model may be made whole before it is sharded
+        peak.reset()  # a model may be created unsharded first
         trainer.prediction = RunPrediction(forecasting, peak)
     if settings.checkpoints.safety_copy_every:
         trainer.copies = SafetyCopies.kept_with(os.getppid())
@@ -102,7 +102,7 @@ def train(
 
 @dataclass
 class Trainer:
-    """A run under way on this rank."""
+    """The state of a run on this rank."""
 
     settings: TrainSettings  # resolved: see `resolved`
     rank: Rank
@@ -112,13 +112,13 @@ class Trainer:
     display: Display
     records: bool = False
     predicts: bool = False
-    ledgers: RunLedgers = field(init=False)  # known once the first step is done
+    ledgers: RunLedgers = field(init=False)  # known after the first step
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     pending: PendingSave | None = None  # the checkpoint that is being written
     has_saved: bool = False  # whether a checkpoint was written since the run started
     unsaved: CheckpointError | None = None  # the error of the last save that failed
     copies: SafetyCopies | None = None
-    prediction: RunPrediction | None = None  # on the rank that shows, in a run that predicts
+    prediction: RunPrediction | None = None  # on the rank with output, in a run that predicts
     forecast: Forecast | None = None
     record: RunReport | None = None
 
@@ -126,7 +126,7 @@ class Trainer:
         self.optimizer = optimizer_of(self.model, self.settings.optimization)
 
     def run(self, stop: StopRequest | None) -> int:
-        """All remaining steps, with saves, reports and evaluations between them, then the end; the exit code."""
+        """Run all remaining steps, with saves, reports and evaluations, finish, and return the exit code."""
         done = self.begin()
         self.predict_load()
         with self.recording(done):
@@ -139,7 +139,7 @@ class Trainer:
         return code
 
     def recording(self, done: int) -> AbstractContextManager[object]:
-        """A context in which the run is recorded, if it is to be; `done` steps are behind it."""
+        """Record the run within this context, if requested; `done` steps are complete."""
         if not self.records:
             return nullcontext()
         settings = {name: value for name, value in self.settings.as_options().items() if name != "out"}
@@ -156,7 +156,7 @@ class Trainer:
         return self.record
 
     def ask_what_if(self) -> None:
-        """Have the page say what other settings would have gained, in a run that was predicted."""
+        """Add simulated gains of other settings to the report of a run with a prediction."""
         if self.record is None or self.prediction is None:
             return
         try:
@@ -165,15 +165,15 @@ class Trainer:
             self.display.show_problem(str(error))
 
     def doing(self, what: str) -> AbstractContextManager[object]:
-        """A context whose time the record takes for `what`."""
+        """Record the time within this context as `what`."""
         return nullcontext() if self.record is None else self.record.doing(what)
 
     def between_steps(self) -> AbstractContextManager[object]:
-        """A context whose time belongs to no step."""
+        """Exclude the time within this context from all steps."""
         return nullcontext() if self.record is None else self.record.pausing()
 
     def take_steps(self, done: int, stop: StopRequest | None) -> int:
-        """The steps from `done` on, and the end; the exit code."""
+        """Run the steps after the first `done`, finish, and return the exit code."""
         for step in range(done + 1, self.settings.optimization.steps + 1):
             if stop is not None:
                 stop.exchange()
@@ -192,28 +192,28 @@ class Trainer:
             if stops:
                 return self.stop(step)
         with self.between_steps():
-            if done == self.settings.optimization.steps:  # all that is left is the end
-                self.measure_memory()  # a first microbatch takes memory that later ones use again
+            if done == self.settings.optimization.steps:  # no steps are left
+                self.measure_memory()  # a first microbatch allocates memory that later ones reuse
                 self.measure_memory()
             self.finish()
         return 0
 
     def predict_load(self) -> None:
-        """Show what is predicted, and have it shown beside what is measured once the third step is done.
+        """Show the prediction, and compare it with the measurement after the third step.
 
         Raises:
-            DiskError: what is to be on a disk finds no room there; on every rank.
+            DiskError: The disk has not enough space for the offloaded data; on every rank.
         """
         if self.prediction is not None:
             self.forecast = self.predict_step(self.prediction)
         if self.predicts and offload_of(self.settings.memory).folder is not None:
             self.predict_disk()
         if self.prediction is not None and self.forecast is not None:
-            self.prediction.peak.reset()  # the disk was measured with memory that the run does not need
+            self.prediction.peak.reset()  # the disk measurement used memory that the run does not need
             self.measure_first_steps(self.prediction, self.forecast)
 
     def predict_step(self, prediction: RunPrediction) -> Forecast | None:
-        """Show what is predicted of a step; None if nothing could be."""
+        """Show the prediction of a step and return it; None if there is no prediction."""
         try:
             forecast = prediction.forecasting.result()
         except ConfigError as error:
@@ -225,7 +225,7 @@ class Trainer:
         return forecast
 
     def measure_first_steps(self, prediction: RunPrediction, forecast: Forecast) -> None:
-        """Have the first steps measured, and shown beside what was predicted."""
+        """Measure the first steps, and show them next to the prediction."""
 
         def done(measured: Measured) -> None:
             measured = replace(measured, by_state=by_state(self.ledgers.measured))
@@ -235,10 +235,10 @@ class Trainer:
         prediction.steps = FirstSteps(self.model, self.optimizer, prediction.peak, done)
 
     def predict_disk(self) -> None:
-        """Show what the disk costs in a step; the first rank measures it while the others wait.
+        """Show the cost of the disk per step. The first rank measures it while the others wait.
 
         Raises:
-            DiskError: there is no room, or nothing can be written; on every rank, before the first step.
+            DiskError: The disk is full or not writable; on every rank, before the first step.
         """
         refused = None
         if self.rank.leads:
@@ -255,7 +255,7 @@ class Trainer:
             raise DiskError(refused)
 
     def train_step(self, step: int) -> Trained:
-        """Step `step`, the first being 0: all its microbatches, then one step of the optimizer."""
+        """Run step `step`, counted from 0: all its microbatches, then one step of the optimizer."""
         optimization = self.settings.optimization
         losses = [self.train_microbatch(step, microbatch) for microbatch in range(optimization.accumulate)]
         norm = clip_grad_norm_(self.model.parameters(), optimization.clip or float("inf"))
@@ -266,7 +266,7 @@ class Trainer:
         return Trained(losses=torch.stack(losses), gradient_norm=norm)
 
     def train_microbatch(self, step: int, microbatch: int) -> Tensor:
-        """Add the gradients of one microbatch; they travel with the last one of the step. Returns the rows' losses."""
+        """Add the gradients of one microbatch, reduce them if it is the last one, and return the losses of its rows."""
         optimization, world = self.settings.optimization, self.rank.world
         self.model.set_requires_gradient_sync(microbatch == optimization.accumulate - 1)
         part = part_of(optimization, microbatch=microbatch, rank=self.rank.index, world=world)
@@ -284,7 +284,7 @@ class Trainer:
         return losses.detach()
 
     def begin(self) -> int:
-        """Write the settings and the header of the metrics, and show a heading; the steps done already."""
+        """Write the settings and the header of the metrics, show a heading, and return the completed steps."""
         heading = Heading(
             strategy=self.settings.parallelism.strategy,
             ranks=self.rank.world,
@@ -305,7 +305,7 @@ class Trainer:
         return 0 if resume in (None, AUTO) else self.load(Path(resume)).step or 0
 
     def restored(self) -> Restored | None:
-        """Load the newest of this run's safety copies and checkpoints; its data, or None if there is none."""
+        """Load the newest of this run's safety copies and checkpoints and return its data; None without any."""
         newest = latest(self.folder.checkpoints)
         saved = agreed(-1 if newest is None else step_of(newest) or 0, self.rank)
         copy = None if self.copies is None else self.copies.newest()
@@ -317,7 +317,7 @@ class Trainer:
         return None if saved < 0 else self.load(self.folder.checkpoints)
 
     def go_on(self, restored: Restored) -> int:
-        """Put the run's folder back to the loaded checkpoint; the steps done by then."""
+        """Reset the run's folder to the loaded checkpoint and return the number of completed steps."""
         was = restored.extra
         if was["training_bytes"] != self.text.training_bytes:
             raise ConfigError(
@@ -345,10 +345,10 @@ class Trainer:
         return restored
 
     def save_if_due(self, step: int, *, stops: bool) -> None:
-        """Save a checkpoint if one is due: every so many steps, after the last one, and before the run is stopped; else
-        a safety copy, if one is due.
+        """Save a checkpoint or a safety copy if one is due.
 
-        Both are written during the steps that follow. If one cannot be written, the run goes on and says so.
+        A checkpoint is due at regular steps, after the last step, and before the run stops. Both are written during the
+        steps that follow. If one cannot be written, the run logs this and continues.
         """
         settings = self.settings.checkpoints
         due = is_due(step, settings.checkpoint_every, self.settings.optimization.steps)
@@ -366,14 +366,14 @@ class Trainer:
             self.copy(step, self.copies)
 
     def copy(self, step: int, copies: SafetyCopies) -> None:
-        """Save a safety copy, during the steps that follow. If it fails, the run goes on and says so."""
+        """Save a safety copy during the steps that follow. If this fails, the run logs it and continues."""
         try:
             copies.save(model=self.model, optimizer=self.optimizer, step=step, extra=self.where_it_is())
         except CheckpointError as error:
             self.display.show_problem(str(error))
 
     def where_it_is(self) -> dict[str, Any]:
-        """The state of a run beside that of its model, for a run that goes on."""
+        """Return the state of a run, other than that of its model, to resume it."""
         return {
             "sizes": self.folder.sizes(),
             "seconds": self.stopwatch.total_s,
@@ -381,7 +381,7 @@ class Trainer:
         }
 
     def settle(self) -> None:
-        """Wait for the save under way, and show its error if it failed."""
+        """Wait for the pending save, and show its error if it failed."""
         for waiting in (self.pending, self.copies):
             try:
                 if waiting is not None:
@@ -407,7 +407,7 @@ class Trainer:
             ) from self.unsaved
 
     def stop(self, step: int) -> int:
-        """End before the last step, once the checkpoint of this one is there; the exit code."""
+        """Stop before the last step, after the checkpoint of this one, and return the exit code."""
         assert self.pending is not None, "it was saved"
         path = self.pending.wait()
         self.settle()
@@ -417,12 +417,12 @@ class Trainer:
         return PREEMPTED
 
     def measure_memory(self) -> None:
-        """Measure the memory of a rank; possible once the optimizer has its state."""
+        """Measure the memory of a rank. This requires the state of the optimizer."""
         self.ledgers = ledgers_of_run(self.model, self.optimizer, self.settings, self.rank)
         self.display.remember_memory(self.ledgers)
 
     def report_if_due(self, step: int, trained: Trained) -> None:
-        """A line of loss at every `log_every`-th step, at the first and at the last."""
+        """Show a line with the loss at every `log_every`-th step, at the first and at the last."""
         if not is_due(step, self.settings.run.log_every, self.settings.optimization.steps) and step != 1:
             return
         with self.stopwatch.running():  # waits for the device, so it belongs to the time of the steps
@@ -463,7 +463,7 @@ class Trainer:
             self.record.log(step=step, mfu=self.forecast.flops_share * self.forecast.step_s / seconds_a_step)
 
     def evaluate_if_due(self, step: int) -> None:
-        """Validation and a sample where they are due; the end has its own."""
+        """Run a validation and generate a sample if they are due, except at the end."""
         if step == self.settings.optimization.steps:
             return
         if is_due(step, self.settings.run.validate_every):
@@ -472,13 +472,13 @@ class Trainer:
             self.display.show_sample(step, self.write_sample(step))
 
     def validate(self, step: int) -> float:
-        """Bits per byte on the validation windows, also left in the metrics."""
+        """Return the bits per byte on the validation windows, and add them to the metrics."""
         loss = validation_loss(self.model, self.text, self.settings, self.rank)
         self.write_line("validation", {"step": step, "loss": loss, "bits_per_byte": bits(loss)})
         return bits(loss)
 
     def write_sample(self, step: int) -> bytes:
-        """Text of the model as it is now, also left in the samples."""
+        """Return text generated by the model, and add it to the samples."""
         content = sample(self.model, self.settings, self.rank.device, seed=self.settings.run.seed + step)
         self.folder.write_sample(step, content)
         do_together(self.folder.check, self.rank.world)
@@ -505,7 +505,7 @@ class Trainer:
             raise CheckpointError(f"{error}. Free space on the disk of --out, or name {ANOTHER_OUT}.") from error
 
     def finish(self) -> None:
-        """The last validation and sample, the weights, and the result."""
+        """Run the last validation, generate a sample, and write the weights and the result."""
         steps = self.settings.optimization.steps
         bits_per_byte = self.validate(steps)
         content = self.write_sample(steps)
@@ -536,17 +536,17 @@ class Trainer:
 
     @property
     def tokens_a_step(self) -> int:
-        """Bytes that one step learns from, over all ranks."""
+        """The bytes of training text per step, over all ranks."""
         return self.sequences * self.settings.text.seq
 
     @property
     def sequences(self) -> int:
-        """Sequences that one step learns from, over all ranks."""
+        """The training sequences per step, over all ranks."""
         return sequences_of(self.settings.optimization, self.rank.world)
 
 
 def resolved(settings: TrainSettings, rank: Rank) -> TrainSettings:
-    """The settings with defaults that depend on the ranks or the size filled in, as they are used and recorded."""
+    """Return the settings with all defaults filled in, including those that depend on the ranks or the size."""
     optimization, parallelism = settings.optimization, settings.parallelism
     return replace(
         settings,
@@ -561,7 +561,7 @@ def resolved(settings: TrainSettings, rank: Rank) -> TrainSettings:
 
 
 def check_machines(settings: TrainSettings, rank: Rank) -> None:
-    """Refuse, on all ranks alike, machines that are to hold a replica each and have different numbers of ranks."""
+    """Raise an error on all ranks if machines that hold one replica each have different numbers of ranks."""
     parallelism = settings.parallelism
     if parallelism.replicas is None and replicas_of(parallelism, rank.world, rank.machines) is not None:
         sizes = gather_in_rank_order(torch.tensor([rank.local_world]), rank).tolist()
@@ -573,39 +573,40 @@ def check_machines(settings: TrainSettings, rank: Rank) -> None:
 
 
 def agreed_folder(settings: TrainSettings, rank: Rank) -> Path:
-    """The output folder, which the first rank chooses for all when none was named."""
+    """Return the output folder. The first rank chooses it for all ranks by default."""
     return agreed(settings.run.out or free_folder(settings), rank)
 
 
 def agreed(value: T, rank: Rank) -> T:
-    """The first rank's `value`, on every rank."""
+    """Return the first rank's `value` on every rank."""
     chosen = [value]
     dist.broadcast_object_list(chosen, src=0, device=rank.device)
     return chosen[0]
 
 
 def agreed_text(source: TextSource, out: Path, rank: Rank) -> Text:
-    """The text, written once on every machine before any rank reads it."""
+    """Return the text, written once on every machine before any rank reads it."""
     cache = out / "text"
     do_together(lambda: write_text(source, cache) if rank.leads_machine else None, rank.world)
     return do_together(lambda: write_text(source, cache), rank.world)
 
 
 def mean_in_row_order(losses: Tensor, sequences: int, rank: Rank) -> float:
-    """The mean over all ranks of `losses`, shape (accumulate, rows a rank), in float64 and in the order of the rows, of
-    which the first `sequences` count.
+    """Return the mean over all ranks of `losses` in float64.
+
+    `losses` has shape (accumulate, rows per rank). The rows are summed in order, and only the first `sequences` count.
     """
     by_rank = gather_in_rank_order(losses[None].double(), rank)
     return float(by_rank.transpose(0, 1).flatten()[:sequences].cpu().mean())
 
 
 def is_due(step: int, every: int, last: int | None = None) -> bool:
-    """True at every `every`-th step (0 for never), and at the last."""
+    """Return True at every `every`-th step (0 for never), and at the last."""
     return step == last or (every > 0 and step % every == 0)
 
 
 def header_of(settings: TrainSettings, heading: Heading) -> dict[str, Any]:
-    """The first line of the metrics: settings, machine and versions."""
+    """Return the first line of the metrics: settings, machine and versions."""
     return {
         "settings": settings.as_options(),
         "versions": versions(),

@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def head_width(self) -> int:
-        """Numbers that one attention head sees of a byte."""
+        """The width of one attention head."""
         return self.width // self.heads
 
 
@@ -51,10 +51,10 @@ SIZES = {
 
 
 def shape_of(settings: ModelSettings) -> Shape:
-    """The named size, with the dimensions that are given on their own in place of its own.
+    """Return the named size, with explicitly given dimensions in place of its own.
 
     Raises:
-        ConfigError: no size has that name, or the dimensions do not fit each other.
+        ConfigError: The size is unknown, or the dimensions are inconsistent.
     """
     if settings.size not in SIZES:
         raise ConfigError(f"--size {settings.size}: unknown. Take one of {', '.join(SIZES)}.")
@@ -73,11 +73,11 @@ def shape_of(settings: ModelSettings) -> Shape:
 
 
 class GPT(nn.Module):
-    """Bytes in, scores of the next byte out.
+    """A GPT that maps bytes to scores of the next byte.
 
     Args:
-        shape: its dimensions.
-        checkpoint_blocks: keep only a block's inputs for backward, and recompute the rest there.
+        shape: The dimensions.
+        checkpoint_blocks: Keep only the inputs of a block for backward, and recompute the rest.
     """
 
     def __init__(self, shape: Shape, *, checkpoint_blocks: bool = False) -> None:
@@ -90,7 +90,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Scores of shape (rows, seq, 256) for the byte after each of `inputs`: int64 of shape (rows, seq)."""
+        """Return scores of shape (rows, seq, 256) for the byte after each of `inputs`, int64 of shape (rows, seq)."""
         x = self.embedding(inputs)
         turn = rotation(inputs.shape[1], self.shape.head_width, x)
         for block in self.blocks:
@@ -103,7 +103,7 @@ class GPT(nn.Module):
 
 
 class ByteEmbedding(nn.Module):
-    """A vector for each byte: one looked up by the byte, plus one by each hash of its last two and last three bytes."""
+    """Embedding of a byte: the sum of a vector for the byte and vectors for hashes of the last two and three bytes."""
 
     LOOK_BACK = (1, 2)  # bytes before the byte itself
 
@@ -114,7 +114,7 @@ class ByteEmbedding(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(shape.table_rows, shape.width) for _ in self.LOOK_BACK)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Vectors of shape (rows, seq, width); bytes before the first count as 0."""
+        """Return vectors of shape (rows, seq, width). Bytes before the first count as 0."""
         x: Tensor = self.byte(inputs)
         key = inputs
         for back, table in zip(self.LOOK_BACK, self.tables, strict=True):
@@ -135,7 +135,7 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        """Shape (rows, seq, width) in and out; `turn` is the rotation of the positions."""
+        """Map shape (rows, seq, width) to the same shape; `turn` is the rotation of the positions."""
         x = x + self.attention(self.attention_norm(x), turn)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
@@ -179,7 +179,7 @@ class MLP(nn.Module):
 
 
 def rotation(seq: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines that turn positions 0 to seq - 1, each of shape (seq, 1, head_width / 2), dtype of `like`."""
+    """Return cosines and sines for positions 0 to seq - 1, shape (seq, 1, head_width / 2), with the dtype of `like`."""
     half = head_width // 2
     speeds = 10000.0 ** (-torch.arange(half, device=like.device, dtype=torch.float32) / half)
     angles = torch.arange(seq, device=like.device, dtype=torch.float32)[:, None, None] * speeds
@@ -187,21 +187,21 @@ def rotation(seq: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """`x` of shape (rows, seq, heads, head_width), each pair of numbers turned by the angle of its position."""
+    """Rotate each pair of numbers of `x`, shape (rows, seq, heads, head_width), by the angle of its position."""
     cos, sin = turn
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 def byte_losses(scores: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each row in nats a byte: float32 of shape (rows,). Divide by ln 2 for bits per byte."""
+    """Return the loss of each row in nats per byte: float32 of shape (rows,). Divide by ln 2 for bits per byte."""
     losses = F.cross_entropy(scores.flatten(0, 1).float(), targets.flatten(), reduction="none")
     return losses.view(targets.shape).mean(dim=1)
 
 
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> GPT:
-    """The model with its first weights, which follow from the seed and the shape alone.
+    """Return the model with its initial weights, which depend only on the seed and the shape.
 
     Matrices that write into the residual stream start at zero, so that each block starts as the identity.
     """
@@ -224,5 +224,5 @@ _HEAD_SCALE = 0.2
 
 
 def _hashed(key: Tensor, rows: int) -> Tensor:
-    """A row of a table for each key of up to three bytes, the same for the same bytes (multiplicative hashing)."""
+    """Return the table row of each key of up to three bytes, by multiplicative hashing."""
     return (key * 2654435761 >> 11) % rows

@@ -1,4 +1,4 @@
-"""`fullshard train --on ray`: the ranks of a run are workers of a Ray cluster, which starts lost ones again."""
+"""`fullshard train --on ray`: the ranks of a run are workers of a Ray cluster, which restarts lost ones."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from ray.train.v2.api.exceptions import TrainingFailedError  # noqa: E402
 
 __all__ = ["run_on_ray"]
 
-_RESTARTS = 3  # of all ranks after some were lost
+_RESTARTS = 3  # of all ranks after a loss
 
 
 def run_on_ray(argv: Sequence[str], ranks: int, *, address: str | None, restarts: bool) -> int:
-    """The exit code of `fullshard train argv`, run as `ranks` workers of Ray Train.
+    """Run `fullshard train argv` as `ranks` workers of Ray Train and return the exit code.
 
     Args:
         argv: options of the trainer, as for any rank.
-        ranks: workers, each with a core, or with a GPU where the cluster has any.
-        address: of a cluster. A new one on this machine, if None and `RAY_ADDRESS` names none.
-        restarts: whether lost workers are started again, up to three times, and the run goes on from its newest
-            checkpoint.
+        ranks: workers, each with a core, or with a GPU if the cluster has any.
+        address: of a cluster. If None, that of `RAY_ADDRESS`, or a new cluster on this machine.
+        restarts: whether to restart lost workers, up to three times, from the newest checkpoint.
 
     Raises:
-        ConfigError: there is no cluster at the address, or it has too few cores or GPUs.
+        ConfigError: The address has no cluster, or it has too few cores or GPUs.
     """
     try:
         ray.init(address=address or os.environ.get("RAY_ADDRESS", "local"))

@@ -1,7 +1,7 @@
-"""From command line and configuration file to `TrainSettings`.
+"""Parsing of command line and configuration file into `TrainSettings`.
 
-A configuration file holds option names and values. They become command line items in front of the user's own, so the
-command line wins and both are read, checked and explained in one way.
+A configuration file holds option names and values. They become command line items before the user's own. So the command
+line takes precedence, and both are parsed and checked in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROG = "fullshard train"
 
 
 def parse_settings(argv: Sequence[str]) -> TrainSettings:
-    """Settings as the command line, and the file named by `--config`, state them.
+    """Return the settings from the command line and the file named by `--config`.
 
     Raises `ConfigError` for an unknown option and for a value of the wrong type, with one line that names both.
     `--help` prints the explanation of all options and raises `SystemExit(0)`.
@@ -34,7 +34,7 @@ def parse_settings(argv: Sequence[str]) -> TrainSettings:
 
 
 def config_items(path: Path) -> list[str]:
-    """The contents of a YAML or TOML file as command line items, checked.
+    """Return the checked contents of a YAML or TOML file as command line items.
 
     Keys are option names, written with dashes or underscores.
     """
@@ -87,7 +87,7 @@ def _read_mapping(path: Path) -> dict[Any, Any]:
 
 
 def _without_config(argv: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """The command line less its `--config FILE`, and the files it named."""
+    """Return the command line without its `--config FILE`, and the named files."""
     remaining: list[str] = []
     files: list[Path] = []
     items = iter(argv)

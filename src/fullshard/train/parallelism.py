@@ -1,4 +1,4 @@
-"""The division of a microbatch's sequences over the ranks of a run, and of the ranks into replicas."""
+"""Division of the sequences of a microbatch over the ranks, and of the ranks into replicas."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ DEFAULT_ROWS = 16
 
 
 def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> int | None:
-    """The number of replicas of the sharded model; None for a strategy without a replicate axis.
+    """Return the number of replicas of the sharded model; None for a strategy without a replicate axis.
 
-    By default a hybrid strategy has one replica on each machine; on a single machine two, or one if its ranks cannot
-    form two: a run goes on with the machines that are left.
+    By default a hybrid strategy has one replica per machine. On a single machine it has two, or one if its ranks cannot
+    form two, so that a run can continue with the remaining machines.
 
     Raises:
-        ConfigError: replicas for a strategy that has none, or a number that does not divide the ranks.
+        ConfigError: The strategy has no replicas, or their number does not divide the ranks.
     """
     if not resolve_placements(settings.strategy).replicated:
         if settings.replicas is not None:
@@ -40,10 +40,10 @@ def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> in
 
 
 def rows_of(settings: OptimizationSettings, world: int) -> int:
-    """Sequences in one microbatch over all ranks: as asked, else the least that `world` ranks share and that is enough.
+    """Return the sequences of one microbatch over all ranks: as set, else the smallest default for `world` ranks.
 
     Raises:
-        ConfigError: the ranks cannot share them evenly.
+        ConfigError: The ranks cannot share them evenly.
     """
     if settings.batch is None:
         return -(-DEFAULT_ROWS // world) * world
@@ -57,10 +57,10 @@ def rows_of(settings: OptimizationSettings, world: int) -> int:
 
 
 def sequences_of(settings: OptimizationSettings, world: int) -> int:
-    """Sequences that one step learns from, over all ranks and microbatches.
+    """Return the training sequences per step, over all ranks and microbatches.
 
     Raises:
-        ConfigError: the last microbatch would have none of them, or they are more than fit.
+        ConfigError: The last microbatch would have none of them, or there are too many.
     """
     return _sequences_in(settings, rows_of(settings, world))
 
@@ -80,23 +80,24 @@ def _sequences_in(settings: OptimizationSettings, batch: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's share of one microbatch of a step."""
+    """The share of one rank in one microbatch of a step."""
 
-    first: int  # number, within the step, of the first sequence that it computes
-    rows: int  # sequences that it computes: as many on every rank, since ranks work together
-    counted: int  # the first of them, that the step learns from; the others are behind its last sequence
+    first: int  # index, within the step, of the first sequence that it computes
+    rows: int  # sequences that it computes: equal on every rank, since collectives require it
+    counted: int  # leading sequences that count; the others are padding
 
 
 def part_of(settings: OptimizationSettings, *, microbatch: int, rank: int, world: int) -> Part:
-    """The part of rank `rank` in microbatch `microbatch`; the first is 0."""
+    """Return the share of rank `rank` in microbatch `microbatch`, counted from 0."""
     rows = rows_of(settings, world) // world
     first = (microbatch * world + rank) * rows
     return Part(first, rows, counted=min(rows, max(0, sequences_of(settings, world) - first)))
 
 
 def shared_again(settings: OptimizationSettings, *, before: int, world: int) -> OptimizationSettings:
-    """The same steps for `world` ranks that `before` ranks took: from as many sequences, with no more of them in one
-    microbatch of a rank.
+    """Return settings for `world` ranks that give the same steps as `before` ranks.
+
+    A step has the same number of sequences, and a microbatch of a rank does not have more of them.
     """
     if world == before:
         return settings
@@ -104,7 +105,7 @@ def shared_again(settings: OptimizationSettings, *, before: int, world: int) -> 
 
 
 def shared_by_any(settings: OptimizationSettings, world: int) -> OptimizationSettings:
-    """`settings` so that `world` ranks can share them, though their batch cannot be divided evenly."""
+    """Return `settings` adapted to `world` ranks, even if these cannot share the batch evenly."""
     batch = settings.batch
     if batch is None or batch < 1 or settings.accumulate < 1 or batch % world == 0:
         return settings
@@ -112,8 +113,9 @@ def shared_by_any(settings: OptimizationSettings, world: int) -> OptimizationSet
 
 
 def _shared(settings: OptimizationSettings, world: int, sequences: int, most: int) -> OptimizationSettings:
-    """Microbatches of at most `most` sequences a rank: as few as possible, or up to twice as many if that leaves fewer
-    places empty. The last one may have more places than sequences are left.
+    """Return microbatches of at most `most` sequences per rank.
+
+    Their number is minimal, or up to twice that if this reduces the padding. The last one may be padded.
     """
     least = -(-sequences // (world * most))
     choices = [(-(-sequences // (world * count)), count) for count in range(least, 2 * least + 1)]

@@ -1,4 +1,4 @@
-"""What a run of the trainer is expected to need, by the engine run dry on the run's own model and settings."""
+"""Prediction of the needs of a run, by dry runs of the engine with the run's own model and settings."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ __all__ = [
 ]
 
 
-MEASURING_S = 3.0  # of a disk, while other ranks wait
+MEASURING_S = 3.0  # of a disk measurement, while other ranks wait
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a forecast has to know of the machines that a run is on.
+    """The description of a run's machines for a forecast.
 
     Args:
         device_type: "cpu" or that of an accelerator.
         device_name: of the accelerator; empty for a CPU.
-        memory_bytes: what one rank has.
+        memory_bytes: memory of one rank.
         world: all ranks.
-        local_world: those of one machine.
-        machines: how many there are.
-        host_bytes: what one rank may take of the host's memory; None for as much as it likes.
+        local_world: the ranks of one machine.
+        machines: number of machines.
+        host_bytes: host memory available to one rank; None for no limit.
     """
 
     device_type: str
@@ -78,7 +78,7 @@ class Machine:
 
 
 def machine_of(rank: Rank) -> Machine:
-    """The machines that `rank` is on, all taken to be like its own."""
+    """Return the machines of the run, assumed to be identical to that of `rank`."""
     is_cpu = rank.device.type == "cpu"
     module = torch.get_device_module(rank.device)
     return Machine(
@@ -94,25 +94,26 @@ def machine_of(rank: Rank) -> Machine:
 
 @dataclass
 class RunPrediction:
-    """A forecast under way, and what measures the run beside it."""
+    """A pending forecast, and the measurement of the run to compare it with."""
 
     forecasting: Forecasting[Forecast]
     peak: PeakMemory
     steps: FirstSteps | None = None
 
     def close(self) -> None:
-        """Predict and measure no more."""
+        """Stop the prediction and the measurement."""
         self.forecasting.close()
         if self.steps is not None:
             self.steps.close()
 
 
 class DiskUse:
-    """What a rank has on disks and moves there in a step, by dry steps: those of `loss`, as it is called in each
-    microbatch. All is known there: what a budget has chosen, and what forward puts away.
+    """The bytes of a rank on disks and its disk traffic per step, by dry steps that call `loss` per microbatch.
+
+    Dry steps include the choice of a budget, and the activations that forward offloads.
 
     Args:
-        microbatches: of a step.
+        microbatches: per step.
     """
 
     def __init__(self, microbatches: int) -> None:
@@ -121,7 +122,7 @@ class DiskUse:
         self._before: Transfers = {}
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """The loss of a microbatch. With the second step's first one, the states are where they rest."""
+        """Return the loss of a microbatch. At the first one of the second step, the states have been offloaded."""
         if self._calls == self._microbatches:
             self._before = travel.total
             self._at_rest = predict_tiers(model)["disk"].total
@@ -132,7 +133,7 @@ class DiskUse:
 
     @property
     def traffic(self) -> Traffic:
-        """Of the steps since then, which are one. Of activations a dry run counts what is put away, and writes none."""
+        """The traffic of the step since then. Dry runs count offloaded activations without writing them."""
         moved = [item for (place, _), item in travel.since(self._before).items() if place == "disk"]
         states = Traffic(
             room_bytes=self._at_rest,
@@ -143,8 +144,9 @@ class DiskUse:
 
 
 def disk_traffic(model: nn.Module, settings: TrainSettings) -> Traffic:
-    """That of a rank by formula, where no dry run has told it: of states and parameters, and of no activations. A
-    budget has chosen nothing then.
+    """Return the traffic of a rank by formula, without a dry run: of states and parameters, without activations.
+
+    A budget has not made its choice then.
     """
     if settings.memory.offload_budget is not None:
         return Traffic(room_bytes=0, read_bytes=0, written_bytes=0)
@@ -156,22 +158,22 @@ def disk_traffic(model: nn.Module, settings: TrainSettings) -> Traffic:
 
 
 def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: float, traffic: Traffic) -> list[str]:
-    """What is on a disk will cost the ranks of this machine, each of which has as much there as `rank`.
+    """Return the cost of the disk for the ranks of this machine, each with as many bytes there as `rank`.
 
     Args:
-        model: sharded.
-        settings: that put some of it on a disk.
+        model: The sharded model.
+        settings: Settings that put part of it on a disk.
         rank: this one.
         step_s: seconds of a step without the disk; 0 if that is not known.
         traffic: of this rank.
 
     Raises:
-        DiskError: the folder cannot be written to, or has no room; with the options for which there is room.
+        DiskError: The folder is not writable, or too small. The message has the options that fit.
     """
     named = settings.memory.offload_folder
     assert named is not None, "checked with the fraction"
     folder, ranks = offload_of(settings.memory).disk_folder, rank.local_world
-    held = ranks * pace_of(folder).held_bytes  # shards that are there already
+    held = ranks * pace_of(folder).held_bytes  # shards that are already on the disk
     whole = sum((traffic,) * (ranks - 1), traffic)
     ask = partial(_options_that_fit, model, settings.memory, ranks, whole.room_bytes)
     with made(folder):
@@ -183,7 +185,7 @@ def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: fl
 
 
 def _options_that_fit(model: nn.Module, memory: MemorySettings, ranks: int, wanted_bytes: int, room_bytes: int) -> str:
-    """Smaller fractions, all by the same factor, for which there is room; units that are whole included."""
+    """Return fractions that fit, all reduced by the same factor, including whole units."""
     if memory.offload_budget is not None:
         return f"Ask for more than --offload-budget {memory.offload_budget}, so that less is away"
     largest = max(sum(param.local.nbytes for param in unit.params) for unit in units_in(model))
@@ -199,7 +201,7 @@ def _options_that_fit(model: nn.Module, memory: MemorySettings, ranks: int, want
 
 
 def by_state(ledger: Ledger) -> dict[str, int]:
-    """The bytes of a ledger under the names that a forecast has for them."""
+    """Return the bytes of a ledger under the names of a forecast."""
     return {
         State.PARAMETERS.value: ledger.parameters,
         State.OPTIMIZER.value: ledger.optimizer_state,
@@ -210,12 +212,12 @@ def by_state(ledger: Ledger) -> dict[str, int]:
 
 
 def comparison_of(out: Path) -> Comparison:
-    """What was predicted of the run in `out` beside what it measured, by its metrics.
+    """Return the prediction and the measurement of the run in `out`, from its metrics.
 
-    Steps are timed over the whole run there, but for the first three.
+    The step time is the mean over the whole run, except the first three steps.
 
     Raises:
-        ConfigError: there is no such run, or it has predicted or measured nothing.
+        ConfigError: The run does not exist, or has no prediction or measurement.
     """
     lines = list(lines_of(out))
     found = {line["kind"]: line for line in lines if line["kind"] in ("forecast", "measured")}
@@ -240,9 +242,9 @@ def _fields_of(kind: type, line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_forecast(settings: TrainSettings, rank: Rank) -> Forecasting[Forecast] | None:
-    """The forecast of this run, under way beside it.
+    """Start the forecast of this run in a separate process.
 
-    None on ranks that show nothing, of runs too short for it, and of those that go on and have theirs.
+    Return None on ranks without output, for short runs, and for resumed runs, which already have one.
     """
     if not (rank.leads and settings.run.predict and settings.optimization.steps >= STEPS):
         return None
@@ -252,7 +254,7 @@ def start_forecast(settings: TrainSettings, rank: Rank) -> Forecasting[Forecast]
 
 
 def forecast_run(settings: TrainSettings, machine: Machine) -> Forecast:
-    """What one rank of a run of these settings needs on `machine`; and if that is not there, what would fit."""
+    """Return the needs of one rank with these settings on `machine`, and settings that fit if these do not."""
     described = described_here(machine)
     forecast = partial(forecast_of, limit_bytes=machine.memory_bytes, times=described is not None)
     use = DiskUse(settings.optimization.accumulate)
@@ -274,7 +276,7 @@ def forecast_run(settings: TrainSettings, machine: Machine) -> Forecast:
 def predicted(
     settings: TrainSettings, machine: Machine, described: Hardware | None, use: DiskUse | None = None
 ) -> Prediction:
-    """What one rank of a run of these settings needs on `machine`, by the engine run dry, which `use` looks at."""
+    """Return the needs of one rank with these settings on `machine`, by a dry run that `use` reads."""
     rank = Rank(
         index=0,
         world=machine.world,
@@ -288,7 +290,7 @@ def predicted(
     return predict(
         lambda mesh: shard(gpt(), settings, mesh, machine.device_type),
         lambda: torch.zeros((rows, settings.text.seq), dtype=torch.int64),
-        hardware=described or hardware("h100-80"),  # whose seconds are not told then
+        hardware=described or hardware("h100-80"),  # its seconds are unknown then
         streams="cpu" if machine.device_type == "cpu" else "gpu",
         world=machine.world,
         ranks_per_host=machine.local_world,
@@ -301,7 +303,7 @@ def predicted(
 
 
 def described_here(machine: Machine) -> Hardware | None:
-    """This machine as it was measured, or as its accelerator is known; None if neither is."""
+    """Return the description of this machine, measured or by its accelerator; None if there is neither."""
     try:
         here = hardware("here")
     except ConfigError:
@@ -313,7 +315,7 @@ def described_here(machine: Machine) -> Hardware | None:
 
 
 def _smaller(settings: TrainSettings, world: int) -> Iterator[tuple[str, TrainSettings]]:
-    """Settings that need less memory, the cheapest change first, with the options that ask for them."""
+    """Return settings that need less memory, the cheapest change first, with their options."""
     sharded = replace(settings, parallelism=replace(settings.parallelism, strategy="zero3", replicas=None))
     recomputed = replace(sharded, memory=replace(sharded.memory, activation_checkpointing=True))
     yield "--strategy zero3", sharded

@@ -1,4 +1,4 @@
-"""The display of a run, while it goes and when it ends: a live line on a terminal, plain lines elsewhere."""
+"""The display of a run in progress and at its end: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fullshard.train.run_folder import METRICS, SAMPLES, WEIGHTS
 
 __all__ = ["BarDisplay", "Display", "Heading", "LineDisplay", "Result", "StepReport", "display_for", "restore_terminal"]
 
-LINE_EVERY_S = 5.0  # without a terminal, the least time between two lines of loss
-Progress = Callable[[int, int], None]  # called with the amount done, and the amount in all
-PATIENCE_S = 1.0  # anything done by then is shown without its progress
+LINE_EVERY_S = 5.0  # without a terminal, the minimum time between two lines of loss
+Progress = Callable[[int, int], None]  # called with the amount done and the total
+PATIENCE_S = 1.0  # work that finishes earlier is shown without progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class StepReport:
     """The figures of a step."""
 
     step: int  # steps done
-    loss: float  # nats a byte
+    loss: float  # nats per byte
     bits_per_byte: float
     tokens_per_s: float  # a token is a byte
     left_s: float
@@ -62,25 +62,25 @@ class Result:
 
 
 class Display:
-    """A display that shows nothing: for every rank but the first. Subclasses show what they are called with."""
+    """A display without output, for every rank except the first. Subclasses show the events."""
 
     def start(self, heading: Heading) -> None:
         """The run begins."""
 
     def remember_memory(self, ledgers: RunLedgers) -> None:
-        """The memory of a rank is known, and shown from here on."""
+        """The memory of a rank is known, and shown in later lines."""
 
     def show_forecast(self, forecast: Forecast) -> None:
-        """It is predicted what a rank will need."""
+        """The prediction of a rank's needs is known."""
 
     def show_disk(self, lines: Sequence[str]) -> None:
-        """It is known what a disk for what is offloaded will cost."""
+        """The cost of the disk for offloaded data is known."""
 
     def show_comparison(self, comparison: Comparison) -> None:
-        """It is known what a rank did need."""
+        """The measured needs of a rank are known."""
 
     def advance(self, step: int) -> None:
-        """One more step is done, `step` in all."""
+        """One more step is done, `step` in total."""
 
     def report(self, report: StepReport) -> None:
         """Loss and speed are known after a step."""
@@ -89,34 +89,34 @@ class Display:
         """A validation has ended."""
 
     def show_sample(self, step: int, content: bytes) -> None:
-        """The model has written something."""
+        """The model has generated a sample."""
 
     def show_resumed(self, step: int, path: Path) -> None:
-        """The run goes on from a checkpoint."""
+        """The run resumes from a checkpoint."""
 
     def show_problem(self, message: str) -> None:
-        """Something went wrong that does not end the run."""
+        """An error that does not end the run."""
 
     def show_stopped(self, step: int, path: Path) -> None:
-        """The run was asked to stop, and can go on from a checkpoint."""
+        """The run was stopped, and can resume from a checkpoint."""
 
     @contextmanager
     def watching(self, what: str) -> Iterator[Progress | None]:
-        """A context for something that may take long; call its value with the amount done, and the amount in all."""
+        """Show the progress of a long operation. Call the value of this context with the amount done and the total."""
         yield None
 
     def close(self) -> None:
-        """No more steps come. May be called twice."""
+        """The last step is done. May be called twice."""
 
     def show_result(self, result: Result) -> None:
-        """The run has ended well."""
+        """The run has succeeded."""
 
     def show_page(self, page: Path) -> None:
-        """The page is written that says where time and memory went."""
+        """The report of time and memory is written."""
 
 
 class LineDisplay(Display):
-    """Plain lines, at most one of loss every few seconds."""
+    """Plain lines, with at most one line of loss every few seconds."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -199,7 +199,7 @@ class LineDisplay(Display):
         yield advance
 
     def show_watched(self, line: str) -> None:
-        """Show the progress of something that takes long."""
+        """Show the progress of a long operation."""
         self.log(line)
 
     def numbers_of(self, report: StepReport) -> str:
@@ -255,21 +255,21 @@ class _BarWithNumbers(Bars):
 
 
 def display_for(console: Console, *, shows: bool) -> Display:
-    """The display that suits where the output goes; silence for a rank that does not show."""
+    """Return the display for the kind of output; one without output for ranks other than the first."""
     if not shows:
         return Display()
     return BarDisplay(console) if console.is_terminal else LineDisplay(console)
 
 
 def restore_terminal(console: Console) -> None:
-    """Restore a terminal after a bar that was cut off: show the cursor, and go on below the bar."""
+    """Restore a terminal after an interrupted bar: show the cursor, and continue below the bar."""
     if console.is_terminal:
         console.show_cursor()
         console.print()
 
 
 def printable(content: bytes) -> str:
-    """The text of `content`, with whatever could disturb a terminal replaced by a mark."""
+    """Return the text of `content` with control characters replaced."""
     text = content.decode("utf-8", errors="replace")
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
@@ -277,12 +277,12 @@ def printable(content: bytes) -> str:
 
 
 def indented(text: str) -> str:
-    """The text with a bar before each line, to set it apart from the run's own lines."""
+    """Return the text with a bar before each line, to separate it from the run's own lines."""
     return "\n".join(f"    | {line}" for line in text.splitlines())
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, such as 3:07; with hours where there are any."""
+    """Format a duration as minutes and seconds, such as 3:07, with hours if needed."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -21,23 +21,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One process among all of the run."""
+    """One process of the run."""
 
     index: int
     world: int
     local_index: int  # among the ranks of this machine
     local_world: int
-    machines: int = 1  # in all
+    machines: int = 1  # in total
     device: torch.device
 
     @property
     def leads(self) -> bool:
-        """True on the rank that writes and shows."""
+        """True on the rank that writes files and output."""
         return self.index == 0
 
     @property
     def leads_machine(self) -> bool:
-        """True on the rank that writes the files that every machine needs a copy of."""
+        """True on the rank of each machine that writes files needed on every machine."""
         return self.local_index == 0
 
 
@@ -47,7 +47,7 @@ def runs_under_torchrun() -> bool:
 
 
 def rank_from_environment() -> Rank:
-    """The rank of this process, as torchrun's environment states it."""
+    """Return the rank of this process from torchrun's environment."""
     local_index = int(os.environ.get("LOCAL_RANK", "0"))
     world = int(os.environ["WORLD_SIZE"])
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -63,11 +63,11 @@ def rank_from_environment() -> Rank:
 
 
 def check_restarts(safety_copy_every: int = 0, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a launcher that could not restart lost ranks, though it is asked to.
+    """Raise an error if the launcher cannot restart lost ranks although it should.
 
     Raises:
-        ConfigError: restarted ranks would meet the addresses of those before them; or safety copies are asked for, but
-            no ranks will ever be restarted, or this system cannot keep any.
+        ConfigError: Restarted ranks would read the addresses of their predecessors; or safety copies are requested, but
+            ranks are never restarted, or this system cannot keep copies.
     """
     restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if safety_copy_every and restarts == 0:
@@ -90,18 +90,18 @@ def check_restarts(safety_copy_every: int = 0, environ: Mapping[str, str] = os.e
 
 
 def ranks_of_machine() -> int:
-    """The number of ranks that suits this machine: one for each GPU, or for each core if there is none."""
+    """Return the default number of ranks of this machine: one per GPU, or per core without GPUs."""
     return count_devices() or cores_of_machine()
 
 
 def cores_of_machine() -> int:
-    """The cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def process_group(rank: Rank) -> Iterator[None]:
-    """The default process group of the run, for as long as the block lasts: NCCL on GPUs, gloo on CPUs."""
+    """Create the default process group for the duration of this context: NCCL on GPUs, gloo on CPUs."""
     if rank.device.type == "cpu":
         dist.init_process_group("gloo")
     else:
@@ -134,7 +134,7 @@ def do_together(action: Callable[[], T], world: int) -> T:
 
 
 def gather_in_rank_order(values: Tensor, rank: Rank) -> Tensor:
-    """`values` of all ranks in rank order: from shape (n, ...) on each to (world * n, ...) on all."""
+    """Gather `values` of shape (n, ...) in rank order into shape (world * n, ...) on all ranks."""
     values = values.to(rank.device).contiguous()
     parts = [torch.empty_like(values) for _ in range(rank.world)]
     dist.all_gather(parts, values)

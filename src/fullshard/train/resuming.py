@@ -1,4 +1,4 @@
-"""A run that goes on: on as many ranks as there are now, with the numbers that it would have had."""
+"""Resuming a run with any number of ranks and unchanged numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.train.settings import OptimizationSettings, TrainSettings
 __all__ = ["AUTO", "going_on"]
 
 AUTO = "auto"
-# Settings that decide a run's numbers, beside those of a step's size.
+# Settings that determine a run's numbers, in addition to those of the step size.
 _FIXED = (
     *("text", "seq", "size", "layers", "heads", "width", "mlp-ratio"),
     *("steps", "lr", "min-lr", "warmup", "weight-decay", "clip", "seed"),
@@ -22,11 +22,13 @@ _FIXED = (
 
 
 def going_on(settings: TrainSettings, world: int) -> TrainSettings:
-    """The settings for `world` ranks: if the run in --out goes on, a step learns from the same sequences as before; if
-    it begins, any number of ranks can share a step, since fewer may be there than intended.
+    """Return the settings for `world` ranks.
+
+    If the run in --out resumes, a step has the same sequences as before. If it starts, any number of ranks can share a
+    step, since fewer ranks than intended may be available.
 
     Raises:
-        ConfigError: --resume auto without --out, or the run that is there had other numbers.
+        ConfigError: --resume auto without --out, or the existing run has different numbers.
     """
     if settings.checkpoints.resume != AUTO:
         return settings

@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind: settings, a line of numbers for each event, samples and weights."""
+"""The output folder of a run: settings, a line of numbers for each event, samples and weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STOPPED = "stopped"  # the last line of the metrics of a run that is to be resum
 
 
 def check_out(out: Path, *, goes_on: bool = False) -> None:
-    """Refuse an output folder that is a file, that cannot be made, or that holds another run, unless that goes on."""
+    """Raise an error if the output folder is a file, cannot be created, or holds another run that is not resumed."""
     nearest = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         raise ConfigError(f"--out {out}: {nearest} is a file. Name a folder that does not exist yet.")
@@ -56,7 +56,7 @@ def check_out(out: Path, *, goes_on: bool = False) -> None:
 
 
 def check_shared(out: Path, rank: Rank) -> None:
-    """Refuse, on every rank, an output folder that not all machines share; for runs that save checkpoints there.
+    """Raise an error on every rank if not all machines share the output folder; for runs with checkpoints.
 
     Raises:
         ConfigError: the first rank cannot write there, or a machine does not see what it has written.
@@ -85,7 +85,7 @@ def check_shared(out: Path, rank: Rank) -> None:
 
 
 def free_folder(settings: TrainSettings, parent: Path = Path("runs")) -> Path:
-    """The first folder `parent`/size-strategy-number that does not exist yet."""
+    """Return the first folder `parent`/size-strategy-number that does not exist yet."""
     name = f"{settings.model.size}-{settings.parallelism.strategy}"
     number = 1
     while (parent / f"{name}-{number}").exists():
@@ -94,7 +94,7 @@ def free_folder(settings: TrainSettings, parent: Path = Path("runs")) -> Path:
 
 
 def lines_of(out: Path) -> Iterator[dict[str, Any]]:
-    """The lines of the metrics in `out`; a last one that was cut off is left out."""
+    """Return the lines of the metrics in `out`, without a truncated last line."""
     metrics = out / METRICS
     if not metrics.exists():
         return
@@ -112,20 +112,20 @@ def lines_of(out: Path) -> Iterator[dict[str, Any]]:
 
 
 def has_stopped(out: Path) -> bool:
-    """True if the run in `out` was asked to stop, and has saved its state."""
+    """Return True if the run in `out` was stopped and has saved its state."""
     *_, last = ({}, *lines_of(out))
     return last.get("kind") == STOPPED
 
 
 class RunFolder:
-    """Writes a run's files. A folder that does not write accepts every call and does nothing.
+    """Writer of a run's files. With `writes=False`, every call does nothing.
 
     A file that cannot be written is an error of `check`, since other ranks wait for the rank that writes. Nothing is
     written after it.
 
     Args:
-        path: the folder; made when it is missing.
-        writes: whether this rank writes.
+        path: The folder, created if it is missing.
+        writes: Whether this rank writes.
     """
 
     def __init__(self, path: Path, *, writes: bool) -> None:
@@ -154,12 +154,12 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file that grows while the run goes on."""
+        """Return the bytes of each file that grows during the run."""
         files = [self.path / name for name in (METRICS, SAMPLES)]
         return {file.name: file.stat().st_size if file.exists() else 0 for file in files}
 
     def cut_back(self, sizes: Mapping[str, int]) -> None:
-        """Cut the files back to `sizes` bytes each: the run goes on from there, and writes the rest again."""
+        """Truncate the files to `sizes` bytes each. The run resumes from there and writes the rest again."""
         for name, nbytes in sizes.items():
             self._write(self.path / name, partial(_cut_back, self.path / name, nbytes))
 
@@ -203,5 +203,5 @@ def _cut_back(file: Path, nbytes: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no word for a number that is not finite: null stands for it."""
+    """Return `value` with null for numbers that are not finite, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

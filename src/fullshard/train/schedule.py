@@ -9,9 +9,9 @@ from fullshard.train.settings import OptimizationSettings, TrainSettings
 
 
 def learning_rate(settings: OptimizationSettings, peak: float, step: int) -> float:
-    """The learning rate of step `step` (the first is 0): a linear climb to `peak`, then half a cosine down.
+    """Return the learning rate of step `step`, counted from 0: linear warm-up to `peak`, then cosine decay.
 
-    The last step comes down to `min_lr * peak`. A warm-up as long as the run only climbs.
+    The last step has `min_lr * peak`. A warm-up as long as the run has no decay.
     """
     climb = min(settings.warmup, settings.steps)
     if step < climb:
@@ -21,6 +21,6 @@ def learning_rate(settings: OptimizationSettings, peak: float, step: int) -> flo
 
 
 def peak_lr(settings: TrainSettings) -> float:
-    """The learning rate at the end of the warm-up: as asked, else the one that suits the size."""
+    """Return the peak learning rate: as set, else the default of the size."""
     requested = settings.optimization.lr
     return shape_of(settings.model).lr if requested is None else requested

@@ -1,4 +1,4 @@
-"""The GPT of a run, built and sharded as the settings say."""
+"""Creation and sharding of the GPT of a run by its settings."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class ShardedGPT(FSDPModule, GPT):
 
 
 def sharded_gpt(settings: TrainSettings, rank: Rank) -> ShardedGPT:
-    """The GPT with its first weights, each block a unit and the rest one more. The same weights at every world size."""
+    """Return the GPT with initial weights, one unit per block and one for the rest. The world size has no effect."""
     model = GPT(shape_of(settings.model), checkpoint_blocks=settings.memory.activation_checkpointing)
     initialize(model, settings.run.seed).to(rank.device)
     return shard(model, settings, mesh_of(settings, rank), rank.device.type)
 
 
 def shard(model: GPT, settings: TrainSettings, mesh: DeviceMesh, device_type: str) -> ShardedGPT:
-    """`model`, sharded over `mesh` as the settings say, for computing on a device of that type."""
+    """Shard `model` over `mesh` by the settings, for a device of that type, and return it."""
     policy = precision_of(settings.memory, torch.device(device_type))
     offload = offload_of(settings.memory)
     for module in (*model.blocks, model):
@@ -36,7 +36,7 @@ def shard(model: GPT, settings: TrainSettings, mesh: DeviceMesh, device_type: st
 
 
 def mesh_of(settings: TrainSettings, rank: Rank) -> DeviceMesh:
-    """One axis that shards; for the hybrid strategies also one that replicates, machines apart."""
+    """Return a mesh with a shard axis; for hybrid strategies also a replicate axis, which separates machines."""
     replicas = replicas_of(settings.parallelism, rank.world, rank.machines)
     if replicas is None:
         return init_device_mesh(rank.device.type, (rank.world,), mesh_dim_names=("shard",))
@@ -45,7 +45,7 @@ def mesh_of(settings: TrainSettings, rank: Rank) -> DeviceMesh:
 
 
 def precision_of(settings: MemorySettings, device: torch.device) -> MixedPrecisionPolicy:
-    """The dtypes of compute and of gradient sums, and the encodings; parameters at rest stay float32."""
+    """Return the dtypes of compute and of gradient sums, and the encodings. Stored parameters stay float32."""
     compute = dtype_of(settings, device)
     return MixedPrecisionPolicy(
         param_dtype=None if compute is torch.float32 else compute,
@@ -56,7 +56,7 @@ def precision_of(settings: MemorySettings, device: torch.device) -> MixedPrecisi
 
 
 def offload_of(settings: MemorySettings) -> Offload:
-    """What is away, and how much of it."""
+    """Return the offload policy of the settings."""
     if settings.offload_budget is not None:
         return Offload(budget=settings.offload_budget, folder=settings.offload_folder)
     return Offload(
@@ -68,14 +68,14 @@ def offload_of(settings: MemorySettings) -> Offload:
 
 
 def dtype_of(settings: MemorySettings, device: torch.device) -> torch.dtype:
-    """The dtype of compute: as asked, else bfloat16 on a GPU and float32 on a CPU."""
+    """Return the dtype of compute: as set, else bfloat16 on a GPU and float32 on a CPU."""
     named = settings.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     dtype: torch.dtype = getattr(torch, named)
     return dtype
 
 
 def optimizer_of(model: GPT, settings: OptimizationSettings) -> torch.optim.Optimizer:
-    """AdamW over the sharded parameters; matrices of the blocks and the head decay, the others do not."""
+    """Return AdamW over the sharded parameters, with weight decay for matrices of the blocks and the head only."""
     decayed: list[Tensor] = []
     others: list[Tensor] = []
     for name, parameter in model.named_parameters():

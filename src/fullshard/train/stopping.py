@@ -1,4 +1,4 @@
-"""SIGTERM, as a scheduler sends it before it takes the machines away: the run saves and ends, to be resumed."""
+"""Handling of SIGTERM, which schedulers send before they reclaim machines: the run saves and exits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.liveness.rank_progress import here
 
 __all__ = ["PREEMPTED", "StopRequest", "heeding_sigterm"]
 
-PREEMPTED = os.EX_TEMPFAIL  # exit code 75: start it again, and it goes on
+PREEMPTED = os.EX_TEMPFAIL  # exit code 75: the run can be resumed
 
 
 class StopRequest:
@@ -24,7 +24,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._requested = False
-        self._group = dist.new_group(backend="gloo")  # of its own: it is used while a step's messages are under way
+        self._group = dist.new_group(backend="gloo")  # separate: it is used while a step's collectives are pending
         self._any_requested = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
@@ -33,13 +33,13 @@ class StopRequest:
         self._requested = True
 
     def exchange(self) -> None:
-        """Begin to exchange requests with the other ranks; before each step."""
+        """Start to exchange requests with the other ranks, before each step."""
         self._any_requested.fill_(self._requested)
         self._work = dist.all_reduce(self._any_requested, dist.ReduceOp.MAX, self._group, async_op=True)
 
     @property
     def is_wanted(self) -> bool:
-        """True if any rank had been asked when the step began; after each step."""
+        """True if any rank had a request when the step began. Read it after each step."""
         assert self._work is not None, "exchange() comes first"
         with here.waiting("all_reduce of requests to stop"):
             self._work.wait()
@@ -48,9 +48,9 @@ class StopRequest:
 
 @contextmanager
 def heeding_sigterm() -> Iterator[StopRequest]:
-    """A context in which SIGTERM is noted instead of ending the process.
+    """Record SIGTERM within this context instead of ending the process.
 
-    On any but the main thread the process has another owner, such as Ray, whose signals are left to it.
+    On threads other than the main thread, signals are left to the owner of the process, such as Ray.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

@@ -24,11 +24,11 @@ class Stopwatch:
         self.total_s += time.monotonic() - start
 
     def lap(self, step: int) -> float:
-        """Mean seconds of a step since the last lap, `step` steps being done by now. Never 0."""
+        """Return the mean seconds per step since the last lap, after `step` steps in total. Never 0."""
         seconds = (self.total_s - self._lap_s) / max(1, step - self._lap_step)
         self._lap_step, self._lap_s = step, self.total_s
         return max(seconds, 1e-9)
 
     def since_start_s(self) -> float:
-        """Seconds since the stopwatch was made, whatever was done in them."""
+        """Return the seconds since the stopwatch was created."""
         return time.monotonic() - self._born

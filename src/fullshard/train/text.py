@@ -1,7 +1,7 @@
 """The text of a run: one memory-mapped file of bytes, a part to train on and a part to validate on.
 
 A folder is written once, file after file, into a cache: training files first, then validation files. A single file is
-read in place. Nothing is ever held in memory as a whole, and every batch follows from seed and step alone.
+read in place. The text is never fully in memory, and every batch depends only on the seed and the step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SourceFile:
 
     @property
     def validates(self) -> bool:
-        """True if this file is held back from training: decided by its name, so it is the same everywhere."""
+        """True if this file is used for validation: determined by its name, so it is the same on every machine."""
         return (
             int.from_bytes(sha256(self.name.encode("utf-8", "surrogateescape")).digest()[:8], "big") % VALIDATION_SHARE
             == 0
@@ -48,7 +48,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class TextSource:
-    """Text as the user named it, looked at but not read: `files` is empty when `root` is itself the one file."""
+    """The text named by the user, inspected but not read. `files` is empty if `root` is a single file."""
 
     root: Path
     files: tuple[SourceFile, ...]
@@ -66,12 +66,12 @@ class Text:
 
     @cached_property
     def training(self) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
-        """The bytes to learn from, mapped and not read."""
+        """The training bytes, memory-mapped."""
         return np.memmap(self.path, dtype=np.uint8, mode="r", shape=(self.training_bytes,))
 
     @cached_property
     def validation(self) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
-        """The bytes held back, mapped and not read."""
+        """The validation bytes, memory-mapped."""
         return np.memmap(
             self.path, dtype=np.uint8, mode="r", offset=self.training_bytes, shape=(self.validation_bytes,)
         )
@@ -86,14 +86,13 @@ class Batch:
 
 
 def find_text(text: Path | None) -> TextSource:
-    """The text at `text`, a file or a folder; the standard library's Python sources if None.
+    """Return the text at `text`, a file or a folder; the standard library's Python sources if None.
 
-    Files of a folder are taken in sorted order; hidden ones, and those with a NUL byte early on, are no text and are
-    left out, and so is the output of earlier runs. About one file in twenty is held back for validation; of a single
-    file, or of a folder too small for that, the last twentieth.
+    Files of a folder are sorted. Hidden files, files with a NUL byte near the start, and the output of earlier runs are
+    skipped. About one file in twenty is used for validation; for a single file, or a small folder, the last twentieth.
 
     Raises:
-        ConfigError: there is nothing to read.
+        ConfigError: The text is empty or missing.
     """
     if text is None:
         return _source_of_folder(Path(sysconfig.get_path("stdlib")), suffix=".py")
@@ -113,7 +112,7 @@ def find_text(text: Path | None) -> TextSource:
 
 
 def write_text(source: TextSource, cache: Path) -> Text:
-    """The source as one mapped file: the file itself, or a copy of the folder in `cache` with an index beside it.
+    """Return the source as one mapped file: the file itself, or a copy of the folder in `cache` with an index.
 
     A cache that already holds this very source is used as it is.
 
@@ -129,7 +128,7 @@ def write_text(source: TextSource, cache: Path) -> Text:
         "files": [asdict(file) for file in source.files],
     }
     index_file = cache / "text.json"
-    with suppress(OSError, ValueError):  # there is no index, or none that was written here
+    with suppress(OSError, ValueError):  # the index is missing or invalid
         if json.loads(read_text(index_file, limit=CONFIG_BYTES)) == index:
             return text
     with writing(cache, instead=ANOTHER_OUT):
@@ -140,7 +139,7 @@ def write_text(source: TextSource, cache: Path) -> Text:
 
 
 def training_batch(text: Text, *, seed: int, first: int, rows: int, seq: int) -> Batch:
-    """The sequences `first` to `first + rows - 1` of the run: a pure function of the seed and their numbers."""
+    """Return the sequences `first` to `first + rows - 1` of the run, a pure function of the seed and their numbers."""
     starts = [window_start(seed, first + row, text.training_bytes, seq) for row in range(rows)]
     return _windows(text.training, starts, seq)
 
@@ -148,10 +147,10 @@ def training_batch(text: Text, *, seed: int, first: int, rows: int, seq: int) ->
 def validation_batches(
     text: Text, *, windows: int, rows: int, seq: int, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
-    """The rows of one rank in each validation batch: `windows` windows spread evenly over the validation text.
+    """Return the rows of one rank in each validation batch: `windows` windows spread evenly over the validation text.
 
-    The windows depend on neither `rows` nor `world`. All ranks get equally many batches of `rows` windows over all
-    ranks; if the last one is not full, the last window is repeated in it.
+    The windows do not depend on `rows` or `world`. All ranks get the same number of batches, of `rows` windows over all
+    ranks. The last window is repeated to fill the last batch.
     """
     room = text.validation_bytes - seq - 1
     share = rows // world
@@ -161,7 +160,7 @@ def validation_batches(
 
 
 def window_start(seed: int, index: int, total_bytes: int, seq: int) -> int:
-    """The start, in bytes, of the `index`-th window of a run: each epoch visits every window of `seq` bytes once.
+    """Return the start, in bytes, of the `index`-th window. Each epoch visits every window of `seq` bytes once.
 
     An epoch cuts the text at a random phase into n windows and visits them in the order a * k + b modulo n, with `a`
     and `b` drawn from the seed and the epoch and `a` prime to n. Windows overlap by the one byte that is only a target.
@@ -174,12 +173,12 @@ def window_start(seed: int, index: int, total_bytes: int, seq: int) -> int:
 
 
 def _draw(*key: int) -> int:
-    """64 random bits that follow from the key alone, in every version of every library."""
+    """Return 64 random bits that depend only on the key, in every version of every library."""
     return int.from_bytes(sha256(repr(key).encode()).digest()[:8], "big")
 
 
 def _prime_to(n: int, start: int) -> int:
-    """The first number from `start` upwards that shares no factor with n."""
+    """Return the smallest number of at least `start` that is coprime to n."""
     return next(a for a in range(start, start + n + 1) if gcd(a, n) == 1)
 
 
@@ -227,7 +226,7 @@ def _contents(source: TextSource) -> Iterator[bytes]:
     for file in source.files:
         try:
             content = read_regular(source.root / file.name, limit=file.size)
-        except OSError:  # it is larger now, is missing, or is no longer a regular file
+        except OSError:  # it has grown, is missing, or is no longer a regular file
             content = b""
         if len(content) != file.size:
             raise ConfigError(

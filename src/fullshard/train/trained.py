@@ -1,4 +1,4 @@
-"""A finished run, read back."""
+"""Loading of a finished run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["trained_gpt", "trained_settings"]
 
 
 def trained_settings(folder: Path) -> TrainSettings:
-    """The settings that the run in `folder` had."""
+    """Return the settings of the run in `folder`."""
     return parse_settings(["--config", str(folder / SETTINGS)])
 
 
 def trained_gpt(folder: Path) -> GPT:
-    """The model that the run in `folder` trained: plain PyTorch on the CPU, not sharded, in evaluation mode."""
+    """Return the trained model of the run in `folder`: plain PyTorch on the CPU, unsharded, in evaluation mode."""
     model = GPT(shape_of(trained_settings(folder).model))
     model.load_state_dict(load_file(folder / WEIGHTS))
     return model.eval()

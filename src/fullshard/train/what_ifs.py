@@ -1,4 +1,4 @@
-"""What a step would take with other settings, simulated as the run's own forecast is; and the command to try each."""
+"""Simulated step times with other settings, by the run's own forecast, and the command to try each."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def simulate_changes(settings: TrainSettings, rank: Rank, folder: str) -> tuple[WhatIf, ...]:
-    """What the run in `folder` would have gained by other settings; nothing where this machine is not described.
+    """Return the gains of other settings for the run in `folder`; none without a description of this machine.
 
-    It takes some seconds, in a process of its own.
+    It takes some seconds, in a separate process.
 
     Raises:
-        ConfigError: nothing could be simulated.
+        ConfigError: The simulation is not possible.
     """
     machine = replace(machine_of(rank), host_bytes=None)  # the run itself has of the host's memory what it needs
     return Forecasting(what_ifs_of, settings, machine, folder).result() if described_here(machine) else ()
 
 
 def what_ifs_of(settings: TrainSettings, machine: Machine, folder: str) -> tuple[WhatIf, ...]:
-    """The changes that fit into memory, those that gain most first. What cannot be with the others is left out."""
+    """Return the changes that fit into memory, sorted by gain. Incompatible changes are skipped."""
     here = described_here(machine)
     if here is None:
         return ()
@@ -55,7 +55,7 @@ def what_ifs_of(settings: TrainSettings, machine: Machine, folder: str) -> tuple
 
 
 def _changes(settings: TrainSettings, machine: Machine) -> Iterator[tuple[str, str, TrainSettings]]:
-    """What to change, the options that ask for it, and the settings with it."""
+    """Yield each change with its options and the changed settings."""
     for strategy in (*_STRATEGIES, *(("hsdp",) if machine.machines > 1 else ())):
         if strategy != settings.parallelism.strategy:
             replicas = machine.machines if strategy == "hsdp" else None
