@@ -1,1 +1,1 @@
-"""The benchmark behind `fullshard bench`: this library and its peers, by turns, on the same model and data."""
+"""The benchmark behind `fullshard bench`: this library and other systems in turn, on the same model and data."""

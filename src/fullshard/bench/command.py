@@ -1,4 +1,4 @@
-"""`fullshard bench`: measure by turns, and show the tables. The exit code is 0 if every system could train."""
+"""`fullshard bench`: measure in turns, and show the tables. The exit code is 0 if every system could train."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _DESCRIPTION = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure as `argv` says; the exit code.
+    """Measure with the options `argv` and return the exit code.
 
     Raises:
-        ConfigError: an option is not sound. Nothing has been started then.
+        ConfigError: An option is invalid. Nothing has been started then.
     """
     settings = parse(BenchSettings, argv, prog="fullshard bench", description=_DESCRIPTION)
     plan, output = settings.plan(), settings.output
@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_output(output: OutputSettings) -> None:
-    """Refuse an output that cannot be written, before anything is measured."""
+    """Raise an error before the measurement if an output is not writable."""
     if output.picture is not None:
         check_picture(output.picture)
     for name, path in (("json", output.json), ("picture", output.picture)):

@@ -1,4 +1,4 @@
-"""Training steps of this library and of a peer, run dry and counted: nothing is measured, so nothing is noisy."""
+"""Counts of training steps of this library and of other systems, by dry runs: free of measurement noise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fullshard.tape.tape import HOST, Collective, Entry, Operation, Recorded, Wa
 
 __all__ = ["SYSTEMS", "Counts", "StepTape", "Task", "cast", "plain_step", "sharded_step"]
 
-SMALL = 10**6  # bytes of a message whose latency counts for more than its size
+SMALL = 10**6  # messages below this number of bytes are dominated by latency
 COMPUTE, REDUCE = torch.bfloat16, torch.float32
 
 
@@ -34,9 +34,9 @@ class Task:
     """A model and a batch.
 
     Args:
-        make_model: makes it whole. Given a batch, it returns its loss.
-        units: the modules that are units; what is in none of them is the root's.
-        make_batch: makes the batch of one rank.
+        make_model: Creates the unsharded model, which returns the loss of a batch.
+        units: Selects the modules that are units; the rest belongs to the root.
+        make_batch: Creates the batch of one rank.
     """
 
     make_model: Callable[[], nn.Module]
@@ -65,14 +65,14 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class StepTape:
-    """The tape of a training step, of the second: the first is taken in an order that is yet unknown.
+    """The tape of the second training step, since the order of the first is not yet known.
 
-    `casts` has, for each unit, the bytes that its shards on this rank have in the compute dtype, of those parameters
-    that are of another dtype at rest. `grads` has the elements of all trainable parameters.
+    `casts` has, for each unit, the bytes of this rank's shards in the compute dtype, for parameters that are stored
+    with another dtype. `grads` has the elements of all trainable parameters.
     """
 
     entries: list[Entry]
-    peak_bytes: int  # the most bytes of tensors that are alive at once, on the accelerator
+    peak_bytes: int  # peak bytes of live tensors on the accelerator
     casts: dict[str, int]
     grads: int
     races: int  # in both steps
@@ -82,7 +82,7 @@ class StepTape:
         return sum(access.nbytes for operation in self._operations() if operation.copies for access in operation.writes)
 
     def needed_copies(self) -> int:
-        """Bytes that copies must write where parameters rest and are summed in another dtype than they compute in.
+        """Bytes that copies must write if the dtypes of storage, sums and compute differ.
 
         A cast of this rank's shards for every gather of a unit, and one of every gradient.
         """
@@ -94,7 +94,7 @@ class StepTape:
         return sum(self.casts[unit] for unit, _ in gathers) + self.grads * REDUCE.itemsize
 
     def counts(self, plain: StepTape) -> Counts:
-        """What there is to count, beside the same step of the plain model."""
+        """Return the counts of the step, compared with the same step of the plain model."""
         collectives = self._collectives()
         sizes = [size for collective in collectives for size in collective.sizes]
         timeline = self.timeline()
@@ -116,7 +116,7 @@ class StepTape:
         )
 
     def launches(self) -> int:
-        """Operations on streams of the accelerator, and collectives: one that is of several tensors is one launch."""
+        """Operations on streams of the accelerator, and collectives. A collective of several tensors is one launch."""
         return len(self._operations()) + len(self._collectives())
 
     def copies_by_name(self) -> Counter[str]:
@@ -135,7 +135,7 @@ class StepTape:
         return Counter(f"{item.name} on {item.stream}" for item in launched)
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
-        """When all of it would run."""
+        """The timeline of the step."""
         return lay_out(self.entries, costs)
 
     def _operations(self) -> list[Operation]:
@@ -151,20 +151,20 @@ class Counts:
 
     launches: int
     launches_beyond_plain: int
-    copied_bytes: int  # beyond those of the plain model and those that must be
+    copied_bytes: int  # in addition to those of the plain model and the necessary ones
     collectives: int
     messages: int  # tensors in them
-    sent_bytes: int  # what this rank gives to collectives
+    sent_bytes: int  # input of this rank to collectives
     small_messages: int  # collectives of less than `SMALL` bytes
-    host_operations: int  # operations, collectives, marks and waits that the host asks for
+    host_operations: int  # operations, collectives, events and waits issued by the host
     peak_bytes: int
-    exposed_s: float  # in which compute waits for a collective, on the machine of `Costs`
+    exposed_s: float  # while compute waits for a collective, on the machine of `Costs`
     step_s: float
     races: int
 
 
 def sharded_step(system: str, task: Task, world: int) -> StepTape:
-    """A step under a system of `SYSTEMS`, on rank 0 of so many."""
+    """Return a step of a system of `SYSTEMS` on rank 0 of `world` ranks."""
     chosen = SYSTEMS[system]
     with dry.world(world):
         mesh = init_device_mesh("cpu", (world,))
@@ -185,14 +185,14 @@ def sharded_step(system: str, task: Task, world: int) -> StepTape:
 
 
 def plain_step(task: Task) -> StepTape:
-    """A step of the plain model on one rank, all of it in the compute dtype."""
+    """Return a step of the plain model on one rank, fully in the compute dtype."""
     with dry.taped() as tape:
         begun = _second_step(cast(task.make_model(), COMPUTE), task, tape)
     return StepTape(tape.entries[begun:], tape.peak_bytes(since=begun), {"": 0}, 0, races=0)
 
 
 def cast(module: M, dtype: torch.dtype) -> M:
-    """`module` with parameters of `dtype`; `Module.to` cannot do that on fake tensors. Tied ones stay tied."""
+    """Cast the parameters of `module` to `dtype`, which `Module.to` cannot do on fake tensors. Ties are kept."""
     made = dict[nn.Parameter, nn.Parameter]()
     for each in module.modules():
         for name, param in each.named_parameters(recurse=False):
@@ -203,7 +203,7 @@ def cast(module: M, dtype: torch.dtype) -> M:
 
 
 def _second_step(model: nn.Module, task: Task, tape: dry.Tape) -> int:
-    """Take two steps; the number of entries on `tape` before the second."""
+    """Run two steps and return the number of entries on `tape` before the second."""
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], fused=True)
     for _ in range(2):
         note_origin(Origin("", Phase.IDLE))
@@ -217,5 +217,5 @@ def _second_step(model: nn.Module, task: Task, tape: dry.Tape) -> int:
 
 
 def _cast_bytes(params: Iterable[nn.Parameter], world: int) -> int:
-    """Bytes, in the compute dtype, of this rank's shards of those that are of another one."""
+    """Return the bytes, in the compute dtype, of this rank's shards of parameters with a different dtype."""
     return sum(-(-param.numel() // world) * COMPUTE.itemsize for param in params if param.dtype != COMPUTE)

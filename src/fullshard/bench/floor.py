@@ -1,4 +1,4 @@
-"""The floor: the least work of a step on this machine, measured part by part in the same rounds as the systems.
+"""The floor: the minimal work of a step on this machine, measured part by part in the same rounds as the systems.
 
     compute     forward and backward of the plain model on all ranks at once, nothing exchanged, gradients fresh
     optimizer   the same optimizer call on one flat shard
@@ -6,8 +6,8 @@
                 counted twice, for forward and for backward
     reduce      one shard's sum over all ranks' gradients, in float32, at the speed of memory
 
-With one rank there is nothing to gather and nothing to reduce. The floor has no exchange between processes, no page
-faults but those of the gradients, and no waits: it is a bound to come near to, and not a system.
+With one rank, gather and reduce are zero. The floor excludes exchange between processes, waits, and page faults other
+than those of the gradients. It is a bound, not a system.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GATHERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class FloorTurn:
-    """One rank's time of each part, each done `repeats` times."""
+    """The time of one rank for each part, repeated `repeats` times."""
 
     compute: Span
     optimizer: Span
@@ -49,7 +49,7 @@ class FloorSeconds:
 
     @classmethod
     def of(cls, ranks: list[FloorTurn]) -> FloorSeconds:
-        """The seconds of a step, of the turns of all ranks."""
+        """Return the seconds per step from the turns of all ranks."""
         repeats = ranks[0].repeats
         return cls(
             compute=Span.seconds(turn.compute for turn in ranks) / repeats,
@@ -82,7 +82,7 @@ class Floor:
         self._optimizer = workload.make_optimizer([self._shard])
 
     def run(self, first: int, steps: int) -> FloorTurn:
-        """Each part `steps` times, on the data of the steps from number `first` on."""
+        """Run each part `steps` times, on the data of `steps` steps starting with number `first`."""
         batches = [self._workload.tokens(step, self._rank).to(self._device) for step in range(first, first + steps)]
         return FloorTurn(
             compute=timed(self._compute, batches, self._device)[0],

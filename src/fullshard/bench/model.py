@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (batch, seq, width) in and out."""
+        """Map shape (batch, seq, width) to the same shape."""
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
         )
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens in, scores of the next token out."""
+    """A GPT that maps tokens to scores of the next token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Model(nn.Module):
         self.norm, self.head = nn.LayerNorm(shape.width), nn.Linear(shape.width, shape.vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of shape (batch, seq, vocab) for tokens of shape (batch, seq)."""
+        """Return scores of shape (batch, seq, vocab) for tokens of shape (batch, seq)."""
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)

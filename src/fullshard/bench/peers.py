@@ -1,6 +1,6 @@
-"""The peers that this library is measured against, each used as its own documentation says.
+"""The systems that this library is compared with, each used as documented by its authors.
 
-The only file here that imports torch's sharding, and only within functions that measure it.
+This is the only file that imports torch's sharding, and only within functions that measure it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def zero1(workload: Workload, model: Model) -> Trainer:
 
 
 def fsdp1(workload: Workload, model: Model) -> Trainer:
-    """`FullyShardedDataParallel`, each block a unit. On a CPU it needs the device."""
+    """`FullyShardedDataParallel` with each block as a unit. On a CPU it needs the device."""
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -68,12 +68,11 @@ def fsdp1(workload: Workload, model: Model) -> Trainer:
 
 
 def fsdp2(*, reshard_after_forward: bool | None = None, prefetch: bool = False) -> Build:
-    """`fully_shard`, each block a unit.
+    """`fully_shard` with each block as a unit.
 
     Args:
-        reshard_after_forward: whether units are freed between forward and backward; None is torch's default, all
-            but the root.
-        prefetch: name the next block to each, so that it is gathered early.
+        reshard_after_forward: Whether units are freed between forward and backward; None: all except the root.
+        prefetch: Set the next block of each block for prefetching.
     """
 
     def build(workload: Workload, model: Model) -> Trainer:
@@ -107,12 +106,14 @@ def shard_by_fsdp2(compute: torch.dtype, reduce: torch.dtype) -> Callable[[nn.Mo
 
 
 def deepspeed(stage: int) -> Build:
-    """DeepSpeed's ZeRO of that stage, with the same optimizer of torch's. Its defaults clip gradients, and make buckets
-    of 2 GB whatever the model; here nothing is clipped, and a bucket holds a block.
+    """DeepSpeed's ZeRO of that stage, with the same torch optimizer.
+
+    Its defaults clip gradients, and use buckets of 2 GB for any model. Here nothing is clipped, and a bucket holds a
+    block.
     """
 
     def build(workload: Workload, model: Model) -> Trainer:
-        logging.disable(logging.WARNING)  # it tells its settings at length
+        logging.disable(logging.WARNING)  # it logs all its settings
         library = importlib.import_module("deepspeed")
         block = sum(param.numel() for param in model.blocks[0].parameters())
         engine, optimizer, _, _ = library.initialize(
@@ -156,14 +157,14 @@ def _ddp(workload: Workload, model: Model, bucket_views: bool) -> nn.Module:
 
 @contextmanager
 def fsdp2_on_dry_streams() -> Iterator[None]:
-    """A context, within `dry.taped`, in which FSDP2 queues its work on pretended streams, as on streams of a GPU.
+    """Run FSDP2 on simulated streams, as on streams of a GPU, within this context and `dry.taped`.
 
-    Modules must be sharded within it. FSDP2 asks torch's module for its device (`torch.cuda`) for streams and events:
-    here it gets streams of the pretended accelerator. It frees and allocates storages: the tape is told. And work is
-    said to be on behalf of the unit, in the phase, that FSDP2 does it for. Nothing else of FSDP2 is changed.
+    Modules must be sharded within it. FSDP2 gets streams and events from torch's device module (`torch.cuda`); here it
+    gets those of the simulated accelerator. The tape records its frees and allocations of storages, and the unit and
+    phase of its work. Nothing else of FSDP2 is changed.
 
     Raises:
-        StateError: nothing is pretended.
+        StateError: The accelerator is not simulated.
     """
     from torch.distributed.fsdp._fully_shard import (
         _fsdp_collectives,
@@ -202,7 +203,7 @@ def fsdp2_on_dry_streams() -> Iterator[None]:
         yield
 
 
-_STREAMS = "gather copy-in", "gather", "reduce", "all-reduce"  # of FSDP2, in the order in which it makes them
+_STREAMS = "gather copy-in", "gather", "reduce", "all-reduce"  # of FSDP2, in order of creation
 _PHASES = {  # methods of FSDP2's parameter groups, and their phases; None: the group's own state
     "unshard": None,
     "pre_forward": Phase.FORWARD,
@@ -213,9 +214,9 @@ _PHASES = {  # methods of FSDP2's parameter groups, and their phases; None: the 
 
 
 def _on_behalf(method: Callable[..., Any], phase: Phase | None) -> Callable[..., Any]:
-    """A method of a group of parameters, whose work is recorded as on the group's behalf.
+    """Return a method of a parameter group whose work is recorded with the group as origin.
 
-    What is computed after it is, too, until the module ends; then it is the root's.
+    So is later computation until the module ends; then the origin is the root.
     """
 
     @wraps(method)
@@ -233,7 +234,7 @@ def _on_behalf(method: Callable[..., Any], phase: Phase | None) -> Callable[...,
 
 
 class _Streams:
-    """What `torch.cuda` is to FSDP2, on pretended streams. Names are torch's."""
+    """A replacement of `torch.cuda` for FSDP2 with simulated streams and torch's names."""
 
     def __init__(self, accelerator: DryAccelerator) -> None:
         self._accelerator = accelerator

@@ -21,16 +21,16 @@ _OWN, _PEER, _LINE = "#2a6f97", "#a9b4bd", "#c1121f"
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a picture that could not be drawn, before anything is measured.
+    """Raise an error before the measurement if a picture cannot be drawn.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the name says no format that is known.
+        ConfigError: matplotlib is not installed, or the name has no known format.
     """
     if path.suffix.lower() not in _FORMATS:
         raise ConfigError(f"--picture {path}: must end in one of {', '.join(_FORMATS)}.")
     try:
         found = find_spec("matplotlib") is not None
-    except ValueError:  # it was imported in part
+    except ValueError:  # it was partially imported
         found = False
     if not found:
         raise ConfigError(f"--picture {path}: needs matplotlib. Install it by pip install 'fullshard[bench]'.")
@@ -38,7 +38,7 @@ def check_picture(path: Path) -> None:
 
 def draw(report: BenchReport, path: Path) -> None:
     """Write the picture of `report`, which has at least one system."""
-    from matplotlib.figure import Figure  # late: it is slow to import, and rarely asked for
+    from matplotlib.figure import Figure  # late: it is slow to import, and rarely needed
 
     figure = Figure(figsize=(11, 1.2 + 0.45 * len(report.systems)), layout="constrained")
     time, memory = figure.subplots(1, 2, sharey=True)

@@ -23,11 +23,11 @@ class Plain:
         self._optimizer = workload.make_optimizer(self._model.parameters())
 
     def losses(self, steps: int) -> list[list[float]]:
-        """The losses of the first `steps` steps: one for each rank in each."""
+        """Return the losses of the first `steps` steps, one per step and rank."""
         return [self._step(step) for step in range(steps)]
 
     def memory(self) -> Memory:
-        """The most that it has needed so far."""
+        """Return the peak memory so far."""
         return self._memory.peak()
 
     def _step(self, step: int) -> list[float]:
@@ -43,7 +43,7 @@ class Plain:
         return [loss.item() for loss in losses]
 
     def _backward(self, step: int, rank: int) -> Tensor:
-        """Add the gradients of one rank's batch; its loss."""
+        """Add the gradients of one rank's batch and return its loss."""
         loss = self._workload.loss(self._computing, self._workload.tokens(step, rank).to(self._device))
         loss.backward()
         for own, param in zip(self._computing.parameters(), self._model.parameters(), strict=True):

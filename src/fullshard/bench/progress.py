@@ -1,4 +1,4 @@
-"""The display of a benchmark under way: a bar on a terminal, a line for each stage elsewhere."""
+"""The display of a benchmark in progress: a bar on a terminal, a line for each stage elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["shown"]
 
 @contextmanager
 def shown(console: Console, turns: int) -> Iterator[Report]:
-    """A context whose value shows each stage that it is called with, `turns` times in all."""
+    """Show stages within this context. Call its value with each stage, `turns` times in total."""
     if not console.is_terminal:
         yield _Lines(console)
         return
@@ -31,7 +31,7 @@ def shown(console: Console, turns: int) -> Iterator[Report]:
 
 
 class _Lines:
-    """A line when the stage changes."""
+    """Print a line when the stage changes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

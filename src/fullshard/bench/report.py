@@ -23,12 +23,12 @@ from fullshard.versions import versions
 
 __all__ = ["WIDTH", "BenchReport", "SystemResult"]
 
-WIDTH = 120  # of the tables, unless a terminal shows them
+WIDTH = 120  # of the tables, without a terminal
 
 
 @dataclass(frozen=True, kw_only=True)
 class SystemResult:
-    """One system: seconds of a step in each round, and the peak memory of any rank."""
+    """One system: seconds per step in each round, and the peak memory of any rank."""
 
     name: str
     seconds: Sequence[float]
@@ -54,7 +54,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """Everything that was measured in one run."""
+    """All measurements of one run."""
 
     workload: Workload
     steps: int  # in a round
@@ -63,16 +63,16 @@ class BenchReport:
     failed: Mapping[str, Failure]
 
     def over(self, name: str, other: str) -> Spread:
-        """The ratio of a step's time of `name` to that of `other`, which may be the floor."""
+        """Return the ratio of the step times of `name` and `other`, which may be the floor."""
         return Spread.of(ratios(self._seconds(name), self._seconds(other)))
 
     @property
     def not_installed(self) -> list[str]:
-        """The systems that cannot be measured here."""
+        """The systems that cannot be measured on this machine."""
         return [name for name, system in SYSTEMS.items() if not system.is_installed]
 
     def tables(self) -> list[RenderableType]:
-        """For rich to print: every system, and ours over each peer."""
+        """Return the tables for rich: every system, and the ratios of this library to each peer."""
         fully_sharded = [system for system in self.systems if system.is_own]
         peers = [system for system in self.systems if not system.is_own]
         return [self._systems_table(), *([self._ratios_table(fully_sharded, peers)] if fully_sharded and peers else [])]
@@ -89,7 +89,7 @@ class BenchReport:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole report, for JSON."""
+        """Return the report for JSON."""
         return {
             "versions": versions(),
             "machine": machine(self.workload),
@@ -178,7 +178,7 @@ class BenchReport:
 
 
 def machine(workload: Workload) -> dict[str, Any]:
-    """The machine and the versions of the measurement."""
+    """Return the machine and the versions of the measurement."""
     gpu = torch.cuda.get_device_name() if workload.device_type == "cuda" else None
     return {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count(), "gpu": gpu}
 

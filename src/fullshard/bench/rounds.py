@@ -1,4 +1,4 @@
-"""All systems by turns, round by round."""
+"""Execution of all systems in turn, round by round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Plan", "Report", "measure"]
 _BYTES_OF_A_COPY = 4  # of a parameter, in float32
 
 Report = Callable[[str, str], None]
-"""Called with the stage, and what is done next in it."""
+"""A function to call with the stage and its next action."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Plan:
     rounds: int
     steps: int  # of each system in a round
     warmup: int  # rounds that do not count
-    timeout: float  # seconds that a system may take for a turn
+    timeout: float  # time limit of a turn, in seconds
 
     @property
     def turns(self) -> int:
@@ -44,10 +44,10 @@ class Plan:
 
 
 def measure(plan: Plan, tell_: Report) -> BenchReport:
-    """Start every system once, and let them train by turns; a system that fails is left out from there on.
+    """Start every system once, train in turns, and return the report. A system that fails is excluded afterwards.
 
     Raises:
-        TeamFailed: the plain process or the floor fails, so that there is nothing to compare with.
+        TeamFailed: The plain process or the floor fails, so a comparison is not possible.
     """
     bench = _Bench(plan, tell_)
     try:
@@ -61,7 +61,7 @@ def measure(plan: Plan, tell_: Report) -> BenchReport:
 
 @dataclass
 class _Running:
-    """One system that is under way."""
+    """One running system."""
 
     team: Team
     tensor_bytes: int
@@ -83,7 +83,7 @@ class _Bench:
         self._failed: dict[str, Failure] = {}
 
     def start(self) -> None:
-        """Losses of the plain process, and every system ready to train."""
+        """Compute the losses of the plain process, and start every system."""
         plan = self._plan
         self._report("starting", "one plain process")
         plain = Team(Plain, plan.workload, world=1, timeout=plan.timeout)
@@ -100,7 +100,7 @@ class _Bench:
             self._or_failed(name, partial(self._start, name))
 
     def round(self, number: int) -> None:
-        """A turn for each system and for the floor, the other way round in every other round."""
+        """Run a turn of each system and of the floor, in reverse order in every other round."""
         plan = self._plan
         stage = f"round {number - plan.warmup + 1} of {plan.rounds}" if number >= plan.warmup else "warming up"
         counts = number >= plan.warmup
@@ -114,7 +114,7 @@ class _Bench:
                 self._or_failed(name, partial(self._turn, name, first, counts, number == plan.warmup))
 
     def report(self) -> BenchReport:
-        """The report of all rounds."""
+        """Return the report of all rounds."""
         results: list[SystemResult] = []
         for name in list(self._running):
             self._or_failed(name, partial(self._collect, name, results))
@@ -146,10 +146,10 @@ class _Bench:
         self._running[name] = _Running(team, max(rank.tensor_bytes for rank in prepared), list(losses))
 
     def _check_room(self) -> None:
-        """Refuse to start one more system if the kernel might end another to make room for it.
+        """Raise an error instead of starting a system if the kernel might run out of memory.
 
         The plain process keeps the parameters, their gradients and two moments, and second copies of parameters and
-        gradients, to compute with and to add up. No rank of a system needs more than that less one of the copies.
+        gradients for compute and accumulation. No rank of a system needs more than that minus one of the copies.
         """
         free = available_bytes()
         if self._plan.workload.device_type == "cpu" and free is not None and free < self._room:
@@ -189,7 +189,7 @@ class _Bench:
         )
 
     def _or_failed(self, name: str, run: Callable[[], None]) -> None:
-        """Call `run`; if it fails, the system is left out."""
+        """Call `run`. If it fails, exclude the system."""
         try:
             run()
         except TeamFailed as failed:
@@ -199,7 +199,7 @@ class _Bench:
 
 
 def largest_difference(losses: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> float:
-    """The largest between two sets of losses by step and rank; infinite where one is not a number."""
+    """Return the maximum difference of two sets of losses by step and rank; infinite if one is NaN."""
     differences = [
         abs(loss - other)
         for step, others in zip(losses, expected, strict=True)
@@ -209,6 +209,6 @@ def largest_difference(losses: Sequence[Sequence[float]], expected: Sequence[Seq
 
 
 def _largest(counts: Iterable[int | None]) -> int | None:
-    """The largest of all ranks'; None where a rank does not know."""
+    """Return the maximum over all ranks; None if it is unknown on a rank."""
     known = list(counts)
     return None if None in known else max(count for count in known if count is not None)

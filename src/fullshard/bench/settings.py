@@ -27,14 +27,14 @@ _BYTES_OF_A_PARAMETER = 16  # itself, its gradient and two moments, in float32
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The model and its batch. A size names all dimensions; single ones given beside it win."""
+    """The model and its batch. A size sets all dimensions; explicitly given ones take precedence."""
 
     size: str = "34m"
     """One of the named sizes: tiny, 34m, wide86m, 124m."""
     vocab: MaybeInt = None
-    """Different tokens."""
+    """Vocabulary size."""
     width: MaybeInt = None
-    """Numbers that describe one token between blocks."""
+    """Size of the hidden state per token."""
     layers: MaybeInt = None
     """Transformer blocks. Each is one unit of sharding."""
     heads: MaybeInt = None
@@ -42,7 +42,7 @@ class ModelSettings:
     mlp_ratio: MaybeInt = None
     """Width of a block's MLP as a multiple of the width."""
     batch: MaybeInt = None
-    """Sequences that one rank trains on in a step."""
+    """Sequences per rank and step."""
     seq: MaybeInt = None
     """Tokens in a sequence."""
 
@@ -52,11 +52,11 @@ class TrainingSettings:
     """Precision, optimizer and seed, the same for every system."""
 
     dtype: str = "fp32"
-    """Dtype of compute: fp32 or bf16. Parameters at rest, sums of gradients and the optimizer stay in float32."""
+    """Dtype of compute: fp32 or bf16. Stored parameters, gradient sums and the optimizer stay in float32."""
     optimizer: str = "adamw"
-    """The call that all systems make: adamw (fused), adamw-default (without that), sgd (with momentum)."""
+    """The optimizer of all systems: adamw (fused), adamw-default (not fused), sgd (with momentum)."""
     seed: int = 0
-    """Fixes the first weights and the data."""
+    """Seed of the initial weights and the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +64,20 @@ class MeasureSettings:
     """Systems, devices and rounds."""
 
     systems: str = ALL
-    """Names of systems, separated by commas; all: every one that is installed, without variants of the same.
-    A wrong name is answered by the list of them."""
+    """Names of systems, separated by commas; all: all installed systems, without variants. An unknown name raises an
+    error with the list of names."""
     ranks: MaybeInt = None
-    """Processes of each system, all of which are there at once. Left out: one for each GPU, or two without GPUs."""
+    """Processes of each system. All systems run at the same time. Default: one per GPU, or two without GPUs."""
     device: MaybeStr = None
-    """cpu or cuda. Left out: cuda where there is a GPU."""
+    """cpu or cuda. Default: cuda if there is a GPU."""
     rounds: int = 10
-    """Turns of each system that count."""
+    """Measured turns of each system."""
     steps: int = 1
     """Steps of each system in a turn."""
     warmup: int = 2
-    """Turns of each system, before those, that do not count."""
+    """Warm-up turns of each system."""
     timeout: float = 600.0
-    """Seconds that a turn may take, and that a system may take to start."""
+    """Time limit in seconds for a turn, and for the start of a system."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class OutputSettings:
     """Files to write."""
 
     json: MaybePath = None
-    """A file for everything that was measured, as JSON."""
+    """A JSON file for all measurements."""
     picture: MaybePath = None
     """A file for bars of time and memory, with the floor as a line: .png, .svg or .pdf. Needs matplotlib."""
 
@@ -100,10 +100,10 @@ class BenchSettings:
     output: OutputSettings = field(default_factory=OutputSettings)
 
     def plan(self) -> Plan:
-        """The plan of the measurement.
+        """Return the plan of the measurement.
 
         Raises:
-            ConfigError: an option is not sound.
+            ConfigError: An option is invalid.
         """
         measure = self.measure
         for name, least in (("rounds", 1), ("steps", 1), ("warmup", 0)):
@@ -124,10 +124,10 @@ class BenchSettings:
         )
 
     def workload(self) -> Workload:
-        """The training job.
+        """Return the training job.
 
         Raises:
-            ConfigError: an option is not sound.
+            ConfigError: An option is invalid.
         """
         device_type = _device_type(self.measure.device)
         ranks = self.measure.ranks
@@ -150,10 +150,10 @@ class BenchSettings:
         )
 
     def shape(self) -> Shape:
-        """The named size, with the dimensions that are given on their own in place of its own.
+        """Return the named size, with explicitly given dimensions in place of its own.
 
         Raises:
-            ConfigError: no size has that name, or the dimensions do not fit each other.
+            ConfigError: The size is unknown, or the dimensions are inconsistent.
         """
         given = {dim.name: getattr(self.model, dim.name) for dim in fields(Shape)}
         for name, value in given.items():
@@ -189,7 +189,7 @@ def _device_type(named: str | None) -> str:
 
 
 def _check_memory(workload: Workload, systems: Sequence[str]) -> None:
-    """Refuse a workload that surely does not fit, since the kernel would end some process or other."""
+    """Raise an error for a workload that cannot fit, since the kernel would kill an arbitrary process."""
     available = available_bytes()
     whole = workload.parameter_count() * _BYTES_OF_A_PARAMETER
     needed = sum(whole * (workload.world if SYSTEMS[name].replicates else 1) for name in systems)

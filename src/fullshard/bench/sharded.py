@@ -19,7 +19,7 @@ REPLICAS = 2  # of a hybrid strategy
 def fully_sharded(
     strategy: str | Placements, *, gather_wire: str | None = None, reduce_wire: str | None = None
 ) -> Build:
-    """`fully_shard` under `strategy`, each block a unit, with these encodings if any."""
+    """`fully_shard` with `strategy`, each block as a unit, and optional encodings."""
 
     def build(workload: Workload, model: Model) -> Trainer:
         mesh = _mesh(workload.device_type, replicated=resolve_placements(strategy).replicated)

@@ -11,7 +11,7 @@ __all__ = ["Spread", "ratios"]
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The median of some numbers, and their quartiles."""
+    """The median and the quartiles of some numbers."""
 
     median: float
     low: float  # the first quartile
@@ -19,7 +19,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of `values`, at least one."""
+        """Return the spread of `values`, at least one."""
         if len(values) == 1:
             return cls(median=values[0], low=values[0], high=values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -27,5 +27,5 @@ class Spread:
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Ratios round by round, so that a machine which is slow for a while is slow for both."""
+    """Return ratios round by round, so that a temporarily slow machine affects both."""
     return [value / other for value, other in zip(values, others, strict=True)]

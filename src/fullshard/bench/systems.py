@@ -1,4 +1,4 @@
-"""The systems by name: what each is, what it needs, and how it is built."""
+"""The systems by name, with their descriptions, requirements and constructors."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class System:
 
     settings: str  # in words
     build: Build
-    needs: str = "torch"  # the module that must be there, imported before memory is counted
-    replicates: bool = False  # whether every rank keeps the whole optimizer state
+    needs: str = "torch"  # the required module, imported before memory is counted
+    replicates: bool = False  # whether every rank keeps the full optimizer state
     hybrid: bool = False  # whether ranks are divided into replicas
-    variant: bool = False  # measured only when it is named
+    variant: bool = False  # measured only if named
 
     @property
     def is_installed(self) -> bool:
-        """True if the module that it needs is installed."""
+        """True if the required module is installed."""
         return find_spec(self.needs.partition(".")[0]) is not None
 
 
@@ -70,10 +70,10 @@ SYSTEMS = {
 
 
 def chosen_systems(listed: str, world: int) -> list[str]:
-    """The names that `listed` (separated by commas) asks for; `all` is every one that is installed, less variants.
+    """Return the names in `listed`, separated by commas; `all` is all installed systems without variants.
 
     Raises:
-        ConfigError: there is no such system, it is not installed, it does not fit the ranks, or is named twice.
+        ConfigError: A system is unknown, not installed, not possible with this number of ranks, or named twice.
     """
     names = [word.strip() for word in listed.split(",") if word.strip()]
     if ALL in names:

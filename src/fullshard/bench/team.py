@@ -1,4 +1,4 @@
-"""A set of rank processes that is started once, answers calls, and sleeps in between."""
+"""A set of rank processes that are started once, answer calls, and sleep in between."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fullshard.testing.ranks import loopback_store
 __all__ = ["Team", "TeamFailed"]
 
 _LOOPBACK = "127.0.0.1"
-# What the fork server imports once, so that no rank has to: the first DTensor that is made imports torch._dynamo.
+# Modules that the fork server imports once for all ranks: the first DTensor imports torch._dynamo.
 _PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.optim", "torch._dynamo", "fullshard.bench.training")
 
 
@@ -44,7 +44,7 @@ class TeamFailed(FullshardError):  # noqa: N818  # says what happened
 
 @dataclass(frozen=True)
 class _Failure:
-    """The report of a rank that cannot go on."""
+    """The report of a rank that cannot continue."""
 
     stated: str
     traceback: str = ""
@@ -62,16 +62,16 @@ class _Job:
 
 
 class Team:
-    """`world` rank processes with a process group of their own, each of which has made a `make(workload)`.
+    """`world` rank processes with a separate process group. Each rank creates the object `make(workload)`.
 
     Args:
-        make: makes, on each rank, the object whose methods are asked for; it must be importable.
+        make: Creates, on each rank, the object whose methods are called; it must be importable.
         workload: the training job.
         world: the number of ranks; that of the workload, if None.
-        timeout: seconds within which a call must be answered.
+        timeout: Time limit of a call in seconds.
 
     Raises:
-        TeamFailed: a rank cannot be made, or does not answer.
+        TeamFailed: A rank cannot be created, or does not answer.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Team:
     ) -> None:
         self._timeout = timeout
         world = workload.world if world is None else world
-        # The store lives here, so that no rank that ends takes it along.
+        # The store is in this process, so that it outlives each rank.
         self._store = loopback_store(timeout)
         job = _Job(make, workload, world, self._store.port, timeout)
         self._ranks: list[tuple[ForkServerProcess, Connection]] = []
@@ -92,18 +92,18 @@ class Team:
             raise
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """The results of `method(*arguments)` of each rank's object, in rank order.
+        """Call `method(*arguments)` of each rank's object and return the results in rank order.
 
         Raises:
             TeamFailed: a rank raised, died, or did not answer in time.
         """
         for _, connection in self._ranks:
-            with suppress(BrokenPipeError):  # a rank that is gone is found when it should answer
+            with suppress(BrokenPipeError):  # a lost rank is detected when it should answer
                 connection.send((method, arguments))
         return self._answers()
 
     def end(self) -> None:
-        """Stop all processes, whatever they do."""
+        """Stop all processes, even if they are busy."""
         for process, connection in self._ranks:
             process.kill()
             process.join()
@@ -144,7 +144,7 @@ def _started(job: _Job, rank: int) -> tuple[ForkServerProcess, Connection]:
     own, peer = context.Pipe()
     process = context.Process(target=_serve, args=(job, rank, peer), name=f"rank {rank}", daemon=True)
     process.start()
-    peer.close()  # the rank holds the only other end now, so its death reads as an end of file here
+    peer.close()  # the rank holds the only other end now, so its end reads as an end of file here
     return process, own
 
 
@@ -152,8 +152,8 @@ def _started(job: _Job, rank: int) -> tuple[ForkServerProcess, Connection]:
 
 
 def _serve(job: _Job, rank: int, connection: Connection) -> None:
-    """The life of one rank: make the object, then call its methods as asked, until nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
+    """Run one rank: create the object, then call its methods on request, until the connection closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends it
     gone = (EOFError, BrokenPipeError, ConnectionResetError)
     with suppress(*gone), Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         try:
@@ -172,13 +172,13 @@ def _serve(job: _Job, rank: int, connection: Connection) -> None:
             lines = str(error).strip().splitlines()
             stated = f"{type(error).__name__}: {lines[0] if lines else ''}"
             connection.send(_Failure(stated, "".join(traceback.format_exception(error))))
-            connection.recv()  # leaving now would break connections that slower ranks still use
+            connection.recv()  # an exit now would break connections that slower ranks still use
     os._exit(0)
 
 
 @contextmanager
 def _limit(job: _Job) -> Iterator[None]:
-    """Let this process end itself if the block hangs: nobody is left to do so if the caller was killed."""
+    """End this process if the block hangs, in case the caller was killed and cannot do so."""
     faulthandler.dump_traceback_later(2 * job.timeout, exit=True)
     try:
         yield
@@ -187,7 +187,7 @@ def _limit(job: _Job) -> Iterator[None]:
 
 
 def _begin(job: _Job, rank: int) -> None:
-    """Threads, device and process group of this rank, without warnings: those of peers are not for the user to mend."""
+    """Set up threads, device and process group of this rank, without warnings, which the user cannot fix."""
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_WORLD_SIZE=str(job.world))
     torch.set_num_threads(job.workload.threads)

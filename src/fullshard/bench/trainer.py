@@ -15,13 +15,13 @@ __all__ = ["Build", "Trainer"]
 
 
 class Trainer:
-    """A step of training as torch's users write it: forward, backward, step, zero.
+    """A standard torch training step: forward, backward, step, zero.
 
     Args:
         workload: the training job.
         model: the model, wrapped or sharded by the system.
         optimizer: over the parameters of `model`.
-        autocast: compute in the workload's dtype by torch's autocast, for a system that has no way of its own.
+        autocast: Compute in the workload's dtype with torch's autocast, for a system without a precision setting.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class Trainer:
         self.autocast = autocast and workload.casts
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Train on `tokens`; the loss before that."""
+        """Train on `tokens` and return the loss before the step."""
         with self._computing():
             loss = self.workload.loss(self.model, tokens)
         self.update(loss)
         return loss.detach()
 
     def update(self, loss: Tensor) -> None:
-        """Backward of `loss`, and a step of the optimizer."""
+        """Run backward of `loss` and a step of the optimizer."""
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -52,4 +52,4 @@ class Trainer:
 
 
 Build = Callable[[Workload, Model], Trainer]
-"""Makes a system of the plain model with its first weights, on a rank with a process group."""
+"""A function that creates a system from the plain model with initial weights, on a rank with a process group."""

@@ -1,4 +1,4 @@
-"""A rank of one system: it builds the system once, and trains when asked to."""
+"""A rank of one system: it creates the system once, and trains on request."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fullshard.plan.memory_used import Memory, PeakMemory
 
 __all__ = ["WATCHED_STEPS", "Prepared", "Training"]
 
-WATCHED_STEPS = 2  # the first makes the optimizer's state, so the second is like all that follow
+WATCHED_STEPS = 2  # the first creates the optimizer's state, so the second is like all later ones
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The figures of a rank once its system is built."""
+    """The figures of a rank after the creation of its system."""
 
-    tensor_bytes: int  # the most that were alive at once in a step
-    losses: Sequence[float]  # of the watched steps
+    tensor_bytes: int  # the peak of live tensors in a step
+    losses: Sequence[float]  # of the observed steps
 
 
 class Training:
@@ -42,7 +42,7 @@ class Training:
         self._memory = PeakMemory(self._device)
 
     def prepare(self) -> Prepared:
-        """Build the system and train the first steps, watching the memory of all tensors that are made."""
+        """Create the system and train the first steps, observing the memory of all tensors."""
         with storage_watch(every_operation=True) as watch:
             self._trainer = self._system.build(self._workload, self._workload.model(self._device))
             losses: list[float] = []
@@ -59,9 +59,9 @@ class Training:
         return Turn(span, [loss.item() for loss in losses])
 
     def forget_peak(self) -> None:
-        """Count the peak of memory from here on."""
+        """Reset the peak of memory."""
         self._memory.reset()
 
     def memory(self) -> Memory:
-        """The peaks of memory since then."""
+        """Return the peaks of memory since the reset."""
         return self._memory.peak()

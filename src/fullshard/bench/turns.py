@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time of one rank, by the clock that all processes of a machine share, in seconds."""
+    """A time interval of one rank in seconds, by the clock that all processes of a machine share."""
 
     start: float
     end: float
@@ -32,14 +32,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Turn:
-    """One rank's time and losses in its system's turn."""
+    """The time and losses of one rank in a turn of its system."""
 
     span: Span
     losses: Sequence[float]  # one for each step
 
 
 def timed(run: Callable[[Tensor], R], batches: Sequence[Tensor], device: torch.device) -> tuple[Span, list[R]]:
-    """Call `run(batch)` for one batch after the other, once all ranks are ready: the time on this rank, the results."""
+    """Call `run(batch)` for each batch after all ranks are ready. Return the time on this rank and the results."""
     dist.barrier()
     _finish(device)
     start = time.perf_counter()

@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class OptimizerCall:
-    """An optimizer of torch's and its arguments, beside the parameters."""
+    """A torch optimizer and its arguments other than the parameters."""
 
     kind: type[torch.optim.Optimizer]
     arguments: dict[str, Any]
@@ -39,10 +39,10 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One training job. Weights and data follow from the seed, and are the same wherever they are made."""
+    """One training job. Weights and data depend only on the seed."""
 
     shape: Shape
-    dtype: str = "fp32"  # of compute; parameters at rest, sums of gradients and the optimizer stay float32
+    dtype: str = "fp32"  # of compute; stored parameters, gradient sums and the optimizer stay float32
     optimizer: str = "adamw"
     world: int
     threads: int = 1  # of each rank
@@ -56,12 +56,12 @@ class Workload:
 
     @property
     def casts(self) -> bool:
-        """True if compute has another dtype than the parameters at rest."""
+        """True if compute and stored parameters have different dtypes."""
         return self.compute_dtype is not torch.float32
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step, of all ranks together."""
+        """Tokens per step, over all ranks."""
         return self.world * self.shape.batch * self.shape.seq
 
     def device(self, rank: int) -> torch.device:
@@ -69,25 +69,25 @@ class Workload:
         return torch.device("cuda", rank) if self.device_type == "cuda" else torch.device("cpu")
 
     def model(self, device: torch.device) -> Model:
-        """The model with its first weights, in float32."""
+        """Return the model with its initial weights, in float32."""
         torch.manual_seed(self.seed)
         return Model(self.shape).to(device)
 
     def make_optimizer(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """The optimizer that all systems use, over `params`."""
+        """Return the optimizer of all systems, over `params`."""
         return OPTIMIZERS[self.optimizer](params)
 
     def tokens(self, step: int, rank: int) -> Tensor:
-        """The tokens of `rank` in `step`, on the CPU: shape (batch, seq + 1), the last being a target only."""
+        """Return the tokens of `rank` in `step`, on the CPU: shape (batch, seq + 1). The last is a target only."""
         random = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * self.world + rank)
         return torch.randint(self.shape.vocab, (self.shape.batch, self.shape.seq + 1), generator=random)
 
     def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """The mean loss of a token, in float32."""
+        """Return the mean loss per token, in float32."""
         scores = model(tokens[:, :-1])
         return F.cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def parameter_count(self) -> int:
-        """The number of trained elements."""
+        """Return the number of trained elements."""
         with torch.device("meta"):
             return sum(param.numel() for param in Model(self.shape).parameters())

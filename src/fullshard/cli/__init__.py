@@ -19,12 +19,12 @@ from fullshard.versions import versions
 __all__ = ["main"]
 
 FAILED, BAD_INPUT = 1, 2
-CLOSED_PIPE = 141  # as a shell reports a process that SIGPIPE ended
+CLOSED_PIPE = 141  # the exit code that a shell reports for SIGPIPE
 
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A subcommand: a line about it, and the module with its `run(argv) -> int`."""
+    """A subcommand: its summary line, and the module with its `run(argv) -> int`."""
 
     module: str
     does: str
@@ -47,17 +47,17 @@ SUBCOMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (`sys.argv` if None). The exit code is 2 for bad input and 1 for a checkpoint or a
-    disk that is of no use; one line on stderr explains it. It is 141 if the reader of stdout has closed the pipe.
+    """Run the command line (`sys.argv` if None). The exit code is 2 for invalid input, and 1 for an unusable checkpoint
+    or disk; one line on stderr explains it. It is 141 if the reader of stdout has closed the pipe.
     """
     argv = sys.argv[1:] if argv is None else argv
-    atexit.register(gc.freeze)  # or Python looks through all of torch for garbage when it ends, which takes a second
+    atexit.register(gc.freeze)  # otherwise the garbage collection of torch at exit takes a second
     try:
         try:
             return _exit_code(argv)
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # otherwise a closed pipe is noticed after this function
+                sys.stdout.flush()  # otherwise a closed pipe is detected after this function
     except BrokenPipeError:
         if not _is_closed_pipe(1):
             raise  # a connection to something else
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _is_closed_pipe(descriptor: int) -> bool:
     """Return True if the reader of a pipe has closed it."""
     poll = select.poll()
-    poll.register(descriptor, 0)  # errors are reported without being asked for
+    poll.register(descriptor, 0)  # errors are reported in any case
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
@@ -76,16 +76,16 @@ def _exit_code(argv: Sequence[str]) -> int:
     try:
         return dispatch(argv)
     except (ConfigError, CheckpointError, DiskError) as error:
-        if os.environ.get("RANK", "0") == "0":  # all ranks find the same mistake; one says so
+        if os.environ.get("RANK", "0") == "0":  # all ranks find the same error; one reports it
             print(f"fullshard: {shown(str(error), lines=True)}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ConfigError) else FAILED
 
 
 def dispatch(argv: Sequence[str]) -> int:
-    """Hand the command line to its subcommand.
+    """Run the subcommand of the command line and return its exit code.
 
     Raises:
-        ConfigError: there is no such subcommand, or it finds its input unsound.
+        ConfigError: The subcommand is unknown, or its input is invalid.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
@@ -103,7 +103,7 @@ def dispatch(argv: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    """The text of `fullshard --help`."""
+    """Return the text of `fullshard --help`."""
     lines = [f"  {name:<12}{subcommand.does}" for name, subcommand in SUBCOMMANDS.items()]
     return "\n".join(
         ["usage: fullshard SUBCOMMAND [options]", "", *lines, "", "fullshard SUBCOMMAND --help explains its options."]

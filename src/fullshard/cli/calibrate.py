@@ -21,7 +21,7 @@ from fullshard.train.bytes_table import in_bytes
 __all__ = ["run"]
 
 MEASURED = 0
-WIDTH = 110  # of a table, where there is no terminal
+WIDTH = 110  # of a table without a terminal
 
 _DESCRIPTION = (
     "Measure this machine in under a minute, and write a description of it that predictions take by --hardware here: "
@@ -31,16 +31,16 @@ _DESCRIPTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class MachineSettings:
-    """What is described, and where."""
+    """The hardware and the output file."""
 
     out: MaybePath = None
-    """The file. Left out: here.toml in the user's folder of settings, where --hardware here finds it."""
+    """The file. Default: here.toml in the user's configuration folder, which --hardware here reads."""
     like: MaybeStr = None
-    """Known hardware that has what cannot be measured, such as links to other hosts. Left out: by the GPU's name."""
+    """Known hardware for values that cannot be measured, such as links to other hosts. Default: by the GPU's name."""
     device: MaybeStr = None
-    """cpu or cuda. Left out: the GPU, where there is one."""
+    """cpu or cuda. Default: the GPU, if there is one."""
     seconds: float = 30.0
-    """How long measuring may take, about. With less, each size is measured less often."""
+    """Approximate duration of the measurement. With less time, each size is measured fewer times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ class CalibrateSettings:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure as `argv` says; the exit code.
+    """Measure with the options `argv` and return the exit code.
 
     Raises:
-        ConfigError: an option is not sound. Nothing has been measured then.
+        ConfigError: An option is invalid. Nothing has been measured then.
     """
     stated = parse(CalibrateSettings, argv, prog="fullshard calibrate", description=_DESCRIPTION).machine
     out = here_path() if stated.out is None else stated.out
@@ -91,7 +91,7 @@ def _device(name: str | None) -> torch.device | None:
 
 
 def _table(here: Hardware, known: Hardware | None) -> Table:
-    """What was measured, beside the peaks of the hardware that it is like."""
+    """Return a table of the measurement next to the peaks of similar known hardware."""
     table = Table(title=here.title, title_justify="left")
     for name in ("", "measured", "known", "share"):
         table.add_column(name, justify="left" if not name else "right")
@@ -102,7 +102,7 @@ def _table(here: Hardware, known: Hardware | None) -> Table:
 
 
 def _lines(here: Hardware, known: Hardware | None) -> list[tuple[str, float, float | None, Any]]:
-    """Name, measured, the known peak if any, and how to write them."""
+    """Return the name, the measurement, the known peak if any, and the format of each row."""
     found = here.measured
     lines: list[tuple[str, float, float | None, Any]] = []
     for dtype in found["products"]:

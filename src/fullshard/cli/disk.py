@@ -1,4 +1,4 @@
-"""`fullshard disk`: what offloading to a folder will cost, before anything is trained."""
+"""`fullshard disk`: the predicted cost of offload to a folder, before training."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _DESCRIPTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSettings:
-    """What is to rest there."""
+    """The data to offload."""
 
     parameters: float = 7e9
     """Parameters that the ranks of this host step."""
     bytes_each: float = ADAMW_BYTES
     """Bytes of optimizer state for each of them: 8 for AdamW in fp32."""
     fraction: float = 1.0
-    """Of the optimizer's state that rests on the disk."""
+    """Fraction of the optimizer's state on the disk."""
     shards: float = 0.0
-    """Of the parameters, in fp32, that rests there with their gradients; their optimizer's state is in --fraction."""
+    """Fraction of the parameters, in fp32, on the disk with their gradients; their optimizer state is in --fraction."""
     activations: float = 0.0
-    """Bytes of activations that a microbatch writes, of all ranks of this host."""
+    """Bytes of activations per microbatch, of all ranks of this host."""
     microbatches: int = 1
-    """Of a step. Each of them reads shards twice, as under zero3, and writes gradients."""
+    """Microbatches per step. Each reads shards twice, as under zero3, and writes gradients."""
     step_seconds: float = 0.0
-    """Seconds of a step without offload, if they are known."""
+    """Seconds per step without offload, if known."""
     steps: int = 10_000
     """Steps of the run."""
     endurance: MaybeFloat = None
-    """Terabytes that may be written to the disk in its life, as its data sheet has it. Left out: 600 for each that the
-    file system holds."""
+    """Endurance of the disk by its data sheet, in terabytes written. Default: 600 for each terabyte of the file
+    system."""
     seconds: float = 8.0
-    """How long measuring may take, about."""
+    """Approximate duration of the measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ class Settings:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure, and print what `argv` will cost; the exit code.
+    """Measure the disk, print the cost of the options `argv`, and return the exit code.
 
     Raises:
-        ConfigError: an option is not sound. Nothing has been measured then.
-        DiskError: the folder cannot be written to, or has no room for it.
+        ConfigError: An option is invalid. Nothing has been measured then.
+        DiskError: The folder is not writable, or too small.
     """
     words, remaining = take_words(Settings, argv, ["FOLDER"], prog=_PROG)
     stated = parse(Settings, remaining, prog=_PROG, description=_DESCRIPTION).disk
@@ -90,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
     with made(folder):
         check_room(folder, traffic, free_bytes(folder), ask=ask)
     found = predict_load(
-        measure(folder, seconds=stated.seconds),  # which warns of a bad place
+        measure(folder, seconds=stated.seconds),  # which warns about unsuitable folders
         traffic,
         step_s=stated.step_seconds,
         endurance_bytes=None if stated.endurance is None else stated.endurance * 1e12,

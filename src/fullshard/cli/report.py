@@ -1,4 +1,4 @@
-"""`fullshard report`: write the page of a run, and follow one that still goes."""
+"""`fullshard report`: write the report of a run, and follow a run in progress."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _DESCRIPTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings:
-    """What is shown."""
+    """The output."""
 
     against: MaybePath = None
-    """The folder of another run, to be shown beside this one."""
+    """The folder of a second run to compare with."""
     watch: bool = False
-    """Serve the page to this machine and follow the run, until Ctrl-C."""
+    """Serve the page on this machine only and follow the run, until Ctrl-C."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class Settings:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the page that `argv` asks for; the exit code.
+    """Write the report with the options `argv` and return the exit code.
 
     Raises:
-        ConfigError: an option is not sound, or nothing is recorded in a folder.
+        ConfigError: An option is invalid, or a folder has no record.
     """
     words, remaining = take_words(Settings, argv, ["RUN"], prog=_PROG)
     stated = parse(Settings, remaining, prog=_PROG, description=_DESCRIPTION).report
@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _write(folder: Path, against: Path | None) -> tuple[Path, str]:
-    """Write the page of the run in `folder`: its path, and the verdict, with what is away."""
+    """Write the report of the run in `folder`. Return its path, and the verdict with the offloaded bytes."""
     found = read_run(folder)
     other = None if against is None else read_run(against)
     findings = find_causes(found)
@@ -83,7 +83,7 @@ def _write(folder: Path, against: Path | None) -> tuple[Path, str]:
 
 
 def _state(folder: Path) -> list[tuple[int, int]]:
-    """What changes when ranks have written more."""
+    """Return a value that changes when ranks have written more."""
     return [(item.st_size, item.st_mtime_ns) for item in (path.stat() for path in rank_files(folder))]
 
 

@@ -32,17 +32,17 @@ _PROG = "fullshard checkpoint"
 class _Action:
     """A subcommand."""
 
-    words: tuple[str, ...]  # arguments that are no options
+    words: tuple[str, ...]  # positional arguments
     does: str
     run: Callable[..., int]
     settings: type[Any] = ShowSettings
 
 
 def run(argv: Sequence[str]) -> int:
-    """Do what `argv` says; the exit code: 1 if something is damaged or different, 2 if nothing could be done.
+    """Run the subcommand in `argv` and return the exit code: 1 for damage or differences, 2 for failure.
 
     Raises:
-        ConfigError: an argument or an option is not sound.
+        ConfigError: An argument or an option is invalid.
     """
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(_usage() + "\n")
@@ -104,7 +104,7 @@ def _list(folder: Path, settings: ShowSettings) -> int:
 
 
 def _entries(folder: Path) -> list[Entry]:
-    """The checkpoints in `folder`, the newest first, or the one that it is."""
+    """Return the checkpoints in `folder`, newest first, or `folder` if it is a checkpoint."""
     return [Entry(folder)] if (folder / MANIFEST).exists() or step_of(folder) is not None else entries(folder)
 
 
@@ -125,7 +125,7 @@ def _listed(entry: Entry) -> dict[str, Any]:
 
 
 def _account(entry: Entry) -> tuple[Manifest | None, list[str]]:
-    """The manifest, and the damage if there is any."""
+    """Return the manifest, and the damage if any."""
     try:
         return Manifest.read(entry.path), []
     except CheckpointError as error:
@@ -164,7 +164,7 @@ def _inspect(path: Path, settings: ShowSettings) -> int:
 
 
 def _about(stored: Stored) -> dict[str, Any]:
-    """A checkpoint's data about the run."""
+    """Return a checkpoint's data about the run."""
     manifest = stored.manifest
     if manifest is None:
         return {}
@@ -215,10 +215,10 @@ def _verify(path: Path, settings: ShowSettings) -> int:
 
 
 def _accounts(path: Path) -> list[tuple[Path, Mapping[str, StoredFile], list[str]]]:
-    """Folders, each with the files that it should have, and the damage found already.
+    """Return folders, each with its expected files and the damage found so far.
 
     Raises:
-        CheckpointError: there is nothing to verify, or there are no checksums.
+        CheckpointError: The folder has no checkpoint, or the checkpoint has no checksums.
     """
     if holds_tensor_files(path):
         try:

@@ -15,22 +15,22 @@ from fullshard.checkpoint.tensor_files import Description
 
 __all__ = ["Difference", "differences"]
 
-_PIECE = 1 << 20  # elements that are compared at a time, in double precision
+_PIECE = 1 << 20  # elements to compare at a time, in double precision
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor on both sides; None where it is not there."""
+    """One tensor on both sides; None if it is missing."""
 
     name: str
     one: Description | None
     other: Description | None
     bit_equal: bool = False
-    largest: float | None = None  # absolute difference, where the shapes are the same
+    largest: float | None = None  # absolute difference, for equal shapes
 
     @property
     def stated(self) -> str:
-        """The kind of difference, in a word or two."""
+        """A short name of the difference."""
         if self.one is None or self.other is None:
             return "missing in the first" if self.one is None else "missing in the second"
         if self.one.shape != self.other.shape:
@@ -41,7 +41,7 @@ class Difference:
 
 
 def differences(one: Stored, other: Stored, progress: Progress | None = None) -> Iterator[Difference]:
-    """A row for each tensor of either side, in order. Optimizers are compared where both sides have one."""
+    """Yield a row for each tensor of either side, in order. Optimizers are compared if both sides have one."""
     local, peer = (one.tensors, other.tensors) if one.others and other.others else (one.weights, other.weights)
     names = list(dict.fromkeys([*local, *peer]))
     total = sum(local[name].nbytes for name in names if name in local and name in peer)
@@ -59,7 +59,7 @@ def differences(one: Stored, other: Stored, progress: Progress | None = None) ->
 
 
 def _compared(one: Tensor, other: Tensor) -> tuple[bool, float]:
-    """True if two tensors of one shape have the same bits; and their largest difference (NaN if one has a NaN)."""
+    """Return whether two tensors of one shape are bitwise identical, and their maximum difference (NaN with a NaN)."""
     bit_equal = one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
     if bit_equal:
         return True, 0.0

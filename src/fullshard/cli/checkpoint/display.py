@@ -19,12 +19,12 @@ from fullshard.regular_files import shown
 
 __all__ = ["SlowBar", "in_bytes", "print_json", "print_line", "print_table"]
 
-_WIDTH = 200  # columns, where the output is no terminal
+_WIDTH = 200  # columns, for output without a terminal
 _BAR_AFTER_S = 1.0
 
 
 def in_bytes(nbytes: int) -> str:
-    """Such as "1.5 MB"."""
+    """Format a number of bytes, such as "1.5 MB"."""
     return decimal(nbytes)
 
 
@@ -34,12 +34,12 @@ def print_json(value: Any) -> None:
 
 
 def print_line(text: str) -> None:
-    """Print a text, which may have been read from a file."""
+    """Print a text, which may come from a file."""
     _console().print(Text(shown(text, lines=True)), soft_wrap=True)
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print rows under headings, those of `right` flush right."""
+    """Print rows under headings. Columns of `right` are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
@@ -56,7 +56,7 @@ def _console() -> Console:
 
 
 class SlowBar:
-    """A context with a bar of bytes on a terminal, which comes after the first second."""
+    """Show a bar of bytes on a terminal within this context, after the first second."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
@@ -70,7 +70,7 @@ class SlowBar:
         self._stop()
 
     def telling(self, doing: str) -> Report:
-        """A function to call with the bytes done and the bytes to do; `doing` is shown beside the bar."""
+        """Return a function to call with the bytes done and the total; `doing` is shown next to the bar."""
         self._stop()
 
         def tell_(done: int, total: int) -> None:

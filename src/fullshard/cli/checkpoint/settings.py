@@ -34,9 +34,9 @@ class FileSettings:
     """The files to write."""
 
     max_shard_size: str = "5GB"
-    """Bytes of tensors in one file, in words such as 500MB. A larger tensor has a file of its own."""
+    """Bytes of tensors in one file, such as 500MB. A larger tensor gets a separate file."""
     dtype: MaybeStr = None
-    """Cast floating-point tensors to float32, bfloat16, float16 or float64. Left out: they keep their own."""
+    """Cast floating-point tensors to float32, bfloat16, float16 or float64. Default: no cast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class ExportSettings:
         """The dtype to cast to.
 
         Raises:
-            ConfigError: the name is not one of those above.
+            ConfigError: The name is not one of those above.
         """
         name = self.files.dtype
         if name is not None and name not in _DTYPES:
