@@ -38,8 +38,8 @@ __all__ = ["RankFailure", "Ranks", "RanksFailed", "loopback_store", "run_ranks"]
 T = TypeVar("T")
 
 _LOOPBACK = "127.0.0.1"
-# What the fork server imports once, so that no rank has to (the first DTensor that is made imports torch._dynamo, which
-# takes most of a second). The second group costs time too, and is common in tests.
+# Modules that the fork server imports once for all ranks. (The first DTensor imports torch._dynamo, which takes most of
+# a second.) The second group costs time too, and is common in tests.
 _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "fullshard", "fullshard.testing")
 _PRELOAD_IF_USED = (
     *("fullshard.checkpoint", "fullshard.train.loop"),
@@ -78,7 +78,7 @@ class RanksFailed(FullshardError):  # noqa: N818  # says what happened, as torch
 def run_ranks(
     world: int, function: Callable[..., T], *args: Any, timeout: float = 60.0, backend: str = "gloo"
 ) -> list[T]:
-    """The results of `function(*args)` on each of `world` ranks, in rank order.
+    """Run `function(*args)` on `world` ranks and return the results in rank order.
 
     The ranks are fresh processes of this machine with an initialized default process group and one torch thread each.
     They have the environment variables and warning filters of the caller at this moment, along with torchrun's RANK,
@@ -96,8 +96,9 @@ def run_ranks(
 
 
 class Ranks:
-    """The ranks of one `run_ranks`, which can be called again and again: the same processes, as their last call left
-    them. They are started by the first call, and gone after one that failed.
+    """The ranks of one `run_ranks`, which can be called repeatedly with the same processes and their state.
+
+    The first call starts them. A failed call ends them.
     """
 
     def __init__(self, world: int, *, timeout: float = 60.0, backend: str = "gloo") -> None:
@@ -127,7 +128,7 @@ class Ranks:
         return [_load(reports[rank]) for rank in range(self._world)]
 
     def end(self) -> None:
-        """Stop the ranks, whatever they do."""
+        """Stop the ranks, even if they are busy."""
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:
@@ -177,11 +178,13 @@ class _Job:
 
 
 def loopback_store(timeout: float) -> dist.TCPStore:
-    """The store in which ranks find each other. It lives with the caller: its port is the system's choice at the moment
-    of listening, so nobody can take it in between, and no rank that ends early takes the store with it.
+    """Return the store that ranks use to find each other.
 
-    The socket is ours, of IPv4 alone: left to itself the store listens on IPv6 too, sees each rank come from
-    ::ffff:127.0.0.1 and asks the name server who that is, which takes 5 s whenever the answer is lost.
+    It is in the caller's process. The system chooses its port when listening starts, so no other process can take it in
+    between, and the store outlives a rank that ends early.
+
+    The socket is created here, with IPv4 only. By default the store also listens on IPv6, sees connections from
+    ::ffff:127.0.0.1, and queries the name server for that address, which takes 5 s whenever the answer is lost.
     """
     listening = socket.create_server((_LOOPBACK, 0), backlog=1024)
     port = listening.getsockname()[1]
@@ -193,7 +196,7 @@ def loopback_store(timeout: float) -> dist.TCPStore:
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank as its caller sees it."""
+    """The caller's handle of one rank."""
 
     rank: int
     process: ForkServerProcess
@@ -208,16 +211,16 @@ class _Rank:
         trace = folder / f"rank{rank}.txt"
         process = context.Process(target=_rank_main, args=(job, rank, port, trace, peer), name=f"rank {rank}")
         process.start()
-        peer.close()  # the rank holds the only other end now, so its death reads as an end of file here
+        peer.close()  # the rank holds the only other end now, so its end reads as an end of file here
         return cls(rank, process, own, trace)
 
     def call(self, job: _Job) -> None:
-        """Send it another job. A process that is gone is noticed when it should report."""
+        """Send the rank another job. A lost process is detected when it should report."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(job)
 
     def receive(self) -> _Report:
-        """The report that has come in; a failure if the process ended without one."""
+        """Return the received report; a failure if the process ended without one."""
         try:
             report: _Report = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -226,7 +229,7 @@ class _Rank:
         return report
 
     def end(self) -> None:
-        """Stop the process, whatever it does; its report has been received."""
+        """Stop the process, even if it is busy. Its report has been received."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -234,7 +237,7 @@ class _Rank:
 
 
 def _collect(ranks: Sequence[_Rank], timeout: float) -> dict[int, _Report]:
-    """The reports by rank, in order of arrival, until all are here, the time is up, or a failure has had its grace."""
+    """Return the reports by rank, in order of arrival, until all arrive, a timeout, or the grace time of a failure."""
     waiting = {rank.connection: rank for rank in ranks}
     reports: dict[int, _Report] = {}
     deadline = time.monotonic() + timeout
@@ -253,7 +256,7 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> dict[int, _Report]:
 
 
 def _failures(reports: Mapping[int, _Report]) -> dict[int, RankFailure]:
-    """The failures, the likely cause first: a process that died breaks its peers' connections, and a peer may report
+    """Return the failures, likely cause first: a process that died breaks its peers' connections, and a peer may report
     that before the death itself is seen here. Otherwise in order of arrival.
     """
     failures = [report for report in reports.values() if isinstance(report, RankFailure)]
@@ -280,7 +283,7 @@ def _raise_on_failure(ranks: Sequence[_Rank], reports: Mapping[int, _Report], ti
 
 
 def _stacks(ranks: Sequence[_Rank]) -> dict[int, str]:
-    """The present stacks of each rank's threads, by rank."""
+    """Return the current stacks of each rank's threads, by rank."""
     for rank in ranks:
         if rank.process.pid is not None:
             with suppress(ProcessLookupError):
@@ -316,7 +319,7 @@ def _exit_reason(code: int | None) -> str:
 
 
 def _rank_main(job: _Job, rank: int, port: int, trace: Path, connection: Connection) -> None:
-    """The life of one rank: do each job and report, until the caller ends it."""
+    """Run one rank: execute each job and report, until the caller ends it."""
     # The fork server's imports stay: a collection need not look at them, which takes a fifth of a second each time and
     # copies their pages.
     gc.freeze()
@@ -332,7 +335,7 @@ def _rank_main(job: _Job, rank: int, port: int, trace: Path, connection: Connect
 
 
 def _report(job: _Job, rank: int, port: int, stacks: TextIO) -> _Report:
-    # Nobody is left to stop this process if the caller is killed, so it also stops itself.
+    # A killed caller cannot stop this process, so it also stops itself.
     faulthandler.dump_traceback_later(2 * job.timeout, exit=True, file=stacks)
     try:
         return _run(job, rank, port)
@@ -365,7 +368,7 @@ def _init_process_group(job: _Job, rank: int, port: int) -> None:
 
 
 def _set_warning_filters(filters: Sequence[tuple[Any, Any, type[Warning], Any, int]]) -> None:
-    """Make the caller's filters ours, so that a warning that is an error in a test is one on its ranks."""
+    """Use the caller's warning filters, so that a warning that is an error in a test is one on its ranks."""
     warnings.resetwarnings()
     for action, message, category, module, lineno in reversed(filters):
         warnings.filterwarnings(action, _pattern(message), category, _pattern(module), lineno)
@@ -382,7 +385,7 @@ def _failure(rank: int, error: BaseException) -> RankFailure:
 
 
 def _below_this_file(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that begins with the user's own code; all of it if the failure is ours."""
+    """Return the part of a traceback from the user's own code on; all of it for failures of this package."""
     below = trace
     while below is not None and below.tb_frame.f_code.co_filename == __file__:
         below = below.tb_next

@@ -13,12 +13,12 @@ __all__ = ["assert_same", "differing", "gaps"]
 
 
 def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
-    """Raise unless both are the same nesting of dicts, lists and tuples with the same tensors, bit for bit.
+    """Raise an error unless both are the same nesting of dicts, lists and tuples with bitwise identical tensors.
 
     The `AssertionError` names the first place where they differ and, for tensors, how many elements differ and by how
     much at most. Tensors must agree in dtype, shape and bits (`-0.0` is not `0.0`, and a NaN is the same NaN), not in
-    device, strides or `requires_grad`. A `DTensor` is compared whole: all ranks of its mesh call this, and all find the
-    same. Other values must be equal.
+    device, strides or `requires_grad`. A `DTensor` is compared by its full tensor: all ranks of its mesh must call
+    this, and get the same result. Other values must be equal.
     """
     if isinstance(expected, Tensor):
         _assert_same_tensor(actual, expected, name or "the tensor")
@@ -67,7 +67,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def differing(own: Tensor, peer: Tensor) -> Tensor:
-    """A mask of the elements that differ in any bit: -0.0 is not 0.0, and a NaN is the same NaN."""
+    """Return a mask of the elements that differ in any bit: -0.0 is not 0.0, and NaN bits must agree."""
     return (_bytes(own) != _bytes(peer)).any(dim=-1).reshape(own.shape)
 
 
@@ -76,7 +76,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def gaps(own: Tensor, peer: Tensor, differs: Tensor) -> Tensor:
-    """Absolute differences of the elements that differ, in float64: infinite where one of two is not a number."""
+    """Return absolute differences of the differing elements in float64, infinite if one of two is NaN."""
     wide = torch.complex128 if own.is_complex() else torch.float64
     return (own.to(wide) - peer.to(wide)).abs().where(differs, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
 

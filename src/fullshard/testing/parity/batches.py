@@ -1,7 +1,7 @@
 """The contract of `make_batch`, which `fullshard parity` and `fullshard plan` have in common.
 
 `make_batch(rows)` returns one microbatch with that many rows. `make_batch()` returns one microbatch. `fullshard parity`
-also accepts `make_batch(number)`, which returns microbatch number 0, 1, 2, ... of a size that does not follow from it.
+also accepts `make_batch(number)`, which returns microbatch number 0, 1, 2, ... of a size that does not depend on it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRIED = (1, 2, 3)
 
 
 class BatchArgument(Enum):
-    """What a `make_batch` takes."""
+    """The argument of a `make_batch`."""
 
     NOTHING = "nothing"
     ROWS = "the number of rows"
@@ -30,7 +30,7 @@ class BatchArgument(Enum):
 
 
 def argument_of(make_batch: Callable[..., Any]) -> BatchArgument:
-    """What `make_batch` takes: rows, if the first dim of some tensor is in proportion to the argument."""
+    """Return the kind of argument: rows, if the first dim of some tensor is proportional to the argument."""
     if mismatch(make_batch, (1,), {}) is not None:
         return BatchArgument.NOTHING
     try:
@@ -51,15 +51,15 @@ def _in_proportion(shapes: Sequence[tuple[int, ...]]) -> bool:
 
 
 def shapes_of(batch: Any) -> list[tuple[int, ...]]:
-    """The shapes of the tensors in `batch`."""
+    """Return the shapes of the tensors in `batch`."""
     return [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def check_has_rows(batch: Any, call: str) -> None:
-    """Raise if a tensor in `batch` has no rows.
+    """Raise an error if a tensor in `batch` has no rows.
 
     Raises:
-        ConfigError: there is nothing to compute with.
+        ConfigError: A tensor has no rows.
     """
     empty = next((shape for shape in shapes_of(batch) if shape and not shape[0]), None)
     if empty is not None:

@@ -19,7 +19,7 @@ NOT_SHARDED = "none"  # in place of a strategy
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy on some ranks of data, in equal replicas; each rank stands for the processes of other axes."""
+    """A strategy on some data-parallel ranks, in equal replicas. Each rank represents the processes of other axes."""
 
     strategy: str
     ranks: int
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def shards(self) -> int:
-        """Ranks on the shard axis: those of context parallelism are among them."""
+        """Ranks on the shard axis, including those of context parallelism."""
         return self.ranks * self.axes.cp // self.replicas
 
     @property
@@ -42,31 +42,31 @@ class Case:
         return self.replicas > 1 if self.strategy == NOT_SHARDED else resolve_placements(self.strategy).replicated
 
     def mesh(self) -> DeviceMesh:
-        """All processes: stages, matrices, replicas, shards."""
+        """Return the mesh of all processes: stages, matrices, replicas, shards."""
         alongside = {name: size for name, size in (("pp", self.axes.pp), ("tp", self.axes.tp)) if size > 1}
         return _mesh(**alongside, **({"replicate": self.replicas} if self.has_two_axes else {}), shard=self.shards)
 
     def data_mesh(self) -> DeviceMesh:
-        """The ranks of data and context, among which gradients are averaged."""
+        """Return the mesh of data and context ranks, over which gradients are averaged."""
         data = self.ranks * self.axes.cp
         return _mesh(outer=self.world // data, data=data)["data"]
 
     def context_mesh(self) -> DeviceMesh:
-        """The ranks that have one sequence together."""
+        """Return the mesh of the ranks that share one sequence."""
         return _mesh(outer=self.world // self.axes.cp, cp=self.axes.cp)["cp"]
 
     def expert_mesh(self) -> DeviceMesh:
-        """All processes, with the shard axis in two: those that have the same experts, and those that have parts."""
+        """Return the mesh of all processes, with the shard axis split into same and different experts."""
         outer, ep = self.axes.pp * self.axes.tp, self.axes.ep
         return _mesh(outer=outer, replicate=self.replicas, efsdp=self.shards // ep, ep=ep)
 
     def same_experts_mesh(self) -> DeviceMesh:
-        """The ranks that have the same experts."""
+        """Return the mesh of the ranks with the same experts."""
         outer, ep = self.axes.pp * self.axes.tp, self.axes.ep
         return _mesh(outer=outer, same=self.ranks * self.axes.cp // ep, ep=ep)["same"]
 
     def expert_norm_mesh(self) -> DeviceMesh:
-        """Parts of experts, and of each the ranks that it is sharded over."""
+        """Return the mesh of parts of experts, and the ranks that each part is sharded over."""
         ranks = self.expert_mesh().mesh.transpose(2, 3).clone(memory_format=torch.contiguous_format)
         return DeviceMesh("cpu", ranks, mesh_dim_names=("outer", "replicate", "ep", "efsdp"))["ep", "efsdp"]
 
@@ -80,10 +80,10 @@ class Case:
 
 
 def cases_of(ranks: Sequence[int], strategies: Sequence[str] | None, replicas: int, axes: Axes = NO_AXES) -> list[Case]:
-    """The strategies on each of these numbers of ranks; all that fit, if None. Those of one mesh shape stand together.
+    """Return the strategies for each number of ranks, grouped by mesh shape; all possible ones if None.
 
     Raises:
-        ConfigError: a strategy that is named is unknown or does not fit, or there is nothing to compare.
+        ConfigError: A named strategy is unknown or not possible, or the comparison is empty.
     """
     if not ranks or min(ranks) < 1:
         raise ConfigError(f"ranks={_listed(ranks)}: at least one rank is needed.")

@@ -52,15 +52,14 @@ def check_parity(
     timeout: float = 600.0,
     parallelism: Parallelism | None = None,
 ) -> ParityReport:
-    """A report of how training under each strategy differs from one plain process, on the same data.
+    """Compare training under each strategy with one plain process on the same data, and return the report.
 
-    Everything runs on this machine's CPU, in processes of its own: functions must stand at the top level of a file. The
-    plain process does the work of all ranks, in rank order, by unsharded PyTorch. Not a bit may differ; the engine
-    promises that on gloo, at any number of ranks and in any dtype.
+    Everything runs on this machine's CPU in separate processes, so functions must be at the top level of a file. The
+    plain process does the work of all ranks, in rank order, with unsharded PyTorch. All bits must be identical, which
+    the engine guarantees on gloo for any number of ranks and any dtype.
 
     Args:
-        make_model: returns the model. Its random values are the same in each process, being drawn from the usual
-            generators.
+        make_model: returns the model. The usual random generators are seeded, so each process gets the same values.
         make_batch: `make_batch(rows)` returns one microbatch with that many rows, as for `fullshard plan`. Its values
             come from the usual generators, which are seeded for each microbatch. `make_batch()` without rows is
             accepted, and so is `make_batch(number)`, which returns microbatch number 0, 1, 2, ... of a size that does
@@ -90,9 +89,9 @@ def check_parity(
             first row, to the plain process within rounding.
 
     Raises:
-        ConfigError: an argument cannot be honoured, or one of the functions returns something that cannot be used,
-            or plain training gives numbers that are not finite.
-        RanksFailed: plain training fails.
+        ConfigError: An argument is invalid, a function returns an unsupported value, or plain training gives numbers
+            that are not finite.
+        RanksFailed: Plain training fails.
 
     Example:
         ```python
@@ -123,11 +122,11 @@ def check_parity(
 
 
 def rows_of(recipe: Recipe, cases: Sequence[Case], tolerance: Tolerance, timeout: float) -> Iterator[ParityRow]:
-    """The rows of a report, each as soon as it is known. For the arguments see `check_parity`.
+    """Yield the rows of a report, each as soon as it is known. For the arguments see `check_parity`.
 
     Raises:
-        ConfigError: one of the user's functions returns something that cannot be used.
-        RanksFailed: plain training fails.
+        ConfigError: A function of the user returns an unsupported value.
+        RanksFailed: Plain training fails.
     """
     for (ranks, replicas), group in groupby(cases, key=lambda case: (case.ranks, case.replicas)):
         with tempfile.TemporaryDirectory(prefix="fullshard-parity-") as folder:
@@ -160,6 +159,6 @@ def _train_unsharded(world: int, train: Callable[..., Any], *args: Any, timeout:
 
 
 def _cause(failed: RanksFailed) -> str:
-    """The likely cause of a failure; if ranks merely did not end, the place where each of them was."""
+    """Return the likely cause of a failure; if ranks did not end in time, the place of each of them."""
     cause = next(iter(failed.failures.values()), None)
     return str(failed) if cause is None else f"{cause.kind}: {cause.message}\n{cause.traceback}".rstrip()

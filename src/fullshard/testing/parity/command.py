@@ -27,10 +27,10 @@ _DESCRIPTION = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """Compare as `argv` says; the exit code.
+    """Compare with the options `argv` and return the exit code.
 
     Raises:
-        ConfigError: an option is not sound.
+        ConfigError: An option is invalid.
     """
     settings = parse(ParitySettings, argv, prog="fullshard parity", description=_DESCRIPTION)
     recipe, cases, tolerance = settings.recipe(), settings.cases(), settings.tolerance()

@@ -1,7 +1,7 @@
-"""Context parallelism: what of a batch a rank has, and attention over the whole sequence.
+"""Context parallelism: the part of a batch of each rank, and attention over the full sequence.
 
 Torch's `context_parallel` replaces `scaled_dot_product_attention`, too, but has no kernels for CPUs. So here each rank
-gathers the keys and values of the others. What the model sees is the same: a part of the sequence, and its attention.
+gathers the keys and values of the others. The model sees the same: a part of the sequence, and its attention.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _calls: list[int] = [0]
 
 @contextmanager
 def attention_over(mesh: DeviceMesh) -> Iterator[None]:
-    """While it lasts, batches are cut (`cut_batch`), and attention is that of all ranks of the one axis of `mesh`.
+    """Split batches (`cut_batch`), and compute attention over all ranks of the one axis of `mesh`, within this context.
 
     Raises:
-        ConfigError: attention was never asked for, so that ranks saw nothing of each other's parts.
+        ConfigError: Attention was never called, so ranks did not use each other's parts.
     """
     own, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _attention(F.scaled_dot_product_attention)
     _mesh.append(mesh)
@@ -49,7 +49,7 @@ def attention_over(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def cut_batch(batch: Any, context: CutContext | None) -> Any:
-    """`batch` with this rank's part of its tensors along the sequence, within `attention_over`; else as it is."""
+    """Return `batch` with this rank's part of each sequence within `attention_over`, else unchanged."""
     if not _mesh:
         return batch
     mesh = _mesh[-1]
@@ -77,7 +77,7 @@ def _along_dim_1(batch: Any) -> Sequence[tuple[Tensor, int]]:
 
 
 def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`scaled_dot_product_attention` where each rank has a part of the queries, keys and values, all of one length."""
+    """Compute `scaled_dot_product_attention` from equal parts of the queries, keys and values on each rank."""
 
     def attend(
         query: Tensor,
@@ -105,7 +105,7 @@ def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _Gathered(torch.autograd.Function):
-    """The parts of all ranks along the last dim but one; a gradient is the sum of all ranks', in their order."""
+    """All-gather the parts along the second last dim. The gradient is the sum over all ranks in rank order."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -54,15 +54,15 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of tensors: none, at first."""
+    """The difference of tensors, initially none."""
 
-    largest: float = 0.0  # of an element; infinite where one of the two is no number, or is missing
+    largest: float = 0.0  # of an element; infinite if one of the two is NaN or missing
     is_bit_for_bit: bool = True
     is_tolerated: bool = True
 
     @classmethod
     def between(cls, actual: Tensor | None, expected: Tensor | None, tolerance: Tolerance) -> Difference:
-        """The difference of two tensors, either of which may be missing."""
+        """Return the difference of two tensors; each may be missing."""
         if actual is None and expected is None:
             return cls()
         if actual is None or expected is None or (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
@@ -78,7 +78,7 @@ class Difference:
         return cls(largest, is_bit_for_bit=False, is_tolerated=is_tolerated)
 
     def __or__(self, other: Difference) -> Difference:
-        """The larger of the two."""
+        """Return the larger of the two."""
         return Difference(
             max(self.largest, other.largest),
             self.is_bit_for_bit and other.is_bit_for_bit,
@@ -91,13 +91,13 @@ NO_DIFFERENCE = Difference()
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that differs."""
+    """A difference found in the comparison."""
 
     kind: Kind
     name: str  # the parameter's FQN, or which of the rank's losses
-    step: int  # from 1 on; 0 is before the first step
+    step: int  # counts from 1; 0 is before the first step
     rank: int
-    place: int  # among all that the rank compared, in order
+    place: int  # index in the order of the rank's comparisons
     difference: Difference
 
     def __str__(self) -> str:
@@ -110,22 +110,22 @@ class Finding:
 
     @property
     def _order(self) -> tuple[bool, bool, int, int, int]:
-        """A sorting key: first what is not tolerated, then what names a parameter, then the earliest."""
+        """The sorting key: first differences beyond the tolerance, then those of parameters, then the earliest."""
         return (self.difference.is_tolerated, not self.kind.is_named, self.step, self.place, self.rank)
 
     def as_dict(self) -> dict[str, str | int]:
-        """The finding, for JSON."""
+        """Return the finding for JSON."""
         return {"kind": self.kind.value, "name": self.name, "step": self.step, "rank": self.rank}
 
     @staticmethod
     def first(findings: Iterable[Finding]) -> Finding | None:
-        """The finding to look at first, if there is any."""
+        """Return the most important finding, or None."""
         return min(findings, key=lambda finding: finding._order, default=None)
 
 
 @dataclass
 class Compared:
-    """All that one rank has compared, in every step so far."""
+    """All comparisons of one rank so far."""
 
     rank: int
     tolerance: Tolerance
@@ -134,7 +134,7 @@ class Compared:
     _count: int = 0
 
     def add(self, kind: Kind, name: str, step: int, actual: Tensor | None, expected: Tensor | None) -> None:
-        """Compare two tensors. Those of one step are to come in the order of the model."""
+        """Compare two tensors. Call it in the order of the model within one step."""
         difference = Difference.between(actual, expected, self.tolerance)
         self.differences[kind] |= difference
         self._count += 1

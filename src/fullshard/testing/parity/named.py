@@ -1,4 +1,4 @@
-"""The user's functions that a command line names, as `package.module:function` or `file.py:function`."""
+"""Functions of the user named on a command line as `package.module:function` or `file.py:function`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["function_named", "mismatch"]
 
 
 def function_named(spec: str, option: str) -> Callable[..., Any]:
-    """The function, or other callable, that `spec` names; modules are also looked for in the current folder.
+    """Return the function, or other callable, named by `spec`. Modules are also searched in the current folder.
 
     Raises:
-        ConfigError: there is no such module or function in it, or importing the module fails.
+        ConfigError: The module or function does not exist, or the import fails.
     """
     where, _, name = spec.rpartition(":")
     if not where or not name:
@@ -45,7 +45,7 @@ def _module_of_file(where: str, option: str) -> ModuleType:
 
 
 def _module(name: str, folder: str, option: str) -> ModuleType:
-    """The module; `folder` stays where modules are looked for, since the ranks import it by name, too."""
+    """Import the module. `folder` stays on the search path, since the ranks import the module by name too."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
@@ -63,7 +63,7 @@ def _line(error: Exception) -> str:
 
 
 def mismatch(function: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-    """Why `function` does not take these arguments; None if it does, or does not say what it takes."""
+    """Return why `function` does not accept these arguments; None if it does, or if its signature is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What divides the work of a rank of data: stages, the sequence, experts, matrices; and the meshes of all this."""
+"""Parallelisms that divide the work of a data-parallel rank (stages, sequence, experts, matrices), and their meshes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TensorParallelPlan = Callable[[nn.Module], Mapping[str, Any]]
 PlaceExperts = Callable[[nn.Module, DeviceMesh], Any]
 CutContext = Callable[[Any], Sequence[tuple[Tensor, int]]]
 
-SCHEDULES = {  # torch's, and how many stages a rank has
+SCHEDULES = {  # torch's name, and the stages per rank
     "GPipe": 1,
     "1F1B": 1,
     "Interleaved1F1B": 2,
@@ -34,21 +34,21 @@ SCHEDULES = {  # torch's, and how many stages a rank has
     "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first rank has the first stage and the last
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first rank has the first and the last stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Sizes of the axes beside data parallelism; 1 where there is none.
+    """Sizes of the axes other than data parallelism; 1 for an unused axis.
 
     Raises:
-        ConfigError: a size is below 1.
+        ConfigError: A size is below 1.
     """
 
-    pp: int = 1  # ranks that have stages of the model one after the other
-    cp: int = 1  # ranks that have parts of the sequence
-    ep: int = 1  # ranks that have parts of the experts: among those of data and context, not beside them
-    tp: int = 1  # ranks that have parts of matrices
+    pp: int = 1  # ranks with consecutive stages of the model
+    cp: int = 1  # ranks with parts of the sequence
+    ep: int = 1  # ranks with parts of the experts, a subset of the data and context ranks
+    tp: int = 1  # ranks with parts of matrices
 
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
@@ -57,12 +57,12 @@ class Axes:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By name."""
+        """The sizes by name."""
         return {"pp": self.pp, "cp": self.cp, "ep": self.ep, "tp": self.tp}
 
     @property
     def rounds(self) -> bool:
-        """True if sums are taken in another order than one process takes them. A pipeline alone keeps that."""
+        """True if sums have a different order than in one process. Only a pipeline keeps that order."""
         return self.cp * self.ep * self.tp > 1
 
     def __str__(self) -> str:
@@ -74,20 +74,20 @@ NO_AXES = Axes()
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism(Axes):
-    """Parallelisms beside sharding, and how the model is divided by them. For the functions see `docs/parity.md`.
+    """Parallelisms other than sharding, and their division of the model. For the functions see `docs/parity.md`.
 
     Args:
         blocks: the FQN of the `nn.ModuleList` (or `nn.Sequential`) that a pipeline's stages have parts of.
         schedule: torch's name for the order of a pipeline's microbatches.
-        context: of a batch, its tensors that run along the sequence, each with that dim; all of two dims or more, along
-            dim 1, if None.
-        experts: called with the model and the mesh of the axis `ep`, makes `DTensor`s on it of the experts' parameters,
-            and has tokens sent.
-        tp_plan: of the model, a plan for `torch.distributed.tensor.parallel.parallelize_module`; the one that comes
-            with a model of transformers, if None.
+        context: of a batch, its tensors along the sequence, each with that dim; if None, all of two dims or more, along
+            dim 1.
+        experts: called with the model and the mesh of the axis `ep`, converts the experts' parameters to `DTensor`s on
+            it, and exchanges tokens.
+        tp_plan: of the model, a plan for `torch.distributed.tensor.parallel.parallelize_module`; if None, that of a
+            transformers model.
 
     Raises:
-        ConfigError: a size is below 1, or says nothing without an argument that is missing.
+        ConfigError: A size is below 1, or its required argument is missing.
     """
 
     blocks: str | None = None

@@ -1,10 +1,10 @@
-"""The plain process: unsharded PyTorch that does the work of all ranks, one after another.
+"""The plain process: unsharded PyTorch that does the work of all ranks, one after the other.
 
-Each rank's microbatches are computed by a plain copy of the model, so that what a rank keeps besides parameters (the
-running averages of its batch norms, say) stays its own. Nothing of the engine takes part: autograd, a loop that adds up
-gradients, an optimizer of torch. Only the order of additions is taken over from the engine, since every order rounds
-in its own way: gradients are added in rank order, on a mesh of two axes within each replica first, and divided once
-(float16 is halved as often as it must be first); a norm is taken of the parts that ranks have, and of those norms.
+A separate plain copy of the model computes each rank's microbatches, so that state of a rank other than parameters
+(such as the running averages of batch norms) stays separate. The engine is not used: only autograd, a loop that sums
+gradients, and an optimizer of torch. Only the order of additions matches the engine, since every order rounds
+differently: gradients are added in rank order, on a mesh of two axes within each replica first, and divided once
+(float16 is first divided by the necessary power of two). The norm is computed from the norms of the ranks' parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["train_plain"]
 
 
 def train_plain(recipe: Recipe, ranks: int, shards: int, trace: Trace) -> None:
-    """Train as `ranks` ranks do, `shards` of which are on the shard axis, and leave the numbers in `trace`."""
+    """Train as `ranks` ranks, with `shards` ranks on the shard axis, and write the numbers to `trace`."""
     plain = Plain(recipe, ranks, shards)
     trace.write(0, Step(plain.parameters))
     for number in range(1, recipe.steps + 1):
@@ -57,7 +57,7 @@ class Plain:
         return {name: param.detach() for name, param in self._model.named_parameters()}
 
     def step(self, number: int) -> Step:
-        """One step of training, the first being 1."""
+        """Run one training step, counted from 1."""
         losses: dict[int, Tensor] = {}
         for copy in self._copies:
             self._hand_values_to(copy)
@@ -77,10 +77,10 @@ class Plain:
         return Step(self.parameters, gradients, norm, losses)
 
     def _check_finite(self, step: int, gradients: Mapping[str, Tensor | None], losses: Mapping[int, Tensor]) -> None:
-        """Raise if the step gave numbers that are not finite: any two such runs would look the same.
+        """Raise an error if the step gave numbers that are not finite, which cannot be compared.
 
         Raises:
-            ConfigError: it did.
+            ConfigError: A number is not finite.
         """
         found: dict[str, Tensor] = {f"the loss of microbatch {number}": loss for number, loss in losses.items()}
         found |= {f"the gradient of {name}": grad for name, grad in gradients.items() if grad is not None}
@@ -99,7 +99,7 @@ class Plain:
                 own.copy_(param)
 
     def _gradients(self, copy: nn.Module, numbers: Sequence[int], losses: dict[int, Tensor]) -> list[Tensor | None]:
-        """One rank's gradients of some microbatches, in the dtype that they are reduced in."""
+        """Return one rank's gradients of some microbatches, in the dtype of gradient sums."""
         sums: list[Tensor | None] = [None for _ in copy.parameters()]
         for number in numbers:
             losses[number] = self._recipe.backward(copy, number)
@@ -112,7 +112,7 @@ class Plain:
         return sums
 
     def _add_mean(self, terms: Sequence[Sequence[Tensor | None]]) -> None:
-        """Add the mean over all ranks to the gradients that the optimizer sees."""
+        """Add the mean over all ranks to the gradients of the optimizer."""
         for param, of_ranks in zip(self._model.parameters(), zip(*terms, strict=True), strict=True):
             found = [grad for grad in of_ranks if grad is not None]
             if found:
@@ -122,8 +122,9 @@ class Plain:
 
 
 def mean_of(terms: Sequence[Tensor], shards: int, count: int | None = None) -> Tensor:
-    """The mean, of which no sum on the way overflows in float16 unless it does itself; of terms that are of `count`
-    ranks together, if that is not their number.
+    """Return the mean of `terms`, which overflows in float16 only if the result does.
+
+    `count` is the number of ranks that the terms represent, if it differs from the number of terms.
     """
     count = len(terms) if count is None else count
     scale = 0.5 ** ceil(log2(count)) if terms[0].dtype == torch.float16 else 1.0
@@ -131,13 +132,13 @@ def mean_of(terms: Sequence[Tensor], shards: int, count: int | None = None) -> T
 
 
 def summed(terms: Sequence[Tensor], shards: int) -> Tensor:
-    """The sum in rank order, over each `shards` neighbours first."""
+    """Return the sum in rank order, first over each group of `shards` consecutive ranks."""
     replicas = [reduce(torch.add, terms[i : i + shards]) for i in range(0, len(terms), shards)]
     return reduce(torch.add, replicas)
 
 
 def norm_in_parts(grads: Sequence[Tensor], shards: int) -> Tensor:
-    """The norm of all gradients together: of each rank's shard of each, then of these over the ranks, then of all."""
+    """Return the total gradient norm: of each rank's shard per parameter, then over ranks, then over parameters."""
     if not grads:
         return torch.tensor(0.0)
     parts = [[_norm(part_of_rank(grad, shards, rank)) for grad in grads] for rank in range(shards)]

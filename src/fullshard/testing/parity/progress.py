@@ -1,4 +1,4 @@
-"""The display of a comparison under way: a bar on a terminal, a line for each row elsewhere."""
+"""The display of a comparison in progress: a bar on a terminal, a line for each row elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["shown"]
 
 
 def shown(rows: Iterable[ParityRow], cases: Sequence[Case], console: Console) -> Iterator[ParityRow]:
-    """`rows` as they come, which are to be one for each of `cases`, in order."""
+    """Yield `rows` as they arrive, one for each of `cases`, in order."""
     return _with_bar(rows, cases, console) if console.is_terminal else _with_lines(rows, console)
 
 

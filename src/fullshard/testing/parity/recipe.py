@@ -34,7 +34,7 @@ class Recipe:
     """A model, its data and its training. The arguments are those of `check_parity`.
 
     Raises:
-        ConfigError: an argument cannot be honoured.
+        ConfigError: An argument is invalid.
     """
 
     make_model: Callable[[], nn.Module]
@@ -77,11 +77,11 @@ class Recipe:
             )
         if self.lr is not None and not self.lr > 0:
             raise ConfigError(f"lr={self.lr}: must be greater than 0.")
-        _ = self.precision  # which looks at the dtypes
+        _ = self.precision  # which checks the dtypes
 
     @property
     def count(self) -> int:
-        """Microbatches of a rank in a step; of a pipeline as many as it has stages, unless `accumulate` says."""
+        """Microbatches per rank and step: `accumulate`, by default the number of stages of a pipeline."""
         return self.parallelism.stages if self.accumulate is None else self.accumulate
 
     @property
@@ -91,10 +91,10 @@ class Recipe:
         return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.reduce_dtype or lowered)
 
     def model(self) -> nn.Module:
-        """A new model, with the same values whenever the user's function draws them from the usual generators.
+        """Return a new model, with the same values if the user's function uses the usual random generators.
 
         Raises:
-            ConfigError: the user's function returns something else.
+            ConfigError: The user's function does not return a model.
         """
         _seed(self.seed)
         model = self.make_model()
@@ -109,7 +109,7 @@ class Recipe:
         return model
 
     def policy(self, model: nn.Module) -> AutoWrapPolicy:
-        """The policy that picks the submodules of `model` that become units."""
+        """Return the policy that selects the submodules of `model` that become units."""
         if isinstance(self.auto_wrap_policy, ClassNames):
             self.auto_wrap_policy.check(model)
         if self.auto_wrap_policy is not None:
@@ -118,7 +118,7 @@ class Recipe:
         return partial(size_based_auto_wrap_policy, min_num_params=max(1, numel // _UNITS))
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of `model`'s trained parameters.
+        """Return the optimizer of `model`'s trained parameters.
 
         Raises:
             ConfigError: the user's function returns something else.
@@ -136,18 +136,18 @@ class Recipe:
         return optimizer
 
     def microbatches(self, step: int, rank: int, ranks: int) -> list[list[int]]:
-        """The numbers of `rank`'s microbatches in step `step`, which counts from 1; a list for each reduction."""
+        """Return the numbers of `rank`'s microbatches in step `step`, counted from 1; one list per reduction."""
         first = ((step - 1) * ranks + rank) * self.count
         numbers = list(range(first, first + self.count))
         return [[number] for number in numbers] if self.reduce_each else [numbers]
 
     def loss_of(self, model: nn.Module, number: int) -> Tensor:
-        """The loss of a microbatch.
+        """Return the loss of a microbatch.
 
-        Random numbers depend on the microbatch alone, not on the process or on what it has computed before.
+        Random numbers depend only on the microbatch, not on the process or its previous computations.
 
         Raises:
-            ConfigError: the loss is not one number with a gradient.
+            ConfigError: The loss is not one number with a gradient.
         """
         batch = cut_batch(self._batch(number), self.parallelism.context)
         loss = _own_loss(model, batch) if self.loss is None else self.loss(model, batch)
@@ -156,7 +156,7 @@ class Recipe:
 
     @cached_property
     def batch_argument(self) -> BatchArgument:
-        """What the user's `make_batch` takes."""
+        """The argument of the user's `make_batch`."""
         return argument_of(self.make_batch)
 
     def _batch(self, number: int) -> Any:
@@ -168,7 +168,7 @@ class Recipe:
         return batch
 
     def backward(self, model: nn.Module, number: int) -> Tensor:
-        """Add a microbatch's share of the step's gradients to those of `model`; its loss.
+        """Add a microbatch's share of the step's gradients to those of `model` and return its loss.
 
         Raises:
             ConfigError: see `loss_of`.
@@ -178,7 +178,7 @@ class Recipe:
         return loss.detach()
 
     def computing(self, model: nn.Module) -> nn.Module:
-        """`model` with parameters in the dtype of compute; modules that would be units cast their inputs."""
+        """Return `model` with parameters in the dtype of compute. Modules that would be units cast their inputs."""
         units = [model, *wrapped_modules(model, self.policy(model))]
         if self.precision.param_dtype is not None:
             for param in model.parameters():
@@ -188,7 +188,7 @@ class Recipe:
         return model
 
     def cast_inputs(self, module: nn.Module) -> None:
-        """Have `module` called with inputs in the dtype of compute, if there is one, as a unit is."""
+        """Cast the inputs of `module` to the dtype of compute, if set, as for a unit."""
         dtype = self.precision.param_dtype
 
         def cast_all(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,7 +199,7 @@ class Recipe:
 
 
 class ClassNames(WrapPolicy):
-    """Every instance of a class of one of these names is a unit, subclasses included."""
+    """A wrap policy: every instance of a class with one of these names is a unit, including subclasses."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -208,10 +208,10 @@ class ClassNames(WrapPolicy):
         return {} if not _names(module).isdisjoint(self.names) else None
 
     def check(self, model: nn.Module) -> None:
-        """Refuse names that nothing in `model` has.
+        """Raise an error for names that match no module of `model`.
 
         Raises:
-            ConfigError: there are some.
+            ConfigError: A name has no match.
         """
         below = list(model.modules())[1:]
         missing = [name for name in self.names if not any(name in _names(module) for module in below)]
@@ -224,7 +224,7 @@ class ClassNames(WrapPolicy):
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of `model` that are trained."""
+    """Return the parameters of `model` that are trained."""
     return [param for param in model.parameters() if param.requires_grad]
 
 
@@ -239,7 +239,7 @@ def _seed(seed: int) -> None:
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Any:
-    """The loss that `model` itself returns."""
+    """Return the loss that `model` itself computes."""
     if isinstance(batch, Mapping):
         output = model(**batch)
     elif isinstance(batch, tuple | list):

@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 __all__ = ["WIDTH", "ParityReport", "ParityRow"]
 
-WIDTH = 120  # of the table, unless a terminal shows it
+WIDTH = 120  # of the table, without a terminal
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRow:
-    """The differences of a strategy on some ranks from the plain process: the largest of each kind."""
+    """The maximum differences, by kind, of a strategy on some ranks from the plain process."""
 
     strategy: str
     ranks: int
     replicas: int  # the number of ranks that hold the same shards
-    axes: Axes = NO_AXES  # beside these, of processes that share a rank's work
+    axes: Axes = NO_AXES  # the other axes, of processes that share a rank's work
     loss: Difference = NO_DIFFERENCE
     gradient: Difference = NO_DIFFERENCE  # before clipping
     gradient_norm: Difference = NO_DIFFERENCE
     parameter: Difference = NO_DIFFERENCE
     first: Finding | None = None  # the first difference: of a parameter, if one differs
-    failure: str = ""  # the ranks' message, if they could not train at all
+    failure: str = ""  # the message of the ranks, if they could not train
 
     @classmethod
     def of(cls, case: Case, ranks: Sequence[Compared]) -> ParityRow:
-        """The row of all ranks' comparisons."""
+        """Return the row of all ranks' comparisons."""
         worst = dict.fromkeys(Kind, NO_DIFFERENCE)
         for compared in ranks:
             worst = {kind: worst[kind] | compared.differences[kind] for kind in Kind}
@@ -55,7 +55,7 @@ class ParityRow:
 
     @classmethod
     def failed(cls, case: Case, failure: str) -> ParityRow:
-        """The row of ranks that could not train."""
+        """Return the row of ranks that could not train."""
         return cls(strategy=case.strategy, ranks=case.ranks, replicas=case.replicas, axes=case.axes, failure=failure)
 
     @property
@@ -65,7 +65,7 @@ class ParityRow:
 
     @property
     def is_bit_for_bit(self) -> bool:
-        """True if not a bit differs."""
+        """True if all bits are identical."""
         return not self.failure and all(difference.is_bit_for_bit for difference in self.differences)
 
     @property
@@ -102,7 +102,7 @@ class ParityRow:
         return f"{self.title}: {stated.get(self._verdict, self._verdict)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The row for JSON: differences as numbers, `"inf"` where there is none."""
+        """Return the row for JSON: differences as numbers, `"inf"` if not finite."""
         return {
             "strategy": self.strategy,
             "ranks": self.ranks,
@@ -133,7 +133,7 @@ class ParityReport:
 
     @property
     def is_bit_for_bit(self) -> bool:
-        """True if no row differs in a bit."""
+        """True if all rows are bitwise identical."""
         return all(row.is_bit_for_bit for row in self.rows)
 
     def raise_if_different(self) -> None:
@@ -142,7 +142,7 @@ class ParityReport:
             raise AssertionError(f"sharded training differs from plain training:\n{self}")
 
     def table(self) -> Table:
-        """The rows, for rich to print."""
+        """Return the table for rich."""
         from rich import box
         from rich.table import Table
 
@@ -159,7 +159,7 @@ class ParityReport:
 
     @property
     def stated(self) -> str:
-        """The messages of ranks that could not train, and the verdict in a line."""
+        """The messages of ranks that could not train, and the verdict in one line."""
         titles: dict[str, list[str]] = {}
         for row in self.rows:
             if row.failure:
@@ -184,7 +184,7 @@ class ParityReport:
         return f"All {len(self.rows)} agree with the plain process within {limits}."
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole report, for JSON."""
+        """Return the report for JSON."""
         return {
             "equal": self.is_equal,
             "bit_for_bit": self.is_bit_for_bit,

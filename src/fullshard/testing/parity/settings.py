@@ -27,17 +27,17 @@ class SubjectSettings:
     """The model and its data. Functions are named as package.module:function or file.py:function."""
 
     model: MaybeStr = None
-    """A function without arguments that returns the model. Needed."""
+    """A function without arguments that returns the model. Required."""
     batch: MaybeStr = None
     """A function make_batch(rows) that returns one microbatch: a dict or tuple of the model's arguments, or its only
-    argument. The same as for fullshard plan. A function of the microbatch's number is accepted, too. Needed."""
+    argument. The same as for fullshard plan. A function of the microbatch's number is accepted too. Required."""
     rows: int = 2
     """Rows of a microbatch, for make_batch(rows)."""
     loss: MaybeStr = None
     """A function loss(model, batch) that returns one number. Left out: the model's output, or its .loss."""
     wrap: MaybeStr = None
-    """Submodules that become units: names of classes, such as Block,Head; or the least number of parameters that a
-    unit has; or a wrap policy, named like a function. Left out: units of a tenth of the parameters or more."""
+    """Submodules that become units: names of classes, such as Block,Head; or the minimum number of parameters of a
+    unit; or a wrap policy, named like a function. Default: units with a tenth of the parameters or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +54,17 @@ class RankSettings:
     """Axes and their sizes, such as pp2,dp2,tp2, instead of --ranks: dp of data, pp of stages, cp of parts of the
     sequence, tp of parts of matrices; ep of parts of the experts, among the ranks of dp and cp."""
     blocks: MaybeStr = None
-    """For pp: the list of modules that stages have parts of, such as model.layers."""
+    """For pp: the list of modules to divide into stages, such as model.layers."""
     schedule: str = "1F1B"
     """For pp: torch's name of the schedule."""
     context: MaybeStr = None
-    """For cp: a function of a batch that returns its tensors along the sequence, each with that dim. Left out: those of
-    two dims or more, dim 1."""
+    """For cp: a function of a batch that returns its tensors along the sequence, each with that dim. Default: those of
+    two dims or more, with dim 1."""
     experts: MaybeStr = None
-    """For ep: a function of the model and the mesh of this axis, which makes DTensors of the experts' parameters."""
+    """For ep: a function of the model and the mesh of this axis that converts the experts' parameters to DTensors."""
     tp_plan: MaybeStr = None
-    """A function of the model that returns a plan of tensor parallelism, for torch's parallelize_module. Left out: the
-    plan that comes with a model of transformers."""
+    """A function of the model that returns a plan of tensor parallelism, for torch's parallelize_module. Default: the
+    plan of a transformers model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +74,21 @@ class TrainingSettings:
     steps: int = 5
     """Optimizer steps."""
     accumulate: MaybeInt = None
-    """Microbatches of a rank in a step. Left out: one, or in a pipeline as many as it has stages."""
+    """Microbatches per rank and step. Default: one, or in a pipeline the number of stages."""
     reduce_each: bool = False
     """Reduce gradients after each microbatch, instead of after the last one of a step."""
     optimizer: str = "adamw"
     """adamw, sgd (with momentum), or a function that makes an optimizer of the model."""
     lr: MaybeFloat = None
-    """Learning rate of adamw or sgd. Left out: one that suits it."""
+    """Learning rate of adamw or sgd. Default: depends on the optimizer."""
     clip: float = 1.0
-    """Largest norm of the whole gradient; 0 turns clipping off."""
+    """Maximum norm of the full gradient; 0 disables clipping."""
     dtype: MaybeStr = None
     """Dtype of compute: float32, bfloat16 or float16. Left out: the dtype of each parameter."""
     reduce_dtype: MaybeStr = None
-    """Dtype of gradient sums. Left out: float32 where --dtype is given, else the dtype of each parameter."""
+    """Dtype of gradient sums. Default: float32 with --dtype, else the dtype of each parameter."""
     seed: int = 0
-    """Fixes all random numbers: first weights, batches, dropout."""
+    """Seed of all random numbers: initial weights, batches, dropout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +96,11 @@ class VerdictSettings:
     """Tolerance, time-out and output."""
 
     atol: float = 0.0
-    """Difference that a number may have. Both tolerances 0: not a bit may differ."""
+    """Absolute tolerance. If both tolerances are 0, all bits must be identical."""
     rtol: float = 0.0
-    """Difference that a number may have, relative to itself."""
+    """Relative tolerance."""
     timeout: float = 600.0
-    """Seconds that a strategy may take."""
+    """Time limit per strategy in seconds."""
     json: MaybePath = None
     """A file for the result as JSON."""
 
@@ -115,10 +115,10 @@ class ParitySettings:
     verdict: VerdictSettings = field(default_factory=VerdictSettings)
 
     def recipe(self) -> Recipe:
-        """The recipe, with the user's functions imported.
+        """Return the recipe, with the user's functions imported.
 
         Raises:
-            ConfigError: an option is not sound.
+            ConfigError: An option is invalid.
         """
         subject, training = self.subject, self.training
         given = training.optimizer
@@ -141,10 +141,10 @@ class ParitySettings:
         )
 
     def parallelism(self) -> Parallelism:
-        """What divides the work of a rank of data.
+        """Return the parallelisms other than sharding.
 
         Raises:
-            ConfigError: the mesh cannot be read, or a function that an axis needs is missing.
+            ConfigError: The mesh is invalid, or a function for an axis is missing.
         """
         given = self.ranks
         sizes = {} if given.mesh is None else sizes_of_mesh(given.mesh)
@@ -158,10 +158,10 @@ class ParitySettings:
         )
 
     def cases(self) -> list[Case]:
-        """The strategies and numbers of ranks to compare.
+        """Return the strategies and numbers of ranks to compare.
 
         Raises:
-            ConfigError: a list cannot be read, or a strategy does not fit.
+            ConfigError: A list is invalid, or a strategy is not possible.
         """
         strategies = None if self.ranks.strategies == "all" else _words(self.ranks.strategies)
         if self.ranks.mesh is not None:
@@ -174,7 +174,7 @@ class ParitySettings:
         return cases_of(ranks, strategies, self.ranks.replicas)
 
     def tolerance(self) -> Tolerance:
-        """The allowed difference."""
+        """Return the allowed difference."""
         return Tolerance(self.verdict.atol, self.verdict.rtol)
 
 
@@ -182,10 +182,10 @@ _AXES = ("pp", "dp", "cp", "ep", "tp")
 
 
 def sizes_of_mesh(text: str) -> dict[str, int]:
-    """The sizes of the axes that `--mesh` names.
+    """Return the sizes of the axes in `--mesh`.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: The mesh is invalid.
     """
     sizes: dict[str, int] = {}
     for word in _words(text):
@@ -201,7 +201,7 @@ def sizes_of_mesh(text: str) -> dict[str, int]:
 
 
 def policy_named(wrap: str) -> AutoWrapPolicy:
-    """The policy that `--wrap` asks for."""
+    """Return the wrap policy of `--wrap`."""
     if ":" in wrap:
         policy: AutoWrapPolicy = function_named(wrap, "--wrap")
         return policy

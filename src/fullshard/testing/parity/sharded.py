@@ -1,4 +1,4 @@
-"""One rank: train sharded, and compare every step with the plain process's."""
+"""Sharded training of one rank, and comparison of every step with the plain process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _experts_over(mesh: DeviceMesh, param: nn.Parameter) -> ShardPlacementResult
 
 
 class OneStage:
-    """The whole model on this rank, sharded."""
+    """The full model on this rank, sharded."""
 
     def __init__(self, recipe: Recipe, divided: Divided) -> None:
         self._recipe, self._divided = recipe, divided
@@ -82,11 +82,11 @@ class OneStage:
         self.params: dict[str, Tensor] = dict(self.module.named_parameters())
 
     def has(self, name: str) -> bool:
-        """True for a parameter that this rank is to have: for all."""
+        """Return whether this rank has the parameter: always True."""
         return True
 
     def backward(self, step: int) -> dict[int, Tensor]:
-        """Compute the gradients of a step; the losses of this rank's microbatches, by number."""
+        """Compute the gradients of a step and return the losses of this rank's microbatches, by number."""
         losses = {}
         for together in self._recipe.microbatches(step, self._divided.rank, self._divided.case.ranks):
             for number in together:
@@ -95,7 +95,7 @@ class OneStage:
         return losses
 
     def clip(self) -> Tensor:
-        """Clip gradients; their norm before."""
+        """Clip gradients and return their norm before."""
         return clip_grad_norm_(trained(self.module), self._recipe.clip or math.inf)
 
 
@@ -147,7 +147,7 @@ class Pipeline:
         )
 
     def has(self, name: str) -> bool:
-        """True for a parameter that this rank is to have: of its stages."""
+        """Return whether a stage of this rank has the parameter."""
         return self._cut.stage_of[name] in self.numbers
 
     def _stage(self, cut: Cut, number: int) -> Stage:
@@ -164,7 +164,7 @@ class Pipeline:
         return loss[0] / self._recipe.count
 
     def backward(self, step: int) -> dict[int, Tensor]:
-        """Compute the gradients of a step; the losses, by number of the microbatch, if this rank has the last stage."""
+        """Compute the gradients of a step. On the rank of the last stage, return the losses by microbatch number."""
         (numbers,) = self._recipe.microbatches(step, self._divided.rank, self._divided.case.ranks)
         given = torch.tensor(numbers)
         is_last = any(stage.is_last for stage in self._stages)
@@ -177,7 +177,7 @@ class Pipeline:
         return losses
 
     def clip(self) -> Tensor:
-        """Clip gradients; the norm of all stages' before."""
+        """Clip gradients and return the norm over all stages before."""
         grads = [[param.grad for param in stage.parameters() if param.grad is not None] for stage in self._stages]
         own = torch.stack([total_norm(of_stage) for of_stage in grads])
         of_ranks = [torch.empty_like(own) for _ in range(self._pipe.size())]
@@ -199,7 +199,7 @@ def _compare_parameters(compared: Compared, step: int, training: OneStage | Pipe
 
 
 def _of_this_rank(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """This rank's part of a tensor, and the expected one."""
+    """Return this rank's part of a tensor, and the expected part."""
     if not isinstance(actual, DTensor):
         return actual, expected
     local = actual.to_local().detach()
@@ -208,7 +208,7 @@ def _of_this_rank(actual: Tensor | None, expected: Tensor | None) -> tuple[Tenso
     mesh = actual.device_mesh
     for axis, placement in enumerate(actual.placements):
         if isinstance(placement, Shard):
-            parts = expected.chunk(mesh.size(axis), placement.dim)  # as torch cuts: the last ranks may have none
+            parts = expected.chunk(mesh.size(axis), placement.dim)  # as torch divides: the last ranks may have none
             rank = mesh.get_local_rank(axis)
             expected = parts[rank] if rank < len(parts) else expected.narrow(placement.dim, 0, 0)
     return local, expected

@@ -1,9 +1,9 @@
-"""A pipeline of a user's model: which parameters each stage has, and stages made of the model itself.
+"""A pipeline of a user's model: the parameters of each stage, and stages that call the model itself.
 
-Blocks that stand in a list, and are called one after the other with what the last one returned, are divided among the
-stages. All else is a stage's in which it has gradients: once, the model is trained with the graph cut before each
-stage's first block. A stage then calls the model as it is, blocks of earlier stages handing on what they are given; its
-own first block is given what has been received; and the first block of the next stage ends the call.
+The stages divide a list of blocks that are called in sequence, each with the output of the previous one. Any other
+parameter belongs to the stage where it has gradients. To find it, the model is trained once with the graph cut before
+each stage's first block. A stage then calls the full model: blocks of earlier stages return their input, its own first
+block gets the received tensors, and the first block of the next stage ends the call.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fullshard.testing.parity.recipe import Recipe
 
 __all__ = ["Cut", "Stage", "clip", "find_cut", "norm_of_all"]
 
-Units = Mapping[nn.Module, Mapping[str, Any]]  # with options of their own
+Units = Mapping[nn.Module, Mapping[str, Any]]  # with separate options
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Which stage has what."""
+    """The division of a model into stages."""
 
     firsts: list[int]  # the first block of each stage
     stage_of: dict[str, int]  # by FQN of the parameter
-    received: list[Tensor | None]  # what each stage is given by the one before, on the meta device
-    returns_tuples: bool  # whether blocks return what they made in a tuple
+    received: list[Tensor | None]  # the input of each stage, on the meta device
+    returns_tuples: bool  # whether blocks return a tuple
 
     def norm(self, grads: Mapping[str, Tensor | None], norm_of: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """The norm of all gradients, taken by `norm_of` of each stage's, and of these."""
+        """Return the total gradient norm, by `norm_of` of each stage and of the results."""
         norms = []
         for stage in range(len(self.firsts)):
             own = [grad for name, grad in grads.items() if grad is not None and self.stage_of[name] == stage]
@@ -43,24 +43,24 @@ class Cut:
 
 
 def norm_of_all(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of what stages have, from theirs."""
+    """Return the total norm from the norms of the stages."""
     total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
     return total
 
 
 @torch.no_grad()
 def clip(grads: Sequence[Tensor], norm: Tensor, largest: float) -> None:
-    """Scale `grads` so that `norm`, which all have together, is at most `largest`."""
+    """Scale `grads` so that their total norm `norm` is at most `largest`."""
     coefficient = torch.clamp((largest or math.inf) / (norm + 1e-6), max=1.0)
     for grad in grads:
         grad.mul_(coefficient)
 
 
 def find_cut(recipe: Recipe, model: nn.Module) -> Cut:
-    """How `model`, which is not to be used for anything else, is cut into the stages of a pipeline, if it is.
+    """Return the division of `model` into pipeline stages, if any. `model` must not be used afterwards.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: The model cannot be divided.
     """
     names = [name for name, _ in model.named_parameters()]
     if recipe.parallelism.pp == 1:
@@ -108,7 +108,7 @@ def _blocks_of(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
 
 
 def _stage_by_name(name: str, blocks: str, firsts: Sequence[int]) -> int:
-    """Of a parameter without a gradient: where its block is, if it has one."""
+    """Return the stage of a parameter without a gradient: that of its block, if it has one."""
     if not name.startswith(f"{blocks}."):
         return 0
     number = int(name.removeprefix(f"{blocks}.").split(".")[0])
@@ -116,11 +116,11 @@ def _stage_by_name(name: str, blocks: str, firsts: Sequence[int]) -> int:
 
 
 class _Trial:
-    """One microbatch through the whole model, with the graph cut before each stage but the first."""
+    """Run one microbatch through the full model, with the graph cut before each stage except the first."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], firsts: Sequence[int]) -> None:
         self._model = model
-        self._cuts: dict[int, tuple[Tensor, Tensor]] = {}  # by stage: what the last one made, and what it begins with
+        self._cuts: dict[int, tuple[Tensor, Tensor]] = {}  # by stage: the output of the previous one, and its own input
         self.received: list[Tensor | None] = [None for _ in firsts]
         self.returns_tuples = False
         for stage, first in enumerate(firsts):
@@ -149,7 +149,7 @@ class _Trial:
         self.returns_tuples = isinstance(result, tuple)
 
     def run(self, recipe: Recipe) -> dict[str, set[int]]:
-        """The stages in which each parameter has a gradient. A frozen one is let have one."""
+        """Return the stages with a gradient of each parameter. Frozen parameters get gradients here."""
         params = dict(self._model.named_parameters())
         for param in params.values():
             param.requires_grad_(param.is_floating_point())
@@ -170,7 +170,7 @@ class _Trial:
 
 
 class Stopped(Exception):  # noqa: N818  # it is none
-    """The next stage has the rest."""
+    """The signal that the next stage runs the rest."""
 
     def __init__(self, made: Tensor) -> None:
         super().__init__()
@@ -178,14 +178,14 @@ class Stopped(Exception):  # noqa: N818  # it is none
 
 
 class Stage(nn.Module):
-    """The part of `model` that a stage has, which is called with what it has received, and the number of a microbatch.
+    """The part of `model` in a stage, called with the received tensors and the number of a microbatch.
 
     Args:
         recipe: gives the batches, and the loss.
         model: will have the parameters of the stage only. Names stay, below `model`.
-        cut: says which.
-        number: of the stage.
-        units: modules of `model` that are units where all of it is in one process, inner ones first.
+        cut: The division into stages.
+        number: The number of the stage.
+        units: The modules of `model` that are units in a single process, inner ones first.
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module, cut: Cut, number: int, units: Units) -> None:
@@ -205,7 +205,7 @@ class Stage(nn.Module):
             for module in model.modules()
             if module not in self.own and any(block in module.modules() for block in blocks)
         ]
-        self.units = {  # but for those that the end of a stage's forward passes through, as an exception
+        self.units = {  # except those that the exception at the end of a stage's forward passes through
             item: options
             for item, options in units.items()
             if item not in around and any(True for _ in item.parameters())
@@ -214,7 +214,7 @@ class Stage(nn.Module):
         recipe.cast_inputs(model)
 
     def begin_with_received(self) -> None:
-        """Have its first block given what is received: once that is a unit, whose hooks are to see it."""
+        """Pass the received tensors to the first block. Call this after the block becomes a unit, for its hooks."""
 
         def replace(module: nn.Module, args: tuple[Any, ...]) -> Any:
             return (self._received, *args[1:])
@@ -224,7 +224,7 @@ class Stage(nn.Module):
         self.own[0].register_forward_pre_hook(replace, prepend=True)
 
     def forward(self, received: Tensor, *, number: Tensor) -> Tensor:
-        """What the next stage is to receive, or the loss."""
+        """Return the input of the next stage, or the loss."""
         self._received = received
         try:
             loss = self._recipe.loss_of(self.model, int(number))
@@ -237,7 +237,7 @@ class Stage(nn.Module):
 
 
 def _strip(block: nn.Module, forward: Callable[..., Any]) -> None:
-    """Leave of a block of another stage its attributes only."""
+    """Remove everything except attributes from a block of another stage."""
     for of_hooks in (block._forward_hooks, block._forward_pre_hooks):
         of_hooks.clear()
     for content in (block._modules, block._parameters, block._buffers):
@@ -258,7 +258,7 @@ def _tuple(given: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
 
 
 def _keep_values(model: nn.Module, names: Sequence[str]) -> None:
-    """Let modules that are called on the way to a stage's own blocks see first values in place of parameters."""
+    """Replace parameters of modules that run before a stage's own blocks by their initial values."""
     for name in names:
         path, _, attribute = name.rpartition(".")
         try:

@@ -1,4 +1,4 @@
-"""Matrices that several ranks divide: by a plan for `parallelize_module` of torch, or of transformers."""
+"""Tensor parallelism: by a plan for `parallelize_module` of torch, or by that of a transformers model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def cut(model: nn.Module, plan_of: TensorParallelPlan | None, mesh: DeviceMesh) -> None:
-    """Divide matrices of `model` over the one axis of `mesh`, as `plan_of` it says, or its own plan.
+    """Divide matrices of `model` over the one axis of `mesh`, by `plan_of(model)` or by its own plan.
 
     Raises:
-        ConfigError: there is no plan, or it has an entry that is not known here.
+        ConfigError: The model has no plan, or the plan has an unknown entry.
     """
     plan = _own_plan(model) if plan_of is None else plan_of(model)
     if not isinstance(plan, Mapping) or not plan:
@@ -47,7 +47,7 @@ def cut(model: nn.Module, plan_of: TensorParallelPlan | None, mesh: DeviceMesh) 
 
 
 def _own_plan(model: nn.Module) -> dict[str, Any]:
-    """The plan that comes with a model of transformers."""
+    """Return the plan of a transformers model."""
     config, prefix = getattr(model, "config", None), getattr(model, "base_model_prefix", "")
     of_base: Any = getattr(config, "base_model_tp_plan", None)
     if not of_base:

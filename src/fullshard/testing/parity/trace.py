@@ -1,4 +1,4 @@
-"""The numbers of the plain process, step by step, in files from which every rank can read its own part."""
+"""The numbers of the plain process for each step, in files that allow every rank to read its own part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Trace:
         torch.save(asdict(step), self._file(number))
 
     def read(self, number: int) -> Step:
-        """A step that was written. Tensors are read when they are used."""
+        """Return a written step. Tensors are read on access."""
         return Step(**torch.load(self._file(number), mmap=True, weights_only=True))
 
     def _file(self, number: int) -> Path:

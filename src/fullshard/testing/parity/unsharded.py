@@ -1,10 +1,10 @@
-"""Other parallelisms alone: what the ranks of a mesh train where nothing is sharded, which sharding must not change.
+"""Training with other parallelisms and without sharding, which sharding must not change.
 
-Matrix products that are cut, attention over parts of a sequence, and experts that other ranks send tokens to are added
-up in another order than in one process: gradients differ by rounding. So there are two comparisons. The ranks of the
-mesh, without its pipeline, train with every parameter whole on each rank of data, and gradients averaged in the
-engine's order by a loop: sharded training must have these bits. And of that training itself the first step is held to
-the plain process, within rounding.
+Divided matrix products, attention over parts of a sequence, and experts on other ranks sum in a different order than
+one process, so gradients differ by rounding. Therefore two comparisons are made. The ranks of the mesh, without its
+pipeline, train with unsharded parameters on each data-parallel rank, and a loop averages gradients in the engine's
+order: sharded training must give the same bits. The first step of that training is compared with the plain process,
+within rounding.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from fullshard.testing.parity.trace import Step, Trace
 
 __all__ = ["Divided", "train_unsharded"]
 
-_ROUNDING = Tolerance(of_largest=1e-5)  # sums of float32 in another order
+_ROUNDING = Tolerance(of_largest=1e-5)  # float32 sums in a different order
 
 
 class Divided:
     """The meshes of a case, and the user's model on them.
 
     Args:
-        recipe: the model, and how it is divided.
-        case: sizes.
+        recipe: The model, and its division.
+        case: The sizes.
     """
 
     def __init__(self, recipe: Recipe, case: Case) -> None:
@@ -53,10 +53,10 @@ class Divided:
         self.context_rank = dist.get_rank() % axes.cp
 
     def model(self) -> nn.Module:
-        """A new one, with its experts and matrices divided.
+        """Return a new model with divided experts and matrices.
 
         Raises:
-            ConfigError: it cannot be.
+            ConfigError: The model cannot be divided.
         """
         recipe, model = self._recipe.parallelism, self._recipe.model()
         if self.sparse is not None and recipe.experts is not None:
@@ -73,17 +73,17 @@ class Divided:
 
     @property
     def attention(self) -> AbstractContextManager[None]:
-        """A context in which steps are taken."""
+        """The context for steps."""
         return nullcontext() if self.context is None else attention_over(self.context)
 
 
 def is_expert(param: Tensor) -> bool:
-    """True for a parameter that ranks of expert parallelism divide."""
+    """Return whether expert parallelism divides the parameter."""
     return isinstance(param, DTensor) and "ep" in (param.device_mesh.mesh_dim_names or ())
 
 
 def train_unsharded(recipe: Recipe, case: Case, trace: Trace, plain: Trace) -> Compared:
-    """Train on this rank with nothing sharded, and leave the numbers in `trace`; the first step beside `plain`."""
+    """Train on this rank without sharding, write the numbers to `trace`, and compare the first step with `plain`."""
     divided = Divided(recipe, case)
     with divided.attention:
         cut = find_cut(recipe, divided.model())
@@ -104,7 +104,7 @@ def train_unsharded(recipe: Recipe, case: Case, trace: Trace, plain: Trace) -> C
             _write(trace, number, step)
             if number == 1:
                 _compare(compared, step, plain.read(1))
-        dist.barrier()  # every rank's trace is whole
+        dist.barrier()  # every rank's trace is complete
     return compared
 
 
@@ -112,9 +112,9 @@ class _Means:
     """Gradients averaged over all data, in the engine's order.
 
     Args:
-        recipe: what is trained.
-        divided: how.
-        model: that.
+        recipe: The training.
+        divided: The division of the model.
+        model: The model.
     """
 
     def __init__(self, recipe: Recipe, divided: Divided, model: nn.Module) -> None:
@@ -126,7 +126,7 @@ class _Means:
             self._experts = divided.case.same_experts_mesh().get_group(), divided.case.expert_norm_mesh()
 
     def take(self, step: int) -> dict[int, Tensor]:
-        """Have them in the parameters' gradients; the losses of all, by number of the microbatch."""
+        """Write them to the parameters' gradients and return all losses, by microbatch number."""
         recipe, case = self._recipe, self._divided.case
         plans = [recipe.microbatches(step, rank, case.ranks) for rank in range(case.ranks)]
         losses: dict[int, Tensor] = {}
@@ -146,7 +146,7 @@ class _Means:
         return losses
 
     def _mean(self, param: Tensor) -> Tensor | None:
-        """Of a parameter's gradient, which is taken away."""
+        """Return the mean of a parameter's gradient, and remove the gradient."""
         grad, param.grad = param.grad, None
         case = self._divided.case
         if self._experts is not None and is_expert(param):
@@ -155,7 +155,7 @@ class _Means:
         return None if grad is None else mean_of(_gathered(_local(_placed_like(param, grad)), self._group), case.shards)
 
     def placed(self, grad: Tensor | None) -> Tensor | None:
-        """A mean as the gradient of a parameter that is whole on all ranks of data, for its norm."""
+        """Return a mean in the form of the gradient of a parameter that is replicated over data ranks, for its norm."""
         if grad is None:
             return None
         if self._experts is not None and is_expert(grad):
@@ -167,7 +167,7 @@ class _Means:
 
 
 def _gathered(own_part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The tensors of all ranks of the group, in order."""
+    """Gather the tensors of all ranks of the group, in order."""
     of_ranks = [torch.empty_like(own_part, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(of_ranks, own_part.contiguous(), group=group)
     return of_ranks
@@ -178,7 +178,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _placed_like(param: Tensor, grad: Tensor) -> Tensor:
-    """`grad`, which autograd may have left in other placements, in those of its parameter."""
+    """Return `grad` with the placements of its parameter, which autograd may have changed."""
     if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
         return grad.redistribute(placements=param.placements)
     return grad
@@ -189,7 +189,7 @@ def _wrapped_like(param: Tensor, local: Tensor) -> Tensor:
 
 
 def _wholes(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Copies, over the axes beside data."""
+    """Return detached copies of the tensors, full over the axes other than data."""
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
         if tensor is not None
