@@ -1,21 +1,21 @@
-"""Activations that are away between forward and backward: which tensors travel, and where to.
+"""Offloading of activations between forward and backward: which tensors are offloaded, and where to.
 
-[Note: what travels]
-Autograd gives what it saves to a pair of hooks that the unit sets around its forward. A tensor travels with the whole
-of its storage, once, however many nodes save it or views of it: only then is memory freed. What stays: parameters, in
-whose storage other values come and go; buffers of modules, which nobody frees; tensors of other devices, or of a
-subclass such as `DTensor`; storages below SMALLEST_BYTES. The version of what stays is looked at again in backward, as
-autograd does.
+[Note: which tensors are offloaded]
+A unit sets a pair of saved-tensor hooks around its forward. Autograd passes every tensor that it saves to them. A
+tensor is offloaded with its whole storage, and once, however many nodes save it or views of it. Otherwise no memory
+would be freed. These tensors are not offloaded: parameters, because other values take their storage; buffers of
+modules, which are never freed; tensors on other devices; tensor subclasses such as `DTensor`; storages smaller than
+SMALLEST_BYTES. Backward checks their versions, as autograd does.
 
-[Note: beside checkpoints]
-A checkpoint within a unit has hooks of its own, and what it saves itself, the inputs of its region, comes to those of
-the unit. A unit within a checkpoint sets none, neither at first nor when it is computed again: the inputs come to the
-unit around. The same holds for all other hooks that a user sets.
+[Note: activation checkpoints]
+A checkpoint within a unit has its own hooks. The hooks of the unit receive what the checkpoint saves itself: the inputs
+of its region. A unit within a checkpoint sets no hooks, neither in forward nor in recomputation. The hooks of the
+enclosing unit receive the inputs. The same holds for all other hooks that a user sets.
 
 [Note: versions of what hooks return]
-Autograd does not compare versions of tensors that a hook returns. So within the hooks of somebody else, such as those
-of a checkpoint around units, a unit sets hooks around theirs. In backward these refuse views of unsharded parameters
-that have no valid values, see `validity.py`.
+Autograd does not compare versions of tensors that a hook returns. So within hooks of other code, such as those of a
+checkpoint around units, a unit wraps these hooks. In backward the wrappers refuse views of unsharded parameters that
+have no valid values, see `validity.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fullshard.policy.offload import Offload
 __all__ = ["SMALLEST_BYTES", "Activations", "tiers_of"]
 
 SMALLEST_BYTES = 64 << 10
-"""Of a storage that travels: a smaller one is not worth a message."""
+"""Size of the smallest storage that is offloaded. A smaller one is not worth a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Stayed:
 
 @dataclass(frozen=True, slots=True)
 class _Travelled:
-    """A tensor over a storage that is away."""
+    """A tensor over an offloaded storage."""
 
     offloaded: Offloaded
     dtype: torch.dtype
@@ -83,7 +83,7 @@ def _unpack(saved: _Stayed | _Travelled) -> Tensor:
 
 
 def _unpack_checked(unpack: Callable[[Any], Any], saved: Any) -> Any:
-    """What somebody else's hook gives, unless it is a view of a parameter that has no valid values."""
+    """Return the result of the hook `unpack` of other code. Raise if it views a parameter that has no valid values."""
     found = unpack(saved)
     return check_saved(found) if isinstance(found, Tensor) else found
 
@@ -97,10 +97,11 @@ def _checks(unpack: Callable[[Any], Any]) -> bool:
 
 
 def tiers_of(units: Sequence[Unit]) -> dict[Unit, str]:
-    """Where the activations of each unit go: "cpu" or "disk"; units whose activations stay are left out.
+    """Return the tier of each unit's activations, "cpu" or "disk". Units without offloaded activations are left out.
 
-    Of units that were asked for the same, the first ones in order are on the disk, the next ones in the host's memory:
-    what is away the longest has the most time to come and go. A root is the last, since its backward is the first.
+    Among units with the same policy, the first ones in order use the disk, and the next ones host memory: activations
+    that are offloaded the longest have the most time for their transfers. The root is last, since its backward is
+    first.
     """
     ordered = sorted(units, key=lambda unit: unit.state.is_root)
     tiers: dict[Unit, str] = {}
@@ -117,7 +118,7 @@ def tiers_of(units: Sequence[Unit]) -> dict[Unit, str]:
 
 
 class Activations:
-    """Of one root: the hooks around forwards, and the stores.
+    """The activation hooks around forwards of one root, and its stores.
 
     Args:
         units: all units of the root.
@@ -132,8 +133,8 @@ class Activations:
         self._entered: list[tuple[Unit, saved_tensors_hooks | None]] = []
         self._resident: set[int] = set()  # storages that stay
         self._known: dict[tuple[int, int], tuple[Any, weakref.ref[Offloaded]]] = {}  # by storage and version
-        self._order: list[weakref.ref[Offloaded]] = []  # all that this forward has put away
-        self._counted: dict[int, Any] = {}  # storages of this forward, where a budget wants to know of them
+        self._order: list[weakref.ref[Offloaded]] = []  # all that this forward has offloaded
+        self._counted: dict[int, Any] = {}  # storages of this forward, if a budget needs them
         self._kept = dict.fromkeys(units, 0)  # their bytes, by unit
         self.most_kept = dict.fromkeys(units, 0)  # of the forward with the most
         self.backwards = 0  # that have ended
@@ -143,12 +144,12 @@ class Activations:
 
     @property
     def stores(self) -> Sequence[Store]:
-        """Those that are in use, for statistics."""
+        """The stores in use, for statistics."""
         return tuple(self._stores.values())
 
     @property
     def most_offloaded(self) -> Mapping[str, int]:
-        """The most bytes that one forward has put away, by tier: "cpu" or "disk"."""
+        """The most bytes that one forward has offloaded, by tier: "cpu" or "disk"."""
         put = {tier: store.put_bytes - self._put_before.get(tier, 0) for tier, store in self._stores.items()}
         return {tier: max(nbytes, self._most_put.get(tier, 0)) for tier, nbytes in put.items()}
 
@@ -168,7 +169,7 @@ class Activations:
         }
 
     def enter(self, unit: Unit) -> None:
-        """Set the hooks for `unit`, unless somebody else's are set."""
+        """Set the hooks for `unit`, unless hooks of other code are set."""
         hooks = None
         if self._tiers:
             for needed in (unit, *unit.borrowed):
@@ -183,7 +184,7 @@ class Activations:
             hooks.__enter__()
 
     def leave(self, unit: Unit) -> None:
-        """Take the hooks back that were set when `unit` was entered, and those of units within that were not left."""
+        """Remove the hooks that were set when `unit` was entered, and those of units within that were not left."""
         while any(entered is unit for entered, _ in self._entered):
             entered, hooks = self._entered.pop()
             top = saved_tensor_hooks()
@@ -193,24 +194,24 @@ class Activations:
                 return
 
     def choose_again(self) -> None:
-        """Go by what the policies of the units say now, from the next forward on."""
+        """Apply the present policies of the units, starting with the next forward."""
         self._tiers = tiers_of(self._units)
         self._stores.clear()
         self._put_before, self._most_put = {}, {}
 
     @property
     def disk_failures(self) -> DiskFailures | None:
-        """What the disk could not do for those on it; None if there are none there."""
+        """Failures of the disk with activations; None if no activations are on a disk."""
         return self._failures if "disk" in self._tiers.values() else None
 
     def end_backward(self) -> None:
-        """Note that a backward has ended well."""
+        """Note that a backward has ended without an error."""
         self.backwards += 1
         self.held_whole = self.held_whole or not all(unit.state.syncs_gradients for unit in self._units)
         self._look_at_disks()
 
     def _look_at_disks(self) -> None:
-        """Say if a disk has become slow; where states are on it, too, their steps look."""
+        """Log if a disk has become slow. If states are on it too, their optimizer steps check this instead."""
         policies = [unit.options.offload for unit, tier in self._tiers.items() if tier == "disk"]
         for folder in {
             policy.disk_folder for policy in policies if isinstance(policy, Offload) and not policy.disk_fraction
@@ -218,7 +219,7 @@ class Activations:
             pace_of(folder).look()
 
     def recover(self) -> None:
-        """Take all hooks back, after an exception."""
+        """Remove all hooks after an exception."""
         while self._entered:
             self.leave(self._entered[-1][0])
 
@@ -235,7 +236,7 @@ class Activations:
         return saved_tensors_hooks(partial(self._count, unit, pack) if self._counts(unit) else pack, _unpack)
 
     def _store(self, tier: str | None) -> Store | None:
-        """Where a tier's storages go; None where they stay: in the host's memory they are already, on a CPU."""
+        """Return the store of a tier; None without offloading, such as to host memory when computing on a CPU."""
         if tier is None or (tier == "cpu" and not accelerator_for(self._device).has_streams):
             return None
         if tier not in self._stores:
@@ -248,7 +249,7 @@ class Activations:
 
     @staticmethod
     def _counts(unit: Unit) -> bool:
-        """True if a budget has to know what forward keeps of `unit`."""
+        """True if a budget needs the bytes that forward keeps of `unit`."""
         return isinstance(unit.options.offload, Offload) and unit.options.offload.budget is not None
 
     def _count(
@@ -289,5 +290,5 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def _stay(tensor: Tensor) -> _Stayed:
-    """`tensor` as it is, but for its node, which would hold the tensor and be held by it."""
+    """Save `tensor` itself, without its node: node and tensor would hold one another."""
     return _Stayed(tensor.detach(), tensor._version)

@@ -1,7 +1,7 @@
-"""Parameters that are used while they are sharded: told by name, where torch tells of types only.
+"""Errors that name a parameter which is used while it is sharded. Torch's own errors name types only.
 
-A module that is called is refused before. What a function does with a parameter nobody sees before it has failed; then
-a text follows the traceback, if the exception ends the process.
+A call of such a module is refused. Use of a parameter in a function is not seen before it has failed. In this case a
+text is printed after the traceback, if the exception ends the process.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _HOOK = "fullshard: parameters at rest"  # where hooks of torch's have numbers
 
 
 def refuse_calls(modules: Sequence[nn.Module]) -> None:
-    """Have `modules` answer calls with an error, as long as their parameters are sharded."""
+    """Make calls of `modules` raise as long as their parameters are sharded."""
     for module in modules:
         module._forward_pre_hooks[_HOOK] = _check_unsharded  # type: ignore[index]  # hooks are looked up by position
 
 
 def accept_calls(modules: Sequence[nn.Module]) -> None:
-    """Have `modules` take calls as they always do, at no cost."""
+    """Make `modules` callable again, without a remaining hook."""
     for module in modules:
         module._forward_pre_hooks.pop(_HOOK, None)  # type: ignore[call-overload]  # as above
 
@@ -59,7 +59,7 @@ def _check_unsharded(module: nn.Module, args: Any) -> None:
 
 
 def read_while_sharded(fqn: str, unit: str) -> StateError:
-    """What a backward is told that reads unsharded parameters which have no valid values."""
+    """Return the error of a backward that reads unsharded parameters which have no valid values."""
     unit = unit or "the root"
     return StateError(
         f"backward reads {fqn} of {unit} while {unit} is not unsharded, so the memory of {fqn} does not hold its "
@@ -72,7 +72,7 @@ def read_while_sharded(fqn: str, unit: str) -> StateError:
 
 @cache
 def explain_reads() -> None:
-    """From now on, name the parameter if backward reads a saved one that has no valid values."""
+    """Name the parameter in all later errors of backwards that read a saved one without valid values."""
     explain_versions(_explain_version)
 
 
@@ -105,7 +105,7 @@ def _explain_version(version: int) -> StateError | None:
 
 @cache
 def explain_mixtures() -> None:
-    """From now on, say after the traceback of an uncaught mixture of tensors which parameters it may be of."""
+    """Print, after the traceback of an uncaught error about mixed tensor types, which parameters may be the cause."""
     known = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -1,11 +1,12 @@
-"""One forward of a unit, and when its backward begins and is over.
+"""One forward of a unit, and when its backward begins and ends.
 
 [Note: when a unit's backward is over]
-The last gradient of its parameters does not mean that its whole parameters are not needed any more: a frozen weight is
-read to pass a gradient on to the inputs, and sends no sign. But autograd runs the nodes that can run in the reverse
-order of their making. So a call is over when anything that was made before it gets its gradient: an input of the call,
-or an output of a call that had ended when this one began. The graph is left as it is, so that gradients are added in
-the order in which they would be without sharding. A unit at the start of the graph is freed at the end of backward.
+Whole parameters can still be needed after the last gradient of the unit's parameters: a frozen weight is read to
+compute the gradient of the inputs, and has no hook that would report it. But among the nodes that are ready, autograd
+runs the one that was made last. So the backward of a call is over when anything that was made before the call gets its
+gradient: an input of the call, or an output of a call that had ended when this one began. The graph is not changed, so
+gradients are added in the same order as without sharding. A unit at the start of the graph is freed at the end of
+backward.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ __all__ = ["Backward", "ForwardCall", "OpenForward"]
 
 @dataclass(eq=False)
 class OpenForward:
-    """An outermost forward whose backward may still come: none has reached anything of it.
+    """An outermost forward whose backward is pending: no backward has reached any part of it.
 
-    It is told by what the program does, and not by whether the outputs are alive: that may differ between ranks.
+    The calls of the program decide this, and not whether the outputs are alive, which may differ between ranks.
     """
 
     top: Unit  # whose forward it is
@@ -46,20 +47,20 @@ class Backward(Protocol):
         """Note that the backward of every call that began after `time` is over."""
 
     def before_backward(self, call: ForwardCall) -> None:
-        """Have the unit of `call` unsharded again."""
+        """Unshard the unit of `call` again."""
 
     def after_backward(self, call: ForwardCall) -> None:
         """Note that the backward of `call` is over."""
 
 
 class ForwardCall:
-    """One forward of a unit, as its backward will see it.
+    """One forward of a unit, as needed by its backward.
 
     Args:
-        runtime: what is told of the backward.
+        runtime: receives the events of the backward.
         unit: the unit.
         start: when the forward began.
-        within: the outermost forward that it is a part of; None if that is a checkpoint's, within backward.
+        within: the outermost forward that it is a part of; None if a checkpoint recomputes it in backward.
     """
 
     def __init__(self, runtime: Backward, unit: Unit, start: int, within: OpenForward | None) -> None:
@@ -74,7 +75,7 @@ class ForwardCall:
         self._first = 0  # the number of the first node that the forward may make
 
     def watch_inputs(self, given: Any) -> Any:
-        """Hook the inputs, to know when the gradient of any is there. Returns them as the forward is to see them."""
+        """Register hooks for the gradients of the inputs, and return the inputs for the forward."""
         tensors = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
         self._before = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         watched = [tensor for tensor in tensors if self._is_in_order(tensor)]
@@ -88,7 +89,7 @@ class ForwardCall:
         return given
 
     def watch_outputs(self, returned: Any, end: int) -> None:
-        """Have the unit unsharded before the gradient goes on from any output into the call.
+        """Unshard the unit before the gradient of any output enters the call.
 
         Outputs are the tensors in `returned`, and those that the forward has made and put into attributes of the unit's
         modules, or into its arguments, such as a list of losses.

@@ -23,18 +23,18 @@ __all__ = ["are_identical", "check_ranks_agree", "check_same_names", "meet"]
 _log = logging.getLogger(__name__)
 
 Digests = Sequence[Sequence[int | None]]
-"""By unit and parameter, of the values that each was made of; None where they are not known."""
+"""Digests of the initial values, by unit and parameter; None where they are unknown."""
 
 T = TypeVar("T")
 
 
 def check_ranks_agree(units: Sequence[Unit]) -> None:
-    """Raise on every rank alike if they do not have the same units with the same parameters.
+    """Raise on every rank if the ranks do not have the same units with the same parameters.
 
-    They are told, too, if they built the model with different values, as without a common seed: by an error where ranks
-    would keep their own for ever, else by a warning, once.
+    Ranks that built the model with different values, for example without a common seed, are reported, too: with an
+    error if ranks would keep different values for ever, else with one warning.
 
-    Ranks tell one another hashes, a few bytes for whatever model. Where these differ, one rank for each kind says more.
+    Ranks exchange hashes, which are a few bytes for any model. If these differ, one rank for each hash sends details.
     """
     unit, rank = units[0], dist.get_rank()
     descriptions = [unit.description for unit in units]
@@ -54,7 +54,7 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
 
 
 def are_identical(params: Sequence[nn.Parameter], unit: Unit) -> bool:
-    """True if `params`, which no unit has, have the same values on all ranks that have `unit`; all say the same."""
+    """True if `params`, which no unit has, have the same values on all ranks of `unit`. The result is equal on all."""
     local = _hash([digest(param) for param in params])
     return len(set(_of_all_ranks(local, unit, "comparison of parameters in no unit").values())) == 1
 
@@ -63,7 +63,7 @@ def check_same_names(names: Sequence[str], unit: Unit, optimizer: str) -> None:
     """Raise on every rank that has `unit` if `names`, those of the parameters of `optimizer`, are not the same on all.
 
     Raises:
-        RankMismatchError: they are in another order, or others.
+        RankMismatchError: the names or their order differ.
     """
     hashes = _of_all_ranks(_hash(list(names)), unit, "comparison of optimizers")
     first, *odd = _first_of_each(hashes).values()
@@ -81,10 +81,10 @@ def check_same_names(names: Sequence[str], unit: Unit, optimizer: str) -> None:
 
 
 def meet(units: Sequence[Unit], name: str) -> None:
-    """Return once every rank that `units` are sharded over has come to `name`, by which they gather what is whole.
+    """Wait until every rank that `units` are sharded over has reached the operation `name`, which gathers whole values.
 
     Raises:
-        RankMismatchError: some rank has come to something else: it does not take part (where ranks can compare that).
+        RankMismatchError: some rank has reached another operation (where ranks can compare that).
     """
     sharded = [unit for unit in units if unit.options.placements.optimizer is Placement.SHARDED]
     groups = [axes.shard_group for unit in sharded for axes in unit.collectives]  # replicas gather by themselves
@@ -99,9 +99,9 @@ def _hash(of: object) -> bytes:
 
 
 def _of_all_ranks(own: T, unit: Unit, name: str) -> dict[int, T]:
-    """What each rank that has the same parameters as this one calls its `own`, by rank of the world and in order.
+    """Gather `own` from all ranks that have the same parameters as this one; by global rank, in ascending order.
 
-    The same on all of them, so that they go on alike: along both axes, one after the other.
+    The result is identical on all of these ranks. It is gathered along one axis and then along the other.
     """
     known = {dist.get_rank(): own}
     for group in _groups(unit):
@@ -121,7 +121,7 @@ def _first_of_each(hashes: Mapping[int, bytes]) -> dict[bytes, int]:
 
 
 def _groups(unit: Unit) -> list[dist.ProcessGroup]:
-    """The groups of other ranks that have the same parameters as this one."""
+    """The process groups of ranks that have the same parameters as this one."""
     groups = (unit.axes.shard_group, unit.axes.replicate_group)
     return [
         group

@@ -1,7 +1,7 @@
-"""What the disks of a root's ranks could not do in a forward or backward: told to all ranks at its end.
+"""Disk failures in a forward or backward of a root, reported to all ranks at its end.
 
-See [Note: a disk that fails on one rank] in `findings.py`. Between such passes, as in `unshard()` by hand or where
-somebody looks at a state, ranks need not do the same, and a failure is raised where it is met.
+See [Note: a disk that fails on one rank] in `findings.py`. Outside of these passes, as in a manual `unshard()` or when
+a state is read, ranks may do different things. There a failure is raised where it occurs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Disks"]
 
 
 class Disks:
-    """The disks that units of one root rest on.
+    """The disks that store units of one root.
 
     Args:
         units: all units of the root.
@@ -32,14 +32,15 @@ class Disks:
             of_unit.are_reported = True
 
     def end_pass(self, activations: DiskFailures | None = None) -> None:
-        """Tell all ranks, each of which has ended the same pass, if the disk of one of them has failed: a collective,
-        if anything rests on a disk.
+        """Raise on all ranks if the disk of one of them has failed. All ranks call it at the end of the same pass.
+
+        This is a collective if anything is stored on a disk.
 
         Args:
-            activations: what could not be done for activations, if these are on a disk in this pass.
+            activations: failures with activations, if these are on a disk in this pass.
 
         Raises:
-            DiskError: one has.
+            DiskError: the disk of a rank has failed.
         """
         self._collect()
         if activations is not None:
@@ -48,7 +49,7 @@ class Disks:
             self._failures.raise_on_every_rank(process_groups_along(self._units), self._units[0].device)
 
     def forget(self) -> None:
-        """Note that a pass will have no end: an exception has left it."""
+        """Note that an exception has ended a pass."""
         self._collect()
         self._failures.take()
 

@@ -1,11 +1,11 @@
-"""What is expected next: backwards of forwards that wait for one, and units in the order of an earlier microbatch.
+"""Expected events: backwards of forwards that wait for one, and units in the order of an earlier microbatch.
 
 [Note: forwards that wait for their backward]
-A loss that is taken in chunks calls the head many times outside of the model's forward, each time with a backward of
-its own; the backward of the model comes last. So a backward that comes to some outermost forwards ends nothing of the
-others: what they keep for it stays, and what is expected next is what they left. A forward stops waiting when a
-backward comes to any part of it; or when that was passed by: when, after another backward, the root's forward or one
-of the same unit begins.
+A loss that is computed in chunks calls the head many times outside of the model's forward, each time followed by a
+backward. The backward of the model comes last. So a backward that reaches some outermost forwards does not end the
+others: what they keep for it stays, and their units are expected next. A forward stops waiting when a backward reaches
+any part of it. It also stops when its backward was skipped: when, after another backward, the root's forward or another
+forward of the same unit begins.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fullshard.engine.unit import Unit
 
 __all__ = ["Expected"]
 
-_MOST_OPEN = 256  # forwards that a backward may still come to: enough for any loss in chunks
+_MOST_OPEN = 256  # forwards that wait for a backward: enough for any loss in chunks
 _MOST_ORDERS = 16  # of backwards that are remembered
 
 
 class Expected:
-    """The forwards of a root that wait for their backward, and the order in which units are needed.
+    """Open forwards of a root, which wait for their backward, and the expected order of units.
 
     Args:
         units: the root's, by number.
@@ -34,26 +34,26 @@ class Expected:
         self.open: list[OpenForward] = []  # oldest first
         self.forward = OrderTracker()
         self.backward = OrderTracker()
-        self.forward_order: Sequence[int] = ()  # the numbers of units, as the last forward came to them
+        self.forward_order: Sequence[int] = ()  # the numbers of units in the order of the last forward
         self.backward_order: tuple[int, ...] = ()
         self._orders: dict[int, tuple[int, ...]] = {}  # the forward order by the number of the outermost unit
         self._backward_orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # by what open forwards had left
         self._left: tuple[int, ...] = ()  # what open forwards had left before the backward that is executing
 
     def close_passed_by(self, top: Unit, serial: int) -> None:
-        """Expect no backward any more of forwards that one has passed by, now that `top` begins another.
+        """Stop expecting the backward of forwards that a backward has skipped, now that `top` begins another forward.
 
         `serial` is the number of the last backward.
         """
         self.open = [item for item in self.open if item.serial == serial or not (top.state.is_root or top is item.top)]
 
     def begin_forward(self, top: Unit, serial: int) -> None:
-        """Note that the outermost forward of `top` begins, after the backward of that number."""
+        """Note that the outermost forward of `top` begins, after the backward with number `serial`."""
         self.forward = OrderTracker(self._orders.get(top.state.number, ()))
         self.open = [*self.open[1 - _MOST_OPEN :], OpenForward(top, serial)]
 
     def end_forward(self, top: Unit) -> None:
-        """Note that it is over."""
+        """Note that the outermost forward of `top` is over."""
         if not self.open[-1].left:  # none of it was to be differentiated
             self.open.pop()
         self.forward_order = tuple(self.forward.visited)
@@ -65,32 +65,32 @@ class Expected:
         self.backward = OrderTracker(self._backward_orders.get(self._left, self._left[::-1]))
 
     def end_backward(self) -> None:
-        """Note that it is over."""
+        """Note that the backward is over."""
         self.backward_order = tuple(self.backward.visited)
         if self._left not in self._backward_orders and len(self._backward_orders) == _MOST_ORDERS:
             del self._backward_orders[next(iter(self._backward_orders))]
         self._backward_orders[self._left] = self.backward_order
 
     def arrive_at(self, forward: OpenForward | None) -> None:
-        """Note that the backward that is executing has come to a part of `forward`."""
+        """Note that the backward that is executing has reached a part of `forward`."""
         if forward in self.open:
             self.open.remove(forward)
 
     def awaits_backward_of(self, unit: Unit) -> bool:
-        """True if a backward has still to come that needs `unit`."""
+        """True if a pending backward needs `unit`."""
         return any(left.uses(unit) for forward in self.open for left in forward.left)
 
     def beyond(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
-        """What comes after that which is gathered ahead, now that `order` has come to `unit`: the next to be read."""
+        """Return the units after those to gather ahead, now that `order` is at `unit`: the next to read from a disk."""
         depth = unit.options.prefetch_depth
         return [] if chosen is not None else [self._units[number] for number in order.following(depth + 1)[depth:]]
 
     def ahead_in_forward(self, unit: Unit) -> list[Unit]:
-        """What to gather ahead, now that forward comes to `unit`."""
+        """Return the units to gather ahead, now that forward is at `unit`."""
         return self._ahead(unit, self.forward, unit.state.next_forward)
 
     def ahead_in_backward(self, unit: Unit) -> list[Unit]:
-        """What to gather ahead, now that backward comes to `unit`."""
+        """Return the units to gather ahead, now that backward is at `unit`."""
         ahead = self._ahead(unit, self.backward, unit.state.next_backward)
         return [item for item in ahead if item.state.unshards_in_backward]
 

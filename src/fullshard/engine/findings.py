@@ -1,11 +1,11 @@
-"""What some ranks have found, told to all of them, so that all go on alike; and what a disk could not do.
+"""Findings of some ranks that are reported to all ranks, such as disk failures, so that all act identically.
 
 [Note: a disk that fails on one rank]
-A rank that raises where it meets the failure leaves the others in their next collective, of which it will not be part.
-Nothing can be sent there in its place: whoever waits in a collective waits for data, and on NCCL nobody looks at what
-comes. So the failure is noted, the rank goes on with whatever is in memory where something could not be read, and all
-ranks meet at the next moment at which they all do the same: at the end of a forward, a backward, or a step. There they
-add up one number, and raise the same error if it is not zero. What was computed meanwhile is of no use to anybody then.
+If a rank raised where the failure occurs, the other ranks would wait for it in their next collective. The rank cannot
+send an error instead: the other ranks wait for data, and NCCL does not inspect the data. So the rank records the
+failure and continues with the present contents of memory where something could not be read. All ranks synchronize at
+the next point that all of them reach: the end of a forward, a backward, or a step. There they sum one number, and raise
+the same error if it is not zero. Values that were computed in between must not be used.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _SHOWN = 4  # ranks in a message
 def findings_of_all(
     findings: Callable[[], Sequence[T]], here: Tensor, groups: Sequence[dist.ProcessGroup], origin: Origin
 ) -> list[T] | None:
-    """The findings of all ranks that `groups` reach, one group after the other; None if no rank has any.
+    """Gather the findings of all ranks that `groups` reach, one group after the other; None if no rank has any.
 
     Args:
-        findings: gives those of this rank; called only if some rank has any.
-        here: one number in float32 on the device of the groups, more than 0 if there are any. It is changed.
+        findings: returns the findings of this rank; called only if some rank has any.
+        here: one number in float32 on the device of the groups, more than 0 if this rank has any. It is changed.
         groups: the same in the same order on all of these ranks.
         origin: for whom they are compared.
     """
@@ -53,10 +53,10 @@ def findings_of_all(
 
 
 class DiskFailures:
-    """What the disk could not do for this rank, until all ranks are told. See the note above.
+    """Disk failures of this rank that were not reported to all ranks yet. See the note above.
 
     Args:
-        are_reported: whether all ranks are going to be told. Otherwise a failure is raised where it is met.
+        are_reported: whether failures will be reported to all ranks. Otherwise a failure is raised where it occurs.
     """
 
     def __init__(self, *, are_reported: bool = True) -> None:
@@ -68,7 +68,7 @@ class DiskFailures:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A context that a `DiskError` leaves, and is noted; or is raised, if nobody is going to be told."""
+        """Return a context that records a `DiskError` of its block, or raises it unless `are_reported`."""
         try:
             yield
         except DiskError as error:
@@ -77,19 +77,19 @@ class DiskFailures:
             self._errors.append(error)
 
     def take(self) -> list[DiskError]:
-        """What was noted, which is forgotten here."""
+        """Return the recorded failures, and forget them."""
         errors, self._errors = self._errors, []
         return errors
 
     def add(self, errors: Iterable[DiskError]) -> None:
-        """Note `errors`, which others have met."""
+        """Record `errors`, which other objects have collected."""
         self._errors += errors
 
     def raise_on_every_rank(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         """Raise on all ranks that `groups` reach if the disk of any of them has failed; a collective.
 
         Raises:
-            DiskError: one has; with the first failure of each.
+            DiskError: the disk of a rank has failed; with the first failure of each rank.
         """
         errors = self.take()
         here = torch.full((1,), float(len(errors)), device=device)

@@ -1,4 +1,4 @@
-"""Are gradients finite? Looked at before they are summed over ranks, so that the rank they come from is known."""
+"""Checks for NaN and infinite gradients, before gradients are summed over ranks, so that the rank is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Finding = tuple[int, str, str, int, int, int]  # the number of a tally, its nam
 
 
 def tally(unit: Unit) -> list[Tally]:
-    """The counts of values that are not finite in the whole gradients of `unit` on this rank."""
+    """Count the values that are not finite in the whole gradients of `unit` on this rank."""
     found = []
     for param in reversed(unit.params):
         grad = param.unsharded.grad
@@ -37,10 +37,10 @@ def tally(unit: Unit) -> list[Tally]:
 
 
 def raise_on_every_rank(tallies: Sequence[Tally], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Raise on all ranks that `groups` reach, one after the other, alike if any of them has counted something.
+    """Raise on all ranks that `groups` reach, one group after the other, if any rank has counted something.
 
     Raises:
-        NonFiniteError: one has.
+        NonFiniteError: the gradients of a rank are not finite.
     """
     counts_here = torch.stack([counts for _, _, counts in tallies]) if tallies else torch.zeros(1, 2, device=device)
     anywhere = counts_here.sum().to(torch.float32).reshape(1)
@@ -57,7 +57,7 @@ def raise_on_every_rank(tallies: Sequence[Tally], groups: Sequence[dist.ProcessG
 
 
 def _account(findings: Iterable[_Finding]) -> str:
-    """The findings, the same ones of several ranks together; parameters in the order in which their units reduced."""
+    """Describe the findings. Ranks are listed by parameter, and parameters in the order of their reduction."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for _, fqn, unit, rank, nans, infinities in findings:
         counts = " and ".join(f"{n} {what}" for n, what in ((nans, "NaN"), (infinities, "infinite")) if n)

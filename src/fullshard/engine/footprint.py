@@ -1,4 +1,4 @@
-"""Bytes of unsharded parameters, by formula: of all units of a root under any placements."""
+"""Formulas for the bytes of unsharded parameters of all units of a root, under any placements."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ class Gather:
 
     Args:
         params: the group's.
-        storage: where their shards rest.
-        wire: what they go over.
-        scratch: memory for shards that are cast to travel.
+        storage: stores their shards.
+        transport: the collectives that gather them.
+        scratch: memory for shards that are cast before they are sent.
     """
 
     def __init__(
@@ -36,27 +36,27 @@ class Gather:
         self._storage = storage
         self._transport = transport
         self._scratch = scratch
-        self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they travel
+        self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they are sent
         self._gathered_version = -1
         self._sent_version = -1  # of the shards when the last gather began
 
     @property
     def version(self) -> int:
-        """A number that grows whenever anybody writes to one of the shards in place."""
+        """A number that grows with each in-place write to one of the shards."""
         return sum([param.sharded._version for param in self._params])
 
     def read_ahead(self) -> None:
-        """Begin to have in memory what a gather sends, if it is elsewhere: one is to start soon."""
+        """Start to read the shards if they are not in memory. Call it shortly before a gather."""
         if not self.is_current:
             self._storage.read_ahead()
 
     def forget_ahead(self) -> None:
-        """Give back what was read ahead for a gather that did not start."""
+        """Free what was read ahead for a gather that did not start."""
         self._storage.note_sent()
 
     @property
     def disk_failures(self) -> DiskFailures | None:
-        """What the disk could not do that shards rest on; None if they rest on none."""
+        """Failures of the disk that stores the shards; None if they are not on a disk."""
         return self._storage.failures
 
     @property
@@ -75,26 +75,26 @@ class Gather:
         return self._gathered_version >= 0 and self._gathered_version == self.version
 
     def invalidate(self) -> None:
-        """Gather anew when unsharded parameters are needed next: their memory was given back."""
+        """Gather again when unsharded parameters are needed next: their memory was freed."""
         self._gathered_version = -1
 
     def note_changed_shards(self) -> None:
-        """Gather anew when unsharded parameters are needed next: a rank's shards are others, whatever versions say."""
+        """Gather again when unsharded parameters are needed next: shards of a rank changed, maybe without versions."""
         self.invalidate()
         self._sent_version = -1
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
-        """Begin to fill the unsharded buffer. The groups of a unit gather side by side.
+        """Start to fill the unsharded buffer. The groups of a unit gather concurrently.
 
         Args:
-            unsharded: the group's.
-            origin: on whose behalf.
-            in_common: the buffer is one that all ranks of the shard axis fill and read.
+            unsharded: the buffer of the group.
+            origin: the unit and phase of the gather.
+            in_common: all ranks of the shard axis share the buffer.
         """
         return self._transport.all_gather(unsharded.receive, self._to_send(), origin=origin, in_common=in_common)
 
     def finish(self, unsharded: UnshardedBuffer) -> None:
-        """Put what came in the pack where it belongs. Call when the gather has ended."""
+        """Copy the received pack into the parameters. Call it when the gather has ended."""
         if self._sent is not None:
             self._scratch.give(self._sent)
             self._sent = None
@@ -114,15 +114,15 @@ class Gather:
 
     @property
     def secondary_nbytes(self) -> int:
-        """Bytes of this rank's secondary shards, where groups of neighbouring ranks keep parameters together."""
+        """Bytes of this rank's secondary shards, if groups of neighbouring ranks keep parameters together."""
         return 0
 
     def release_secondary(self) -> None:
-        """Give the secondary shards' memory back."""
+        """Free the secondary shards."""
 
 
 class TwoLevelGather(Gather):
-    """Gathers across groups of neighbouring ranks and then within each; within only, as long as nothing has changed."""
+    """Gathers across groups of neighbouring ranks, then within each; only within as long as no shard has changed."""
 
     def __init__(
         self, params: Sequence[ShardedParam], storage: ShardStorage, transport: TwoLevelGathers, scratch: Pool
@@ -132,7 +132,7 @@ class TwoLevelGather(Gather):
         self._secondary_version = -1
 
     def note_changed_shards(self) -> None:
-        """See `Gather.note_changed_shards`. Secondary shards are no longer true either."""
+        """See `Gather.note_changed_shards`. Secondary shards are invalid, too."""
         super().note_changed_shards()
         self._secondary_version = -1
 
@@ -151,7 +151,7 @@ class TwoLevelGather(Gather):
 
 
 class LocalGather(Gather):
-    """No gather, where every rank steps whole parameters: at most a cast."""
+    """No gather, since every rank steps whole parameters: at most a cast."""
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
         """See `Gather.start`. Nothing is sent."""
@@ -171,7 +171,7 @@ class LocalGather(Gather):
 
 
 def gather_for(params: Sequence[ShardedParam], storage: ShardStorage, transports: GroupTransports) -> Gather:
-    """The gather of a group, as its placements have it."""
+    """Return the kind of gather that the placements of a group need."""
     if not storage.plan.shards_optimizer:
         return LocalGather(params, storage, transports.gathers, transports.scratch)
     if isinstance(transports.gathers, TwoLevelGathers):

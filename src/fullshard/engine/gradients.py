@@ -1,13 +1,13 @@
 """A parameter group's gradients between autograd and the optimizer.
 
-Whole gradients lie where autograd left them, or are held here for a later microbatch's reduction. What a reduction
-makes of them is this rank's shards, in one buffer that every step uses again.
+Whole gradients stay where autograd stored them, or are held here for a later microbatch's reduction. The result of a
+reduction is this rank's shards, in one buffer that every step uses again.
 
 [Note: when a step is over]
 Unsharded parameters that are kept must be gathered again after every step. Every step of a `torch.optim.Optimizer` adds
 to the versions of the shards that it updates (`optim/local_steps.py` does it for fused kernels), and so does every
 in-place operation on a parameter. A script can also update `param.data`, which no version shows. Therefore parameters
-are gathered again as long as there is a gradient whose shard still has the version from its delivery: somebody may have
+are gathered again as long as there is a gradient whose shard still has the version from its delivery: a script may have
 used this gradient at any time. After a step of an optimizer the versions differ, whether `zero_grad` has removed
 gradients or filled them with zeros.
 
@@ -42,14 +42,14 @@ _CAST_AT_ONCE = 2**27
 
 @dataclass
 class GradientState:
-    """What earlier microbatches have left, and what stays when a group moves to other memory."""
+    """Gradients of earlier microbatches, and all state that is kept when a group moves to other memory."""
 
     whole: dict[int, Tensor] = field(default_factory=dict)  # not reduced yet, in the reduce dtype, by parameter
     first_sums: dict[int, Tensor] = field(default_factory=dict)  # sums that miss the second level, by parameter
     may_have_stepped: bool = False
     delivered: list[tuple[int, int]] = field(default_factory=list)  # versions of each shard and gradient at that time
     is_replayed: bool = False  # a CUDA graph has gradients of it: steps are taken without this library's code
-    written_by_graphs: list[Tensor | None] = field(default_factory=list)  # at any replay, so nobody else may have it
+    written_by_graphs: list[Tensor | None] = field(default_factory=list)  # at any replay, so other code must not use it
 
 
 class Gradients:
@@ -58,19 +58,19 @@ class Gradients:
     Args:
         plan: the group's.
         params: its parameters.
-        state: what earlier microbatches have left.
+        state: gradients of earlier microbatches.
     """
 
-    failures: DiskFailures | None = None  # of the disk that they rest on
+    failures: DiskFailures | None = None  # of the disk that stores them
 
     def __init__(self, plan: GroupPlan, params: Sequence[ShardedParam], state: GradientState) -> None:
         self.plan = plan
         self.params = params
         self.state = state
-        self.flat: Tensor | None = None  # the optimizer's gradients, one after another as the shards are
-        self._shards: list[DTensor] = []  # as the optimizer sees them, one a parameter
-        self._holders: list[Any] = []  # what `holders` says of each while nobody else has it
-        self._flat_holders: Any = None  # what `storage_holders` says of `flat` then
+        self.flat: Tensor | None = None  # the optimizer's gradients, contiguous like the shards
+        self._shards: list[DTensor] = []  # as the optimizer sees them, one per parameter
+        self._holders: list[Any] = []  # the result of `holders` for each, without references of other code
+        self._flat_holders: Any = None  # the result of `storage_holders` for `flat` then
         shapes = [param_layout.spec.shard_shape(plan.rank) for param_layout in plan.layout.params]
         starts = [param_layout.shard_offset for param_layout in plan.layout.params]
         self._regions = [slice(start, start + prod(shape)) for start, shape in zip(starts, shapes, strict=True)]
@@ -79,9 +79,9 @@ class Gradients:
     # -- whole gradients ----------------------------------------------------------------------------------------------
 
     def take(self) -> dict[int, Tensor]:
-        """The whole gradients, by index of the parameter, that this microbatch and those held back have left.
+        """Return the whole gradients of this microbatch and of those held back, by index of the parameter.
 
-        In the reduce dtype and contiguous; but those that the pack takes may be left for it to cast.
+        They are contiguous and in the reduce dtype. But the pack may cast gradients of packed parameters itself.
         """
         grads: dict[int, Tensor] = {}
         waiting: dict[int, Tensor] = {}  # to be cast together
@@ -110,14 +110,14 @@ class Gradients:
         return grads
 
     def _is_cast_by_pack(self, i: int) -> bool:
-        """True if the one kernel that writes the message casts the gradient of parameter `i`, too."""
+        """True if the kernel that writes the pack's message also casts the gradient of parameter `i`."""
         contract, placed = self.plan.contract, self.plan.layout.params[i].in_place
         is_cast = (contract.compute, contract.reduce, contract.grad) == (torch.bfloat16, torch.float32, None)
         packs = not placed and is_cast and self.plan.shards_optimizer
         return packs and accelerator_for(self.plan.device).has_streams
 
     def _cast(self, waiting: dict[int, Tensor], grads: dict[int, Tensor]) -> None:
-        """Put those of `waiting`, which then is empty, into `grads`, contiguous and in the reduce dtype."""
+        """Move the gradients in `waiting` to `grads`, contiguous and in the reduce dtype."""
         reduce = self.plan.contract.reduce
         odd = [i for i, grad in waiting.items() if grad.dtype is not reduce]
         if len(odd) > 1 or any(self._padding(i) for i in odd):
@@ -129,7 +129,7 @@ class Gradients:
         waiting.clear()
 
     def _room_for(self, indices: Sequence[int]) -> list[Tensor]:
-        """Memory for whole gradients; and behind each, zeros for the rows that the last parts lack."""
+        """Return memory for whole gradients, each followed by zeros for the rows that the last shards lack."""
         plan, dtype = self.plan, self.plan.contract.reduce
         specs = [plan.layout.params[i].spec for i in indices]
         numels = [spec.numel + self._padding(i) for i, spec in zip(indices, specs, strict=True)]
@@ -140,7 +140,7 @@ class Gradients:
         return [flat[: spec.numel].view(spec.shape) for flat, spec in zip(flats, specs, strict=True)]
 
     def _padding(self, i: int) -> int:
-        """Elements by which equal parts of parameter `i` are more than it has, if it travels in place."""
+        """Elements of padding that make all shards of parameter `i` equal, if it is reduced in place."""
         placed = self.plan.layout.params[i]
         return placed.spec.part_numel * self.plan.layout.world - placed.spec.numel if placed.in_place else 0
 
@@ -159,7 +159,7 @@ class Gradients:
             param.unsharded.grad = None
 
     def missing(self, grads: dict[int, Tensor]) -> str:
-        """A note of which trained parameters have no gradient in `grads`; empty, if all have."""
+        """Return a text that names the trained parameters without a gradient in `grads`; empty if all have one."""
         if len(grads) == len(self.params):
             return ""
         names = [p.fqn for i, p in enumerate(self.params) if p.unsharded.requires_grad and i not in grads]
@@ -172,14 +172,14 @@ class Gradients:
                 grads[i] = self.zeros(i)
 
     def zeros(self, i: int) -> Tensor:
-        """A whole gradient of zeros of parameter `i`."""
+        """Return a whole gradient of zeros for parameter `i`."""
         plan = self.plan
         return torch.zeros(plan.layout.params[i].spec.shape, dtype=plan.contract.reduce, device=plan.device)
 
     # -- what the optimizer sees --------------------------------------------------------------------------------------
 
     def new_shards(self) -> Tensor:
-        """A buffer for the gradient shards: last step's, unless somebody still refers to it."""
+        """Return a buffer for the gradient shards: that of the last step, unless other code still refers to it."""
         flat = self.flat
         if flat is None or self._others_have_it(flat):
             with allocating("gradient shards"):
@@ -192,7 +192,7 @@ class Gradients:
         return flat
 
     def _new_flat(self) -> Tensor:
-        """Memory for gradient shards. Zeros, if it is for many steps; what lies between shards is never read."""
+        """Allocate memory for gradient shards, filled with zeros if it is for many steps. Padding is never read."""
         plan, numel = self.plan, self.plan.layout.shard_numel
         if self._is_handed_over:
             return torch.empty(numel, dtype=plan.contract.delivered, device=plan.device)
@@ -210,22 +210,22 @@ class Gradients:
         return [holders(shard) for shard in self._shards] != self._holders
 
     def shard_in(self, i: int, buffer: Tensor) -> Tensor:
-        """This rank's stretch of a shard buffer for parameter `i`, in its shape."""
+        """Return this rank's slice of a shard buffer for parameter `i`, in its shape."""
         shape, strides, start = self._strided[i]
         return buffer.as_strided(shape, strides, buffer.storage_offset() + start)
 
     def region_of(self, i: int, buffer: Tensor) -> Tensor:
-        """This rank's stretch of a shard buffer for parameter `i`, 1-D, without padding."""
+        """Return this rank's slice of a shard buffer for parameter `i`, 1-D, without padding."""
         return buffer[self._regions[i]]
 
     def give(self, i: int) -> None:
-        """Let the optimizer see what lies in `flat` as the gradient of parameter `i`."""
+        """Set the slice of `flat` for parameter `i` as the gradient that the optimizer sees."""
         self.params[i].sharded.grad = self._shards[i]
 
     def add(self, sums: Mapping[int, Tensor], *, are_own: bool) -> None:
         """Add `sums`, this rank's shards by number of the parameter, to the gradients that the optimizer sees.
 
-        Unless they `are_own`, in `flat`, their memory is used again, and they may be of another dtype.
+        Unless they `are_own`, which are in `flat`, their memory is reused, and they may have another dtype.
         """
         for i, shard in sums.items():
             param = self.params[i]
@@ -235,16 +235,16 @@ class Gradients:
                 param.grad.add_(shard.to(self.plan.contract.delivered))
 
     def hand_over(self) -> None:
-        """Leave the buffer to the optimizer's gradients alone, where to allocate another one is cheap.
+        """Drop the buffer, so that only the optimizer's gradients refer to it, if allocating a new one is cheap.
 
-        So no memory is taken from `zero_grad` to the next backward. A graph's buffer, and one in page-locked memory,
-        are for all steps.
+        So it takes no memory between `zero_grad` and the next backward. The buffer of a CUDA graph, or one in
+        page-locked memory, is kept for all steps.
         """
         if self._is_handed_over:
             self.drop_shards()
 
     def drop_shards(self) -> None:
-        """Have no buffer for the gradient shards any more."""
+        """Drop the buffer of the gradient shards."""
         self.flat = None
         self._shards, self._holders = [], []
 
@@ -275,7 +275,7 @@ class Gradients:
         return waiting or bool(self.state.first_sums)
 
     def _as_delivered(self) -> list[tuple[bool, bool]]:
-        """For each parameter that has a gradient: whether its shard, and that gradient, are as at the last delivery."""
+        """Return, for each parameter with a gradient, whether its shard and gradient are unchanged since delivery."""
         pairs = zip(self.params, self.state.delivered, strict=False)
         return [
             (param.sharded._version == shard, grad._version == version)

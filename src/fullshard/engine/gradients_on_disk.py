@@ -1,7 +1,7 @@
-"""Gradients of a parameter group that rest on a disk from their reduction to the optimizer's step.
+"""Gradients of a parameter group that are stored on a disk from their reduction to the optimizer's step.
 
-They are summed in a buffer, which is written behind. What the optimizer sees are `OnDisk` tensors; what steps them
-gives them memory first.
+They are summed in a buffer, which is written asynchronously. The optimizer sees `OnDisk` tensors. The code that steps
+them gives them memory first.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["GradientsOnDisk", "gradients_for"]
 
 
 class GradientsOnDisk(Gradients):
-    """The gradients of a group whose shards rest on a disk."""
+    """The gradients of a group whose shards are stored on a disk."""
 
     def __init__(self, plan: GroupPlan, params: Sequence[ShardedParam], state: GradientState) -> None:
         super().__init__(plan, params, state)
         self._nbytes = aligned(plan.layout.shard_numel * plan.contract.delivered.itemsize)
         self._buffers = buffers_of(plan.device)
-        self._buffer: Buffer | None = None  # which `flat` lies in
-        self._extent: Extent | None = None  # where they rest
-        self._counts: list[tuple[int, ...]] = []  # what `_references` says while nobody else refers to them
-        self._given: list[int] = []  # parameters whose gradients lie in `flat`
+        self._buffer: Buffer | None = None  # contains `flat`
+        self._extent: Extent | None = None  # where they are stored
+        self._counts: list[tuple[int, ...]] = []  # the result of `_references` without references of other code
+        self._given: list[int] = []  # parameters whose gradients are in `flat`
         self.failures: DiskFailures = DiskFailures(are_reported=False)
 
     def new_shards(self) -> Tensor:
@@ -48,11 +48,11 @@ class GradientsOnDisk(Gradients):
         return buffer.data[: self.plan.layout.shard_numel * delivered.itemsize].view(delivered)
 
     def give(self, i: int) -> None:
-        """See `Gradients.give`. It does from `hand_over` on."""
+        """See `Gradients.give`. The optimizer sees the gradient after `hand_over`."""
         self._given.append(i)
 
     def hand_over(self) -> None:
-        """Begin to write what was given, and let the optimizer see it."""
+        """Start to write the given gradients, and let the optimizer see them."""
         given, self._given = self._given, []
         buffer, self._buffer, self.flat = self._buffer, None, None
         if buffer is None:
@@ -65,7 +65,7 @@ class GradientsOnDisk(Gradients):
         self._buffers.give(buffer, work)
 
     def add(self, sums: Mapping[int, Tensor], *, are_own: bool) -> None:
-        """See `Gradients.add`. What rests there is read and written in one go."""
+        """See `Gradients.add`. Gradients on the disk are read and written in one operation each."""
         with self.failures.noted():
             self._add(sums)
 
@@ -88,7 +88,7 @@ class GradientsOnDisk(Gradients):
         self._show(fresh)
 
     def drop_shards(self) -> None:
-        """See `Gradients.drop_shards`. Their room on the disk is free once nobody looks at them any more."""
+        """See `Gradients.drop_shards`. Their space on the disk is free once nothing refers to them."""
         super().drop_shards()
         if self._buffer is not None:
             self._buffers.give(self._buffer)
@@ -96,12 +96,12 @@ class GradientsOnDisk(Gradients):
         self._given = []
 
     def _stored(self, i: int) -> bool:
-        """True if the optimizer's gradient of parameter `i` is what rests in the extent."""
+        """True if the optimizer's gradient of parameter `i` is the one stored in the extent."""
         grad = self.params[i].grad
         return isinstance(grad, OnDisk) and grad.extent is self._extent
 
     def _room(self) -> Extent:
-        """Where to write all of them: where the last ones are, unless somebody still refers to any of those."""
+        """Return the extent for all gradients: the last one, unless other code still refers to gradients in it."""
         if self._extent is None or self._counts != self._references():
             plan, delivered = self.plan, self.plan.contract.delivered
             assert plan.memory.folder is not None, "they rest there"
@@ -115,7 +115,7 @@ class GradientsOnDisk(Gradients):
         return self._extent
 
     def _references(self) -> list[tuple[int, ...]]:
-        """How many refer to what the optimizer saw the last time; the same numbers as long as nobody else does."""
+        """Count the references to the last gradients. The counts change if other code refers to them."""
         own = [(sys.getrefcount(shard), shard._use_count()) for shard in self._shards]  # type: ignore[attr-defined]
         return [*own, (sys.getrefcount(self._extent),)]
 

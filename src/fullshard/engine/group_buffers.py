@@ -1,13 +1,13 @@
-"""The memory of a parameter group: where its shards rest, and where its unsharded parameters lie in compute.
+"""The memory of a parameter group: storage of its shards, and the buffer of its unsharded parameters.
 
-Where values rest follows from the placements and the dtypes:
+The storage of shards follows from the placements and the dtypes:
 
     parameters sharded, or cast for compute    a buffer of this rank's shards            OwnShards
     the same, on the CPU for the optimizer     that, and a copy of it on the device      CopiedShards
     whole between steps, optimizer sharded     this rank's rows of the unsharded buffer  RowsOfUnsharded
-    optimizer whole, compute cast              a whole buffer of its own                 WholeCopy
+    optimizer whole, compute cast              a separate whole buffer                   WholeCopy
     optimizer whole                            the unsharded buffer                      UnshardedItself
-    parameters sharded, and rest on a disk     a scratch file                            ShardsOnDisk
+    parameters sharded, and on a disk          a scratch file                            ShardsOnDisk
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from fullshard.tape.recorder import allocating
 __all__ = ["Region", "ShardStorage", "ShardsOnDisk", "UnshardedBuffer", "shard_storage_for"]
 
 Region = tuple[torch.UntypedStorage, int]
-"""Memory from a byte offset of a storage on."""
+"""A storage and a byte offset, at which the memory begins."""
 
 
 class UnshardedBuffer:
-    """The stretch of a unit's storage in which a group's unsharded parameters lie.
+    """The slice of a unit's storage for the unsharded parameters of one group.
 
-    `params` are these, and `receive` what a gather writes to: the regions of those in place, and the pack's message.
+    `params` are these parameters. `receive` are the buffers that a gather fills: the regions of parameters that are
+    gathered in place, and the receive buffer of the pack.
     """
 
     def __init__(self, plan: GroupPlan, pack: Pack, region: Region) -> None:
@@ -64,18 +65,19 @@ class UnshardedBuffer:
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Copy what came in the pack to where it belongs."""
+        """Copy the received pack into the parameters."""
         self._unpacking.copy()
 
 
 class ShardStorage(ABC):
-    """The memory in which a group's shards rest on this rank.
+    """The memory that stores a group's shards on this rank.
 
-    `shards` has this rank's values of each, in their shape; `memory` is what they take beyond the unsharded buffer.
+    `shards` are this rank's values of each parameter, in their shape. `memory` is what they need in addition to the
+    unsharded buffer.
     """
 
     shards: list[Tensor]
-    failures: DiskFailures | None = None  # of the disk that they rest on
+    failures: DiskFailures | None = None  # of the disk that stores them
 
     def __init__(self, plan: GroupPlan) -> None:
         self.plan = plan
@@ -84,41 +86,41 @@ class ShardStorage(ABC):
         self._references = -1
 
     def note_references(self) -> None:
-        """Take those who refer to the memory now for its own. Call it when there are shards."""
+        """Record the present references to the memory as its own. Call it once there are shards."""
         self._references = storage_references(self.memory.untyped_storage())
 
     @property
     def is_alone(self) -> bool:
-        """True if nobody has a reference to the shards but this storage and the parameters that hold them, or to their
-        memory. False if that is not known.
+        """True if only this storage and the parameters that hold the shards refer to the shards or their memory.
+        False if that is not known.
         """
         return storage_references(self.memory.untyped_storage()) == self._references and held_twice(self.shards)
 
     @torch.no_grad()
     def fill(self, values: Iterable[Tensor | None]) -> None:
-        """Have the shards hold `values`, one for each; as they are where that is None."""
+        """Copy `values`, one for each, into the shards. A shard whose value is None is not changed."""
         for shard, value in zip(self.shards, values, strict=True):
             if value is not None:
                 shard.copy_(value)
 
     def read_ahead(self) -> None:  # noqa: B027  # what is in memory need not be read
-        """Begin to have in memory what `to_send` will send."""
+        """Start to read what `to_send` will send."""
 
     def note_sent(self) -> None:  # noqa: B027  # nor freed
-        """Note that what `to_send` gave has been sent, or will not be."""
+        """Note that the buffers of `to_send` have been sent, or will not be."""
 
     @abstractmethod
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
-        """This rank's send buffers for a gather, and the scratch memory that they lie in, if any.
+        """Return this rank's send buffers for a gather, and the scratch memory that contains them, if any.
 
         Args:
-            scratch: where that is from.
-            changed: whether shards may be others than at the last call.
+            scratch: pool of scratch memory.
+            changed: whether shards may have changed since the last call.
         """
 
 
 class OwnShards(ShardStorage):
-    """A buffer of this rank's shards, one after another."""
+    """A contiguous buffer of this rank's shards."""
 
     def __init__(self, plan: GroupPlan) -> None:
         super().__init__(plan)
@@ -186,7 +188,7 @@ class RowsOfUnsharded(ShardStorage):
 
 
 class WholeCopy(ShardStorage):
-    """Whole parameters as the optimizer steps them, beside those that compute sees."""
+    """Whole parameters for the optimizer, separate from those that compute sees."""
 
     def __init__(self, plan: GroupPlan) -> None:
         super().__init__(plan)
@@ -197,7 +199,7 @@ class WholeCopy(ShardStorage):
         self.note_references()
 
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
-        """See `ShardStorage.to_send`: nothing, since no rank lacks anything."""
+        """See `ShardStorage.to_send`: nothing, since every rank has all values."""
         return [], None
 
 
@@ -229,14 +231,14 @@ class ShardsOnDisk(ShardStorage):
         ]
         self.shards = [*self._stored]
         self._buffers = buffers_of(plan.device)
-        self._held: Buffer | None = None  # has been read, or is
+        self._held: Buffer | None = None  # has been read, or is being read
         self._reading = DiskWork([])
         self._version = -1  # of the extent, as it was read
         self.failures: DiskFailures = DiskFailures(are_reported=False)
 
     @torch.no_grad()
     def fill(self, values: Iterable[Tensor | None]) -> None:
-        """See `ShardStorage.fill`. One write; where there are no values, and between shards, are zeros."""
+        """See `ShardStorage.fill`. It is one write, with zeros for missing values and between shards."""
         buffer = self._buffers.take(self._nbytes)
         buffer.data.zero_()
         for shard, value in zip(self._stored, values, strict=True):
@@ -260,9 +262,9 @@ class ShardsOnDisk(ShardStorage):
         return False
 
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
-        """See `ShardStorage.to_send`: what was read; or, on another device or in another dtype, a copy of that.
+        """See `ShardStorage.to_send`: the values read; or, on another device or in another dtype, a copy of them.
 
-        Other ranks wait for it: what could not be read is sent as it is in memory, and the failure noted.
+        Other ranks wait for the data. So after a failed read the buffer is sent as it is, and the failure is recorded.
         """
         plan, layout, stored, taken = self.plan, self.plan.layout, self.plan.contract.stored, None
         if is_capturing(plan.device):
@@ -291,11 +293,11 @@ class ShardsOnDisk(ShardStorage):
 
 
 def shard_storage_for(plan: GroupPlan, unsharded: UnshardedBuffer | None) -> ShardStorage:
-    """Memory for the shards of a group, as the table above has it. It holds zeros.
+    """Return memory for the shards of a group, according to the table above. It holds zeros.
 
     Args:
-        plan: the group's.
-        unsharded: its unsharded buffer, which must be there if parameters live in it.
+        plan: the plan of the group.
+        unsharded: its unsharded buffer, which is required if the shards are in it.
     """
     if plan.is_on_disk:
         return ShardsOnDisk(plan)

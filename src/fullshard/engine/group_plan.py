@@ -27,8 +27,8 @@ _MOST_PAYLOADS = 8  # of one parameter: each may be a message
 def message_rule(axes: Axes) -> MessageRule:
     """The rule for messages along `axes`: whether their devices have queues.
 
-    Asked of the mesh, and not of where parameters are at the moment: all ranks lay a group out alike, though some may
-    have its values already and others have it on the meta device.
+    It depends on the mesh, and not on the present device of parameters: all ranks use the same layout, although some
+    may have the values already while others have the group on the meta device.
     """
     return ON_A_QUEUE if accelerator_for(torch.device(axes.mesh.device_type)).has_streams else PAIRWISE
 
@@ -38,7 +38,7 @@ class GroupPlan:
     """The sharding of one parameter group.
 
     Args:
-        layout: where its parameters lie.
+        layout: the offsets of its parameters.
         contract: the dtypes.
         options: the user's.
         axes: the mesh axes to shard and replicate over.
@@ -64,22 +64,22 @@ class GroupPlan:
         device: torch.device,
         memory: MemoryKind,
     ) -> Self:
-        """The plan for parameters of `shapes`, each cut along its one of `dims`, or as is best where that is None."""
+        """Return the plan for parameters of `shapes`, each cut along its entry of `dims`; None selects the best dim."""
         smallest = min(contract.stored.itemsize, contract.delivered.itemsize)
         step = 1 if memory.folder is None else ALIGNMENT // smallest
         layout = lay_out(shapes, axes.shard_world, contract.itemsize, dims, message_rule(axes), step)
         return cls(layout, contract, options, axes, device, memory)
 
     def changed(self, contract: DtypeContract, device: torch.device, memory: MemoryKind) -> Self:
-        """The plan for the same parameters with other dtypes or in another place."""
+        """Return the plan for the same parameters with other dtypes or on other devices."""
         specs = [param.spec for param in self.layout.params]
         shapes, dims = [spec.shape for spec in specs], [spec.dim for spec in specs]
         return self.of(shapes, dims, contract, self.options, self.axes, device, memory)
 
     def under(self, group_size: int | None, placements: Placements) -> GroupPlan:
-        """The plan for the same parameters on the same mesh under other placements, and with other groups of ranks.
+        """Return the plan for the same parameters and mesh with other placements and another size of rank groups.
 
-        What rests on a disk is in memory where placements keep it whole.
+        Parameters on a disk are in memory instead if the placements keep them whole.
         """
         precision = self.options.precision
         if placements.optimizer is Placement.WHOLE:
@@ -92,14 +92,14 @@ class GroupPlan:
         return replace(self, axes=replace(self.axes, group_size=group_size), options=options, memory=memory)
 
     def needs_transports_of(self, other: GroupPlan) -> bool:
-        """True if the same wires serve both: as many messages, and the same encodings."""
+        """True if both plans can use the same transports: the same layout of messages, and the same encodings."""
         local, peer = self.contract, other.contract
         transports = (local.gather_wire, local.reduce_wire) == (peer.gather_wire, peer.reduce_wire)
         return transports and self.layout == other.layout
 
     @cached_property
     def rank(self) -> int:
-        """The number of this rank's part."""
+        """The index of this rank's shard."""
         return self.axes.shard_rank
 
     @cached_property
@@ -109,32 +109,32 @@ class GroupPlan:
 
     @cached_property
     def encodes_gathers(self) -> bool:
-        """True if unsharded parameters are decoded from the wire, this rank's own part among them."""
+        """True if gathers are encoded. Then this rank's own shard is decoded, too."""
         return self.contract.gather_wire is not None and self.shards_optimizer and self.layout.world > 1
 
     @cached_property
     def casts(self) -> bool:
-        """True if compute sees other numbers than are stored: of another dtype, or decoded from the wire."""
+        """True if compute sees other values than are stored: cast to another dtype, or decoded after a gather."""
         return self.contract.stored != self.contract.compute or self.encodes_gathers
 
     @cached_property
     def lives_in_unsharded(self) -> bool:
-        """True if parameters rest in the unsharded buffer itself."""
+        """True if parameters are stored in the unsharded buffer itself."""
         return self.options.keeps_unsharded and not self.casts and not self.memory.offloaded
 
     @property
     def is_on_disk(self) -> bool:
-        """True if shards, and their gradients, are in a file, and in memory only while they travel or are stepped."""
+        """True if shards and their gradients are in a file, and in memory only while they are sent or stepped."""
         return self.memory.folder is not None and self.memory.device.type != "meta"
 
     @cached_property
     def keeps_copy(self) -> bool:
-        """True if the device has a copy of shards that are in the host's memory: there are several gathers a step."""
+        """True if the device has a copy of shards in host memory, since there are several gathers per step."""
         return self.memory.copied and self.shards_optimizer and not self.options.keeps_unsharded
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """The dtype of shards as a gather takes them: encoding casts, too."""
+        """The dtype of the shards that a gather receives. Encoding also casts."""
         return self.contract.stored if self.encodes_gathers else self.contract.compute
 
     @property
@@ -144,13 +144,13 @@ class GroupPlan:
 
     @cached_property
     def gathers_in_two_levels(self) -> bool:
-        """True if groups of neighbouring ranks keep parameters together at some time, each rank its secondary shard."""
+        """True if groups of neighbouring ranks ever keep parameters together, as one secondary shard per rank."""
         placements = self.options.placements
         return self.shards_optimizer and Placement.GROUPED in (placements.parameters, placements.parameters_in_step)
 
     @property
     def gathers_from_all(self) -> bool:
-        """True if one all-gather fills the unsharded buffer with every rank's part as it is."""
+        """True if one all-gather fills the unsharded buffer with every rank's shard, without encoding."""
         return self.shards_optimizer and not (self.gathers_in_two_levels or self.encodes_gathers)
 
     @property
@@ -165,13 +165,13 @@ class GroupPlan:
 
     @cached_property
     def unsharded_nbytes(self) -> int:
-        """Bytes of the unsharded buffer, and of the pack's receive buffer beside it."""
+        """Bytes of the unsharded buffer and of the pack's receive buffer next to it."""
         layout = self.layout
         return (layout.unsharded_numel + layout.world * layout.pack_numel) * self.contract.compute.itemsize
 
     @cached_property
     def stored_numel(self) -> int:
-        """Elements of the memory that shards rest in, beyond the unsharded buffer."""
+        """Elements of the memory that stores shards, in addition to the unsharded buffer."""
         layout = self.layout
         if self.is_on_disk:
             return 0
@@ -193,7 +193,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class PayloadPlan(GroupPlan):
-    """The plan for tensor subclasses that say themselves what of them is sent. Its layout is that of their gradients.
+    """The plan for tensor subclasses that choose what is sent of them. Its layout is that of their gradients.
 
     Args:
         inner_nbytes: bytes of the tensors that the whole parameters wrap.
@@ -212,7 +212,7 @@ class PayloadPlan(GroupPlan):
         device: torch.device,
         memory: MemoryKind,
     ) -> Self:
-        """See `GroupPlan.of`. Their classes choose what they are encoded in, and are cut along the first dim only."""
+        """See `GroupPlan.of`. Their classes choose the encoding, and they are cut along the first dim only."""
         contract = replace(contract, gather_wire=None)
         return super().of(shapes, [0 for _ in dims], contract, options, axes, device, memory)
 
@@ -233,7 +233,7 @@ class PayloadPlan(GroupPlan):
 
     @cached_property
     def unsharded_nbytes(self) -> int:
-        """See `GroupPlan.unsharded_nbytes`: none in the unit's storage. What is received has memory of its own."""
+        """See `GroupPlan.unsharded_nbytes`: none in the unit's storage. Received data is in a separate buffer."""
         return 0
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The collectives along axes, and the wires of a parameter group, bound to their channels when they are made."""
+"""The collectives along axes, and the transports of a parameter group, bound to their channels on creation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fullshard.engine.group_plan import GroupPlan
 
 __all__ = ["AxesCollectives", "GroupTransports"]
 
-_VARIANTS = 1024  # so many ways to lack gradients have messages of their own
-_FEW_VARIANTS = 64  # where a call has as many messages as there are groups of ranks
+_VARIANTS = 1024  # distinct sets of missing gradients that have separate messages
+_FEW_VARIANTS = 64  # the same, if a call has one message for each group of ranks
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class AxesCollectives:
 
     @classmethod
     def along(cls, axes: Axes, device: torch.device) -> AxesCollectives:
-        """Those along `axes` for tensors on `device`."""
+        """Return the collectives along `axes` for tensors on `device`."""
         replicas, across, within = axes.replicate_group, None, None
         if axes.group_size is not None:
             within, across = (collectives_for(subgroup(ranks), device) for ranks in axes.group_ranks)
@@ -50,18 +50,18 @@ class AxesCollectives:
 
     @property
     def each(self) -> list[Collectives]:
-        """Those that are there."""
+        """The collectives that exist."""
         return [item for item in (self.shard, self.replicate, self.across, self.within) if item is not None]
 
     @property
     def is_broken(self) -> bool:
-        """True if ranks were found to do different things, or one was lost: nothing can be sent any more."""
+        """True if nothing can be sent any more, because ranks did different things or one was lost."""
         return any(item.broken is not None for item in self.each)
 
 
 @dataclass(frozen=True)
 class GroupTransports:
-    """The wires of one parameter group."""
+    """The transports of one parameter group."""
 
     gathers: Gathers
     sums: Sums  # over the shard axis in one level
@@ -71,7 +71,7 @@ class GroupTransports:
 
     @classmethod
     def bind(cls, plan: GroupPlan, collectives: AxesCollectives) -> GroupTransports:
-        """New channels for a group: ranks must make their groups in the same order."""
+        """Create the channels of a group. Ranks must create their groups in the same order."""
         messages = len(plan.layout.in_place) + 1
         gather_wire = plan.contract.gather_wire if plan.shards_optimizer else None
         reduce_wire, scratch = plan.contract.reduce_wire, collectives.scratch
@@ -107,7 +107,7 @@ class GroupTransports:
         return sum(sums.error_nbytes for sums in self._encoded_sums)
 
     def forget_errors(self) -> None:
-        """Start error feedback afresh: what comes next is no continuation of what was sent."""
+        """Reset error feedback. The next gradients do not continue what was sent before."""
         for sums in self._encoded_sums:
             sums.forget_errors()
 

@@ -1,4 +1,4 @@
-"""From modules to the runtime: hooks around forward, and what users do to a unit's modules between steps."""
+"""Hooks of modules that call the runtime, and operations on a unit's modules between steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__")
 
 
 def install(unit: Unit) -> None:
-    """Let `unit`'s modules have it unsharded in forward and backward."""
+    """Install the hooks that unshard `unit` in forward and backward of its modules."""
     register(unit)
     for module in unit.modules:
         vars(module)["__reduce_ex__"] = partial(refuse_pickle, module)
@@ -124,7 +124,7 @@ def is_in_use(unit: Unit) -> bool:
 
 @contextmanager
 def without_sync(units: Sequence[Unit]) -> Iterator[None]:
-    """A context in which backward through `units` sends nothing; what each was set to before holds again after it."""
+    """Return a context that disables communication in backward through `units`, and restores their settings."""
     before = [unit.state.syncs_gradients for unit in units]
     for unit in units:
         unit.state.syncs_gradients = False
@@ -136,9 +136,9 @@ def without_sync(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def zero_shard_grads(module: nn.Module, set_to_none: bool) -> None:
-    """Forget the gradients that the optimizer would see, of all units below `module`; or make them zeros.
+    """Remove the gradients that the optimizer would see, of all units below `module`; or fill them with zeros.
 
-    `Module.zero_grad` comes to the unsharded parameters instead, where a unit is unsharded by hand.
+    `Module.zero_grad` itself acts on the unsharded parameters if a unit is unsharded manually.
     """
     for unit in units_in(module):
         for param in unit.params:
@@ -149,7 +149,7 @@ def zero_shard_grads(module: nn.Module, set_to_none: bool) -> None:
 
 
 def check_idle(unit: Unit, doing: str) -> None:
-    """Raise if somebody needs `unit`, which was to be `doing`.
+    """Raise if `unit`, which was to be `doing`, is in use.
 
     Raises:
         StateError: it is in forward or backward, or its parameters are summoned.
@@ -161,7 +161,7 @@ def check_idle(unit: Unit, doing: str) -> None:
 
 @contextmanager
 def changing_shards(unit: Unit, function: Callable[..., Any] | None = None) -> Iterator[None]:
-    """A context in which modules may be given other parameters, as `Module.to` does: the unit adopts them.
+    """Return a context that lets modules get other parameters, as `Module.to` does: the unit adopts them.
 
     Args:
         unit: the unit whose modules change.
@@ -187,7 +187,7 @@ def changing_shards(unit: Unit, function: Callable[..., Any] | None = None) -> I
 
 @contextmanager
 def as_plain(module: nn.Module) -> Iterator[None]:
-    """A context in which `module` has nothing of its unit in its attributes, but for hooks."""
+    """Return a context that removes all attributes of its unit from `module`, except for hooks."""
     own: dict[str, Any] = {name: vars(module).pop(name) for name in _OWN_ATTRIBUTES if name in vars(module)}
     unit = unregister(module)
     try:
@@ -199,7 +199,7 @@ def as_plain(module: nn.Module) -> Iterator[None]:
 
 
 def drop_own_hooks(module: nn.Module) -> None:
-    """Take the hooks of this package from `module`, a copy of one that has a unit."""
+    """Remove the hooks of this package from `module`, a copy of a module that has a unit."""
     for name, hooks in vars(module).items():
         if name.endswith("_hooks") and isinstance(hooks, dict):
             for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
@@ -207,7 +207,7 @@ def drop_own_hooks(module: nn.Module) -> None:
 
 
 def refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:
-    """Raise: a module that is read back from a file would have shards of a mesh that is not there, and no unit.
+    """Raise: a module that is read back from a file would have shards of a mesh that does not exist, and no unit.
 
     Raises:
         StateError: always.

@@ -28,7 +28,7 @@ _registrations = 0  # of parameters and modules, in any module of this process
 
 @cache
 def watch_registrations() -> None:
-    """Count every parameter and module that is registered from now on."""
+    """Start to count registrations of parameters and modules."""
     register_module_parameter_registration_hook(_count)
     register_module_module_registration_hook(_count)
 
@@ -39,7 +39,7 @@ def _count(*_: Any) -> None:
 
 
 class LateParams:
-    """The parameters below the units of a root that no unit has. Searched for only after something was registered.
+    """Parameters below the units of a root that no unit has. The search runs only after something was registered.
 
     Args:
         units: the root's.

@@ -85,7 +85,7 @@ _by_id: weakref.WeakValueDictionary[int, Managed] = weakref.WeakValueDictionary(
 
 
 def managed_by(param: Tensor) -> Managed | None:
-    """The entry of `param`, in any of its forms or as it was before it was sharded; None if no unit has it."""
+    """Return the entry of `param`, in any of its forms or before it was sharded; None if no unit has it."""
     managed = _by_id.get(id(param))
     if managed is None or all(form is not param for form in managed.forms):
         return None
@@ -104,10 +104,10 @@ def number_parameters(root: nn.Module) -> None:
 
 
 def in_model_order(params: Sequence[TensorT]) -> list[TensorT]:
-    """Sort the managed parameters among `params` as their models have them. Others keep their positions.
+    """Sort the managed parameters among `params` in the order of their models. Others keep their positions.
 
-    The order is the same on every rank, even if each rank gave `params` in another one (a group built from a `set`,
-    for example). Whatever runs one collective per parameter must use it.
+    The order is the same on every rank, even if the order of `params` is not (a group built from a `set`, for example).
+    Code that runs one collective per parameter must use it.
     """
     numbers = {i: managed.param.number for i, param in enumerate(params) if (managed := managed_by(param)) is not None}
     ordered = list(params)

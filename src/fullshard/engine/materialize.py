@@ -1,4 +1,4 @@
-"""From a module as the user made it to the parameters of a unit: found, initialised, and the same on every rank."""
+"""Preparation of a module's parameters for a unit: finding them, initialising them, equal values on every rank."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def find_parameters(
     ignored: Iterable[nn.Parameter],
     place: Callable[[str, nn.Parameter], tuple[Axes, int | None]],
 ) -> Found:
-    """The parameters of `modules` to shard: those not ignored, new ones and those tied to another unit's.
+    """Find the parameters of `modules` to shard: those not ignored, both new ones and those tied to another unit's.
 
-    A tied parameter that another unit has is put in these modules' place too, so that the tie holds.
+    A tied parameter that another unit has is also set in these modules, so that it stays tied.
 
     Args:
         modules: those of the new unit.
         ignored: parameters to leave out.
-        place: gives for a new parameter, named by its FQN, the axes to shard it over and the dim to cut it along.
+        place: returns the axes and the dim to shard a new parameter along, given its FQN and the parameter.
 
     Raises:
         ConfigError: a parameter is a `DTensor` that cannot be sharded over these axes as well.
@@ -132,8 +132,8 @@ def initialise(
 ) -> None:
     """Give memory and values to the parameters and buffers of `modules` that are on the meta device.
 
-    One module at a time, with `param_init_fn(module)` where it is given, else by `reset_parameters()`. A parameter that
-    several modules have stays one, and has the values that the first of them gave it.
+    Modules are initialised one at a time, with `param_init_fn(module)` if given, else with `reset_parameters()`. A
+    parameter that several modules share stays shared, with the values that the first of them gave it.
 
     Raises:
         ConfigError: a module has neither, or `param_init_fn` left something on the meta device.
@@ -160,7 +160,7 @@ def initialise(
 
 
 def _reset(module: Any, device: torch.device) -> None:
-    """Give `module` memory on `device` and the values that it chooses itself. Buffers that have values keep them."""
+    """Allocate `module` on `device` and call its `reset_parameters()`. Buffers that have values keep them."""
     valued = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and not buffer.is_meta}
     module.to_empty(device=device, recurse=False)
     module._buffers.update(valued)
@@ -170,10 +170,10 @@ def _reset(module: Any, device: torch.device) -> None:
 
 @contextmanager
 def _keeping_identity(module: nn.Module) -> Iterator[None]:
-    """A context in which `module` is initialised: it may be given other parameters, and has its own again after it.
+    """Return a context to initialise `module` in. It may replace parameters, and has its original ones again after it.
 
-    Those on the meta device then have the values that the others were given. Those that have values already, since
-    they are tied to another module's, keep them: it is a stand-in for them that is initialised.
+    Parameters on the meta device then have the values of their replacements. Parameters that have values already, since
+    they are tied to another module's, keep them: a stand-in for them is initialised instead.
     """
     own = {name: param for name, param in module._parameters.items() if param is not None}
     for name, param in own.items():
@@ -196,8 +196,10 @@ def _on_meta(module: nn.Module, skip: set[int]) -> list[str]:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give memory, and no values yet, to what of `model` is on the meta device and a state dict has: sharded parameters
-    where their unit keeps shards, other parameters and buffers on `device`. Parameters stay the same objects.
+    """Allocate, without values, the entries of the state dict of `model` that are on the meta device.
+
+    Sharded parameters are allocated where their unit keeps shards, other parameters and buffers on `device`. Parameters
+    stay the same objects.
     """
     for unit in units_in(model):
         if unit.is_meta:
@@ -215,12 +217,12 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def give(param: nn.Parameter, value: Tensor) -> None:
-    """Let `param` have the memory and the values of `value`, and stay the same object."""
+    """Give `param` the memory and the values of `value`. It stays the same object."""
     _swap(param, nn.Parameter(value, requires_grad=param.requires_grad))
 
 
 def _swap(param: nn.Parameter, given: nn.Parameter) -> None:
-    """Let `param` be what `given` is, but for what users have marked it with."""
+    """Replace the contents of `param` with those of `given`, except for attributes that users have set."""
     marks = dict(vars(param))
     torch.utils.swap_tensors(param, given)
     vars(param).update(marks)

@@ -1,4 +1,4 @@
-"""The microbatches of a step: their count, and what ranks compare or tell one another before each."""
+"""The microbatches of a step: their count, and what ranks compare or exchange before each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Microbatches"]
 
 _log = logging.getLogger(__name__)
 
-_LAST_COMPARISON = 64  # the step after which what no unit has is taken for looked after
+_LAST_COMPARISON = 64  # the step after which parameters in no unit are not compared any more
 
 
 class Microbatches:
@@ -36,12 +36,12 @@ class Microbatches:
         self._outside: list[nn.Parameter] = []  # trained, in no unit, and to be compared between ranks
         self._outside_since = 0  # the step after which they were noted last
         self.late_params = LateParams(units)
-        self.number = 0  # of the step, from 1 on
+        self.number = 0  # of the step, starting with 1
         self._step = 0
         self._buffers_differ = True  # between ranks: each has seen other data since they were broadcast
 
     def begin(self, *, counts: bool) -> None:
-        """Note that a microbatch begins, with shards as the optimizer has left them; and count it, if it `counts`."""
+        """Note that a microbatch begins, with shards after the last optimizer step. Count it if `counts`."""
         for unit in self._units:
             unit.notice_step()
         if counts:
@@ -55,20 +55,20 @@ class Microbatches:
                     _broadcast_buffers(unit)
 
     def count_next(self) -> None:
-        """Count one more of the step."""
+        """Count one more microbatch of the step."""
         self._set_number(self.number + 1)
 
     def note_end(self) -> None:
-        """Note that a backward is over: what comes next may need other ranks' buffers."""
+        """Note that a backward is over: buffers may need a broadcast before the next microbatch."""
         self._buffers_differ = self._buffers_differ or any(unit.state.syncs_gradients for unit in self._units)
 
     def begin_again(self) -> None:
-        """Be as before a step."""
+        """Reset the count, as before a step."""
         self.number = 0
         self._buffers_differ = True
 
     def _count(self) -> None:
-        """A microbatch is a step's first one unless gradients of an earlier one still wait for the optimizer."""
+        """Count a microbatch. It is the first of a step unless earlier gradients still wait for the optimizer."""
         self._set_number(self.number + 1 if any(unit.has_grads_waiting for unit in self._units) else 1)
         self._step += self.number == 1
         here.step = self._step
@@ -107,7 +107,7 @@ class Microbatches:
 
 
 def _broadcast_buffers(unit: Unit) -> None:
-    """Let every rank have the first one's buffers: one message for those of a dtype."""
+    """Broadcast the buffers of the first rank, with one message per dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in replicated_buffers_of(unit.modules, unit.axes):
         by_dtype.setdefault(buffer.dtype, []).append(buffer)

@@ -33,10 +33,10 @@ _MOST = 4096  # objects to look into
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, unmapped: Callable[[Any], None] | None = None) -> Any:
     """Return `tree` with every tensor replaced by `function(tensor)`.
 
-    A container in which nothing changes is not copied.
+    Containers without changes are not copied.
 
     Args:
-        function: gives another tensor, or the same one.
+        function: returns another tensor, or the same one.
         tree: what a module takes or returns.
         unmapped: called with each object whose tensors cannot be replaced.
     """
@@ -161,7 +161,7 @@ def _find(value: Any, found: list[Tensor], visited: set[int], depth: int) -> Non
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What an object refers to, as far as it can be seen without calling anything of its class."""
+    """Yield the objects that `value` refers to, as far as they are visible without calling methods of its class."""
     if isinstance(value, FunctionType):
         yield from (value.__defaults__ or (), value.__kwdefaults__ or {})
         yield from (cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY)

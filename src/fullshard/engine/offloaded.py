@@ -1,16 +1,16 @@
-"""Storages that are away: in the host's memory or on a disk from a forward to its backward.
+"""Offloaded storages: in host memory or on a disk from a forward to its backward.
 
-[Note: what is away, step by step]
-On a CPU a storage is copied to a buffer that is written to the disk while forward goes on. On an accelerator the
-offload stream copies it to the host's memory, and from there it may go on to the disk. Its own memory is free as soon
-as nobody else needs it. Backward asks for storages in about the reverse order: with each one that it takes, those that
-were put away before it are begun to be read, as far as the window allows. What is on its way out still is not read.
+[Note: offloading, step by step]
+On a CPU a storage is copied to a buffer, which is written to the disk while forward continues. On an accelerator the
+offload stream copies it to host memory, from where it may be written to the disk. Its device memory is freed when
+nothing else refers to it. Backward needs storages in about the reverse order. With each one that it takes, reads of
+those that were offloaded before it are started, up to the window. A storage that is still being written is not read.
 
 [Note: bounded buffers]
-A window of bytes bounds each of: what is copied and not yet written, or still held on the device by the copy; and what
-is read ahead. More than the window is under way only if a single storage is larger, or if the disk has failed: what it
-does not take stays in its buffer, and what it does not give back is zeros, until all ranks are told at the end of the
-backward. See [Note: a disk that fails on one rank] in `findings.py`.
+A window of bytes limits the storages that are copied and not yet written, or still held on the device by the copy. It
+also limits those that are read ahead. The window is exceeded only by a single larger storage, or after a disk failure:
+a storage that could not be written stays in its buffer, and one that could not be read is zeros, until the failure is
+reported to all ranks at the end of the backward. See [Note: a disk that fails on one rank] in `findings.py`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from fullshard.errors import StateError
 __all__ = ["WINDOW_BYTES", "Offloaded", "Store", "written_to"]
 
 WINDOW_BYTES = 64 << 20
-"""Of buffers on the way out, and as many on the way back."""
+"""Limit for buffers that are being written, and separately for those that are read ahead."""
 
 
 class _Buffer:
-    """Memory of the host's that is filled again and again."""
+    """A buffer in host memory that is used repeatedly."""
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
@@ -49,24 +49,24 @@ class _Buffer:
 
     @property
     def is_free(self) -> bool:
-        """True if no copy fills it or reads it, and no tensor that a graph was given lies in it."""
+        """True if no copy fills it or reads it, and no tensor of a graph is in it."""
         is_used = self.used_by is not None and not self.used_by.query()
         return not is_used and storage_references(self.data.untyped_storage()) <= self._own
 
 
 @dataclass(eq=False)
 class Offloaded:
-    """One storage that is away, for as long as a graph refers to this. See `Store`."""
+    """One offloaded storage, for as long as a graph refers to this object. See `Store`."""
 
     store: Store
     nbytes: int
-    order: list[weakref.ref[Offloaded]]  # all that the same forward has put away, in order
-    place: int  # its own there
+    order: list[weakref.ref[Offloaded]]  # all that the same forward has offloaded, in order
+    place: int  # its own index there
     uses: int = 0  # by saved tensors
     taken: int = 0  # of them, in this backward
     source: Tensor | None = None  # its memory on the device, while a copy of it is under way
-    sent: Mark | None = None  # behind that copy
-    watched: tuple[Tensor, int] | None = None  # whose version tells whether the source was written to meanwhile
+    sent: Mark | None = None  # after that copy
+    watched: tuple[Tensor, int] | None = None  # its version changes if the source is written to meanwhile
     is_torn: bool = False  # it was
     buffer: _Buffer | None = None  # where it is in the host's memory
     extent: Extent | None = None  # where it is on the disk
@@ -74,7 +74,7 @@ class Offloaded:
     writing: DiskWork | None = None
     reading: DiskWork | None = None
     back: Tensor | None = None  # its memory on the device again
-    arrived: Mark | None = None  # behind the copy that fills it
+    arrived: Mark | None = None  # after the copy that fills it
     is_ahead: bool = False  # read, and not asked for yet
     done_in: int = -1  # the backward that asked for it the last time
 
@@ -89,7 +89,7 @@ class Offloaded:
 
 @dataclass(frozen=True)
 class _Left:
-    """What is left of a storage that no graph refers to any more: free once nothing is under way."""
+    """The remains of a storage that no graph refers to any more: freed once its transfers are over."""
 
     room_bytes: int
     extent: Extent | None
@@ -100,13 +100,13 @@ class _Left:
 
 @dataclass(eq=False)
 class Store:
-    """Where storages of one device are away to: the host's memory, or a disk.
+    """The tier for offloaded storages of one device: host memory, or a disk.
 
     Args:
-        device: whose memory they leave.
-        scratch: the room on the disk; None for the host's memory.
+        device: whose memory is offloaded.
+        scratch: the space on the disk; None for host memory.
         window_bytes: see [Note: bounded buffers].
-        failures: what the disk could not do.
+        failures: collects failures of the disk.
     """
 
     device: torch.device
@@ -116,7 +116,7 @@ class Store:
     put_bytes: int = 0  # in all
     read_bytes: int = 0  # from the disk, in all
     _buffers: weakref.WeakSet[_Buffer] = field(default_factory=weakref.WeakSet)
-    _free: dict[int, list[_Buffer]] = field(default_factory=dict)  # given back, by size; tensors may lie in them yet
+    _free: dict[int, list[_Buffer]] = field(default_factory=dict)  # unused ones by size; tensors may still be in them
     _leaving: deque[weakref.ref[Offloaded]] = field(default_factory=deque)  # oldest first
     _leaving_bytes: int = 0
     _ahead_bytes: int = 0
@@ -125,7 +125,7 @@ class Store:
     # -- out ----------------------------------------------------------------------------------------------------------
 
     def put(self, tensor: Tensor, order: list[weakref.ref[Offloaded]]) -> Offloaded:
-        """Have the contents of the storage of `tensor` away, as the next of `order`."""
+        """Offload the storage of `tensor`, and append it to `order`."""
         storage = tensor.untyped_storage()
         nbytes, room = storage.nbytes(), aligned(storage.nbytes())
         self._clear_left()
@@ -159,13 +159,13 @@ class Store:
         return offloaded
 
     def _write_those_sent(self, newest: Offloaded) -> None:
-        """Begin to write what has come to the host's memory."""
+        """Start to write storages whose copy to host memory has ended."""
         for offloaded in (*self._alive(self._leaving), newest):
             if offloaded.writing is None and not offloaded.stays and (offloaded.sent is None or offloaded.sent.query()):
                 self._write(offloaded)
 
     def _writes(self, buffer: _Buffer) -> bool:
-        """True if there is a disk, and this is no dry run of a model that nobody has memory or room for."""
+        """True if there is a disk, and this is not a dry run, whose model may exceed memory and disk."""
         return self.scratch is not None and not isinstance(buffer.data, FakeTensor)
 
     def _write(self, offloaded: Offloaded) -> None:
@@ -177,7 +177,7 @@ class Store:
             offloaded.stays = False
 
     def _finish_leaving(self) -> None:
-        """Have the oldest storage on its way out be gone: from the device, and from its buffer if there is a disk."""
+        """Finish the oldest transfer: free the storage's device memory, and its buffer if there is a disk."""
         offloaded = self._leaving.popleft()()
         if offloaded is None:
             return  # `forget` has taken it off
@@ -198,8 +198,8 @@ class Store:
     # -- back ---------------------------------------------------------------------------------------------------------
 
     def get(self, offloaded: Offloaded) -> Tensor:
-        """The bytes of `offloaded` on the device, 1-D; valid on the compute stream. Begins to read those put away
-        before it.
+        """Return the bytes of `offloaded` on the device, 1-D; valid on the compute stream. Start to read those that
+        were offloaded before it.
 
         Raises:
             StateError: the user has written to it since it was saved.
@@ -239,7 +239,7 @@ class Store:
         return offloaded.back
 
     def _bring_back(self, offloaded: Offloaded) -> None:
-        """Have it on the device, as soon as the streams get there."""
+        """Queue the copy of `offloaded` to the device."""
         assert offloaded.buffer is not None
         held = offloaded.buffer.data[: offloaded.nbytes]
         if offloaded.reading is not None:
@@ -263,7 +263,7 @@ class Store:
         offloaded.arrived = offloaded.buffer.used_by = streams.offload.mark()
 
     def _read_ahead(self, offloaded: Offloaded) -> None:
-        """Begin to read what is likely to be asked for next."""
+        """Start to read what is likely to be needed next."""
         has_streams, backward = accelerator_for(self.device).has_streams, backward_number()
         for ref in reversed(offloaded.order[: offloaded.place]):
             earlier = ref()
@@ -281,7 +281,7 @@ class Store:
                 self._bring_back(earlier)
 
     def _drop(self, offloaded: Offloaded) -> None:
-        """Leave it to the graph alone, which has it now."""
+        """Drop the reference to the device memory, which the graph has now."""
         offloaded.back = None
         if (
             self.scratch is not None
@@ -291,7 +291,7 @@ class Store:
             self._leave_buffer(offloaded)
 
     def _leave_buffer(self, offloaded: Offloaded) -> None:
-        """What is on the disk needs no buffer any more, unless it was asked for meanwhile."""
+        """Free the buffer once the storage is on the disk, unless the storage was needed meanwhile."""
         if offloaded.writing is not None:
             offloaded.stays = True
             with self.failures.noted():
@@ -304,7 +304,7 @@ class Store:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def forget(self, offloaded: Offloaded) -> None:
-        """Note that no graph refers to `offloaded` any more. It may be called at any moment, so it only takes notes."""
+        """Note that no graph refers to `offloaded` any more. It may run at any moment, so it only records this."""
         works = tuple(work for work in (offloaded.writing, offloaded.reading) if work is not None)
         on_device = tuple(
             (t, mark)
@@ -316,7 +316,7 @@ class Store:
             self._ahead_bytes -= offloaded.room_bytes
 
     def _clear_left(self, *, wait: bool = False) -> None:
-        """Give back what no graph refers to, if nothing is under way to it or from it; or after waiting for that."""
+        """Free storages that no graph refers to and whose transfers are over, or wait for these if `wait`."""
         streams = accelerator_for(self.device).streams
         for _ in range(len(self._left)):
             left = self._left.popleft()
@@ -342,7 +342,7 @@ class Store:
         return (offloaded for ref in refs if (offloaded := ref()) is not None)
 
     def _buffer(self, nbytes: int) -> _Buffer:
-        """One that is free, of the right size, or a new one."""
+        """Return a free buffer of the right size, or a new one."""
         nbytes = aligned(nbytes)
         for buffer in self._free.get(nbytes, ()):
             if self.scratch is None or buffer.is_free:  # on one stream what was read before is over
@@ -356,7 +356,7 @@ class Store:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the host's memory that this has at the moment."""
+        """Bytes of host memory in use at the moment."""
         return sum(buffer.data.numel() for buffer in self._buffers)
 
     def _give(self, buffer: _Buffer) -> None:
@@ -370,12 +370,12 @@ class Store:
 
 
 def _was_written_to(offloaded: Offloaded) -> bool:
-    """True if the source of `offloaded` was written to since it was put away."""
+    """True if the source of `offloaded` was written to since it was offloaded."""
     return offloaded.watched is not None and offloaded.watched[0]._version != offloaded.watched[1]
 
 
 def written_to(nbytes: int) -> StateError:
-    """What a backward is told that needs values which are not there any more, as autograd would."""
+    """Return the error of a backward that needs values which were overwritten, like autograd's."""
     return StateError(
         f"a tensor of {nbytes} bytes that backward needs was changed in place since forward saved it. Change a clone "
         "of it; torch.autograd.set_detect_anomaly(True) shows the operation that saved it."

@@ -1,6 +1,6 @@
-"""The order in which units are needed, and what is gathered ahead.
+"""The order of units in a pass, and the units to gather ahead.
 
-A microbatch is expected to need units in the order of the one before; where it does not, nothing is prefetched and
+A microbatch is expected to need units in the order of the one before. If it does not, nothing is prefetched, and
 nothing breaks.
 """
 
@@ -12,10 +12,10 @@ __all__ = ["OrderTracker"]
 
 
 class OrderTracker:
-    """Records the order in which units are needed, and tells from an earlier one which come next.
+    """Records the order of units, and predicts the next ones from an earlier order.
 
     Args:
-        expected: the numbers of the units in the order in which they were needed last time.
+        expected: the numbers of the units in their last order.
     """
 
     def __init__(self, expected: Sequence[int] = ()) -> None:
@@ -27,8 +27,8 @@ class OrderTracker:
     def record(self, unit: int) -> None:
         """Note that `unit` is needed now.
 
-        A unit that was not expected here is looked for further on. If it is not there either, nothing is known until
-        one appears that is.
+        A unit that was not expected here is looked up further on. If it is not there either, nothing is predicted until
+        a unit appears that is.
         """
         self.visited.append(unit)
         try:
@@ -39,14 +39,14 @@ class OrderTracker:
             self._is_lost = False
 
     def following(self, depth: int) -> tuple[int, ...]:
-        """Up to `depth` units that come next, nearest first; none where that is not known."""
+        """Return up to `depth` units that come next, nearest first; none if that is not known."""
         return () if self._is_lost else self.expected[self._known : self._known + depth]
 
     @property
     def is_at_end(self) -> bool:
-        """True if no further unit is expected, since all have come that came last time."""
+        """True if no further unit is expected, since all units of the last order were visited."""
         return not self._is_lost and 0 < len(self.expected) == self._known
 
     def agrees_on(self, units: Container[int]) -> bool:
-        """Return True if `units` were seen in the order in which they were expected."""
+        """Return True if `units` were visited in the expected order."""
         return [unit for unit in self.visited if unit in units] == [unit for unit in self.expected if unit in units]

@@ -1,4 +1,4 @@
-"""Torch's DDP around sharded modules: refused by name, as it would average what is a different part on every rank."""
+"""Refusal of DDP around sharded modules: it would average shards, which are different on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["watch_wrappers"]
 
 @cache
 def watch_wrappers() -> None:
-    """From now on, refuse DDP around a module with sharded parameters, unless it is told to leave these alone."""
+    """Make DDP raise around a module with sharded parameters, unless the module lists these for DDP to ignore."""
     register_module_module_registration_hook(_check)
 
 

@@ -1,4 +1,4 @@
-"""Which of a module's hooks are this package's: copies of modules are to be without them."""
+"""Marks of hooks that belong to this package. Copies of modules must not have them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MARK = "_is_of_fullshard"
 
 
 def own_hook(hook: F) -> F:
-    """`hook`, marked as this package's."""
+    """Mark `hook` as one of this package, and return it."""
     setattr(hook, _MARK, True)
     return hook
 
 
 def is_own_hook(hook: Any) -> bool:
-    """True if `hook`, or what torch has wrapped in it, is marked so."""
+    """True if `hook`, or the hook that torch has wrapped in it, is marked."""
     return hasattr(getattr(hook, "hook", hook), _MARK)

@@ -1,4 +1,4 @@
-"""The pack: what is small, or cannot be cut so that every part is aligned, and travels as one message, with a copy.
+"""The pack: one message for parameters that are small, or cannot be cut into aligned shards. It needs a copy.
 
 [Note: one kernel, and CUDA graphs]
 On a GPU `torch._chunk_cat` and `torch.split_with_sizes_copy` are one kernel for many tensors. They write the addresses
@@ -20,15 +20,15 @@ from fullshard.layout.shard_spec import ShardSpec
 
 __all__ = ["Pack", "Unpacking"]
 
-_FEW_COPIES = 2  # are as soon done one by one: a kernel for many is given their addresses by a copy
+_FEW_COPIES = 2  # are as fast one by one: a kernel for many needs a copy of their addresses
 
 _Pair = tuple[Tensor, Tensor]
 
 
 class Pack:
-    """The packed parameters of a group, on their way to and from messages.
+    """Copies between the packed parameters of a group and messages.
 
-    A message has a row a rank, `(world, pack_numel)`, and in it some columns for each parameter.
+    A message has one row per rank, `(world, pack_numel)`, and some columns for each parameter.
     """
 
     def __init__(self, layout: GroupLayout, rank: int) -> None:
@@ -38,7 +38,7 @@ class Pack:
         self._gaps: dict[tuple[int, torch.dtype], Tensor] = {}  # columns of zeros, by their number
 
     def pairs(self, i: int, whole: Tensor, message: Tensor) -> Iterator[_Pair]:
-        """Pairs (stretch of parameter `i`, stretch of `message`) that hold the same values."""
+        """Return pairs (slice of parameter `i`, slice of `message`) of the same values."""
         return _pairs(self._layout.params[i].spec, whole, self._rows(i, message), self._rank)
 
     def _rows(self, i: int, message: Tensor) -> Tensor:
@@ -51,12 +51,12 @@ class Pack:
         return Unpacking(self._layout, self._rank, self._columns, wholes, message)
 
     def write(self, message: Tensor, grads: Mapping[int, Tensor]) -> None:
-        """Write the gradients of packed parameters to `message`, each rank's parts side by side.
+        """Write the gradients of packed parameters to `message`, one row per rank.
 
         Args:
             message: (world, pack_numel). Padding becomes zeros.
-            grads: whole gradients by index of the parameter; what is missing becomes zeros. All of one dtype, which may
-                be another than that of the message, are cast in the same kernel.
+            grads: whole gradients by index of the parameter; missing ones become zeros. If all have one dtype, which
+                may differ from that of the message, the same kernel casts them.
         """
         if is_capturing(message.device):  # [Note: one kernel, and CUDA graphs]
             message.zero_()
@@ -83,7 +83,7 @@ class Pack:
         _copy_each([(row, part) for i in odd for part, row in self.pairs(i, grads[i], message)])
 
     def _parts(self, i: int, grad: Tensor, message: Tensor) -> Iterator[_Pair]:
-        """Pairs (stretch of `message`, every rank's part of the gradient of parameter `i`, which has its values)."""
+        """Return pairs (slice of `message`, the ranks' shards of the gradient of parameter `i`) of the same values."""
         if self._layout.params[i].spec.dim is None:
             yield self._rows(i, message), grad.view(1, -1).expand(self._layout.world, -1)
         else:
@@ -91,7 +91,7 @@ class Pack:
                 yield row, part
 
     def _gap(self, width: int, message: Tensor, dtype: torch.dtype) -> Tensor:
-        """So many columns of zeros. Not expanded: a GPU has one kernel for columns that are contiguous."""
+        """Return `width` columns of zeros. They are not expanded: only for contiguous columns there is one kernel."""
         if (width, dtype) not in self._gaps:
             self._gaps[width, dtype] = message.new_zeros(message.shape[0], width, dtype=dtype)
         return self._gaps[width, dtype]
@@ -101,16 +101,16 @@ class Unpacking:
     """The copies from a message to the packed parameters, all of them contiguous. It holds views of both.
 
     [Note: copies out of the pack]
-    The columns of one parameter are a strided view. `torch._foreach_copy_` copies such one by one: on a CPU nothing is
-    faster, but on a GPU that is a kernel for each. There `torch.split_with_sizes_copy` is one kernel for all, if it is
-    given all columns of the message, and each stretch of them is to become contiguous, a row a rank. A parameter whose
-    parts are all of one size is that already. All other columns go to scratch memory in the same kernel. They are
-    contiguous there, so that one `torch._foreach_copy_` is one kernel for all of them, too; but for those of parameters
-    that are cut along another dim than the first, which take one each.
+    The columns of one parameter are a strided view. `torch._foreach_copy_` copies strided views one by one. On a CPU
+    nothing is faster, but on a GPU this is one kernel for each. There `torch.split_with_sizes_copy` is one kernel for
+    all columns of the message. It needs a contiguous target for each slice of columns, with one row per rank. A
+    parameter whose shards have equal sizes is such a target. All other columns are copied to scratch memory in the same
+    kernel. They are contiguous there, so that one `torch._foreach_copy_` is one kernel for all of them, too. Only
+    parameters that are cut along another dim than the first take one kernel each.
 
     Args:
         layout: of the group.
-        rank: the number of this rank's part.
+        rank: the index of this rank's shard.
         columns: see `_columns`.
         wholes: the group's parameters.
         message: (world, pack_numel).
@@ -127,8 +127,8 @@ class Unpacking:
         self._message = message
         self._rank = rank
         self._widths = [width for _, width in columns]
-        self._targets: list[Tensor | None] = []  # one for each stretch of columns; None for scratch memory
-        self._others: list[tuple[ShardSpec, Tensor] | None] = []  # what each in scratch memory is of; None for padding
+        self._targets: list[Tensor | None] = []  # one for each slice of columns; None for scratch memory
+        self._others: list[tuple[ShardSpec, Tensor] | None] = []  # each one's parameter in scratch; None: padding
         for i, width in columns:
             spec = None if i < 0 else layout.params[i].spec
             divides = spec is not None and spec.dim == 0 and not spec.padding
@@ -145,14 +145,14 @@ class Unpacking:
         self._at_once = len(pairs) > _FEW_COPIES and accelerator_for(message.device).has_streams
 
     def copy(self) -> None:
-        """Copy what came to where it belongs."""
+        """Copy the message into the parameters."""
         if self._at_once and not is_capturing(self._message.device):  # [Note: one kernel, and CUDA graphs]
             self.copy_at_once()
         elif self._each[0]:
             torch._foreach_copy_(*self._each)
 
     def copy_at_once(self) -> None:
-        """The same in as few kernels as there can be."""
+        """Copy the message into the parameters in as few kernels as possible."""
         world = self._message.shape[0]
         widths = [n for n, target in zip(self._widths, self._targets, strict=True) if target is None]
         scratch = self._message.new_empty(world * sum(widths)).split([world * n for n in widths])
@@ -181,7 +181,7 @@ def _copy_each(pairs: Sequence[_Pair]) -> None:
 
 
 def _columns(layout: GroupLayout) -> Iterator[tuple[int, int]]:
-    """Index of the parameter, -1 for padding, and width of each stretch of columns in the pack, from left to right."""
+    """Yield the index of the parameter, -1 for padding, and the width of each slice of columns, from left to right."""
     end = layout.pack_offset
     for i in layout.packed:
         param_layout: ParamLayout = layout.params[i]
@@ -195,14 +195,14 @@ def _columns(layout: GroupLayout) -> Iterator[tuple[int, int]]:
 
 
 def _pairs(spec: ShardSpec, whole: Tensor, rows: Tensor, rank: int) -> Iterator[_Pair]:
-    """Pairs (stretch of the parameter, stretch of `rows`) that hold the same values; `rows` has one a rank."""
+    """Yield pairs (slice of the parameter, slice of `rows`) of the same values; `rows` has one row per rank."""
     if spec.dim is None:
         yield whole.view(1, -1), rows[rank : rank + 1]
     elif spec.part_numel:
         size, part = spec.shape[spec.dim], len(spec.span(0))
         before, after = prod(spec.shape[: spec.dim]), prod(spec.shape[spec.dim + 1 :])
         spread = whole.view(before, size, after)
-        full = size // part  # so many ranks have a part of the same size; one may have the rest
+        full = size // part  # ranks with a shard of the same size; one more may have the rest
         equal = spread[:, : full * part].unflatten(1, (full, part)).transpose(0, 1)
         yield equal, rows[:full].unflatten(1, (before, part, after))
         remaining = spread[:, full * part :]

@@ -29,16 +29,16 @@ __all__ = ["ParamGroup"]
 
 
 class ParamGroup:
-    """Some parameters, the memory they rest in, their gather and their gradients.
+    """Some parameters, the memory of their shards, their gather and their gradients.
 
     Args:
         plan: how they are sharded.
         pack: for the small ones.
-        params: one for each that `plan` has a place for.
+        params: one for each parameter in the layout of `plan`.
         gather: from their shards to the unsharded buffer.
-        unsharded: where the unsharded ones lie, once there is memory for them.
-        wires: what values and gradients go over.
-        state: what earlier microbatches have left of gradients.
+        unsharded: the buffer of the unsharded parameters, once it has memory.
+        transports: the collectives for values and gradients.
+        state: gradients of earlier microbatches.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class ParamGroup:
     def of(
         cls, sources: Sequence[Source], plan: GroupPlan, transports: GroupTransports, region: Region | None
     ) -> ParamGroup:
-        """The group of parameters as the user made them: each is cut, and gets both forms.
+        """Shard parameters as the user made them, and return their group.
 
         Args:
             sources: the parameters.
             plan: how they are sharded.
-            wires: what they go over.
-            stretch: where the unsharded buffer lies, if that has memory already.
+            transports: the collectives for values and gradients.
+            region: memory for the unsharded buffer, if it is allocated already.
         """
         pack = Pack(plan.layout, plan.rank)
         unsharded = region and UnshardedBuffer(plan, pack, region)
@@ -101,9 +101,9 @@ class ParamGroup:
         return cls(plan, pack, params, gather_for(params, storage, transports), unsharded, transports, GradientState())
 
     def moved(self, plan: GroupPlan, transports: GroupTransports, region: Region | None) -> ParamGroup:
-        """A group of the same parameters in other memory, after `Module.to` and its like. This one is of no more use.
+        """Return a group of the same parameters in other memory, after `Module.to` and similar functions.
 
-        The values are those that the sharded parameters hold now, wherever they are.
+        It has the present values of the sharded parameters, on any device. Do not use this group any more.
         """
         if (plan.contract.compute, plan.device) != (self.plan.contract.compute, self.plan.device):
             for param in self.params:
@@ -118,10 +118,10 @@ class ParamGroup:
         gather = gather_for(self.params, storage, transports)
         return ParamGroup(plan, pack, self.params, gather, unsharded, transports, self.gradients.state)
 
-    # -- where unsharded parameters lie -------------------------------------------------------------------------------
+    # -- memory of unsharded parameters -------------------------------------------------------------------------------
 
     def contained_in(self, region: Region | None) -> None:
-        """Let the unsharded parameters lie in `region` from now on; nowhere, if None."""
+        """Set the memory of the unsharded parameters to `region`, or to none if None."""
         self._point_to(region and UnshardedBuffer(self.plan, self._pack, region))
 
     def _point_to(self, unsharded: UnshardedBuffer | None) -> None:
@@ -137,7 +137,7 @@ class ParamGroup:
 
     @property
     def holds_its_shards(self) -> bool:
-        """True if every sharded parameter still holds its shard where it was put."""
+        """True if every sharded parameter still holds its shard at its original address."""
         stored, device = self.plan.contract.stored, self.plan.memory.device
         if any(param.local.dtype != stored or param.local.device != device for param in self._without_rows):
             return False
@@ -146,7 +146,7 @@ class ParamGroup:
 
     @property
     def has_shards_alone(self) -> bool:
-        """True if nobody else has a reference to any shard as a plain tensor, or to its memory."""
+        """True if no other code refers to any shard as a plain tensor, or to its memory."""
         return self.gather.has_shards_alone
 
     @property
@@ -155,17 +155,17 @@ class ParamGroup:
         return self.params[0].sharded.requires_grad
 
     def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
-        """Begin to fill the unsharded buffer, see `Gather.start`."""
+        """Start to fill the unsharded buffer, see `Gather.start`."""
         assert self._unsharded is not None, "a group is bound before it is gathered"
         if self.gather.overwrites:
             self.validity.invalidate()
         return self.gather.start(self._unsharded, origin, in_common=in_common)
 
     def finish_gather(self) -> bool:
-        """Have the unsharded parameters complete. Call when the gather has ended.
+        """Complete the unsharded parameters. Call it when the gather has ended.
 
         Returns:
-            Whether any of them is another object than before.
+            True if any of them is another object than before.
         """
         assert self._unsharded is not None, "a group is bound before it is gathered"
         self.gather.finish(self._unsharded)
@@ -173,13 +173,13 @@ class ParamGroup:
         return False
 
     def release(self) -> None:
-        """Gather anew when unsharded parameters are needed next: memory is given back, and the unit's has been."""
+        """Free separate memory, and gather again when unsharded parameters are needed next."""
         self.validity.invalidate()
         self.gather.invalidate()
 
     @property
     def separate_nbytes(self) -> int:
-        """Bytes of unsharded parameters that lie apart from the unit's others, as far as they are known."""
+        """Known bytes of unsharded parameters that are separate from the unit's storage."""
         return 0
 
     @property
@@ -189,17 +189,17 @@ class ParamGroup:
 
     @property
     def disk_failures(self) -> list[DiskFailures]:
-        """What the disk could not do that shards and gradients rest on, of each; none if they rest on no disk."""
+        """Failures of the disk with shards and with gradients; empty if they are not on a disk."""
         return [item for item in (self.gather.disk_failures, self.gradients.failures) if item is not None]
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def averaged_over(self, data_ranks: frozenset[int]) -> int:
-        """Return the number by which the sum of a gradient is divided, for a root on `data_ranks`.
+        """Return the divisor of the sum of a gradient, for a root on `data_ranks`.
 
         This is the number of the root's ranks for experts on some of these ranks, or on ranks of several axes: they
-        have seen the tokens of all of them. Plain parameters on other ranks than the root's are divided by the number
-        of their own ranks.
+        have seen the tokens of all of them. The divisor of plain parameters on other ranks than the root's is the
+        number of these ranks.
         """
         axes = self.plan.axes
         is_mean_of_all = axes.ranks <= data_ranks or self.is_cut
@@ -227,7 +227,7 @@ class ParamGroup:
         origin: Origin,
         hook: Callable[[Tensor], None] | None,
     ) -> Reduction:
-        """Begin to sum `grads`, what `gradients.take()` gave, over the ranks. Arguments as of `ReductionOf`."""
+        """Start to sum `grads`, from `gradients.take()`, over the ranks. For other arguments see `ReductionOf`."""
         return start_reduction(
             ReductionOf(grads, self.gradients, self.transports, self._pack, divisor, finishes, origin, hook)
         )
@@ -239,7 +239,7 @@ class ParamGroup:
 
     @property
     def awaits_second_sum(self) -> bool:
-        """True if sums are withheld that miss the second level."""
+        """True if sums wait for their second level."""
         return bool(self.gradients.state.first_sums)
 
     @property
@@ -249,5 +249,5 @@ class ParamGroup:
 
 
 def _place(local: Tensor) -> Any:
-    """A value that tells where a shard lies."""
+    """Return a value that identifies the memory of a shard."""
     return (id(local.extent), local.start) if isinstance(local, OnDisk) else address(local)

@@ -1,18 +1,19 @@
-"""The tensor that modules see of a parameter, and the one in it that the engine moves.
+"""The tensor of a parameter that modules see, and the tensor in it that the engine communicates.
 
-Of a plain parameter both are one tensor. A parameter that tensor parallelism has placed is a `DTensor`, and modules
-rely on that. The engine moves the local tensor in it, which is cut, gathered and reduced as a plain parameter of that
-shape would be. So at rest the parameter is cut twice, first as it was found, then each part on the shard axis:
+For a plain parameter both are one tensor. A parameter of tensor parallelism is a `DTensor`, and modules rely on that.
+The engine communicates its local tensor, which is sharded, gathered and reduced like a plain parameter of that shape.
+So the sharded parameter is cut twice, first as it was found, and then each part on the shard axis:
 
     as it was found    mesh (tp),                     placements (Shard(0),)
     at rest            mesh (tp, shard),              placements (Shard(0), Shard(0))
                        mesh (tp, replicate, shard),   placements (Shard(0), Replicate(), Shard(0))
 
-`DTensor` reads placements from the first axis to the last, so the axes are in the order in which they cut. On a mesh of
-(shard, tp) rows that are cut on both would not lie where their placements say.
+`DTensor` applies placements from the first axis to the last, so the axes are in the order of the cuts. On a mesh of
+(shard, tp), rows that are cut on both axes would not be where their placements say.
 
-Where the engine was given all axes of a mesh and told which are its own, a parameter may be a `DTensor` on all of them,
-whole on the engine's. Modules go on to see it so; at rest its other axes come first, and then the engine's:
+If the user passes all axes of a mesh and names those of the engine, a parameter may be a `DTensor` on all of them, and
+whole on the engine's. Modules still see it like this. When it is sharded, its other axes are first, and then the
+engine's:
 
     as it was found    mesh (shard, cp, tp),          placements (Replicate(), Replicate(), Shard(0))
     at rest            mesh (tp, shard_cp),           placements (Shard(0), Shard(0))
@@ -44,51 +45,51 @@ class ParamView:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """The groups that the parameter was placed on before the engine came."""
+        """The process groups that the parameter was placed on before sharding by the engine."""
         return []
 
     @property
     def is_cut(self) -> bool:
-        """True if the engine has a part of the parameter only: others have been given to other ranks."""
+        """True if the engine has only a part of the parameter, and other ranks have the other parts."""
         return False
 
     @property
     def is_opaque(self) -> bool:
-        """True if the values are bits that mean something beside other tensors only: they must be cast to nothing."""
+        """True if the values are encoded bits, which must not be cast."""
         return False
 
     def make_sharded(self, shard: Tensor, axes: Axes, spec: ShardSpec, *, sharded: bool) -> DTensor:
-        """The sharded parameter around `shard`, this rank's part; the whole, if not `sharded`."""
+        """Return the sharded parameter around `shard`, this rank's part; or the whole parameter if not `sharded`."""
         return make_dtensor(shard, axes.mesh, axes.tensor_placements(spec, sharded=sharded), spec.shape)
 
     def make_unsharded(self, whole: Tensor) -> Tensor:
-        """The tensor that modules see, around `whole`."""
+        """Return the tensor that modules see, around `whole`."""
         return whole
 
     def make_param(self, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """The parameter that modules see, around `whole`."""
+        """Return the parameter that modules see, around `whole`."""
         return nn.Parameter(self.make_unsharded(whole), requires_grad=requires_grad)
 
     def make_summoned(self, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """The parameter that users see who ask for the whole one, plain and in memory of its own."""
+        """Return the whole parameter for users who summon it: plain, and in separate memory."""
         return nn.Parameter(whole, requires_grad=requires_grad)
 
     def point_to(self, visited: Tensor, whole: Tensor) -> None:
-        """Let `visited`, which `make_param` gave, have its values in `whole` from now on."""
+        """Make `whole` the memory of `visited`, a result of `make_param`."""
         visited.data = whole
 
     def local_grad(self, grad: Tensor) -> Tensor:
-        """The tensor that the engine reduces, of the gradient that autograd has left."""
+        """Return the tensor of a gradient from autograd that the engine reduces."""
         return grad
 
 
 class TensorParallelView(ParamView):
-    """A parameter of tensor parallelism: modules see a `DTensor` placed as `param` is, the engine moves the local one.
+    """A parameter of tensor parallelism: modules see a `DTensor` placed like `param`. The engine uses the local tensor.
 
     Args:
         fqn: the parameter's name, for errors.
-        param: as it was found.
-        axes: what its local tensors are to be sharded and replicated over.
+        param: the original parameter.
+        axes: the axes to shard and replicate its local tensors over.
 
     Raises:
         ConfigError: `param` is not on other axes of the same mesh, or placed in a way that cannot be cut further.
@@ -134,25 +135,25 @@ class TensorParallelView(ParamView):
         return any(placement.is_shard() for placement in self._outer_placements)
 
     def make_sharded(self, shard: Tensor, axes: Axes, spec: ShardSpec, *, sharded: bool) -> DTensor:
-        """A `DTensor` on the axes of tensor parallelism and then those of the engine."""
+        """Return a `DTensor` on the axes of tensor parallelism and then those of the engine."""
         placements = (*self._outer_placements, *axes.tensor_placements(spec, sharded=sharded))
         return make_dtensor(shard, self._mesh, placements, self._found.shape)
 
     def make_unsharded(self, whole: Tensor) -> DTensor:
-        """A `DTensor` on the mesh on which it was found."""
+        """Return a `DTensor` on the mesh of the original parameter."""
         return make_dtensor(whole, self._found.mesh, self._found.placements, self._found.shape)
 
     def point_to(self, visited: Tensor, whole: Tensor) -> None:
-        """Let `visited` have `whole` as its local tensor: an alias, so that no gather counts as a change of what
-        autograd has saved.
+        """Set an alias of `whole` as the local tensor of `visited`, so that gathers do not count as changes of tensors
+        that autograd has saved.
         """
         assert isinstance(visited, DTensor)
         set_local_tensor(visited, whole.data)
 
     def local_grad(self, grad: Tensor) -> Tensor:
-        """The local tensor of `grad`, placed as the parameter is: a collective of torch's where it is not.
+        """Return the local tensor of `grad`, redistributed by torch to the placements of the parameter if needed.
 
-        Along the engine's own axes it stays as autograd left it, which is this rank's share of the sum that is taken.
+        Along the engine's own axes it is not redistributed: there it is this rank's term of the sum.
         """
         assert isinstance(grad, DTensor)
         placements = list(grad.placements)
@@ -162,10 +163,10 @@ class TensorParallelView(ParamView):
 
 
 class OwnClassView(ParamView):
-    """A parameter of a class derived from `nn.Parameter`: modules see that class, with the attributes that it had.
+    """A parameter of a class derived from `nn.Parameter`: modules see that class, with its original attributes.
 
-    So bitsandbytes' 4-bit weights travel as their packed bytes, and meet their kernels as what these look for. What
-    describes them, such as the scales of their blocks, is whole on every rank.
+    So bitsandbytes' 4-bit weights are gathered as packed bytes, and their kernels see the class that they expect. Their
+    metadata, such as the scales of their blocks, is whole on every rank.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -185,11 +186,11 @@ class OwnClassView(ParamView):
 
 
 def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
-    """The view of `param`.
+    """Return the view of `param`.
 
     Raises:
-        ConfigError: it is of a class that would be lost, or that nobody here knows how to cut; or how it lies on other
-            axes is said by annotations, which are not read.
+        ConfigError: its class would be lost, or cannot be cut; or its placement on other axes is given by annotations,
+            which are not supported.
     """
     _check_annotations(fqn, param, axes)
     if isinstance(param, DTensor):
@@ -215,10 +216,10 @@ def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
 
 
 def _check_annotations(fqn: str, param: nn.Parameter, axes: Axes) -> None:
-    """Refuse a plain tensor that spmd_types says is a part of one, or has partial gradients, along another axis.
+    """Refuse a plain tensor that is a shard, or has partial gradients, along another axis according to spmd_types.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: it is such a tensor.
     """
     mesh = axes.spmd_mesh
     if mesh is None or not getattr(param, "_local_type", None):  # where spmd_types keeps annotations
@@ -237,7 +238,7 @@ def _check_class(fqn: str, local: Tensor) -> None:
     """Refuse a tensor of a class that would be lost.
 
     Raises:
-        ConfigError: it is one, and does not say what of it is sent.
+        ConfigError: its class would be lost, and does not choose what is sent of it.
     """
     plain = type(local) in (Tensor, nn.Parameter) or isinstance(local, FakeTensor)
     if not (plain or sends_payloads(local)):
@@ -249,16 +250,16 @@ def _check_class(fqn: str, local: Tensor) -> None:
 
 
 def sends_payloads(local: Tensor) -> bool:
-    """True if the class of `local` says itself what of a shard is sent, by the methods that torch calls for it."""
+    """True if the class of `local` chooses what is sent of a shard, with the methods of torch's protocol."""
     return all(hasattr(local, hook) for hook in _HOOKS)
 
 
 def check_payloads(fqn: str, local: Tensor, axes: Axes, dim: int | None) -> None:
-    """Refuse a tensor that says what of it is sent where that cannot be.
+    """Refuse a tensor of torch's all-gather protocol where the protocol is not supported.
 
     Raises:
-        ConfigError: it is to be cut along another dim than the first, or gathered in two levels, or its method takes
-            other arguments than torch gives.
+        ConfigError: it would be cut along another dim than the first, or gathered in two levels, or its method takes
+            other arguments than torch passes.
     """
     name = f"{fqn}, a {type(local).__name__} that says itself what of it is sent,"
     count = len(signature(local.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]

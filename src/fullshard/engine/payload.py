@@ -1,18 +1,18 @@
-"""Tensor subclasses that say themselves what of a shard is sent, and what is made of every rank's: their payloads.
+"""Tensor subclasses that choose what is sent of a shard, and how the gathered data is used: their payloads.
 
 The protocol is torch's. A class of low-precision weights has two methods:
 
-    fsdp_pre_all_gather(mesh, ...)             the tensors to send of this rank's shard, and metadata that stays here
-    fsdp_post_all_gather(gathered, metadata,   what modules are to see, made of those tensors gathered along their
-        param_dtype, *, out)                   first dims; and the tensors that have memory for it
+    fsdp_pre_all_gather(mesh, ...)             the tensors to send of this rank's shard, and metadata that is not sent
+    fsdp_post_all_gather(gathered, metadata,   the tensor for modules, made of those tensors gathered along their first
+        param_dtype, *, out)                   dims; and the tensors that have memory for it
 
-So float8 weights are cast before they travel, and are the operand of a product when they have arrived; what rests in 4
-bits travels in 4 bits. At rest a shard is a tensor of the same class, cut by the operations of the class itself.
+So float8 weights are cast before they are sent, and are operands of a matrix product after the gather. Weights stored
+in 4 bits are sent in 4 bits. A shard is a tensor of the same class, cut by the operations of the class itself.
 
 [Note: equal rows]
-Every rank sends as much as any other. So `fsdp_pre_all_gather` is called on a shard with as many rows as the first
-rank's, of which those that a short shard lacks are zeros, and rows beyond the parameter's own are cut off before
-`fsdp_post_all_gather`. Memory for all rows is kept, and the shard is the first of them.
+All ranks send equally many bytes. So `fsdp_pre_all_gather` is called on a shard with as many rows as the first rank's.
+A shorter shard is padded with rows of zeros. Rows beyond the parameter's own are cut off before `fsdp_post_all_gather`.
+Memory for all rows is kept, and the shard is the first rows of it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BYTES = DtypeContract(stored=torch.uint8, compute=torch.uint8, reduce=torch.uin
 
 
 class PayloadParam(ShardedParam):
-    """A parameter of a class that says what is sent. Until the first gather its unsharded form is a stand-in."""
+    """A parameter whose class chooses what is sent. Until the first gather its unsharded form is a stand-in."""
 
     def __init__(self, source: Source, param_layout: ParamLayout, plan: GroupPlan) -> None:
         self._spec = param_layout.spec
@@ -64,7 +64,7 @@ class PayloadParam(ShardedParam):
             self.note_made_of(source.local)
 
     def _hold(self, padded: Tensor, rank: int) -> Tensor:
-        """Keep `padded`, which has equal rows, and give the shard in it."""
+        """Keep `padded`, which has equal rows, and return the shard in it."""
         self._padded = padded
         self._own = {name for name, value in vars(padded).items() if isinstance(value, Tensor)}
         rows = len(self._spec.span(rank))
@@ -73,11 +73,11 @@ class PayloadParam(ShardedParam):
 
     @property
     def holds_its_shard(self) -> bool:
-        """True if the sharded parameter still holds its shard where it was put."""
+        """True if the sharded parameter still holds its original shard."""
         return self.local is self._shard
 
     def renew(self, plan: GroupPlan) -> None:
-        """Take over the shard that the sharded parameter holds now, and start the unsharded form afresh."""
+        """Adopt the shard that the sharded parameter holds now, and replace the unsharded form by an empty one."""
         local = self.local
         rows = self._spec.shard_shape(0)[0]
         if local.device != plan.memory.device:
@@ -102,8 +102,8 @@ class PayloadParam(ShardedParam):
     # -- the protocol -------------------------------------------------------------------------------------------------
 
     def payloads(self, device: torch.device) -> list[Tensor]:
-        """What this rank sends: as many bytes as the others. May be a collective of the class's own."""
-        if self._padded is not self._shard:  # what the class has left on the shard since, such as a scale
+        """Return the tensors that this rank sends, equally many bytes on all ranks. The class may run a collective."""
+        if self._padded is not self._shard:  # attributes that the class has set on the shard since, such as a scale
             kept = {name: value for name, value in vars(self._shard).items() if name not in self._own}
             vars(self._padded).update(kept)
         shard = self._padded if self._padded.device == device else self._padded.to(device, non_blocking=True)
@@ -124,7 +124,7 @@ class PayloadParam(ShardedParam):
 
     @torch.no_grad()
     def receive(self, gathered: Sequence[Tensor]) -> bool:
-        """Make the unsharded form of what all ranks have sent. True if it is another object than before."""
+        """Make the unsharded form from the gathered tensors. Return True if it is another object than before."""
         rows = self._spec.shape[0]
         whole = tuple(item[:rows] if self._spec.padding else item for item in gathered)
         hook: Any = self._padded.fsdp_post_all_gather  # type: ignore[attr-defined]
@@ -149,13 +149,13 @@ class PayloadParam(ShardedParam):
         return True
 
     def release(self) -> None:
-        """Give the memory back that the class has allocated for the unsharded form."""
+        """Free the memory that the class has allocated for the unsharded form."""
         for tensor in self._inner:
             accelerator_for(tensor.device).resize(tensor.untyped_storage(), 0)
 
     @property
     def inner_nbytes(self) -> int:
-        """Bytes of that memory, if it is there."""
+        """Bytes of that memory, if it is allocated."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._inner)
 
 
@@ -176,10 +176,10 @@ def _shard_mesh(axes: Axes) -> DeviceMesh:
 
 @torch.no_grad()
 def _padded_part(fqn: str, whole: Tensor, spec: ShardSpec, rank: int, device: torch.device) -> Tensor:
-    """A tensor of the class of `whole` with this rank's rows, and zeros for those that it has fewer of than the first.
+    """Return a tensor of the class of `whole` with this rank's rows, padded with zeros to the rows of the first rank.
 
     Raises:
-        ConfigError: the class cannot be cut so.
+        ConfigError: the class does not support this cut.
     """
     try:
         parts = torch.chunk(whole, spec.world)
@@ -222,7 +222,7 @@ class _Form:
         return int(prod(self.shape)) * self.dtype.itemsize
 
     def of_all(self, world: int) -> tuple[int, ...]:
-        """The shape of what `world` ranks have sent, along the first dim."""
+        """Return the shape of the payloads of `world` ranks, concatenated along the first dim."""
         return (world * self.shape[0], *self.shape[1:]) if self.shape else (world,)
 
 
@@ -237,11 +237,11 @@ class PayloadStorage(ShardStorage):
         self.buffer: PayloadBuffer | None = None
 
     def prepare(self) -> PayloadBuffer:
-        """Have all parameters say what they send; the buffer that it is received in, which has memory then.
+        """Get the payloads of all parameters, and return the buffer to receive them in, with memory.
 
         Raises:
-            ConfigError: something of it cannot be sent.
-            StateError: it is of another form than before.
+            ConfigError: a payload cannot be sent.
+            StateError: payloads have other shapes or dtypes than before.
         """
         sent = [param.payloads(self.plan.device) for param in self._params]
         forms = [[_Form.of(payload) for payload in payloads] for payloads in sent]
@@ -260,7 +260,7 @@ class PayloadStorage(ShardStorage):
         return self.buffer
 
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
-        """See `ShardStorage.to_send`. Payloads travel from where they are, and small ones by the pack."""
+        """See `ShardStorage.to_send`. Payloads are sent from their own memory, and small ones in the pack."""
         assert self.buffer is not None, "prepared before it is sent"
         payloads, layout, taken = self._payloads, self.buffer.layout, None
         self._payloads = []
@@ -319,7 +319,7 @@ class PayloadBuffer:
         self.gathered: list[list[Tensor]] = []
 
     def allocate(self) -> None:
-        """Have memory, in which the same tensors lie as before."""
+        """Allocate the memory of the same tensors as before."""
         stream = accelerator_for(self._plan.device).streams.gather
         for slot, nbytes in zip(self._slots, self._nbytes, strict=True):
             slot.allocate(self, nbytes, stream)

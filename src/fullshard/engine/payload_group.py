@@ -1,4 +1,4 @@
-"""Parameter groups of tensor subclasses that say what of them is sent, see `payload.py`."""
+"""Parameter groups of tensor subclasses that choose what is sent of them, see `payload.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["group_type"]
 
 
 class PayloadGroup(ParamGroup):
-    """Parameters that are gathered as their payloads, in memory apart from the unit's."""
+    """Parameters that are gathered as their payloads, in memory separate from the unit's."""
 
     params: list[PayloadParam]  # type: ignore[assignment]  # the group's own list
 
@@ -70,7 +70,7 @@ class PayloadGroup(ParamGroup):
         return all(param.holds_its_shard for param in self.params)
 
     def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
-        """See `ParamGroup.start_gather`. The classes may take collectives of their own first."""
+        """See `ParamGroup.start_gather`. The classes may run collectives first."""
         self.validity.invalidate()
         return self.gather.start(self._storage.prepare().unsharded, origin, in_common=False)
 
@@ -101,19 +101,19 @@ class PayloadGroup(ParamGroup):
 
 
 class WholeShards(ShardStorage):
-    """Whole parameters, each a tensor of its own class."""
+    """Whole parameters of tensor subclasses, as separate tensors."""
 
     def __init__(self, plan: GroupPlan, shards: list[Tensor]) -> None:
         super().__init__(plan)
         self.shards = shards
 
     def to_send(self, scratch: object, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
-        """See `ShardStorage.to_send`: nothing, since no rank lacks anything."""
+        """See `ShardStorage.to_send`: nothing, since every rank has all values."""
         return [], None
 
 
 class WholeClassGroup(ParamGroup):
-    """Parameters of such classes where every rank steps whole ones: modules see them as they were found."""
+    """Parameters of such classes if every rank steps whole ones: modules see the original tensors."""
 
     def __init__(
         self, plan: GroupPlan, params: Sequence[ShardedParam], transports: GroupTransports, state: GradientState
@@ -145,7 +145,7 @@ class WholeClassGroup(ParamGroup):
         return WholeClassGroup(plan, self.params, transports, self.gradients.state)
 
     def _new_validity(self) -> Validity:
-        """Of nothing: the parameters are never freed, and their unsharded forms share counters with the shards."""
+        """Check nothing: the parameters are never freed, and their unsharded forms share counters with the shards."""
         return Validity(())
 
     def _note_shards(self) -> None:
@@ -172,7 +172,7 @@ class WholeClassGroup(ParamGroup):
 
 
 def group_type(plan: GroupPlan) -> type[ParamGroup]:
-    """The kind of group that `plan` is for."""
+    """Return the class of group for `plan`."""
     if not isinstance(plan, PayloadPlan):
         return ParamGroup
     return PayloadGroup if plan.shards_optimizer else WholeClassGroup

@@ -1,10 +1,9 @@
-"""Which units rest on the CPU, of those that were asked for a fraction, see `policy.offload.StatePlacement`.
+"""The choice of units to offload, for policies with a fraction. See `policy.offload.StatePlacement`.
 
 [Note: from the last unit on]
-Backward comes to the last unit first. So its gradients are the first on the CPU, with all of backward still to run; and
-the next forward needs it last, when all others have computed. Whatever the CPU does for a unit, its copies and its
-step, has the most time beside the device's work if the unit is the last. The root is the last to be taken: its forward
-is around all others.
+Backward reaches the last unit first. So its gradients are the first on the CPU, while all of backward has still to run.
+The next forward needs this unit last, after all others have computed. So copies and CPU steps of the last unit have the
+most time to overlap with the device's work. The root is chosen last: its forward encloses all others.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ __all__ = ["fractions_of", "on_disk_in_turn", "place_as_requested", "placements_
 
 
 def placements_of(units: Sequence[Unit]) -> dict[Unit, StatePlacement]:
-    """The home of each of the units of a root, which are in order. Those that were asked for the same share a fraction.
+    """Return the placement of each of the units of a root, given in order. Units with the same policy share a fraction.
 
-    Units that a root has settled before stay where they are.
+    Units that a root has placed before keep their placement.
     """
     placements = {unit: unit.destination for unit in units}
     policies: list[Offload] = []
@@ -45,12 +44,12 @@ def placements_of(units: Sequence[Unit]) -> dict[Unit, StatePlacement]:
 
 
 def place_as_requested(units: Sequence[Unit], policy: Offload) -> None:
-    """Have `units`, which share the fractions of `policy` from now on, rest where these have them. Between steps.
+    """Move `units` according to the fractions of `policy`, which they share. Call it between steps.
 
-    Of those that are on a disk, as few stay there as have the fraction.
+    Among units on a disk, the fewest that make up the disk's fraction stay there.
 
     Raises:
-        DiskError: those that come from the disk cannot be read.
+        DiskError: units cannot be read from the disk.
     """
     whole = _first(on_disk_in_turn(units), lambda unit: unit.whole_nbytes, policy.parameters.get("disk", 0.0), units)
     for unit, destination in _requested(units, policy, whole).items():
@@ -58,15 +57,17 @@ def place_as_requested(units: Sequence[Unit], policy: Offload) -> None:
 
 
 def on_disk_in_turn(units: Sequence[Unit]) -> list[Unit]:
-    """Those of `units` that rest on a disk, in the order in which a budget has them stay there: the root last, which
-    is likely the largest, and so would need the largest buffers.
+    """Return those of `units` that are on a disk, in the order in which a budget keeps them there.
+
+    The root is last: it is likely the largest, and would need the largest buffers.
     """
     return sorted((unit for unit in units if unit.is_on_disk), key=lambda unit: unit.state.is_root)
 
 
 def _pays_on_disk(units: Sequence[Unit]) -> list[Unit]:
-    """Those that rest on a disk, or as many of them as free the most: a few alone need larger buffers than they free,
-    and so may many beside one that is much larger.
+    """Return the units on a disk, or as many of them as free the most memory.
+
+    A few units can need larger buffers than they free. So can many units if one of them is much larger.
     """
     in_turn = on_disk_in_turn(units)
     counts = range(len(in_turn) + 1)
@@ -88,20 +89,21 @@ def _shard_nbytes(param_group: ParamGroup) -> int:
 
 
 def stepped_on_cpu_in_turn(units: Sequence[Unit]) -> list[Unit]:
-    """Those of `units` that have states which can be on the CPU, in the order in which they go there."""
+    """Return those of `units` whose optimizer states can be on the CPU, in the order in which they are moved there."""
     return [unit for unit in reversed(units) if unit.trained_nbytes and not unit.is_on_disk]
 
 
 def fractions_of(units: Sequence[Unit]) -> list[float]:
-    """The fractions of the optimizer's state with which one of these units is stepped on the CPU, two, and so on to
-    all: of those that do the same the one with the fewest digits.
+    """Return the fractions of the optimizer's state that put one unit on the CPU, two units, up to all.
+
+    Among equivalent fractions, the one with the fewest digits is used.
     """
     ends = list(accumulate((unit.trained_nbytes for unit in stepped_on_cpu_in_turn(units)), initial=0))
     return [_fraction_between(low, high, ends[-1]) for low, high in pairwise(ends)]
 
 
 def _fraction_between(low: int, high: int, total: int) -> float:
-    """That asks `_first` for more than `low` bytes of `total`, and no more than `high`."""
+    """Return a fraction of `total` that is more than `low` bytes, and at most `high`."""
     scales = (10.0**digits for digits in count(2))
     fractions = ((floor(high / total * scale) - less) / scale for scale in scales for less in (0, 1))
     return next(fraction for fraction in fractions if low < round(fraction * total) <= high)
@@ -127,7 +129,7 @@ def _requested(units: Sequence[Unit], policy: Offload, on_disk: Collection[Unit]
 
 
 def _first(in_turn: Sequence[Unit], nbytes: Callable[[Unit], int], fraction: float, of: Sequence[Unit]) -> set[Unit]:
-    """The first of `in_turn` that have at least that fraction of the bytes `of` all."""
+    """Return the first of `in_turn` that have at least `fraction` of the bytes of all units `of`."""
     wanted = round(fraction * sum(map(nbytes, of)))  # a fraction that was made of bytes gives these again
     taken, chosen = 0, set()
     for unit in in_turn:

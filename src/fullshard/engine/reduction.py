@@ -1,4 +1,4 @@
-"""One parameter group's gradients on their way from whole, on every rank, to what the optimizer sees.
+"""The reduction of a parameter group: from whole gradients on every rank to the gradients that the optimizer sees.
 
 Reduction
 ├── WholeReduction       optimizer whole: all-reduce, over the shard axis and then over the replicate axis
@@ -36,11 +36,11 @@ class ReductionOf:
     Args:
         grads: by index of the parameter, in the reduce dtype and contiguous.
         gradients: of the group.
-        wires: what they go over.
+        transports: the collectives that sum them.
         pack: for the small ones.
         divisor: what the sum over all ranks is divided by.
-        finishes: whether to take the second sum too, where there is one, or to withhold the first for a later one.
-        origin: on whose behalf.
+        finishes: whether to take the second sum too, if there is one, or to keep the first sums for a later one.
+        origin: the unit and phase of the reduction.
         hook: called with the sums that are to be delivered, 1-D in the reduce dtype, which it may change.
     """
 
@@ -55,7 +55,7 @@ class ReductionOf:
 
 
 def start_reduction(of: ReductionOf) -> Reduction:
-    """Begin to sum whole gradients over the ranks, by the kind of reduction that the placements ask for."""
+    """Start to sum whole gradients over the ranks, with the kind of reduction that the placements need."""
     if of.gradients.plan.contract.reduce == torch.float16:
         of = _scaled_down(of)
     if not of.gradients.plan.shards_optimizer:
@@ -66,9 +66,9 @@ def start_reduction(of: ReductionOf) -> Reduction:
 
 
 def _scaled_down(of: ReductionOf) -> ReductionOf:
-    """The same mean of terms that are too small for their sum to overflow where the mean would not.
+    """Scale gradients and divisor down, so that the sum cannot overflow unless the mean does.
 
-    They are divided by a power of two, which rounds nothing but subnormal numbers.
+    Gradients are divided by a power of two, which rounds only subnormal numbers.
     """
     replicas = of.transports.replicas
     ranks = of.gradients.plan.layout.world * (1 if replicas is None else replicas.world)
@@ -80,9 +80,9 @@ def _scaled_down(of: ReductionOf) -> ReductionOf:
 
 
 class Reduction(ABC):
-    """A reduction that was started. `complete`, `land`, `deliver` and `call_hooks` come after one another."""
+    """A reduction that was started. Call `complete`, `land`, `deliver` and `call_hooks` in this order."""
 
-    _pending: Pending  # the first sums; every subclass starts them at the end of its making
+    _pending: Pending  # the first sums; every subclass starts them at the end of its constructor
 
     def __init__(self, of: ReductionOf, *, has_second_level: bool) -> None:
         note = of.gradients.missing(of.grads)
@@ -106,11 +106,11 @@ class Reduction(ABC):
 
     @property
     def has_arrived(self) -> bool:
-        """True if `complete()` is sure not to wait for other ranks."""
+        """True if `complete()` will not wait for other ranks."""
         return not self._has_second_level and self._hook is None and self._pending.has_arrived()
 
     def complete(self) -> None:
-        """Wait for the first sums, and take the second ones. Where work is queued, it is queued then, and not done."""
+        """Wait for the first sums, and take the second ones. On devices with streams this only queues the work."""
         self._pending.wait()
         if self.takes_second_sums:
             for i, kept in self._first_sums.items():
@@ -123,12 +123,12 @@ class Reduction(ABC):
                 self._hook(sums)
 
     def abandon(self) -> None:
-        """Complete, and leave the hook out: what it would be called with is dropped."""
+        """Complete the reduction without calling the hook, and drop its result."""
         self._hook = None
         self.complete()
 
     def free_whole_grads(self) -> None:  # noqa: B027  # whole ones stay
-        """Forget whole gradients of which only a part is needed. Call when the sums are there."""
+        """Free whole gradients if only shards of them are needed. Call it when the sums are complete."""
 
     @property
     def takes_second_sums(self) -> bool:
@@ -137,12 +137,12 @@ class Reduction(ABC):
 
     @property
     def sends_more(self) -> bool:
-        """True if `complete()` has anything sent after the first sums: the second ones, or what a hook may send."""
+        """True if `complete()` may communicate after the first sums: for the second sums, or in a hook."""
         return self.takes_second_sums or (self._hook is not None and self._finishes)
 
     @property
     def is_read_by_host(self) -> bool:
-        """True if the host itself reads what has landed at once: to add it, to write it to a disk, or in hooks."""
+        """True if the host reads the landed gradients immediately: to add them, write them to a disk, or in hooks."""
         if not self.has_to_land or self._plan.is_on_disk:
             return self.has_to_land
         params = [self._gradients.params[i] for i in self._summed]
@@ -150,19 +150,19 @@ class Reduction(ABC):
 
     @property
     def has_to_land(self) -> bool:
-        """True if the optimizer's gradients are in the host's memory, beside an accelerator."""
+        """True if the optimizer's gradients are offloaded from an accelerator to host memory."""
         return self._finishes and self._plan.memory.offloaded
 
     @abstractmethod
     def land(self) -> None:
-        """Copy the sums to the host's memory. Where work is queued, it is queued then, and not done."""
+        """Copy the sums to host memory. On devices with streams this only queues the copy."""
 
     def _note_landed(self, sums: Tensor) -> None:
         if not self._plan.is_on_disk:
             travel.note("cpu", "gradients", passed=sums.nbytes)
 
     def deliver(self) -> None:
-        """Let the sharded parameters have their gradients, added to what they have already."""
+        """Set the gradients of the sharded parameters, or add to the present ones."""
         if self._finishes:
             self._deliver()
             self._gradients.expect_step()
@@ -177,14 +177,14 @@ class Reduction(ABC):
 
     @property
     def has_hooks(self) -> bool:
-        """True if users have registered something to be called when these gradients are complete."""
+        """True if users have registered hooks that are called when these gradients are complete."""
         return self._finishes and any(grad_hooks(self._gradients.params[i].sharded) for i in self._summed)
 
     def call_hooks(self) -> bool:
-        """Call what users have registered to be called when a gradient is complete, such as an optimizer's step.
+        """Call the hooks that users have registered for complete gradients, such as an optimizer's step.
 
         Returns:
-            Whether there was any.
+            True if there was any hook.
         """
         gradients, hooked = self._gradients, False
         for i in self._summed if self._finishes else ():
@@ -193,7 +193,7 @@ class Reduction(ABC):
                 hook(param)
                 hooked = True
         if hooked and not any(param.has_grad for param in gradients.params):
-            gradients.drop_shards()  # they have been used, and those of other units are to have that memory
+            gradients.drop_shards()  # they have been used, and the memory is for gradients of other units
         return hooked
 
     def _take(self, numel: int) -> Tensor:
@@ -217,7 +217,7 @@ class Reduction(ABC):
 
 
 class ShardReduction(Reduction):
-    """Sums of which each rank gets its part. Subclasses take the first ones."""
+    """Sums that each rank gets its shard of. Subclasses start the first ones."""
 
     def __init__(self, of: ReductionOf, *, has_second_level: bool) -> None:
         super().__init__(of, has_second_level=has_second_level)
@@ -236,7 +236,7 @@ class ShardReduction(Reduction):
             self._shards.zero_()
 
     def _terms(self) -> tuple[list[Tensor], list[int]]:
-        """The send buffers (gradients in place, and the pack), and how many elements of each are one rank's."""
+        """Return the send buffers (gradients in place, and the pack), and the elements per rank in each."""
         layout = self._plan.layout
         wholes = [self._grads[i].view(-1) for i in self._in_place]
         part_numels = [layout.params[i].spec.part_numel for i in self._in_place]
@@ -255,7 +255,7 @@ class ShardReduction(Reduction):
         return [*((i,) for i in self._in_place), *([pack] if self._has_pack else [])]
 
     def _sums(self) -> list[Tensor]:
-        """The receive buffers: this rank's part of each term's sum."""
+        """Return the receive buffers: this rank's shard of each term's sum."""
         sums = [self._gradients.region_of(i, self._shards) for i in self._in_place]
         return [*sums, self._shards[self._plan.layout.pack]] if self._has_pack else sums
 
@@ -323,13 +323,13 @@ class TwoLevelReduction(ShardReduction):
         self._pending = two_level.reduce_within(sums, wholes, self._part_numels, origin=self._origin)
 
     def _secondary_sums(self) -> list[Tensor]:
-        """The receive buffers of the sums within the group, laid out as secondary shards."""
+        """Return the receive buffers of the sums within the group, laid out as secondary shards."""
         layout = self._plan.layout
         sums = [self._secondary_part(layout.params[i].part) for i in self._in_place]
         return [*sums, self._secondary_part(layout.pack)] if self._has_pack else sums
 
     def _secondary_part(self, part: slice) -> Tensor:
-        """The secondary shard of what lies in `part` of a shard buffer, each group's end to end."""
+        """Return the slice of the secondary shards for the slice `part` of a shard buffer; groups are contiguous."""
         groups = self._two_level.across.world
         return self._secondary[groups * part.start : groups * part.stop]
 
@@ -350,7 +350,7 @@ class TwoLevelReduction(ShardReduction):
 
 
 class WholeReduction(Reduction):
-    """Sums over the shard axis that every rank gets whole, and then over the replicate axis if there is one."""
+    """Whole sums for every rank, over the shard axis and then over the replicate axis if there is one."""
 
     def __init__(self, of: ReductionOf) -> None:
         super().__init__(of, has_second_level=of.transports.replicas is not None)
@@ -358,7 +358,7 @@ class WholeReduction(Reduction):
         layout = self._plan.layout
         self._packed = packed = [i for i in grads if not layout.params[i].in_place]
         flat: list[Tensor] = []
-        if packed:  # one message for the small ones; they stay where they travelled
+        if packed:  # one message for the small ones; they stay in its buffer
             flat = [torch.cat([grads[i].view(-1) for i in packed])]
             parts = flat[0].split([grads[i].numel() for i in packed])
             self._grads = {**grads, **dict(zip(packed, parts, strict=True))}
@@ -402,16 +402,16 @@ class WholeReduction(Reduction):
 
 
 class UnitReduction:
-    """The reductions of a unit's parameter groups, started together. `finish()` gives the optimizer its gradients.
+    """The reductions of a unit's parameter groups, started together. `finish()` sets the optimizer's gradients.
 
-    Where work is queued, all of it is queued at once: sums over the replicate axis and copies to the host go on their
-    own streams, so that neither keeps the next unit's first sums waiting.
+    On devices with streams, all work is queued immediately. Sums over the replicate axis and copies to the host run on
+    separate streams, so that neither delays the first sums of the next unit.
 
     Args:
         reductions: one for each group that has gradients.
-        read: what they were given to read, which is kept until it has been read.
+        read: buffers that the reductions read, which are kept until they have been read.
         streams: of the device.
-        origin: on whose behalf.
+        origin: the unit and phase of the reductions.
     """
 
     def __init__(
@@ -424,7 +424,7 @@ class UnitReduction:
         self._read = list(read) if self.is_complete else []
         self._landing = [reduction for reduction in self._reductions if reduction.has_to_land]
         self._summed = self._ended = streams.reduce.mark()
-        self.is_late = False  # the optimizer's gradients come later than the first sums
+        self.is_late = False  # the optimizer's gradients are complete later than the first sums
         if self.is_complete:
             self._queue_others()
 
@@ -448,11 +448,11 @@ class UnitReduction:
 
     @property
     def has_hooks(self) -> bool:
-        """True if users have registered something to be called at its end, which may write to the unit's shards."""
+        """True if users have registered hooks for its end, which may write to the unit's shards."""
         return any(reduction.has_hooks for reduction in self._reductions)
 
     def complete_if_arrived(self) -> None:
-        """Free the whole gradients already, if nobody need wait for other ranks. Not for a stream that is a stream."""
+        """Free the whole gradients early, if no data of other ranks is missing. Only for devices without streams."""
         if all(reduction.has_arrived for reduction in self._reductions):
             with torch.no_grad():
                 self._complete_all()
@@ -461,7 +461,7 @@ class UnitReduction:
             self.is_complete = True
 
     def free_whole_grads(self) -> None:
-        """Forget whole gradients of which only a part is needed, once the first sums have been taken of them."""
+        """Free whole gradients if only shards of them are needed, once the first sums are complete."""
         if self._summed is None:
             return
         with noting_wait(self._streams.compute, self._origin):
@@ -472,7 +472,7 @@ class UnitReduction:
             reduction.free_whole_grads()
 
     def finish(self) -> None:
-        """Let the sharded parameters have their gradients. The compute stream waits for them."""
+        """Set the gradients of the sharded parameters. The compute stream waits for them."""
         with torch.no_grad():
             if not self.is_complete:
                 self._complete_all()
@@ -489,7 +489,7 @@ class UnitReduction:
             self._streams.gather.wait(self._streams.compute.mark())
 
     def abandon(self) -> None:
-        """Let what is under way arrive, and forget it: a message that nobody takes would be taken for a later one."""
+        """Complete the pending communication, and drop its result. A stale message could be taken for a later one."""
         with torch.no_grad():
             if not self.is_complete:
                 for reduction in self._reductions:

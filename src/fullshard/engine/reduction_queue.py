@@ -1,4 +1,4 @@
-"""The reductions of a root's units that are under way: how many at once, and when each is completed."""
+"""The pending reductions of a root's units: their maximum number, and when each is completed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ReductionQueue"]
 
 
 class ReductionQueue:
-    """The reductions under way, oldest first.
+    """The pending reductions, oldest first.
 
     Args:
         units: the root's.
@@ -24,38 +24,38 @@ class ReductionQueue:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._under_way: dict[Unit, UnitReduction] = {}
-        self._early: set[Unit] = set()  # in this backward, those that reduce what is unused here, too
+        self._early: set[Unit] = set()  # in this backward, those that also reduce parameters unused on this rank
         self._tallies: list[Tally] = []
 
     def start(self, unit: Unit) -> None:
-        """Begin to reduce what whole gradients `unit` has, or hold them back if no step is to follow."""
+        """Start to reduce the whole gradients of `unit`, or hold them back if no step will follow."""
         unit.state.arrived_grads.clear()
         if switches.checks_finite:
             self._tallies += tally(unit)
         if unit.holds_grads_back:
             unit.hold_grads()
         elif unit.has_whole_grads or unit.awaits_second_sum or (unit.state.reduces_unused and unit.is_trained):
-            # One at a time: gradients of more than two units at once would be memory without a bound.
+            # One at a time: gradients of an unlimited number of units would take memory without a bound.
             self.finish(all_but=0 if unit in self._under_way else 1)
             self._under_way[unit] = unit.start_reduce(Phase.POST_BACKWARD)
 
     def start_before_end(self, unit: Unit) -> None:
-        """Begin to reduce `unit` whether or not it has gradients here: others may have. `finish_all` passes it by."""
+        """Start to reduce `unit` even without gradients here: other ranks may have some. `finish_all` skips it."""
         self._early.add(unit)
         self.start(unit)
 
     def complete_arrived(self) -> None:
-        """Free whole gradients as soon as other ranks' have come.
+        """Free whole gradients as soon as those of other ranks have arrived.
 
-        Ranks do so at different moments, so the optimizer's gradients stay as they are: if a backward fails, all ranks
-        must have the same.
+        Ranks do this at different times. So the optimizer's gradients are not changed yet: if a backward fails, all
+        ranks must have the same gradients.
         """
         for reduction in self._under_way.values():
             if not reduction.is_complete:
                 reduction.complete_if_arrived()
 
     def finish(self, *, all_but: int = 0) -> None:
-        """Have the optimizer's gradients ready. `all_but` so many of those that have only second sums to wait for."""
+        """Finish reductions, except for up to `all_but` reductions that wait for second sums only."""
         for unit, reduction in list(self._under_way.items()):
             if len(self._under_way) > all_but or not reduction.is_late:
                 del self._under_way[unit]
@@ -64,7 +64,7 @@ class ReductionQueue:
                 reduction.free_whole_grads()
 
     def finish_all(self) -> None:
-        """Have the gradients of all units ready for the optimizer, those that nothing had begun to reduce too."""
+        """Finish the reductions of all units, including those that were not started yet."""
         for unit in reversed(self._units):
             if unit not in self._early:
                 self.start(unit)
@@ -72,25 +72,25 @@ class ReductionQueue:
         self._early.clear()
 
     def has_hooks(self, unit: Unit) -> bool:
-        """True if gradients of `unit` are under way to hooks, which may step with them."""
+        """True if a pending reduction of `unit` has hooks, which may step with its gradients."""
         return unit in self._under_way and self._under_way[unit].has_hooks
 
     def take_tallies(self) -> list[Tally]:
-        """What was counted since the last call, where the user has asked whether gradients are finite."""
+        """Return the counts since the last call, if the user has requested checks for finite gradients."""
         tallies, self._tallies = self._tallies, []
         return tallies
 
     def check_finite(self, tallies: Sequence[Tally]) -> None:
-        """Raise on every rank if one of them counted anything that is not finite, where the user has asked for it.
+        """Raise on every rank if one has counted values that are not finite, if the user has requested this check.
 
         Raises:
-            NonFiniteError: one did.
+            NonFiniteError: the gradients of a rank are not finite.
         """
         if switches.checks_finite:
             raise_on_every_rank(tallies, process_groups_along(self._units), self._units[0].device)
 
     def abandon(self) -> None:
-        """Drop all, whether their messages have come or not."""
+        """Drop all pending reductions, whether their messages have arrived or not."""
         under_way, self._under_way = self._under_way, {}
         self._early.clear()
         self._tallies.clear()

@@ -1,4 +1,4 @@
-"""From modules to their units and their names."""
+"""The registry of units by module, and their names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "unwrapped",
 ]
 
-_UNIT = "_fullshard_unit"  # the attribute by which a module holds its unit, so that both end together
+_UNIT = "_fullshard_unit"  # the attribute that holds a module's unit, so that both end together
 
 
 def register(unit: Unit) -> None:
@@ -45,7 +45,7 @@ def register_as(unit: Unit, module: nn.Module) -> None:
 
 
 def unregister(module: nn.Module) -> Unit | None:
-    """Let `unit_of` find none by `module` any more; the unit that it has found so far, if any."""
+    """Remove the unit of `module`, so that `unit_of` does not find it. Return the unit, if there was any."""
     unit = _unit_or_none(module)
     vars(module).pop(_UNIT, None)
     return unit
@@ -76,9 +76,9 @@ def units_in(module: nn.Module) -> list[Unit]:
 
 
 def own_modules(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules below, with names from the nearest of `modules`, that do not belong to a unit already.
+    """Return the modules in `modules` that do not belong to another unit, with names relative to these.
 
-    A module that is found twice (shared by two parents) is given twice, under both names.
+    A module that two parents share is returned twice, with both names.
     """
     found: list[tuple[str, nn.Module]] = []
 
@@ -107,7 +107,7 @@ def buffers_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def replicated_buffers_of(modules: Iterable[nn.Module], axes: Axes) -> list[Tensor]:
-    """As `buffers_of`, without the `DTensor`s of which the ranks of `axes` hold different parts."""
+    """Like `buffers_of`, without `DTensor`s that are sharded over the ranks of `axes`."""
     return [_local(buffer) for buffer in _buffers_of(modules) if not _is_cut_along(buffer, axes)]
 
 
@@ -130,7 +130,7 @@ def _is_cut_along(buffer: Tensor, axes: Axes) -> bool:
 
 
 def process_groups_along(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
-    """The groups along which a rank reaches all others that these units are spread over, one after the other."""
+    """Return the process groups that connect, one after the other, all ranks that these units are sharded over."""
     return list(dict.fromkeys(group for unit in units for group in unit.process_groups))
 
 
@@ -148,12 +148,12 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def clean_fqn(name: str) -> str:
-    """`name` as in the user's own module, without the names that wrappers add."""
+    """Return `name` as in the user's module, without the names that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """`module`, or what is in it, if it is a wrapper such as that of activation checkpointing."""
+    """Return `module`, or the module in it if it is a wrapper such as that of activation checkpointing."""
     while not is_unit(module):
         inner = next((module._modules[name] for name in _WRAPPERS if name in module._modules), None)
         if inner is None:
@@ -163,7 +163,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def name_units(root: nn.Module, units: Sequence[Unit], place: str = "") -> None:
-    """Give every unit the FQN of its first module from `root` on; behind `place`, where there are several roots."""
+    """Name every unit by the FQN of its first module in `root`, after the prefix `place` if there are several roots."""
     names = {module: clean_fqn(name) for name, module in root.named_modules()}
     for unit in units:
         name = names[unit.module]

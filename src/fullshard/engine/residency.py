@@ -1,4 +1,4 @@
-"""Which units of a root are unsharded: when each is gathered and freed, and what its gather waits for."""
+"""Unsharding and resharding of a root's units: when each is gathered and freed, and what its gather waits for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Residency:
         self._reductions = reductions
         self.after_optimizer: Mark | None = None  # the next forward waits for it
         self.slots = SlotSharing(units)
-        self._late: list[tuple[Unit, Phase]] = []  # to be freed once the next gather is under way
+        self._late: list[tuple[Unit, Phase]] = []  # to be freed once the next gather has started
         self._clock = 0
 
     @property
@@ -36,7 +36,7 @@ class Residency:
         return self._units[0].streams
 
     def tick(self) -> int:
-        """The number of the event that happens now."""
+        """Return the number of the present event."""
         self._clock += 1
         return self._clock
 
@@ -46,12 +46,12 @@ class Residency:
             held.state.users += 1
 
     def release(self, unit: Unit) -> None:
-        """Note that one that needed `unit` is over."""
+        """Note that a forward or backward that needed `unit` is over."""
         for held in (unit, *unit.borrowed):
             held.state.users = max(0, held.state.users - 1)
 
     def unshard(self, unit: Unit, phase: Phase) -> None:
-        """Have `unit`, and those whose parameters it borrows, unsharded for what compute is given next."""
+        """Unshard `unit`, and those whose parameters it borrows, for the next compute work."""
         self.start_unshard(unit, phase)
         for lender in unit.borrowed:  # the call before may have added one: a weight tied after sharding
             self.start_unshard(lender, phase)
@@ -60,7 +60,7 @@ class Residency:
                 item.written_in.add(phase)
 
     def start_unshard(self, unit: Unit, phase: Phase) -> None:
-        """Begin to gather `unit`, unless it is unsharded or on its way."""
+        """Start to gather `unit`, unless it is unsharded or being gathered."""
         if unit.form is not Form.SHARDED:
             return
         check_not_summoned(unit)
@@ -85,10 +85,10 @@ class Residency:
         self._free_late()
 
     def prefetch(self, units: Iterable[Unit], phase: Phase) -> None:
-        """Begin to gather those of `units` that can be already.
+        """Start to gather those of `units` that can be gathered now.
 
-        A unit whose shards were written to in the last pass, before it was needed, is gathered when it is needed: the
-        same hook may write to them again, which must not happen while a gather reads them.
+        If the shards of a unit were written to in the last pass, before the unit was needed, it is gathered when it is
+        needed: the same hook may write to them again, which must not happen while a gather reads them.
         """
         needed_in = Phase.FORWARD if phase is Phase.FORWARD else Phase.PRE_BACKWARD
         for unit in units:
@@ -99,12 +99,12 @@ class Residency:
                 self.start_unshard(unit, phase)
 
     def order_writes_after(self, unit: Unit) -> None:
-        """Make whoever writes to the shards of `unit` from now on wait until the gather has read them."""
+        """Make later writes to the shards of `unit` wait until the gather has read them."""
         self._streams.compute.wait(self._streams.gather.mark())
         unit.await_copies_of_shards()
 
     def show_compute_s_work(self) -> None:
-        """Have gathers from now on come behind all that compute has been given: shards may be others since."""
+        """Make later gathers wait for all compute work queued so far, which may have changed the shards."""
         self._streams.compute.wait(self.after_optimizer)
         self.after_optimizer = None
         if self._streams.gather.is_stream:
@@ -113,18 +113,18 @@ class Residency:
                 unit.note_shown_shards()
 
     def reshard(self, unit: Unit, phase: Phase, *, keep: bool = False) -> None:
-        """Free `unit`; or `keep` it in memory, for what asks for it next."""
+        """Free `unit`; or `keep` it in memory for its next use."""
         unit.state.is_unsharded_by_hand = unit.state.awaits_backward = False
         unit.reshard(phase, keep=keep)
         if not keep:
             self.slots.note_freed(unit, self.tick())
 
     def free(self, unit: Unit, phase: Phase, order: OrderTracker) -> None:
-        """Reshard `unit`, which nobody needs; and free it now, if the gather of the next one began before, or later.
+        """Reshard `unit`, which is not in use. Free it now if the gather of the next unit has started, or else later.
 
-        A gather waits until compute has done with all that was freed before it. So where it is not known which unit
-        comes next in `order`, this one is freed after that one's gather has begun, which has the time that this one
-        computes.
+        A gather waits until compute has finished with all units that were freed before it. So if the next unit in
+        `order` is not known, this one is freed after the next gather has started. That gather then overlaps with this
+        unit's compute.
         """
         is_late = self._streams.gather.is_stream and not self._is_next_under_way(order)
         self.reshard(unit, phase, keep=is_late)
@@ -132,11 +132,11 @@ class Residency:
             self._late.append((unit, phase))
 
     def forget_late(self) -> None:
-        """Leave the freeing of what waits for the next gather to the caller."""
+        """Forget the units that wait for the next gather. The caller frees them."""
         self._late.clear()
 
     def _is_next_under_way(self, order: OrderTracker) -> bool:
-        """True if the unit that comes next is unsharded or on its way, or there is none."""
+        """True if the next unit is unsharded or being gathered, or there is none."""
         coming = order.following(1)
         return self._units[coming[0]].form is not Form.SHARDED if coming else order.is_at_end
 
@@ -147,7 +147,7 @@ class Residency:
                 self.reshard(unit, phase)
 
     def _make_room(self, unit: Unit) -> None:
-        """Let `unit` have memory, though the unit that it takes turns with is unsharded."""
+        """Provide memory for `unit` although a unit that shares its slot is unsharded."""
         other = next((other for other in self._units if other is unit.slot.occupant), None)
         held = other is None or other.state.is_unsharded_by_hand or other.state.awaits_backward
         if other is not None and other.state.users == 0 and not held:
@@ -157,7 +157,7 @@ class Residency:
 
 
 def check_not_summoned(unit: Unit) -> None:
-    """Raise if the unit's parameters are in the user's hands.
+    """Raise if the unit's parameters are summoned.
 
     Raises:
         StateError: they are.

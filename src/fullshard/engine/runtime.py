@@ -1,5 +1,4 @@
-"""When units are gathered, freed and reduced: the phases of one root, driven by hooks before and after forward and
-backward.
+"""The phases of one root, driven by hooks of forward and backward: when units are gathered, freed and reduced.
 
 [Note: one microbatch, in order]
 forward    a unit's pre-forward hook waits for its gather and starts the next one; its forward hook registers hooks on
@@ -7,16 +6,16 @@ forward    a unit's pre-forward hook waits for its gather and starts the next on
 backward   the first gradient that reaches an output of a unit gathers it again and starts the gather of the one before
            it. Autograd adds to the whole gradients; the last of them starts the reduction of the unit. When the
            gradients of the unit's inputs are known, nothing of its backward can follow, and it is resharded.
-end        autograd calls back after its last node. What never got a gradient, or never told that it was over, is
-           settled then, in a fixed order.
+end        autograd calls back after its last node. Units without gradients, or whose end was not noticed, are settled
+           then, in a fixed order.
 
-When the backward of a unit is over, `call.py` knows; what comes next, `expected.py`.
+`call.py` detects when the backward of a unit is over. `expected.py` predicts the next units.
 
-[Note: steps that are finalized by hand]
-A stage of a pipeline has several microbatches between forward and backward, in any order, and may take a backward in
-two parts, of which the second comes to no hook. So such a step asks nothing of hooks. Its units stay unsharded from
-`unshard_all` (or the first forward) to `reshard_all`; a backward that comes to one that is not gathers it. Autograd and
-the schedule add to whole gradients as they like, and `finalize_backward` reduces what it finds there.
+[Note: steps that are finalized manually]
+A pipeline stage has several microbatches between forward and backward, in any order. It may run a backward in two
+parts, and the second part calls no hook. So such a step does not depend on hooks. Its units stay unsharded from
+`unshard_all` (or the first forward) to `reshard_all`. A backward that reaches a sharded unit gathers it. Autograd and
+the schedule add to whole gradients in any order, and `finalize_backward` reduces them.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 
 class Runtime:
-    """The units below one root, and where they are in a microbatch.
+    """The units below one root, and their progress in a microbatch.
 
     Args:
         root: the outermost sharded module.
@@ -77,16 +76,16 @@ class Runtime:
             unit.move_to(destination)
         self.phase = Phase.IDLE
         self.serial = 0  # of the last backward
-        self.finalizes_by_hand = False  # see [Note: steps that are finalized by hand]
+        self.finalizes_by_hand = False  # see [Note: steps that are finalized manually]
         self._is_open = False  # such a step was begun, and not finalized
         self._has_forward = False  # in the step that is open
         self._holds_at_end = False  # of the backward that is executing, in such a step
-        self._creates_graph = False  # the backward that is executing: another will go through it
-        self._is_in_pipeline = False  # the last forward was: a stage may take its backward in two parts
+        self._creates_graph = False  # the present backward: a later backward will differentiate it
+        self._is_in_pipeline = False  # the last forward was: a stage may run its backward in two parts
         self._reached: Unit | None = None  # in this backward of a pipeline, the first with trained parameters
         self._has_grads = False  # in this backward, of any unit's parameters
         self._stack: list[tuple[Unit, ForwardCall | None]] = []
-        self._calls: list[ForwardCall] = []  # those in whose backward we are
+        self._calls: list[ForwardCall] = []  # those whose backward is executing
         self._ended: list[ForwardCall] = []  # those whose backward is over, in the present backward
         self._recomputed: list[Unit] = []  # by a checkpoint's forward within backward, and unsharded still
         self._postponed: list[Unit] = []  # to be gathered ahead once the backward of the present unit is over
@@ -99,7 +98,7 @@ class Runtime:
             if unit.form is Form.SHARDED and not unit.state.is_summoned:
                 unit.check_replacements()
         number_parameters(root)
-        drop_if_stale()  # what belongs to an earlier default process group
+        drop_if_stale()  # drops state of an earlier default process group
         watch()
         check_ranks_agree(units)
         data_ranks = units[0].axes.ranks
@@ -112,14 +111,14 @@ class Runtime:
         self.disks = Disks(self.units)
 
     def __del__(self) -> None:
-        """Order the streams if a step is dropped half-way, since its memory is handed out again immediately."""
+        """Order the streams if an unfinished step is dropped, since its memory is reused immediately."""
         with suppress(Exception):  # the interpreter may be ending
             if (self.phase is not Phase.IDLE or self._is_open) and not is_capturing(self._device):
                 self._streams.join()
 
     @property
     def _device(self) -> torch.device:
-        """Where compute runs: `Module.to` may have changed it."""
+        """The compute device, which `Module.to` may have changed."""
         return self.units[0].device
 
     @property
@@ -129,7 +128,7 @@ class Runtime:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Have `unit` unsharded. Its inputs as its forward is to see them."""
+        """Unshard `unit`, and return the inputs for its forward."""
         check_not_summoned(unit)
         recomputing = in_backward()
         if self.finalizes_by_hand:
@@ -156,8 +155,8 @@ class Runtime:
         return args, kwargs
 
     def before_transformed_forward(self, unit: Unit) -> None:
-        """Have `unit` unsharded until the next backward is over, since transforms of functions (`torch.func`) tell no
-        other end. Call it outside of them.
+        """Unshard `unit` until the next backward is over. Transforms of functions (`torch.func`) have no other event
+        for its end. Call it outside of them.
         """
         check_not_summoned(unit)
         if not self._stack and self.phase is not Phase.IDLE and not in_backward():
@@ -175,7 +174,7 @@ class Runtime:
                 self.residency.reshard(done, Phase.FORWARD)
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
-        """Free `unit` if its strategy says so. Its output as the caller is to see it."""
+        """Free `unit` if its strategy says so, and return the output for the caller."""
         self.activations.leave(unit)
         if unit.is_broken or all(entered is not unit for entered, _ in self._stack):
             return output  # it could not be unsharded
@@ -210,7 +209,7 @@ class Runtime:
         self.residency.show_compute_s_work()
         if is_capturing(self._device):
             for unit in [unit for unit in self.units if unit.state.users == 0]:
-                self.residency.reshard(unit, Phase.IDLE)  # to be filled within the graph, in memory of the graph's
+                self.residency.reshard(unit, Phase.IDLE)  # to be filled within the graph, in memory of the graph
         self.expected.close_passed_by(top, self.serial)
         self._begin_microbatch()
         self.expected.begin_forward(top, self.serial)
@@ -221,7 +220,7 @@ class Runtime:
 
     def _end_forward(self, top: Unit, *, raised: bool) -> None:
         for unit in self.units:
-            unit.settle()  # that no forward came to
+            unit.settle()  # units without a forward
         self._await_copies_of_shards()
         self.expected.end_forward(top)
         self.residency.forget_late()
@@ -242,9 +241,7 @@ class Runtime:
             self.disks.end_pass()
 
     def _await_copies_of_shards(self) -> None:
-        """Let the host wait until the gather stream has read shards in the host's memory: the user may write to them
-        next.
-        """
+        """Make the host wait until the gather stream has read shards in host memory, which the user may write to."""
         if any(unit.is_on_cpu for unit in self.units):
             self._streams.host.wait(self._streams.gather.mark())
 
@@ -261,7 +258,7 @@ class Runtime:
                     self.residency.free(done, Phase.FORWARD, self.expected.forward)
 
     def prepare_inputs(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The inputs of a forward of `unit` on its device, and in the dtype that it asks for."""
+        """Return the inputs of a forward of `unit` on its device and in its input dtype."""
         policy = unit.options.precision
         outermost = not self._stack
         casts = policy.cast_forward_inputs or (outermost and unit.options.casts_inputs_at_root)
@@ -281,10 +278,10 @@ class Runtime:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> int:
-        """The number of the backward that is executing; the first call in one arranges for its end.
+        """Return the number of the backward that is executing. The first call in one registers the callback at its end.
 
         Raises:
-            StateError: it takes gradients of inputs alone, and those of parameters later, when no hook sees them.
+            StateError: it computes gradients of inputs only; those of parameters would follow later, without hooks.
         """
         if self.phase is not Phase.BACKWARD:
             if in_backward_of_inputs() and any(unit.trainable for unit in self.units):
@@ -304,7 +301,7 @@ class Runtime:
         return self.serial
 
     def before_backward(self, call: ForwardCall) -> None:
-        """Have the unit of `call` unsharded again, and start the gather of the one that comes next."""
+        """Unshard the unit of `call` again, and start the gather of the next unit."""
         unit = call.unit
         self.reductions.complete_arrived()
         self.expected.arrive_at(call.within)
@@ -344,14 +341,14 @@ class Runtime:
             self.after_backward(call)
 
     def after_backward(self, call: ForwardCall) -> None:
-        """Free the unit of `call`, whose backward is over. Nothing happens if that was noted already."""
+        """Free the unit of `call`, whose backward is over. Do nothing if that was noted already."""
         if call not in self._calls:
             return
         self._calls.remove(call)
         self._ended.append(call)
         unit = call.unit
         self.residency.release(unit)
-        if unit.state.users == 0 and unit.state.reduces_unused:  # the one moment that comes on every rank
+        if unit.state.users == 0 and unit.state.reduces_unused:  # only this moment occurs on every rank
             self.reductions.start_before_end(unit)
         elif unit.state.users == 0 and self._ends_held_grads(unit):
             self.reductions.start(unit)
@@ -363,8 +360,8 @@ class Runtime:
         self._note_backward()
 
     def _ends_held_grads(self, unit: Unit) -> bool:
-        """True if what was held back of `unit` need not wait for the end of the backward: these gradients were the
-        last, though some came in earlier backwards only.
+        """True if gradients held back of `unit` can be reduced before the end of the backward: these gradients were the
+        last, though some were computed in earlier backwards only.
         """
         some = unit.holds_grads and len(unit.state.arrived_grads) > 0
         return (
@@ -382,13 +379,13 @@ class Runtime:
         return len(needed_by) <= sum(call.unit.uses(unit) for call in ended)
 
     def _note_backward(self) -> None:
-        """Have what follows recorded as the backward of the innermost unit that is in its own."""
+        """Attribute later events of the trace to the backward of the innermost unit that is executing."""
         if active_recorder() is not None:
             innermost = max(self._calls, key=lambda call: call.start, default=None)
             _note(self.units[0] if innermost is None else innermost.unit, Phase.BACKWARD)
 
     def finish_backward(self) -> None:
-        """Settle what is left when autograd has run its last node: reductions, unused parameters, unsharded units."""
+        """Finish the backward after the last node: reductions, unused parameters, unsharded units."""
         self.reductions.finish_all()
         self._calls.clear()
         self._ended.clear()
@@ -416,7 +413,7 @@ class Runtime:
         return not unit.state.reshard_after_backward or self._is_kept_for_backward(unit)
 
     def _is_kept_for_backward(self, unit: Unit) -> bool:
-        """True if `unit` is not to be freed before a backward that has still to come."""
+        """True if `unit` stays unsharded for a pending backward."""
         return not unit.reshards_after_forward and self.expected.awaits_backward_of(unit)
 
     def _end_backward(self) -> None:
@@ -432,10 +429,10 @@ class Runtime:
         _note_backward_of(self)
 
     def _check_whole(self) -> None:
-        """Refuse a backward of a pipeline's stage that went for the gradients of its inputs alone.
+        """Refuse a backward of a pipeline stage that computed only the gradients of its inputs.
 
         Raises:
-            StateError: those of the parameters would be taken later, past the hooks that have them reduced.
+            StateError: gradients of the parameters would follow later, without the hooks that reduce them.
         """
         missed = None if self._has_grads else self._reached  # a layer may be dropped, but not all of them
         self._reached, self._has_grads = None, False
@@ -449,16 +446,16 @@ class Runtime:
 
     @property
     def is_interrupted(self) -> bool:
-        """True if a forward or backward was begun, and was left by an exception."""
+        """True if an exception has ended a forward or backward."""
         return self.phase is not Phase.IDLE and not self._stack and not in_backward()
 
     @property
     def is_running(self) -> bool:
-        """True within a forward or backward. (One that ranks came to differently does not end by itself.)"""
+        """True within a forward or backward. (If ranks diverge in it, it does not end by itself.)"""
         return in_backward() or (bool(self._stack) and not any(unit.is_broken for unit in self.units))
 
     def recover(self) -> None:
-        """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
+        """Reset to idle after an exception in a forward or backward. Its gradients are dropped."""
         self.activations.recover()
         self.disks.forget()
         self._stack.clear()
@@ -480,16 +477,16 @@ class Runtime:
         self.phase = Phase.IDLE
 
     def forget(self) -> None:
-        """Be idle, and without any gradients: what was computed so far was a trial."""
+        """Reset to idle and drop all gradients: the computation so far was a trial."""
         self.recover()
         for unit in self.units:
             unit.abandon_grads()
 
     def abandon(self) -> None:
-        """Be as if the step that is under way had never begun. A collective: every rank calls it.
+        """Undo the current step. This is a collective: every rank calls it.
 
-        Messages under way arrive first, wherever all ranks had come to the same ones. Where they had not, all of them
-        learn of it now at the latest, and begin anew.
+        It completes pending communication that all ranks have started. If ranks have started different operations, this
+        is detected here at the latest, and communication starts again.
         """
         collectives = dict.fromkeys(item for unit in self.units for of in unit.collectives.values() for item in of.each)
         with suppress(RankMismatchError):
@@ -509,12 +506,12 @@ class Runtime:
             unit.abandon_grads()
         self.microbatches.begin_again()
 
-    # -- steps that are finalized by hand -----------------------------------------------------------------------------
+    # -- steps that are finalized manually ----------------------------------------------------------------------------
 
     def finalize_by_hand(self, enabled: bool, *, had_backward: bool = True) -> None:
-        """Ask nothing of hooks from now on, see [Note: steps that are finalized by hand]; or leave it to them again.
+        """Set whether steps are finalized manually, see [Note: steps that are finalized manually], or by hooks.
 
-        What a step that was not finalized has left is dropped, if it `had_backward`.
+        The gradients of a step that was not finalized are dropped if it `had_backward`.
         """
         if self._is_open:
             self.phase = Phase.BACKWARD if had_backward else Phase.FORWARD
@@ -523,7 +520,7 @@ class Runtime:
         self.finalizes_by_hand = enabled
 
     def start_unshard_by_hand(self, unit: Unit) -> None:
-        """Begin to gather `unit` for the user. Between steps, the optimizer may write to shards next."""
+        """Start to gather `unit` for the user. Between steps, the optimizer may write to shards next."""
         self.residency.start_unshard(unit, Phase.IDLE)
         unit.state.is_used_without_forward = True
         unit.state.is_unsharded_by_hand = True
@@ -531,26 +528,26 @@ class Runtime:
             self.residency.order_writes_after(unit)
 
     def unshard_all(self) -> None:
-        """Begin to gather all units for forwards and backwards that come; the first call begins the step."""
+        """Start to gather all units for the next forwards and backwards. The first call begins the step."""
         if not self._is_open:
             self._is_open = True
-            if torch.is_grad_enabled():  # or nobody comes to `finalize_backward`, where all ranks are told
+            if torch.is_grad_enabled():  # otherwise no `finalize_backward` follows, which reports failures to all ranks
                 self.disks.begin_pass()
             self.residency.show_compute_s_work()
             self._begin_microbatch()
         for unit in self.units:
             if unit.form is Form.SHARDED:
                 self.residency.start_unshard(unit, Phase.FORWARD)
-                unit.state.is_unsharded_by_hand = True  # no other takes its memory
+                unit.state.is_unsharded_by_hand = True  # no other unit takes its memory
 
     def wait_for_all(self) -> None:
-        """Have all units unsharded: the modules show whole parameters."""
+        """Unshard all units: the modules show whole parameters."""
         self.unshard_all()
         for unit in self.units:
             unit.wait_unshard()
 
     def reshard_all(self) -> None:
-        """Free what the strategy, or the user, does not keep from forward to backward. The step goes on."""
+        """Free units that the strategy or the user does not keep from forward to backward. The step continues."""
         for unit in self.units if self._is_open else ():
             if unit.frees_in_step:
                 self.residency.reshard(unit, Phase.FORWARD)
@@ -579,16 +576,16 @@ class Runtime:
                 tensor.register_hook(before_backward)
 
     def hold_grads(self) -> None:
-        """Have what a microbatch has added to whole gradients in the dtype that they are summed in."""
+        """Keep the whole gradients of a microbatch, in the dtype of their sums."""
         self._holds_at_end = False
         for unit in self.units:
             unit.hold_grads()
 
     def finalize_backward(self) -> None:
-        """Reduce whole gradients, wherever they came from, and reshard: the step's backwards are over.
+        """Reduce all whole gradients, and reshard: the backwards of the step are over.
 
         Raises:
-            StateError: it is not to be done by hand.
+            StateError: steps are not finalized manually.
         """
         if not self.finalizes_by_hand:
             raise StateError(
@@ -620,7 +617,7 @@ class Runtime:
             and self._streams.gather.is_stream
             and any(module._backward_hooks for module in unit.modules)
         ):
-            ahead = []  # which shards the user's hooks write to shows in the first backward, see `Residency.prefetch`
+            ahead = []  # the first backward shows which shards the user's hooks write to, see `Residency.prefetch`
         if unit.options.backward_prefetch == "pre":
             self.residency.prefetch(ahead, Phase.BACKWARD)
             for later in self.expected.beyond(unit, self.expected.backward, unit.state.next_backward):
@@ -628,7 +625,7 @@ class Runtime:
         self._postponed = ahead if unit.options.backward_prefetch == "post" else []
 
     def _free_recomputed(self, needed: Unit) -> None:
-        """Free what a checkpoint computed again and does not need at once, which `needed` is."""
+        """Free units that a checkpoint has recomputed, except for `needed`, which is needed immediately."""
         for unit in self._recomputed:
             if unit.state.users == 0 and unit is not needed and not unit.state.awaits_backward:
                 self.residency.reshard(unit, Phase.FORWARD)
@@ -636,13 +633,13 @@ class Runtime:
 
 
 def _note(unit: Unit, phase: Phase) -> None:
-    """Have what follows recorded as on behalf of `unit`."""
+    """Attribute later events of the trace to `unit`."""
     if active_recorder() is not None:
         note_origin(unit.origin(phase))
 
 
 def cast_outputs(unit: Unit, output: Any) -> Any:
-    """The output of `unit` in the dtype that it is asked for."""
+    """Return the output of `unit` in its output dtype."""
     dtype = unit.options.precision.output_dtype
     if dtype is None:
         return output
@@ -671,7 +668,7 @@ def _warn_of_unmapped(which: str, unit: str, value: Any) -> None:
 _unmapped: set[tuple[str, str]] = set()
 
 
-_last: list[weakref.ref[Runtime]] = []  # of which a backward ended, at most one
+_last: list[weakref.ref[Runtime]] = []  # the runtime whose backward ended last, at most one
 
 
 def _note_backward_of(runtime: Runtime) -> None:
@@ -679,12 +676,12 @@ def _note_backward_of(runtime: Runtime) -> None:
 
 
 def runtime_of_last_backward() -> Runtime | None:
-    """The runtime whose backward was the last one to end; None if there was none, or its model is gone."""
+    """Return the runtime whose backward ended last; None if there was none, or its model no longer exists."""
     return _last[0]() if _last else None
 
 
 def runtime_or_none(unit: Unit) -> Runtime | None:
-    """The runtime that drives `unit`; None before the first forward of its root."""
+    """Return the runtime that drives `unit`; None before the first forward of its root."""
     return cast("Runtime | None", unit.state.runtime)
 
 

@@ -41,7 +41,7 @@ _SAMPLES = 16  # values that a digest looks at
 
 @dataclass(frozen=True)
 class Owner:
-    """A module that has a parameter, and under which name."""
+    """A module that has a parameter, and the parameter's name in it."""
 
     module: nn.Module
     name: str
@@ -49,7 +49,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Source:
-    """A parameter as the user made it: where it is found, and its FQN from the unit's module."""
+    """A parameter as the user made it, its owners, and its FQN relative to the unit's module."""
 
     param: nn.Parameter
     owners: list[Owner]  # several where weights are tied
@@ -60,18 +60,18 @@ class Source:
 
     @property
     def local(self) -> Tensor:
-        """Its values on this rank, which are to be sharded."""
+        """Its values on this rank, before sharding."""
         return self.param._local_tensor if isinstance(self.param, DTensor) else self.param.detach()
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        """The dtype that the user wants of its gradients; None, if it is its own or is left open."""
+        """The dtype that the user requested for its gradients; None if it is the parameter's own or not set."""
         requested = self.param.grad_dtype if self.param.is_leaf and self.param.requires_grad else None
         return None if requested == self.param.dtype else requested
 
     @property
     def sends_payloads(self) -> bool:
-        """True if its class says itself what of a shard is sent, see `payload.py`."""
+        """True if its class chooses what is sent of a shard, see `payload.py`."""
         return sends_payloads(self.local)
 
 
@@ -80,7 +80,7 @@ class ShardedParam:
 
     `sharded` is what optimizers, checkpoints and users see between steps: an `nn.Parameter` around a `DTensor` whose
     local tensor is this rank's shard. `unsharded` is what compute sees: an `nn.Parameter` of the whole shape in the
-    compute dtype, over storage that is emptied and filled again. Tensor parallelism has it a `DTensor` there, too.
+    compute dtype, over storage that is freed and filled again. With tensor parallelism it is a `DTensor` there, too.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ShardedParam:
         nothing = torch.empty(0, dtype=plan.contract.compute, device=plan.device)
         self.unsharded = self.view.make_param(nothing, requires_grad=requires_grad)
         self._ask_for_grads(self.unsharded)
-        self.is_unsharded_trained = requires_grad  # as the engine has set it; a user may have changed it since
+        self.is_unsharded_trained = requires_grad  # as set by the engine; a user may have changed it since
         self.counters = Counters(self)
         self._on_grad: Callable[[ShardedParam], None] | None = None
         self._watched = False
@@ -118,13 +118,13 @@ class ShardedParam:
             setattr(self.unsharded, attribute, value)
 
     def _ask_for_grads(self, form: nn.Parameter) -> None:
-        """Have autograd and the optimizer deal with gradients of the dtype that was asked for."""
+        """Set the requested dtype of gradients for autograd and the optimizer."""
         if self.grad_dtype is not None:
             form.grad_dtype = self.grad_dtype
 
     @property
     def dtensor(self) -> DTensor:
-        """The sharded parameter as the `DTensor` that it is."""
+        """The sharded parameter, typed as a `DTensor`."""
         return _dtensor(self.sharded)
 
     @property
@@ -138,18 +138,18 @@ class ShardedParam:
         set_local_tensor(self.dtensor, shard)
 
     def note_made_of(self, whole: Tensor, own: Tensor | None = None) -> None:
-        """Note that this rank's shard, which has the values of `own` by now, was cut from `whole`."""
+        """Record that this rank's shard, whose values are now those of `own`, was cut from `whole`."""
         self._made_of = digest(whole), digest(self.local if own is None else own)
 
     @property
     def made_of(self) -> int | None:
-        """A digest of the whole values that it was made of on this rank; None if it has others now, or had none."""
+        """A digest of the whole initial values on this rank; None if they are unknown or modified since."""
         whole, shard = self._made_of
         return whole if shard is not None and digest(self.local) == shard else None
 
     @property
     def is_encoded(self) -> bool:
-        """True if its values are encoded by a class of its own, so that whole ones cannot be cut."""
+        """True if its class encodes its values, so that whole ones cannot be cut."""
         return holds_tensors(self.local) and plain_values(self.local) is None
 
     def write(self, whole: Tensor) -> None:
@@ -159,7 +159,7 @@ class ShardedParam:
 
     @property
     def version(self) -> int:
-        """A number that grows whenever anybody writes to the sharded parameter in place."""
+        """A number that grows with each in-place write to the sharded parameter."""
         return self.sharded._version
 
     @property
@@ -184,20 +184,20 @@ class ShardedParam:
         return self.sharded.grad is not None
 
     def take_own(self, whole: Tensor) -> Tensor:
-        """The part of a whole tensor that is this rank's: a view."""
+        """Return this rank's shard of a whole tensor: a view."""
         return own_part(whole, self.dtensor.device_mesh, self.dtensor.placements)
 
     def point_to(self, whole: Tensor) -> None:
-        """Let the unsharded parameter have its values in `whole` from now on."""
+        """Make `whole` the memory of the unsharded parameter."""
         self.view.point_to(self.unsharded, whole)
 
     def take_grad(self) -> Tensor | None:
-        """The whole gradient that autograd has left, which is forgotten: what is reduced of it."""
+        """Remove and return the whole gradient from autograd: its part to reduce."""
         grad, self.unsharded.grad = self.unsharded.grad, None
         return None if grad is None else self.view.local_grad(grad)
 
     def show(self, form: nn.Parameter) -> None:
-        """Let every module that has this parameter have it in the given form."""
+        """Set the given form of this parameter in every module that has it."""
         for owner in self.owners:
             owner.module._parameters[owner.name] = form
 
@@ -226,10 +226,10 @@ class ShardedParam:
         )
 
     def adopt(self) -> bool:
-        """Take over the parameter that the module has now, which `Module.to` and its like may have replaced or moved.
+        """Adopt the parameter that the module has now, which `Module.to` and similar functions may have replaced.
 
         Returns:
-            Whether it is no longer the one that was.
+            True if it is another object than before.
         """
         current = self.shown
         changed = current is not self.sharded
@@ -245,7 +245,7 @@ class ShardedParam:
         self.follow_requires_grad()
 
     def follow_requires_grad(self) -> bool:
-        """Let the unsharded form be trained or frozen as the sharded one now is, and say which."""
+        """Set `requires_grad` of the unsharded form to that of the sharded one, and return it."""
         trained = self.sharded.requires_grad and bool(self.owners)
         if self.unsharded.requires_grad is not trained:
             self.unsharded.requires_grad_(trained)
@@ -263,16 +263,16 @@ class ShardedParam:
         return trained
 
     def keep_requires_grad(self) -> None:
-        """Train or freeze the sharded form as the user has trained or frozen the unsharded one."""
+        """Set `requires_grad` of the sharded form to the value that the user has set on the unsharded one."""
         self.is_unsharded_trained = self.unsharded.requires_grad
         self.sharded.requires_grad_(self.is_unsharded_trained)
 
     def renew_unsharded(self, compute: torch.dtype, device: torch.device) -> None:
-        """Start the unsharded form afresh, in another dtype or on another device."""
+        """Replace the unsharded form by an empty one of another dtype or on another device."""
         self.replace_unsharded(torch.empty(0, dtype=compute, device=device))
 
     def replace_unsharded(self, whole: Tensor) -> None:
-        """Let the unsharded form be another object, around `whole`."""
+        """Replace the unsharded form by a new object around `whole`."""
         self.is_unsharded_trained = self.sharded.requires_grad
         self.unsharded = self.view.make_param(whole, requires_grad=self.is_unsharded_trained)
         self._ask_for_grads(self.unsharded)
@@ -288,7 +288,7 @@ def _dtensor(tensor: Tensor) -> DTensor:
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> int | None:
-    """A number that hardly differs unless values do: of some, spread evenly. None for a tensor without memory."""
+    """Return a hash of some evenly spaced values of `tensor`; None for a tensor without memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(local, OnDisk):
         local = local.fetch()
@@ -307,9 +307,9 @@ def digest(tensor: Tensor) -> int | None:
 
 @torch.no_grad()
 def full_copy(tensor: DTensor) -> Tensor:
-    """The whole values of `tensor`, in memory of their own: a collective, if it is sharded.
+    """Return the whole values of `tensor`, in new memory. This is a collective if the tensor is sharded.
 
-    Of a tensor subclass that only wraps its values, these; of one that encodes them, what its class gives.
+    For a tensor subclass that only wraps its values, return these. For one that encodes them, its class decides.
     """
     if holds_tensors(tensor._local_tensor):
         values = plain_values(tensor._local_tensor)

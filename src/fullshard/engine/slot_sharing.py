@@ -1,4 +1,4 @@
-"""Units that take turns on memory: chosen once, after the first backward that runs in a known order."""
+"""Units that share memory: chosen once, after the first backward that runs in a known order."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class SlotSharing:
             self._intervals.append(Interval(unit.state.number, start, time))
 
     def give_own_memory(self, unit: Unit) -> None:
-        """Let `unit`, whose slot another unit needs at the same time, have memory of its own."""
+        """Give `unit` separate memory, since another unit needs its slot at the same time."""
         self._is_wished = False
         unit.move(Slot(unit.device))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which no slots are assigned, since its backwards are trials."""
+        """Return a context that assigns no slots, since its backwards are trials."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -117,8 +117,8 @@ class SlotSharing:
 def _are_unreferenced(units: Sequence[Unit]) -> bool:
     """True if nothing beyond the units has a view of their storages.
 
-    Garbage in reference cycles does not count. It is collected on each rank at another moment, and ranks on which
-    units share memory gather them at other moments than ranks on which they do not.
+    Garbage in reference cycles does not count. Each rank collects it at another time. All ranks must decide equally,
+    because units that share memory are gathered at other times.
     """
     if any(unit.slot.is_referenced for unit in units):
         gc.collect()
@@ -130,8 +130,8 @@ def _common_storages(
 ) -> Sequence[torch.UntypedStorage | None] | None:
     """Return memory for slots that the ranks of one host share, so that each rank writes its part for all of them.
 
-    A rank whose units cannot move takes part with no sizes; the list is then empty on all ranks. Return None if the
-    plan of any rank is None.
+    A rank whose units cannot move passes no sizes; the list is then empty on all ranks. Return None if the plan of any
+    rank is None.
     """
     if any(_writes_to_parameters(unit.module) for unit in units):
         return []

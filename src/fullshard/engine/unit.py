@@ -58,13 +58,13 @@ class Form(Enum):
 
 
 class Unit:
-    """The parameters of some modules, gathered and freed together; when to do what, the runtime decides.
+    """The parameters of some modules, gathered and freed together. The runtime decides when.
 
     Args:
         modules: the modules whose forward needs them.
         sources: their parameters that no other unit has.
         borrowed: units that have parameters which are tied to some of these modules'.
-        options: what the user asked for.
+        options: the user's options.
         axes: the mesh axes to shard and replicate over; a source may have others.
         device: where compute runs.
     """
@@ -98,22 +98,22 @@ class Unit:
         self.state = UnitState(options.reshard_after_forward)
         self.form = Form.SHARDED
         self.keeps_unsharded = options.keeps_unsharded  # between steps
-        self.microbatch = 0  # of the step, from 1 on
-        self.trainable = 0  # how many parameters a backward should bring gradients for
+        self.microbatch = 0  # of the step, starting with 1
+        self.trainable = 0  # number of parameters that a backward computes gradients for
         self.holds_grads = False  # whole gradients wait for a later microbatch's reduction
         self._pending: list[Pending] = []
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
         self._defer: list[Callable[[], None]] = []
-        self._shown: list[int] = []  # versions of shards that gathers come behind
-        self.written_in: set[Phase] = set()  # passes in which somebody wrote to shards before the unit was needed
+        self._shown: list[int] = []  # versions of shards that gathers are ordered after
+        self.written_in: set[Phase] = set()  # passes with writes to shards before the unit was needed
         kinds = by_kind(sources)
         where = device_of(sources, device)
         memory = self._memory_found_on(where)
         plans = [plan_for(kind, options, where, memory) for kind in kinds]
         self.slot = Slot(where)
         self.collectives = _collectives_along([axes, *(plan.axes for plan in plans)], device)
-        self._has_views = self._occupies_lastingly(self.slot)  # whether views of the slot are there
+        self._has_views = self._occupies_lastingly(self.slot)  # whether views of the slot exist
         regions = self._occupy(self.slot, plans)
         self.param_groups = [
             group_type(plan).of(kind, plan, GroupTransports.bind(plan, self.collectives[plan.axes]), region)
@@ -143,7 +143,7 @@ class Unit:
 
     @property
     def unsharded_nbytes(self) -> int:
-        """Bytes of its unsharded parameters; of tensor subclasses' payloads, once these have been gathered."""
+        """Bytes of its unsharded parameters, including payloads of tensor subclasses once these have been gathered."""
         return self.slot_nbytes + sum(param_group.separate_nbytes for param_group in self.param_groups)
 
     @property
@@ -168,7 +168,7 @@ class Unit:
 
     @property
     def frees_in_step(self) -> bool:
-        """The user's choice, else the strategy's, where backward may be far: between visits to a pipeline's stage."""
+        """The user's choice, else the strategy's, for a backward that may be far, as in a pipeline stage."""
         choice = self.state.reshard_after_forward
         return self.options.placements.parameters_in_step is not Placement.WHOLE if choice is None else choice
 
@@ -179,16 +179,16 @@ class Unit:
 
     @property
     def shard_device(self) -> torch.device:
-        """The device on which shards live, or will once they have memory."""
+        """The device of the shards, once they have memory."""
         return self._memory.device
 
     @property
     def disk_failures(self) -> list[DiskFailures]:
-        """What the disk could not do that it rests on: see `engine/disks.py`."""
+        """Failures of the disk that stores it, see `engine/disks.py`."""
         return [disk_failure for param_group in self.param_groups for disk_failure in param_group.disk_failures]
 
     def offload_as(self, policy: OffloadPolicy) -> None:
-        """Have states and activations away as `policy` says, from the next step and forward on."""
+        """Offload states and activations according to `policy`, starting with the next step and forward."""
         self.options = replace(self.options, offload=policy)
 
     @property
@@ -219,11 +219,11 @@ class Unit:
 
     @property
     def is_offloaded(self) -> bool:
-        """True if that CPU is beside the device that computes."""
+        """True if shards are offloaded from the device that computes."""
         return self._memory.offloaded
 
     def _memory_found_on(self, device: torch.device) -> MemoryKind:
-        """Where shards live that are found on `device`, or were made of what was there."""
+        """Return the memory kind of shards that are on `device`, or were made of tensors on it."""
         if device.type == "meta":
             return MemoryKind(device, folder=self._folder)
         return MemoryKind(device) if self.destination is StatePlacement.DEVICE else self._memory
@@ -245,8 +245,9 @@ class Unit:
         return f"{self.name or 'the root'}{where} ({'; '.join(params)})"
 
     def digests(self, axes: Axes) -> list[int | None]:
-        """Of the values that each parameter was made of on this rank; None where they are not known, or others now, or
-        where ranks along `axes` need not have the same.
+        """Return digests of the initial local values, one per parameter.
+
+        None if they are unknown or modified since, or if ranks along `axes` may have different values.
         """
         return [
             param.made_of if param_group.plan.axes == axes else None
@@ -256,18 +257,18 @@ class Unit:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """The groups that its parameters are spread over: the engine's, then those that were there before."""
+        """The process groups of its parameters: the engine's, then those of the original parameters."""
         own = [group for axes in self.collectives for group in (axes.shard_group, axes.replicate_group)]
         found = [*own, *(group for param in self.params for group in param.view.process_groups)]
         return list(dict.fromkeys(group for group in found if group is not None))
 
     @property
     def is_broken(self) -> bool:
-        """True if ranks were found to do different things, or one was lost: nothing can be sent any more."""
+        """True if nothing can be sent any more, because ranks did different things or one was lost."""
         return any(collectives.is_broken for collectives in self.collectives.values())
 
     def origin(self, phase: Phase) -> Origin:
-        """This unit in `phase`, for the record."""
+        """Return the origin of events of this unit in `phase`."""
         return Origin(self.name, phase, self.microbatch)
 
     # -- unshard and reshard ------------------------------------------------------------------------------------------
@@ -283,11 +284,11 @@ class Unit:
         return self.slot.occupant is self
 
     def notice_step(self) -> None:
-        """Gather parameters that are kept, or were unsharded by hand, anew if they may have changed since."""
+        """Gather parameters again that are kept, or were unsharded manually, if they may have changed since."""
         stepped = [param_group for param_group in self.param_groups if param_group.gradients.take_step_notice()]
         if stepped and self.form is Form.GATHERING:
             self.finish_gather()
-            self.streams.gather.wait(self.streams.compute.mark())  # which has unpacked what came
+            self.streams.gather.wait(self.streams.compute.mark())  # which has unpacked the received data
         for param_group in stepped:
             param_group.gather.note_changed_shards()
         if self.form is Form.UNSHARDED and not all(param_group.gather.is_current for param_group in self.param_groups):
@@ -312,20 +313,20 @@ class Unit:
         return [param_group.gather.version for param_group in self.param_groups]
 
     def note_shown_shards(self) -> None:
-        """Note that gathers come behind all that was written to shards so far."""
+        """Note that gathers are ordered after all writes to shards so far."""
         self._shown = self._versions
 
     @property
     def shows_its_shards(self) -> bool:
-        """True if nobody is known to have written to shards since. (Fused optimizers do, unnoticed, between steps.)"""
+        """True if no write to shards is known since. (Fused optimizers write without a trace between steps.)"""
         return self._shown == self._versions
 
     def defer(self, step: Callable[[], None]) -> None:
-        """Have `step`, which changes shards, taken when they are needed next."""
+        """Defer `step`, which changes shards, until they are needed next."""
         self._defer.append(step)
 
     def settle(self) -> None:
-        """Have all steps taken that were put off."""
+        """Run all deferred steps."""
         if not self._defer:
             return
         steps, self._defer = self._defer, []
@@ -339,7 +340,7 @@ class Unit:
         return accelerator_for(self.device).streams
 
     def start_unshard(self, phase: Phase) -> None:
-        """Start the all-gather of the unsharded parameters. Nothing happens if they are there or on their way."""
+        """Start the all-gather of the unsharded parameters, unless they are gathered or being gathered."""
         if self.form is not Form.SHARDED:
             return
         self.check_replacements()
@@ -365,7 +366,7 @@ class Unit:
     def check_replacements(self) -> None:
         """Adopt weights that were tied after sharding, and refuse parameters that were replaced by others.
 
-        Call it while modules show sharded parameters, from everything that reads or writes these.
+        Call it while modules show sharded parameters, before these are read or written.
 
         Raises:
             StateError: a parameter was replaced by one that no unit has.
@@ -376,7 +377,7 @@ class Unit:
                     self._adopt_tie(param, owner)
 
     def _adopt_tie(self, param: ShardedParam, owner: Owner) -> None:
-        """Let `owner` have the managed parameter that is now in place of `param`, and borrow the unit of that.
+        """Record `owner` as an owner of the managed parameter that is now in place of `param`, and borrow its unit.
 
         Raises:
             StateError: it is not a managed parameter of the same shape, or it is used in another tree.
@@ -385,7 +386,7 @@ class Unit:
         managed = None if found is None else managed_by(found)
         if managed is None or managed.param is param or managed.param.sharded.shape != param.sharded.shape:
             param.refuse_replacement(owner)
-        if holds_tensors(param.local):  # its class gathers it for a module of its own
+        if holds_tensors(param.local):  # its class gathers it for one module
             param.refuse_replacement(owner)
         lender = managed.unit
         if lender is not self and lender.state.runtime is not self.state.runtime:
@@ -401,10 +402,10 @@ class Unit:
     def wait_unshard(self) -> bool:
         """Wait for the all-gather, and show the modules the unsharded parameters.
 
-        If somebody has written to shards since it began, such as a hook of the module before, gather again.
+        Gather again if shards were written to since the gather started, for example by a hook of an earlier module.
 
         Returns:
-            Whether somebody has.
+            True if they were.
         """
         if self.finish_gather():
             return False
@@ -416,10 +417,10 @@ class Unit:
         return True
 
     def finish_gather(self) -> bool:
-        """Wait for the all-gather that is under way, and show the modules what it has gathered.
+        """Wait for the pending all-gather, and show the modules the gathered parameters.
 
         Returns:
-            Whether these are the present values.
+            True if these are the present values.
         """
         if self.form is not Form.GATHERING:
             return True
@@ -472,19 +473,19 @@ class Unit:
             self.release_secondary(phase)
 
     def read_ahead(self) -> None:
-        """Begin to read shards that rest on a disk: a gather is to start soon."""
+        """Start to read shards from a disk for a gather that will start soon."""
         if self.is_on_disk and self.form is Form.SHARDED and not self.is_meta:
             for param_group in self.param_groups:
                 param_group.gather.read_ahead()
 
     def forget_ahead(self) -> None:
-        """Give back what was read for a gather that did not start."""
+        """Free what was read for a gather that did not start."""
         if self.is_on_disk and self.form is Form.SHARDED:
             for param_group in self.param_groups:
                 param_group.gather.forget_ahead()
 
     def forget_gather(self) -> None:
-        """Be sharded without the gather that is under way, for which other ranks did not come."""
+        """Reset to sharded, without the pending gather, which other ranks did not start."""
         if self.form is Form.GATHERING:
             self._pending, self._gathered, self._stale = [], None, []
             self.form = Form.SHARDED
@@ -492,7 +493,7 @@ class Unit:
             param_group.gather.note_changed_shards()
 
     def release_secondary(self, phase: Phase) -> None:
-        """Give back the secondary shards, which are kept from forward to backward."""
+        """Free the secondary shards, which are kept from forward to backward."""
         if self._keeps_secondary:
             return
         nbytes = self.secondary_nbytes
@@ -547,10 +548,11 @@ class Unit:
     # -- where unsharded parameters lie -------------------------------------------------------------------------------
 
     def move(self, slot: Slot) -> None:
-        """Lie in `slot` from now on. Only for a unit that is sharded, and that no waiting graph has a view of.
+        """Use `slot` for the unsharded parameters. The unit must be sharded, and no pending graph may have a view of
+        it.
 
         Raises:
-            StateError: a graph that waits for its backward still has views of the present storage.
+            StateError: a graph with a pending backward still has views of the present storage.
         """
         assert self.form is Form.SHARDED, "only a sharded unit moves"
         if self.slot.is_referenced:
@@ -571,14 +573,14 @@ class Unit:
             param_group.gather.invalidate()
 
     def _occupies_lastingly(self, slot: Slot) -> bool:
-        """True if `slot` has memory that stays. If not, views of it are made when it gets some first.
+        """True if `slot` has permanent memory. If not, views of it are made when memory is first allocated.
 
-        Making them takes memory for the whole unit, which a rank that just builds its shards may not have.
+        Making views needs memory for the whole unit, which a rank that only builds its shards may not have.
         """
         return self.keeps_unsharded or slot.shared
 
     def _occupy(self, slot: Slot, plans: Sequence[GroupPlan]) -> Sequence[Region | None]:
-        """The groups' stretches of `slot`; none yet, unless it has memory that stays."""
+        """Return the groups' regions of `slot`; None for each unless it has permanent memory."""
         if not self._occupies_lastingly(slot):
             return [None] * len(plans)
         occupant, slot.occupant = slot.occupant, None
@@ -596,10 +598,10 @@ class Unit:
     @torch.inference_mode(False)  # what is made stays, whatever mode finds it
     @torch.no_grad()
     def adopt(self) -> None:
-        """Take over what `Module.to`, `to_empty`, `load_state_dict(assign=True)` and their like left in the modules.
+        """Adopt parameters that `Module.to`, `to_empty`, `load_state_dict(assign=True)` or similar set in the modules.
 
         Raises:
-            ConfigError: parameters that shared a dtype do so no longer.
+            ConfigError: parameters that shared a dtype do not share it any more.
         """
         for param_group in self.param_groups:
             check_one_dtype(param_group)
@@ -632,14 +634,13 @@ class Unit:
     @torch.inference_mode(False)
     @torch.no_grad()
     def move_to(self, destination: StatePlacement) -> None:
-        """Have the shards at `destination` from now on, with their gradients. The optimizer's state follows in its next
-        step.
+        """Move the shards and their gradients to `destination`. The optimizer's state follows in its next step.
 
-        Between steps only. Graphs that wait for a backward find what they have saved views of in the same storage.
-        Units come from a disk, but none goes there: what is to rest on one has done so from its making on.
+        Call it between steps only. The storages that pending graphs have saved views of do not change. Units can leave
+        a disk, but cannot move to one: units on a disk were created there.
 
         Raises:
-            DiskError: what rests on a disk cannot be read.
+            DiskError: the shards cannot be read from the disk.
         """
         assert self.is_on_disk or destination is not StatePlacement.DISK, "no unit goes to a disk"
         self.forget_ahead()
@@ -661,11 +662,11 @@ class Unit:
             buffers_of(self.device).drop()  # of as many as more units needed
 
     def _has_layout_of(self, plans: Sequence[GroupPlan], slot: Slot | None = None) -> None:
-        """Move the parameter groups to memory as `plans` have it, with the values that the shards have now.
+        """Move the parameter groups to the memory of `plans`, with the present values of the shards.
 
         Args:
             plans: one for each group.
-            slot: for the unsharded parameters: the present one, if these stay as they are. If None, a new one.
+            slot: for the unsharded parameters: the present one to keep them as they are, or None for a new one.
         """
         collectives = self.collectives
         if plans and plans[0].memory.device.type != "meta":
@@ -694,7 +695,7 @@ class Unit:
         self._show_sharded()
 
     def _plan_as_found(self, param_group: ParamGroup) -> GroupPlan:
-        """The plan of `param_group` with the dtype and device that its shards have now."""
+        """Return the plan of `param_group` with the present dtype and device of its shards."""
         shard = param_group.params[0].local
         contract = contract_for(self.options, param_group.params[0].view, shard.dtype, param_group.plan.contract.grad)
         stays = not (shard.is_meta or self.destination is StatePlacement.DEVICE)
@@ -715,7 +716,7 @@ class Unit:
 
     @property
     def awaits_second_sum(self) -> bool:
-        """True if sums that were withheld from the second level are now to be taken."""
+        """True if the second level of withheld sums is due now."""
         return self.finishes_sums and any(param_group.awaits_second_sum for param_group in self.param_groups)
 
     @property
@@ -750,7 +751,7 @@ class Unit:
             param.sharded.grad = None
 
     def start_reduce(self, phase: Phase) -> UnitReduction:
-        """Start the reduction of whole gradients to what the optimizer sees."""
+        """Start the reduction of whole gradients to those that the optimizer sees."""
         streams = self.streams
         self.holds_grads = False
         finishes, origin, hook = self.finishes_sums, self.origin(phase), self.state.all_reduce_hook
@@ -772,18 +773,18 @@ class Unit:
 
 
 def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, alongside: bool) -> bool:
-    """True if the shards of a new unit are to rest on a disk, so that of all units the policy's fraction does; of a
-    budget all that can, until fractions are chosen.
+    """True if the shards of a new unit go to a disk, so that the policy's fraction of all units is there.
 
-    Of all that have the same policy and were not in a step yet: those of the model that is being made.
+    The fraction refers to all units with the same policy that were not in a step yet: those of the model that is being
+    built. With a budget, all units that can go to the disk do, until fractions are chosen.
 
     Args:
-        options: the unit's.
+        options: the options of the unit.
         sources: its parameters.
-        beside: whether a CPU is beside the device that computes, which a budget has them on instead.
+        alongside: whether the device that computes is not a CPU. A budget then uses the CPU instead.
 
     Raises:
-        ConfigError: their class has values in several tensors, and a fraction was asked for.
+        ConfigError: a fraction was requested, but the class of a parameter has values in several tensors.
     """
     wrapped = [source for source in sources if source.sends_payloads or holds_tensors(source.local)]
     if options.starts_on_disk:
@@ -811,6 +812,6 @@ def _collectives_along(each: Iterable[Axes], device: torch.device) -> dict[Axes,
 
 
 def _leaves_alongside(modules: Sequence[nn.Module], params: Sequence[ShardedParam]) -> list[nn.Module]:
-    """The modules without submodules that have any of `params`, and are none of `modules`: a call of one needs them."""
+    """Return the leaf modules that have any of `params` and are not in `modules`: their calls need the parameters."""
     owners = dict.fromkeys(owner.module for param in params for owner in param.owners)
     return [owner for owner in owners if not owner._modules and all(owner is not module for module in modules)]

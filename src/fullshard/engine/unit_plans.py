@@ -1,4 +1,4 @@
-"""The parameter groups of a unit, before they are made: which parameters go together, and where they will lie."""
+"""Plans of the parameter groups of a unit: which parameters form a group, and their offsets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STORAGE_STEP = 256  # bytes: a parameter group starts where its first parameter
 
 
 def by_kind(sources: Sequence[Source]) -> list[list[Source]]:
-    """The sources by mesh, dtype, whether they are trained, and what is to be done with them, as they came."""
+    """Group the sources by mesh, dtype, `requires_grad` and treatment. Groups keep the order of the sources."""
     meshes = list(dict.fromkeys(source.axes for source in sources))
 
     def kind(source: Source) -> tuple[int, str, str, bool, bool, bool]:
@@ -48,7 +48,7 @@ def by_kind(sources: Sequence[Source]) -> list[list[Source]]:
 def contract_for(
     options: ShardOptions, view: ParamView, stored: torch.dtype, grad: torch.dtype | None
 ) -> DtypeContract:
-    """The dtypes of parameters that are stored as `stored`, seen as `view` says, with gradients in `grad`."""
+    """Return the dtypes of parameters that are stored as `stored` and viewed by `view`, with gradients in `grad`."""
     if view.is_opaque:
         return DtypeContract(stored=stored, compute=stored, reduce=stored)
     return options.precision.contract(stored, grad)
@@ -83,16 +83,16 @@ def are_on_meta(plans: Sequence[GroupPlan]) -> bool:
 
 
 def regions_of(slot: Slot, plans: Sequence[GroupPlan]) -> list[Region]:
-    """The unsharded buffers of groups, one after another in `slot`."""
+    """Return the regions of the groups' unsharded buffers, contiguous in `slot`."""
     sizes = [align(plan.unsharded_nbytes, _STORAGE_STEP) for plan in plans]
     return [(slot.storage, start) for start in accumulate(sizes, initial=0)][: len(plans)]
 
 
 def device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
-    """The device of unsharded parameters: `device`, or meta while the sources are there.
+    """Return the device of unsharded parameters: `device`, or meta while the sources are on it.
 
     Raises:
-        ConfigError: only some of them are.
+        ConfigError: only some sources are on the meta device.
     """
     meta = [source.fqn for source in sources if source.param.is_meta]
     if meta and len(meta) < len(sources):
@@ -105,10 +105,10 @@ def device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
 
 
 def check_one_dtype(param_group: ParamGroup) -> None:
-    """Raise if the modules show parameters of several dtypes, of those that lie in one buffer.
+    """Raise if the parameters of one group have several dtypes in the modules now.
 
     Raises:
-        ConfigError: they do.
+        ConfigError: the dtypes differ.
     """
     values = [param for param in param_group.params if not param.shown.is_meta]
     odd = [param for param in values if param.shown.dtype != values[0].shown.dtype]

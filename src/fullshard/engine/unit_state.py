@@ -1,4 +1,4 @@
-"""A unit's part in the runtime: what users have switched, who needs it unsharded, and what has come so far."""
+"""The state of a unit in the runtime: switches set by users, current uses, and gradients that have arrived."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class UnitState:
     syncs_gradients: bool = True
     syncs_replicas: bool = True
     reduces_unused: bool = False
-    next_forward: list[Any] | None = None  # units to gather ahead, instead of those that the recorded order tells
+    next_forward: list[Any] | None = None  # units to gather ahead, instead of those in the recorded order
     next_backward: list[Any] | None = None
     is_unsharded_by_hand: bool = False  # by `unshard()`, until it is resharded
     is_used_without_forward: bool = False  # unsharded by `unshard()`, and no forward of the unit has begun since
-    awaits_backward: bool = False  # unsharded until the next one is over: it tells of no other use
-    is_summoned: bool = False  # the modules have whole parameters of the user's, not the unit's
+    awaits_backward: bool = False  # unsharded until the next backward is over, since no hook reports the end of its use
+    is_summoned: bool = False  # the modules have whole parameters for the user, not the unit's own
 
-    runtime: Any = None  # the `Runtime` of its root, from the first forward on
+    runtime: Any = None  # the `Runtime` of its root, set in the first forward
     number: int = -1  # among the units of its root
     is_root: bool = False
-    data_ranks: frozenset[int] = frozenset()  # that the root is on: a gradient is the mean of their data
+    data_ranks: frozenset[int] = frozenset()  # ranks of the root: a gradient is the mean over their data
     users: int = 0  # forwards and backwards that need it unsharded at the moment
     arrived_grads: set[int] = field(default_factory=set)  # parameters that have a gradient in this backward
     finished_modules: set[int] = field(default_factory=set)  # whose forward is over, where the unit has several
 
     def take_switches(self, other: UnitState) -> None:
-        """Have the user's switches as `other` has them, but for units to gather ahead, which are others here."""
+        """Copy the user's switches from `other`, except for units to gather ahead, which differ here."""
         for name in _SWITCHES:
             setattr(self, name, getattr(other, name))
 

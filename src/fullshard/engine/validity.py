@@ -1,4 +1,4 @@
-"""Whether unsharded parameters have valid values in memory, in a form that autograd checks.
+"""Validity of unsharded parameters' values in memory, in a form that autograd checks.
 
 [Note: versions of unsharded parameters]
 Autograd saves a tensor together with its version, and compares versions when backward unpacks the tensor. It does so in
@@ -7,7 +7,7 @@ values (it was freed, belongs to another unit, or is being filled), the counters
 a number that no sequence of operations reaches. A backward that reads them then fails in autograd, instead of computing
 with whatever is in memory. When the values are valid again, the counters are set back.
 
-A counter that is not as it was set back shows that somebody wrote to the parameter in place. Such a write is lost when
+A counter that has changed since it was set back shows an in-place write to the parameter. Such a write is lost when
 the memory is freed. The counter then continues from a new number, so that a graph that saved the written values is
 refused, too: the next all-gather does not bring them back.
 
@@ -66,13 +66,13 @@ class Counters:
         _owners[self.invalid] = param
 
     def refresh(self, unsharded: Tensor) -> None:
-        """Count the versions of `unsharded` and the tensors in it from now on."""
+        """Start to track the versions of `unsharded` and the tensors in it."""
         known = {id(tensor): version for tensor, version in zip(self.tensors, self.valid, strict=True)}
         self.tensors = _with_inner(unsharded)
         self.valid = [known.get(id(tensor), tensor._version) for tensor in self.tensors]
 
     def renew(self) -> None:
-        """Refuse all that was saved so far: the parameter gets other memory, or lost what was written to it."""
+        """Invalidate all tensors saved so far: the parameter gets other memory, or lost a write."""
         if self._rewritten is not None:
             del _owners[self._rewritten]
         self._rewritten = _REWRITTEN + _STEP * next(_rewrites)
@@ -81,7 +81,7 @@ class Counters:
 
 
 class Validity:
-    """Whether a parameter group's unsharded parameters have valid values.
+    """The validity of a parameter group's unsharded parameters.
 
     Args:
         params: the `ShardedParam`s of the group.
@@ -108,12 +108,12 @@ class Validity:
         self._invalid = tuple(counters.invalid for counters in each for _ in counters.tensors)
 
     def validate(self) -> None:
-        """Note that all values are there."""
+        """Note that all values are valid."""
         self.is_valid = True
         set_versions(self._tensors, self._valid)
 
     def invalidate(self) -> None:
-        """Note that values are not there any more, or soon will not be."""
+        """Note that values are not valid any more, or soon will not be."""
         if self.is_valid:
             if tuple([tensor._version for tensor in self._tensors]) != self._valid:
                 self._note_writes()
@@ -146,7 +146,7 @@ _LOST_WRITE = (
 
 
 def _with_inner(tensor: Tensor) -> list[Tensor]:
-    """`tensor` and, if it is a wrapper such as a `DTensor`, the tensors in it, which have counters of their own."""
+    """Return `tensor` and, for a wrapper such as a `DTensor`, its inner tensors, which have separate counters."""
     if not holds_tensors(tensor):
         return [tensor]
     inner = [getattr(tensor, name) for name in inner_names(tensor)]
