@@ -1,1 +1,1 @@
-"""The seam to the wire: collectives, by whatever route, and how ranks agree on them."""
+"""Communication: collectives over any transport, and how ranks agree on them."""

@@ -1,4 +1,4 @@
-"""Codecs: numbers in fewer bits on the wire, with a scale for each block of them.
+"""Codecs: numbers in fewer bits for communication, with a scale for each block of them.
 
 A tensor of n elements is cut into blocks of `BLOCK`. Its encoding is
 
@@ -7,11 +7,11 @@ A tensor of n elements is cut into blocks of `BLOCK`. Its encoding is
 with a scale in float32, so that the block's largest absolute value becomes the largest code:
 
     int8    127 steps on both sides of zero     |x - decoded| <= largest / 254
-    int4      7 steps, two codes a byte         |x - decoded| <= largest / 14
+    int4      7 steps, two codes/byte           |x - decoded| <= largest / 14
     fp8     float8_e4m3fn, largest is 448       |x - decoded| <= |x| / 16, or largest / 448 / 1024 near zero
 
 `bf16` has no blocks and no scales. Block-wise scaling of int8 is that of Dettmers et al., 2022 (arXiv:2110.02861). A
-block that has NaN or infinity in it is NaN when it is decoded: what is not finite does not vanish.
+block that contains NaN or infinity is decoded as NaN, so values that are not finite do not vanish.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ __all__ = ["BLOCK", "Codec", "codec_named"]
 BLOCK = 128
 """Elements that share a scale: its four bytes are 3 % of an int8 message, 6 % of an int4 one."""
 
-_LEAST_SCALE = torch.finfo(torch.float32).tiny  # below, division would lose the bits that the codes are made of
-_CPU_PIECE, _PIECE = 1 << 18, 1 << 24  # elements at a time: what stays in a core's cache; what bounds a GPU's scratch
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # below, division would lose the significant bits of the codes
+_CPU_PIECE, _PIECE = 1 << 18, 1 << 24  # elements at a time: fits a core's cache; bounds a GPU's scratch
 
 
 class Codec(ABC):
-    """Numbers into bytes and back, row by row. The same numbers give the same bytes, and they the same numbers.
+    """Encodes numbers to bytes and back, row by row. Both directions are deterministic.
 
     A row of numbers is 1-D and contiguous, in any floating-point dtype; its bytes start on a boundary of 16.
     """
 
-    keeps_error = True  # whether senders add what a message lacks to the next one
+    keeps_error = True  # whether senders add the error of a message to the next one
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Bytes of `numel` numbers, with what is left free up to the next boundary."""
+        """Return the bytes of `numel` encoded numbers, including padding to the next boundary."""
 
     @abstractmethod
     def encode(self, values: Tensor, transport: Tensor, scratch: Pool, *, keep_error: bool = False) -> None:
         """Write `values`, of shape (rows, numel), to `transport`, bytes of shape (rows, nbytes(numel)).
 
         Args:
-            values: the numbers. With `keep_error` they are in float32, and become what their encoding lacks of them.
-            wire: where the encoding goes.
+            values: the numbers. With `keep_error` they are in float32, and are replaced by the error of their encoding.
+            transport: receives the encoding.
             scratch: memory to work in.
-            keep_error: leave the difference in `values`: zero where it is not finite, so that it spoils nothing later.
+            keep_error: store the error in `values`; zero where it is not finite, so that it does not affect later ones.
         """
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Codec(ABC):
         """Write the numbers in `transport`, or add them with `adds`, to `out`.
 
         Args:
-            wire: rows of encodings, of `numel` numbers each.
+            transport: rows of encodings, of `numel` numbers each.
             numel: how many were encoded.
             out: as many rows; the first of the numbers if it is shorter.
             scratch: memory to work in.
@@ -97,18 +97,18 @@ def _numbers(transport: Tensor, numel: int) -> Tensor:
 
 
 class _Blockwise(Codec):
-    """Codes that mean something beside their block's scale only."""
+    """Codes that are multiplied by their block's scale."""
 
     largest: float  # the code of a block's largest absolute value
     code_nbytes: int  # of a block
 
     @abstractmethod
     def _write(self, steps: Tensor, codes: Tensor) -> None:
-        """Make codes of `steps`, numbers up to `largest` in blocks, which may be changed."""
+        """Write `steps`, numbers up to `largest` in blocks, to `codes`. May change `steps`."""
 
     @abstractmethod
     def _read(self, codes: Tensor, steps: Tensor) -> None:
-        """The numbers that `_write` made codes of, rounded."""
+        """Read the rounded numbers from `codes` into `steps`."""
 
     def nbytes(self, numel: int) -> int:
         return align(_blocks(numel) * (4 + self.code_nbytes), ALIGNMENT_BYTES)

@@ -1,13 +1,13 @@
-"""Collectives over one process group, and its channels; by which route data goes, subclasses know.
+"""Collectives over one process group, and its channels. Subclasses choose the transport.
 
     Collectives
     ├── PairwiseCollectives              grouped isend/irecv straight into place: gloo
-    │   └── SharedMemoryCollectives      through memory that all ranks see, where they are on one host
-    │       └── PretendedCollectives     the same with nobody on the other side: dry runs of CPU ranks
+    │   └── SharedMemoryCollectives      through shared memory, if all ranks are on one host
+    │       └── PretendedCollectives     the same with simulated peers: dry runs of CPU ranks
     └── NativeCollectives                the backend's own, coalesced: NCCL, and the fake backend
 
-`Collectives` counts and records every call; of those through a channel ranks compare fingerprints, and a rank that is
-lost meanwhile is named. All that this package sends over a process group goes through one.
+`Collectives` counts and records every call. For calls through a channel, ranks compare fingerprints, and an error names
+a rank that is lost. All communication of this package over a process group uses this class.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class Call:
     name: str
     origin: Origin
     tensors: int
-    nbytes: int  # as all ranks count them
+    nbytes: int  # the same count on all ranks
     sent_nbytes: int  # by this rank, to all others together
     messages: int  # of this rank
-    how: str = ""  # where ranks could differ in it
+    how: str = ""  # the variant, if ranks could differ in it
 
     @property
     def compared_origin(self) -> Origin:
-        """The origin, with a note of how it is done, for others to compare."""
+        """The origin, with a note of the variant, for comparison between ranks."""
         notes = filter(None, (self.how, self.origin.note))
         return replace(self.origin, note=", ".join(notes)) if self.how else self.origin
 
 
 class Collectives(GroupProgress, ABC):
-    """All that is sent over one process group. Subclasses move the data; this class counts, records and compares."""
+    """All communication over one process group. Subclasses move the data; this class counts, records and compares."""
 
     is_queued = False  # see `Transport`
 
@@ -89,22 +89,22 @@ class Collectives(GroupProgress, ABC):
         self._linked.update(other for other in others if other is not self)
 
     def channel(self, tensors: int, *, variants: int = 1) -> Channel:
-        """A new channel for calls with up to so many tensors. Ranks must ask for theirs in the same order.
+        """Create a channel for calls with up to `tensors` tensors. Ranks must create channels in the same order.
 
         Args:
-            tensors: the most that a call moves.
-            variants: how many sets of messages of other sizes are kept apart, see `Channel.variant`.
+            tensors: the maximum number of tensors of a call.
+            variants: number of distinguished sets of message sizes, see `Channel.variant`.
         """
         return Channel(self, self._reserve_tags(2 * tensors * variants), 2 * tensors, variants)
 
     def channel_for(self, purpose: str, tensors: int, *, variants: int = 1) -> Channel:
-        """The channel of `purpose`, of which a process group has one: new when it is first asked for."""
+        """Return the channel of `purpose`, one per process group. The first call creates it."""
         if purpose not in self._channels:
             self._channels[purpose] = self.channel(tensors, variants=variants)
         return self._channels[purpose]
 
     def _reserve_tags(self, count: int) -> int:
-        """The first of `count` tags that no other message over this group has."""
+        """Return the first of `count` tags that no other message over this group has."""
         tag, self._next_tag = self._next_tag, self._next_tag + count
         return tag
 
@@ -117,8 +117,9 @@ class Collectives(GroupProgress, ABC):
         return []
 
     def renew(self) -> None:
-        """Be usable again after ranks were found to do different things. Every rank of the group must call it, with
-        nothing of its own under way that it still means to wait for.
+        """Make the group usable again after ranks were found to do different things.
+
+        Every rank of the group must call it, without pending collectives that it will still wait for.
 
         Raises:
             RankLostError: a rank is lost, and with it the group.
@@ -131,12 +132,12 @@ class Collectives(GroupProgress, ABC):
         self.started = 0
 
     def close(self) -> None:
-        """Close what was opened beside the process group, which is gone."""
+        """Close resources that were opened for the process group, which no longer exists."""
 
-    # -- small things, waited for at once -----------------------------------------------------------------------------
+    # -- small messages, which are waited for immediately -------------------------------------------------------------
 
     def broadcast(self, tensors: Sequence[Tensor], source: int, *, origin: Origin) -> None:
-        """Rank `source`'s (of this group) values in every tensor, before this returns."""
+        """Broadcast the values of rank `source` (of this group) in every tensor, and wait for them."""
         nbytes = _nbytes(tensors)
 
         def send() -> None:
@@ -148,7 +149,7 @@ class Collectives(GroupProgress, ABC):
         self._at_once(Call("broadcast", origin, len(tensors), nbytes, sent_nbytes, len(tensors)), send)
 
     def gather_rows(self, own: Tensor, *, origin: Origin) -> Tensor:
-        """Every rank's `own`, 1-D and of one size, as the rows of a matrix in rank order."""
+        """Gather every rank's `own`, 1-D and of one size, as the rows of a matrix in rank order."""
         rows = own.new_empty(self.world, own.numel())
         nbytes = own.nbytes * (self.world - 1)
         call = Call("all_gather", origin, 1, rows.nbytes, nbytes, self.world - 1)
@@ -156,32 +157,32 @@ class Collectives(GroupProgress, ABC):
         return rows
 
     def combine(self, tensor: Tensor, how: dist.ReduceOp.RedOpType, *, origin: Origin) -> None:
-        """The sum, maximum or the like of `tensor` over ranks in its place, taken as the backend takes it."""
+        """Reduce `tensor` in place over ranks, for example to the sum or maximum, with the backend's all-reduce."""
         nbytes = tensor.nbytes * 2 * (self.world - 1) // self.world
         call = Call("all_reduce", origin, 1, tensor.nbytes, nbytes, 2 * (self.world - 1))
         self._at_once(call, lambda: dist.all_reduce(tensor, op=how, group=self.group))
 
     def gather_objects(self, own: Any, *, origin: Origin, name: str = "all_gather_object") -> list[Any]:
-        """Every rank's `own`, pickled on the way, in rank order."""
+        """Gather every rank's `own`, pickled for transport, in rank order."""
         every: list[Any] = [None] * self.world
         call = Call(name, origin, 0, 0, 0, self.world - 1)
         self._at_once(call, lambda: dist.all_gather_object(every, own, group=self.group))
         return every
 
     def broadcast_object(self, own: Any, source: int, *, origin: Origin) -> Any:
-        """The `own` of rank `source` (of this group), pickled on the way."""
+        """Broadcast the `own` of rank `source` (of this group), pickled for transport."""
         box = [own]
         call = Call("broadcast_object", origin, 0, 0, 0, self.world - 1 if self.rank == source else 0)
         self._at_once(call, lambda: dist.broadcast_object_list(box, group=self.group, group_src=source))
         return box[0]
 
     def meet(self, name: str, *, origin: Origin) -> None:
-        """Return once all ranks have come to `name`, which is about to send by other ways than this.
+        """Wait until all ranks have reached `name`, which will communicate without this class.
 
-        Where the backend can compare fingerprints; elsewhere at once.
+        Return immediately if the backend cannot compare fingerprints.
 
         Raises:
-            RankMismatchError: some rank has come to something else.
+            RankMismatchError: some rank has reached another operation.
         """
         self._at_once(Call(name, origin, 0, 0, 0, 0), lambda: None, records=False)
 
@@ -207,9 +208,10 @@ class Collectives(GroupProgress, ABC):
     # -- for channels -------------------------------------------------------------------------------------------------
 
     def start(self, call: Call, start: Callable[[], Callable[[], None]], tag: int | None = None) -> Pending:
-        """The collective that `start()` begins. Waiting compares `call` between ranks first, and names a lost peer.
+        """Start the collective with `start()`. Waiting for it first compares `call` between ranks, and names a lost
+        peer.
 
-        With `tag`, its first, it tells without waiting whether all that it waits for has come, where that can be known.
+        With `tag`, its first tag, the result can test without waiting whether all data has arrived, if this is known.
         """
         if self.broken is not None:
             raise self.broken
@@ -244,7 +246,7 @@ class Collectives(GroupProgress, ABC):
         return Pending(agree_and_finish, event, arrival or (lambda: False))
 
     def _compare(self, call: Call, *, alone: bool = False) -> Callable[[], None] | None:
-        """Send the other ranks the fingerprint of `call`. The function returned waits for theirs, and compares."""
+        """Send the fingerprint of `call` to the other ranks. The returned function waits for theirs, and compares."""
         if self.world == 1 or not switches.compares_ranks:
             return None
         local = fingerprint(call.name, call.compared_origin, call.tensors, call.nbytes)
@@ -289,18 +291,18 @@ class Collectives(GroupProgress, ABC):
         return self.broken
 
     def _exchange_fingerprints(self, local: bytes, *, alone: bool) -> Callable[[], list[bytes]] | None:
-        """Send this rank's fingerprint to all. The function returned waits for all of them, in rank order.
+        """Send this rank's fingerprint to all. The returned function waits for all of them, in rank order.
+
+        Return None if the backend does not support this. Then only a time-out detects a mismatch.
 
         Args:
-            mine: this rank's.
-            alone: no message of a channel follows, with which it could go.
-
-        None where the backend has no way to do so: a mismatch is then for a time-out to find.
+            local: this rank's fingerprint.
+            alone: no message of a channel follows that could contain it.
         """
         return None
 
     def arrival(self, tag: int) -> Callable[[], bool] | None:
-        """A test that does not wait: has all come that the collective started last waits for? None if there is none."""
+        """Return a test, which does not wait, whether all data of the last collective has arrived; None without one."""
         return None
 
     def _record(self, call: Call) -> Event | None:
@@ -319,12 +321,12 @@ class Collectives(GroupProgress, ABC):
         return recorder.add(event)
 
     def gather_in_common(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
-        """As `all_gather`, where the wholes lie in memory that ranks share."""
+        """Like `all_gather`, for wholes in memory that ranks share."""
         return self.all_gather(wholes, parts, tag)
 
     @abstractmethod
     def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
-        """Begin what `Gathers.all_gather` says; what is returned waits for it. So for all below."""
+        """Start `Gathers.all_gather`. The returned function waits for it. The same holds for all methods below."""
 
     @abstractmethod
     def reduce_scatter(self, of: PartSums, tag: int) -> Callable[[], None]: ...
@@ -337,13 +339,13 @@ class Collectives(GroupProgress, ABC):
 
 
 class Channel(Transport):
-    """One purpose's messages over a process group: they are never taken for those of another channel.
+    """Messages for one purpose over a process group, never mixed up with those of another channel.
 
     Args:
         collectives: of the process group.
-        first_tag: of the channel's own, of which a variant has `tags`.
-        tags: of one variant, two a tensor: an all-reduce sends twice.
-        variants: how many sets of messages of other sizes are kept apart.
+        first_tag: the first tag of the channel. Each variant has `tags` tags.
+        tags: of one variant, two per tensor: an all-reduce sends twice.
+        variants: number of distinguished sets of message sizes.
     """
 
     def __init__(self, collectives: Collectives, first_tag: int, tags: int, variants: int = 1) -> None:
@@ -356,10 +358,10 @@ class Channel(Transport):
         self._variants = variants
 
     def variant(self, text: str) -> Channel:
-        """The same channel for messages that `text` tells apart from others; those of no text are the usual ones.
+        """Return the channel for the variant `text` of messages; an empty text is the normal variant.
 
-        Ranks with gradients of different parameters send messages of different sizes, and gloo ends a process that is
-        sent more than it expects. So what one rank sends of other tensors must not arrive as what this one awaits.
+        Ranks with gradients of different parameters send messages of different sizes, and gloo ends a process that
+        receives more than it expects. So messages for other tensors must not arrive as those that this rank waits for.
         """
         if not text or self._variants == 1:
             return self
@@ -409,7 +411,7 @@ class Channel(Transport):
 
 
 def _note_launched(event: Event | None) -> None:
-    """Note that the program goes on beside a collective, all of which has been queued if there is a queue."""
+    """Note that the program continues during a collective, which has been queued completely if there is a queue."""
     if event is not None:
         event.launched = time.perf_counter()
         if event.began is not None:

@@ -1,17 +1,17 @@
-"""Gathers and sums whose messages are encoded: any wire, with fewer bytes on it.
+"""Gathers and sums with encoded messages: any transport, with fewer bytes.
 
-    gather      encode this rank's parts; all-gather bytes; decode everybody's, one's own too, into place
-    sum         encode every other rank's parts; all-to-all bytes; decode, and add up in rank order, one's own as it is
+    gather      encode this rank's parts; all-gather bytes; decode all parts in place, including this rank's own
+    sum         encode every other rank's parts; all-to-all bytes; decode and sum in rank order; the own part is exact
     sum, whole  the same, and then a gather of the sums
 
-So all ranks have the same whole parameters and the same whole sums, bit for bit: those that the bytes stand for.
+So all ranks have bitwise identical whole parameters and whole sums: the decoded values.
 
 [Note: error feedback]
-Rounded gradients are wrong by as much in every step, and in the same direction where they are small beside the largest
-of their block. So a sender keeps the quantisation error of a message and adds it to what it sends next (Seide et al.,
-2014; Karimireddy et al., 2019, arXiv:1901.09847). All that was ever received then differs from all that was meant by
-one error, and not by the sum of them. In a sum that all ranks have whole, the rank that sends a part of it to the
-others keeps the error of that, too.
+Rounded gradients have a similar error in every step. Gradients that are small compared with the largest of their block
+have it in the same direction. So a sender keeps the quantisation error of a message and adds it to its next message
+(Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847). The total of all received values then differs from the
+total of all exact values by one error, and not by the sum of all errors. For a sum that all ranks have whole, the rank
+that sends a part of it to the others keeps the error of this message, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def sums_encoded_as(name: str | None, transport: Transport, scratch: Pool) -> Su
 
 
 class EncodedGathers(Gathers):
-    """All-gathers over `transport` of which every rank has what comes out of `codec`."""
+    """All-gathers over `transport`. All ranks get the parts encoded and decoded by `codec`."""
 
     def __init__(self, transport: Gathers, codec: Codec, scratch: Pool) -> None:
         self._transport = transport
@@ -55,7 +55,7 @@ class EncodedGathers(Gathers):
     def all_gather(
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, in_common: bool = False
     ) -> Pending:
-        """See `Gathers.all_gather`. What is sent may be of another dtype, and is read at once."""
+        """See `Gathers.all_gather`. The send buffers may have another dtype, and are read immediately."""
         transport, codec = self._transport, self._codec
         sizes = [transport.world * codec.nbytes(part.numel()) for part in send]
         flat = self._scratch.take(sum(sizes), torch.uint8)
@@ -77,11 +77,11 @@ class EncodedGathers(Gathers):
 class EncodedSums(Sums):
     """Sums over `transport` whose terms `codec` encodes, in float32.
 
-    What is left over of a term is added the next time that there is one of the same name, and is dropped if there is
-    one before whose name only begins with the same word: a bound on memory, at the price of one message's rounding.
+    The error of a term is added to the next term of the same name. It is dropped if a term with another name of the
+    same kind is sent before: this limits memory, at the cost of one message's rounding error.
 
     Args:
-        wire: the ranks that add up.
+        transport: between the ranks to sum over.
         codec: of the terms.
         scratch: memory to work in.
     """
@@ -93,7 +93,7 @@ class EncodedSums(Sums):
         self._transport = transport
         self._codec = codec
         self._scratch = scratch
-        self._errors: dict[object, tuple[TermName, Tensor]] = {}  # of the last message, by what it was of
+        self._errors: dict[object, tuple[TermName, Tensor]] = {}  # of the last message, by kind of the term
 
     @property
     def error_nbytes(self) -> int:
@@ -101,7 +101,7 @@ class EncodedSums(Sums):
         return sum(kept.nbytes for _, kept in self._errors.values())
 
     def forget_errors(self) -> None:
-        """Add nothing to the next messages."""
+        """Forget the errors of earlier messages."""
         self._errors.clear()
 
     def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:
@@ -154,7 +154,7 @@ class EncodedSums(Sums):
         origin: Origin,
         names: Sequence[TermName],
     ) -> None:
-        """Every rank's sums in their places in `tensors`: this rank's, too, as the others have them."""
+        """Gather every rank's sums to `tensors`. This rank's sums are encoded and decoded, too, as on its peers."""
         transport, codec = self._transport, self._codec
         sizes = [codec.nbytes(n) for n in part_numels]
         flat = self._scratch.take(transport.world * sum(sizes), torch.uint8)
@@ -172,7 +172,7 @@ class EncodedSums(Sums):
         self._scratch.give(flat)
 
     def _add(self, out: Tensor, message: Tensor, n: int, *, adds: bool) -> None:
-        """Add what each row of `message` says to `out`, one after the other; without `adds`, the first replaces it."""
+        """Decode the rows of `message` and add them to `out`, in order; without `adds`, the first replaces `out`."""
         several = max(1, _DECODED_AT_ONCE // max(1, n))
         for start in range(0, len(message), several):
             rows = message[start : start + several]
@@ -187,7 +187,7 @@ class EncodedSums(Sums):
             self._scratch.give(flat)
 
     def _parts_of_others(self, whole: Tensor, n: int) -> list[tuple[int, Tensor]]:
-        """The parts of `whole` for ranks before this one and after it, each with its start beside the rest."""
+        """Return the parts of `whole` for the ranks before and after this one, each with its offset."""
         start, end = self._transport.rank * n, (self._transport.rank + 1) * n
         return [(0, whole[:start]), (start, whole[end:])]
 
@@ -208,7 +208,7 @@ class EncodedSums(Sums):
             self._scratch.give(terms)
 
     def _error_of(self, name: TermName, numel: int, device: torch.device) -> Tensor:
-        """The error of the last message of `name`: zeros if there was none."""
+        """Return the error of the last message of `name`; zeros if there was none."""
         kind = name[:2] if name[0] == "sum" else name[0]
         known = self._errors.get(kind)
         if known is None or known[0] != name:
@@ -216,18 +216,18 @@ class EncodedSums(Sums):
         return known[1]
 
     def _by_rank(self, rows: Tensor) -> list[Tensor]:
-        """A row for every other rank, and nothing for this one."""
+        """Return a row for every other rank, and an empty tensor for this one."""
         local = self._transport.rank
         return [*rows[:local], rows.new_empty(0), *rows[local:]]
 
 
 def error_feedback_numel(part_numels: Sequence[int], world: int, *, whole: bool) -> int:
-    """Numbers that error feedback keeps on a rank, where a part of each term has as many as `part_numels` says.
+    """Return the numbers that error feedback keeps on a rank, for terms with parts of `part_numels` elements.
 
     Args:
         part_numels: of each term, the largest part.
-        world: ranks that add up.
-        whole: whether all have the whole sums, so that each sends the others its own.
+        world: the number of ranks to sum over.
+        whole: whether all ranks get the whole sums, so that each sends its sums to the others.
     """
     return sum(part_numels) * (world if whole else world - 1)
 

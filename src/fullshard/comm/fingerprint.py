@@ -1,9 +1,9 @@
-"""Fingerprints of collectives, by which ranks find that they do not start the same one.
+"""Fingerprints of collectives, which detect that ranks start different ones.
 
-Ranks that take different branches of a model, or end a step after different numbers of microbatches, or of which one
-saves alone, wait for messages that nobody sends. So with every collective each rank sends a *fingerprint*: 192 bytes
-that say what it has started. They are numbered in the order of the collectives and not by what they are about, so they
-arrive whatever the others do.
+Ranks wait for messages that are never sent if they take different branches of a model, end a step after different
+numbers of microbatches, or if only one of them saves. So each rank sends a *fingerprint* with every collective: 192
+bytes that describe what it has started. Fingerprints are numbered in the order of the collectives, independent of their
+kind, so they arrive whatever the other ranks start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAME_NBYTES, _NOTE_NBYTES = 72, 64
 
 @lru_cache(maxsize=4096)
 def fingerprint(collective: str, origin: Origin, tensors: int, nbytes: int) -> bytes:
-    """The fingerprint of a `collective` of so many tensors and bytes on behalf of `origin`; 0 of both for objects."""
+    """Return the fingerprint of a `collective` of `origin` with its tensors and bytes, both 0 for objects."""
     texts = [collective.encode()[:_NAME_NBYTES], origin.phase.value.encode(), origin.note.encode()[:_NOTE_NBYTES]]
     room = FINGERPRINT_NBYTES - _HEAD.size - sum(map(len, texts))
     texts.append(origin.unit.encode()[-room:])  # the end of a long name tells more than its beginning
@@ -33,7 +33,7 @@ def fingerprint(collective: str, origin: Origin, tensors: int, nbytes: int) -> b
 
 
 def mismatch(fingerprints: Sequence[bytes], ranks: Sequence[int]) -> RankMismatchError | None:
-    """The error that every rank raises if `fingerprints`, one for each of `ranks`, are not all alike."""
+    """Return the error that every rank raises if `fingerprints`, one for each of `ranks`, are not all identical."""
     if fingerprints.count(fingerprints[0]) == len(fingerprints):
         return None
     sides: dict[str, list[int]] = {}

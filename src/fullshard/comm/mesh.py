@@ -85,12 +85,12 @@ class Axes:
 
     @property
     def shard_world(self) -> int:
-        """Into how many parts a state that is sharded is cut."""
+        """The number of parts of a sharded state."""
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def shard_rank(self) -> int:
-        """The number of this rank's part."""
+        """The index of this rank's part."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @property
@@ -104,13 +104,13 @@ class Axes:
         return frozenset(self.mesh.mesh.flatten().tolist())
 
     def tensor_placements(self, spec: ShardSpec, *, sharded: bool) -> tuple[TensorPlacement, ...]:
-        """The `DTensor` placements, axis by axis, of a parameter that is cut so, or whole if not `sharded`."""
+        """Return the `DTensor` placements, one per axis, of a parameter cut by `spec`, or whole if not `sharded`."""
         on_shard_axis = Shard(spec.dim) if sharded and spec.dim is not None else Replicate()
         return (*(Replicate() for _ in range(self.mesh.ndim - 1)), on_shard_axis)
 
 
 def own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> Tensor:
-    """The part of `whole` that is this rank's, cut along one axis of `mesh` after the other: a view."""
+    """Return this rank's part of `whole`, cut along one axis of `mesh` after the other: a view."""
     for dim, span in enumerate(own_spans(whole.shape, mesh, placements)):
         whole = whole.narrow(dim, span.start, len(span))
     return whole
@@ -185,7 +185,7 @@ def own_spans(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Tenso
 
 @torch.no_grad()
 def broadcast_from_first(tensors: Sequence[Tensor], axes: Axes, phase: Phase) -> None:
-    """Let every rank of `axes` have the first one's values in `tensors`."""
+    """Broadcast the values of `tensors` from the first rank of `axes` to all."""
     for group in (axes.shard_group, axes.replicate_group):
         if group is not None and tensors:
             staged = [tensor.to(axes.mesh.device_type).contiguous() for tensor in tensors]
@@ -196,11 +196,11 @@ def broadcast_from_first(tensors: Sequence[Tensor], axes: Axes, phase: Phase) ->
 
 
 def resolve_axes(mesh: DeviceMesh | Axes | None, placements: Placements, device_type: str) -> Axes:
-    """The axes to shard and replicate over: those of `mesh`, or of a default one over all ranks.
+    """Return the axes to shard and replicate over: those of `mesh`, or of a default one over all ranks.
 
     Raises:
-        ConfigError: the mesh has more than two axes, or only one where the strategy replicates.
-        StateError: there is no process group yet.
+        ConfigError: the mesh has more than two axes, or only one although the strategy replicates.
+        StateError: the default process group does not exist yet.
     """
     if isinstance(mesh, Axes):
         axes, mesh = mesh, mesh.mesh
@@ -299,13 +299,13 @@ def axes_of_replicas(axes: Axes) -> Axes:
 
 
 def resolve_groups(axes: Axes, placements: Placements) -> tuple[Axes, Placements]:
-    """The axes with the shard axis in groups if a state is grouped, and the placements as they then are.
+    """Return the axes, with the shard axis in groups if a state is grouped, and the resulting placements.
 
-    What is grouped in groups of one rank is whole, and in one group of all ranks it is sharded.
+    States that are grouped in groups of one rank are whole. In one group of all ranks they are sharded.
 
     Raises:
         ConfigError: the shard axis does not divide into such groups, or gradients would be summed in three levels.
-        RankMismatchError: hosts are to be groups, and have different numbers of ranks.
+        RankMismatchError: groups were to be hosts, but these have different numbers of ranks.
     """
     if not placements.is_grouped:
         return axes, placements
@@ -332,7 +332,7 @@ _subgroups: Kept[tuple[int, ...], dist.ProcessGroup] = Kept("subgroups")
 
 
 def subgroup(ranks: list[int]) -> dist.ProcessGroup:
-    """The process group of `ranks`, this one among them; made when it is first asked for, by these ranks only."""
+    """Return the process group of `ranks`, which include this rank. The first call creates it, on these ranks only."""
     return _subgroups.get_or_make(tuple(ranks), lambda: group_made_alone(ranks))
 
 
@@ -340,7 +340,7 @@ _joined: Kept[tuple[DeviceMesh, DeviceMesh], DeviceMesh | None] = Kept("joined m
 
 
 def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
-    """A mesh of the axes of both, those of `outer` first, always the same one; None where they share ranks."""
+    """Return a mesh of the axes of both, those of `outer` first, always the same object; None if they share ranks."""
     return _joined.get_or_make((outer, inner), lambda: joined_mesh(outer, inner))
 
 
@@ -348,10 +348,10 @@ _defaults: Kept[tuple[str, tuple[int, ...]], DeviceMesh] = Kept("default meshes"
 
 
 def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
-    """All ranks on one shard axis; if `replicated`, the ranks of a host on the shard axis and hosts as replicas.
+    """Return a mesh of all ranks on one shard axis; if `replicated`, with hosts as replicas, each on a shard axis.
 
     Raises:
-        StateError: there is no process group yet.
+        StateError: the default process group does not exist yet.
         ConfigError: the ranks do not divide into hosts.
         RankMismatchError: hosts have different numbers of ranks.
     """
@@ -382,21 +382,22 @@ _agreed: Kept[tuple[dist.ProcessGroup, int], bool] = Kept("comparisons of ranks 
 
 
 def _ranks_per_host(group: dist.ProcessGroup, requested: str, remedy: str) -> int:
-    """The number of ranks of `group` on a host: torchrun's, or the number of GPUs, or all of them.
+    """Return the number of ranks of `group` on a host: torchrun's, or the number of GPUs, or all of them.
 
     Raises:
-        RankMismatchError: not every host has as many. The message says what was `requested`, and the `remedy`.
+        RankMismatchError: hosts have different numbers. The message contains what was `requested`, and the `remedy`.
     """
     ranks = ranks_of_this_host(group)
     if dist.get_backend(group) != "fake":
-        # A rank knows its own host only, and all must raise alike: so they tell one another, once.
+        # A rank knows its own host only, and all must raise the same error: so they exchange the numbers, once.
         _agreed.get_or_make((group, ranks), lambda: _compare(group, ranks, requested, remedy))
     return ranks
 
 
 def ranks_of_this_host(group: dist.ProcessGroup | None = None) -> int:
-    """How many ranks this host has: as torchrun says; else as many as it has GPUs; else all of `group`, or of the
-    default one.
+    """Return the number of ranks on this host: torchrun's, else the number of GPUs, else all ranks of `group`.
+
+    If `group` is None, it is the default process group.
     """
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or count_devices() or dist.get_world_size(group)
 

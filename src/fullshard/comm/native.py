@@ -50,7 +50,7 @@ class NativeCollectives(Collectives):
 
 
 def _nothing() -> None:
-    """Nothing is left to do: the backend has done it all."""
+    """Do nothing: the backend has done everything."""
 
 
 def _padded(whole: Tensor, numel: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Messages between each two ranks, straight from where data lies into its place: gloo between hosts."""
+"""Messages between each pair of ranks, without intermediate buffers: gloo between hosts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from fullshard.tape.recorder import Origin, Phase
 
 __all__ = ["PairwiseCollectives", "part_of", "sum_in_rank_order"]
 
-_FINGERPRINT_TAGS = 1 << 16  # more than there are collectives under way at once
+_FINGERPRINT_TAGS = 1 << 16  # more than the number of pending collectives
 
 _WHOLE, _CUT = b".", b"x"  # whether the connections of a rank were broken by `end_wait`
 
-_Works = list[tuple[int, dist.Work]]  # messages under way, by the peer
+_Works = list[tuple[int, dist.Work]]  # pending messages, by peer
 
 
 class PairwiseCollectives(Collectives):
-    """Every rank sends to every other what that one needs, straight from where it lies into its place.
+    """Every rank sends to every other rank what it needs, without intermediate buffers.
 
-    gloo's own all-gather and reduce-scatter go through buffers of their own, and its reduce-scatter sums everything
-    everywhere. Each message has a tag of its own, since messages of several units are under way at once.
+    gloo's own all-gather and reduce-scatter use additional buffers, and its reduce-scatter sums everything on every
+    rank. Each message has a unique tag, since messages of several units are pending at the same time.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -41,15 +41,16 @@ class PairwiseCollectives(Collectives):
         self._fingerprint_tag = self._reserve_tags(_FINGERPRINT_TAGS)
         self._fingerprints = 0
         self._last_tag = self._reserve_tags(1)
-        self._connections: Any = group  # torch annotates no send and receive of what is renewed
+        self._connections: Any = group  # torch does not annotate send and recv of renewed connections
         self._renewals = 0
         self._waits_for_messages = False
         self._is_cut = False
 
     def renew(self) -> None:
-        """See `Collectives.renew`. Messages that nobody takes are left to the old connections; new ones are made.
+        """See `Collectives.renew`. Unreceived messages stay on the old connections, and new connections are made.
 
-        What both sides of a connection had begun is delivered before this returns: it is not written to memory later.
+        Messages that both sides have started are delivered before this returns, so that they do not write to memory
+        later.
         """
         super().renew()
         with here.waiting("renewal of a process group", Origin("", Phase.IDLE)):
@@ -64,7 +65,7 @@ class PairwiseCollectives(Collectives):
         self._connections, self._fingerprints = connections, 0
 
     def end_wait(self) -> None:
-        """See `GroupProgress.end_wait`. gloo cannot stop to wait, so the connections are broken."""
+        """See `GroupProgress.end_wait`. gloo cannot cancel a wait, so the connections are broken."""
         if self._waits_for_messages:
             self._is_cut = True
             break_connections(self._connections, self._peers(), self._last_tag)
@@ -91,7 +92,7 @@ class PairwiseCollectives(Collectives):
             self._waits_for_messages = False
 
     def _peers(self) -> list[int]:
-        """The other ranks, nearest above first, so that not all ranks send to the same one at once."""
+        """Return the other ranks, nearest above first, so that not all ranks send to the same one at the same time."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
     def _exchange_fingerprints(self, local: bytes, *, alone: bool) -> Callable[[], list[bytes]]:
@@ -100,7 +101,7 @@ class PairwiseCollectives(Collectives):
         return self._exchange(local, tag)
 
     def _exchange(self, local: bytes, tag: int) -> Callable[[], list[bytes]]:
-        """Send `local`, of the same size on all ranks, to all. What is returned waits for those of all ranks."""
+        """Send `local`, of the same size on all ranks, to all. The returned function waits for those of all ranks."""
         published = torch.frombuffer(bytearray(local), dtype=torch.uint8)
         received_bytes = list(torch.empty(self.world, len(local), dtype=torch.uint8))
         received_bytes[self.rank] = published
@@ -197,23 +198,23 @@ class PairwiseCollectives(Collectives):
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """`tensor` as gloo sends it, which knows no complex numbers."""
+    """Return `tensor` in a form that gloo supports, which has no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _raise_if_gone(peer: int, error: RuntimeError) -> None:
-    """Say that `error`, of a message to or from `peer`, means that `peer` is gone, unless it was a time-out."""
+    """Raise that `peer` is gone, given the `error` of a message to or from it, unless it is a time-out."""
     if "Timed out" not in str(error):
         raise PeerGoneError(peer) from error
 
 
 def part_of(whole: Tensor, part_numel: int, rank: int) -> Tensor:
-    """The part of `whole` that is `rank`'s; shorter or empty at the end."""
+    """Return the part of `whole` for `rank`; shorter or empty at the end."""
     return whole[rank * part_numel : (rank + 1) * part_numel]
 
 
 def sum_in_rank_order(out: Tensor, terms: Sequence[Tensor], divisor: float) -> None:
-    """`out` = (terms[0] + terms[1] + ...) / divisor, in as few passes as that order of operations allows."""
+    """Compute `out` = (terms[0] + terms[1] + ...) / divisor, in as few passes as this order of operations allows."""
     if len(terms) == 1:
         out.copy_(terms[0])
     else:

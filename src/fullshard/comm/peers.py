@@ -1,15 +1,17 @@
-"""Ranks on one host: memory that all of them see, and the small messages that say what lies in it.
+"""Ranks on one host: shared memory, and the small messages that describe its contents.
 
-A rank puts what others are to read into a *block* of memory that it shares, and publishes
-where it lies. They read it there and say so; from then on the block may be used again.
+A rank writes data for its peers to a *block* of shared memory, and publishes its offset. The peers read the data there
+and acknowledge it. Then the block may be used again.
 
-[Note: what is left behind]
-Nothing, however a rank ends. Blocks are anonymous (memfd): no name in a file system can outlive the processes, and the
-kernel frees them with the last of these. /dev/shm and its limit are not used. Nor have sockets names in a file system.
+[Note: cleanup]
+Nothing is left behind, however a rank ends. Blocks are anonymous (memfd): no name in a file system can outlive the
+processes, and the kernel frees the blocks with the last process. /dev/shm and its limit are not used. Sockets do not
+have names in a file system either.
 
-[Note: who waits]
-A rank that waits sleeps in the kernel until a message comes. If the rank it waits for ends, the kernel closes that
-rank's sockets, and the one that waits gets an error at once; if nothing comes at all, after the group's time-out.
+[Note: waiting]
+A rank that waits sleeps in the kernel until a message arrives. If the rank that it waits for ends, the kernel closes
+the sockets of that rank, and the waiting rank gets an error immediately. If no message arrives, it gets an error after
+the group's time-out.
 """
 
 from __future__ import annotations
@@ -53,18 +55,18 @@ __all__ = [
     "nbytes_end_to_end",
 ]
 
-ADDRESS_NBYTES = 512  # of what ranks exchange in order to meet
+ADDRESS_NBYTES = 512  # of the addresses that ranks exchange to connect
 _ALIGNMENT = 64  # bytes: a tensor starts on a cache line
-_CONNECT_S = 60.0  # ranks come at the same time, so that waiting longer is of no use
-_GREETING_S = 5.0  # for a stranger to say nothing
-_MESSAGE_NBYTES = 1024  # more than any message has
+_CONNECT_S = 60.0  # ranks connect at the same time, so a longer wait does not help
+_GREETING_S = 5.0  # time-out for the greeting of an unknown process
+_MESSAGE_NBYTES = 1024  # more than the size of any message
 _HEAD = struct.Struct("<BIQQQ")  # kind, block, collective, tag, and a number that depends on the kind
 _HELLO = struct.Struct("<i16s")  # rank, and the token of the one that listens
 _DESCRIPTOR = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-_PATIENCE_S = 1.0  # how long to wait for a block to be read, rather than to have one more
-_POLL_S = 1.0  # until a rank that waits looks whether to wait any longer
-_FULL_MS = 10  # how long to wait for room in a socket before looking for messages again
+_PATIENCE_S = 1.0  # how long to wait until a block was read, before allocating a new one
+_POLL_S = 1.0  # interval at which a waiting rank checks whether to continue
+_FULL_MS = 10  # how long to wait for space in a socket before checking for messages again
 
 _BLOCK, _DROP, _PUBLISH, _READ, _SIGNAL = range(
     5
@@ -72,16 +74,16 @@ _BLOCK, _DROP, _PUBLISH, _READ, _SIGNAL = range(
 
 
 def nbytes_end_to_end(tensors: Sequence[Tensor]) -> int:
-    """Bytes of `tensors` laid one after another, as by `Memory.tensors_like`."""
+    """Return the bytes of `tensors` laid out contiguously, as by `Memory.tensors_like`."""
     return sum(align(tensor.nbytes, _ALIGNMENT) for tensor in tensors)
 
 
 class Memory:
-    """A stretch of memory that ranks share, as this process sees it.
+    """Shared memory of several ranks, as mapped by this process.
 
     Args:
         whole: all of it, as bytes.
-        ranks: how many share it.
+        ranks: the number of ranks that share it.
     """
 
     def __init__(self, whole: Tensor, ranks: int) -> None:
@@ -92,16 +94,16 @@ class Memory:
 
     @classmethod
     def mapped(cls, descriptor: int, nbytes: int, ranks: int) -> Memory:
-        """That of a file without a name, by its descriptor."""
+        """Map the memory of an anonymous file, given its descriptor."""
         with torch.inference_mode(False):  # may be written to in either mode
             return cls(torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8), ranks)
 
     def note_purpose(self, purpose: str) -> None:
-        """Have it recorded as for `purpose` from now on, see `tape.recorder.allocating`."""
+        """Record that the memory is used for `purpose`, see `tape.recorder.allocating`."""
         accelerator_for(self._typed[torch.uint8].device).note_shared(self.storage, self._ranks, purpose)
 
     def tensors_like(self, tensors: Sequence[Tensor], byte_offset: int = 0) -> list[Tensor]:
-        """1-D tensors of the sizes and dtypes of `tensors`, laid one after another from `byte_offset` on."""
+        """Return 1-D tensors of the sizes and dtypes of `tensors`, laid out contiguously from `byte_offset`."""
         views = []
         for tensor in tensors:
             start = byte_offset // tensor.itemsize
@@ -122,7 +124,7 @@ class Memory:
 
 
 Key = tuple[int, int]
-"""The subject of a message: the number of a collective of the group, and a tag."""
+"""The key of a message: the number of a collective of the group, and a tag."""
 
 
 @dataclass(eq=False)
@@ -131,14 +133,14 @@ class Block:
 
     number: int
     memory: Memory
-    readers: int = 0  # how many have not said that they have read it
-    about: Key | None = None  # what was published of it last
+    readers: int = 0  # how many have not acknowledged that they have read it
+    about: Key | None = None  # the key that was published last
     is_due: bool = False  # they have all they need to read it
 
 
 @dataclass(frozen=True)
 class Published:
-    """Data that a neighbour has published: where it lies."""
+    """The memory and offset of data that a neighbour has published."""
 
     rank: int
     block: int
@@ -146,7 +148,7 @@ class Published:
     byte_offset: int
 
     def tensors_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Its data, as 1-D tensors of the sizes and dtypes of `tensors`."""
+        """Return its data as 1-D tensors of the sizes and dtypes of `tensors`."""
         return self.memory.tensors_like(tensors, self.byte_offset)
 
 
@@ -165,9 +167,9 @@ class HostPeers:
     """The other ranks of a group, all of them on this host. Ranks are numbered as in the group.
 
     Args:
-        rank: this one.
-        sockets: a connection to each of the others, by rank.
-        timeout_s: how long to wait for anything.
+        rank: this rank.
+        sockets: connections to the other ranks, by rank.
+        timeout_s: the time-out of all waits, in seconds.
     """
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
@@ -193,10 +195,10 @@ class HostPeers:
         return list(self._blocks.values())
 
     def take(self, nbytes: int, *, patiently: bool = False) -> Block:
-        """A block of at least `nbytes`, contents undefined. It is free again when all neighbours have read it.
+        """Return a block of at least `nbytes`, contents undefined. It is free again when all neighbours have read it.
 
         Args:
-            patiently: wait a moment for one that is due to be read, before there is one more.
+            patiently: wait a moment for a block that is being read, before allocating a new one.
         """
         self._receive_all()
         large = [block for block in self._blocks.values() if block.memory.nbytes >= nbytes]
@@ -232,7 +234,7 @@ class HostPeers:
         return block
 
     def drop_free(self) -> None:
-        """Give up the memory of all blocks that are not under way."""
+        """Free all blocks that are not in use."""
         self._receive_all()
         for block in [block for block in self._blocks.values() if not block.readers]:
             self._drop(block)
@@ -247,10 +249,10 @@ class HostPeers:
     def publish(
         self, key: Key, block: Block, byte_offsets: Mapping[int, int] | None = None, fingerprint: bytes = b""
     ) -> None:
-        """Let every neighbour know that what `key` stands for lies in `block`, at its own of `byte_offsets` if given.
+        """Notify every neighbour that the data of `key` is in `block`, at the neighbour's offset in `byte_offsets`.
 
         Args:
-            fingerprint: goes along; the others take it with `next_fingerprints`.
+            fingerprint: sent along; the peers get it with `next_fingerprints`.
         """
         block.about = key
         for other in self._others.values():
@@ -258,36 +260,36 @@ class HostPeers:
             self._send(other, _HEAD.pack(_PUBLISH, block.number, *key, byte_offset) + fingerprint)
 
     def published(self, key: Key) -> list[Published]:
-        """The data that every neighbour has published under `key`, once all have. Call `have_read` when it was read.
+        """Wait for the data of all neighbours for `key`, and return it. Call `have_read` when it was read.
 
         Raises:
-            PeerGoneError: one has ended.
-            DistError: one does not come within the time-out.
+            PeerGoneError: a neighbour has ended.
+            DistError: a neighbour has not published within the time-out.
         """
         self._wait_for_all(lambda other: key in other.published)
         return [other.published.pop(key) for other in self._others.values()]
 
     def have_all_published(self, key: Key) -> bool:
-        """True if all neighbours have published under `key`, so that `published` does not wait."""
+        """Return True if all neighbours have published data for `key`, so that `published` does not wait."""
         self._receive_all()
         return all(key in other.published for other in self._others.values())
 
     def have_read(self, published: Iterable[Published]) -> None:
-        """Let the publishers know that their blocks are free again."""
+        """Notify the publishers that their blocks are free again."""
         for one in published:
             self._send(self._others[one.rank], _HEAD.pack(_READ, one.block, 0, 0, 0))
 
     def signal(self, key: Key, fingerprint: bytes = b"") -> None:
-        """Let every neighbour know that this rank is as far as `key` stands for.
+        """Notify every neighbour that this rank has reached `key`.
 
         Args:
-            fingerprint: goes along; the others take it with `next_fingerprints`.
+            fingerprint: sent along; the peers get it with `next_fingerprints`.
         """
         for other in self._others.values():
             self._send(other, _HEAD.pack(_SIGNAL, 0, *key, 0) + fingerprint)
 
     def when_signalled(self, key: Key, act: Callable[[], None]) -> None:
-        """Call `act` as soon as it is known here that every neighbour is as far as `key` stands for."""
+        """Call `act` as soon as this rank is notified that every neighbour has reached `key`."""
         self._receive_all()
         self._acts[key] = act
         self._act(key)
@@ -299,18 +301,18 @@ class HostPeers:
             self._acts.pop(key)()
 
     def await_signals(self, key: Key) -> None:
-        """Return when every neighbour is as far as `key` stands for, and what was to be done then is done.
+        """Wait until every neighbour has reached `key` and the registered action has run.
 
         Raises:
-            PeerGoneError: one has ended.
-            DistError: one does not come within the time-out.
+            PeerGoneError: a neighbour has ended.
+            DistError: a neighbour has not reached `key` within the time-out.
         """
         self._wait_for_all(lambda other: key not in self._acts or key in other.signals)
 
     def common(self, sizes: Sequence[int], collective: int) -> list[Memory]:
-        """Memory that all ranks write and read, one for each of `sizes` (bytes): a collective, whose number is given.
+        """Return shared memory for all ranks, one for each of `sizes` (bytes): a collective with the given number.
 
-        It is freed when no rank has it any more.
+        It is freed when no rank uses it any more.
         """
         memories = self._common(sizes, collective)
         for memory in memories:
@@ -330,11 +332,11 @@ class HostPeers:
         return [first.blocks.pop(one.block) for one in published]
 
     def next_fingerprints(self) -> dict[int, bytes]:
-        """Every neighbour's next fingerprint, by rank.
+        """Wait for every neighbour's next fingerprint, and return them by rank.
 
         Raises:
-            PeerGoneError: one has ended.
-            DistError: one does not come within the time-out.
+            PeerGoneError: a neighbour has ended.
+            DistError: a fingerprint has not arrived within the time-out.
         """
         self._wait_for_all(lambda other: bool(other.fingerprints))
         return {rank: other.fingerprints.popleft() for rank, other in self._others.items()}
@@ -342,7 +344,7 @@ class HostPeers:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def end_wait(self, failure: FullshardError) -> None:
-        """Let the thread that waits raise `failure` soon, and whoever waits later. Called by another thread."""
+        """Make the waiting thread raise `failure` soon, and all later waits, too. Called by another thread."""
         self._failure = failure
 
     def _wait_for_all(self, has_arrived: Callable[[_HostPeer], bool]) -> None:
@@ -367,7 +369,7 @@ class HostPeers:
             pass
 
     def _receive(self, timeout_s: float) -> bool:
-        """Take one message from each neighbour that has sent some; if none has, wait. Whether any came."""
+        """Process one message of each neighbour that has sent some, or wait for one. Return True if any arrived."""
         ready = self._epoll.poll(min(max(0.0, timeout_s), _POLL_S))
         for descriptor, _ in ready:
             self._take_message(self._by_descriptor[descriptor])
@@ -376,7 +378,7 @@ class HostPeers:
     def _take_message(self, other: _HostPeer) -> None:
         try:
             message, ancillary, _, _ = other.socket.recvmsg(_MESSAGE_NBYTES, socket.CMSG_SPACE(_DESCRIPTOR.size))
-        except BlockingIOError:  # it was taken while there was no room to send
+        except BlockingIOError:  # it was taken while the socket had no space to send
             return
         except ConnectionError:
             message, ancillary = b"", []
@@ -422,7 +424,7 @@ class HostPeers:
                 return  # it has ended; what it sent before is still to be read
 
     def close(self) -> None:
-        """Leave. The others take it for this rank's end."""
+        """Close the connections. For the peers this looks like the end of this rank."""
         self._epoll.close()
         for other in self._others.values():
             other.socket.close()
@@ -441,7 +443,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-# -- how ranks find one another ---------------------------------------------------------------------------------------
+# -- how ranks connect ------------------------------------------------------------------------------------------------
 
 
 class CannotShareError(Exception):
@@ -449,15 +451,15 @@ class CannotShareError(Exception):
 
 
 def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: float) -> HostPeers:
-    """This rank's neighbours. All ranks of the group must call it, and all of them get theirs, or an error.
+    """Connect to this rank's neighbours. All ranks of the group must call it, and all of them succeed or raise.
 
     Args:
-        rank: this one.
-        exchange: what every rank gave to it, each `ADDRESS_NBYTES` long, in rank order. Called twice at most.
-        timeout_s: how long to wait for a neighbour later.
+        rank: this rank.
+        exchange: all-gathers a message of `ADDRESS_NBYTES` bytes, in rank order. Called at most twice.
+        timeout_s: the time-out of later waits, in seconds.
 
     Raises:
-        CannotShareError: they are on several hosts, or one of them is not able to, or does not want to.
+        CannotShareError: the ranks are on several hosts, or one of them cannot share memory or has disabled this.
     """
     with ExitStack() as listening:
         listener, address = _listen(listening)
@@ -485,7 +487,7 @@ def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: 
 
 
 def address_of_none(obstacle: str) -> bytes:
-    """What a rank gives to the first exchange of `connect` if it does not take part; the others learn of `obstacle`."""
+    """Return the message of a rank that does not connect, for the first exchange of `connect`; peers get `obstacle`."""
     return _Address(obstacle=obstacle).published()
 
 

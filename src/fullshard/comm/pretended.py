@@ -1,9 +1,9 @@
-"""CPU ranks that are not there: what gloo's would do with memory, for dry runs of one rank alone.
+"""Simulated CPU peers, which use memory like gloo's ranks, for dry runs of a single rank.
 
-The routes are the engine's own. What is pretended is who is at their other ends: ranks that do what this one does, as
-late as that can be. They come when this one has to wait for them, no sooner. So no sum is complete before it is waited
-for; and that a block has been read is known when this rank has come to what the others do next. Of all orders in which
-ranks can come this is about the one that takes most memory.
+The transports are the engine's own. Only the peers are simulated: ranks that do what this rank does, as late as
+possible. They reach a collective when this rank has to wait for them, no sooner. So no sum is complete before it is
+waited for. That a block has been read is known when this rank reaches the next operation of the peers. Among all
+orders of the ranks, this one needs about the most memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["PretendedCollectives"]
 
 
 class PretendedCollectives(SharedMemoryCollectives):
-    """Through pretended memory where the ranks of a group are on one host of `LOCAL_WORLD_SIZE`; else pairwise."""
+    """Simulated shared memory if all ranks of a group are on one host of `LOCAL_WORLD_SIZE` ranks; else pairwise."""
 
     def _meet(self) -> HostPeers:
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
@@ -45,7 +45,7 @@ class PretendedCollectives(SharedMemoryCollectives):
 
 
 class _OfPeer(Memory):
-    """A block of another rank's, which is as large as this rank's, or larger where its part of the sums is."""
+    """A block of a peer, as large as this rank's, or larger if its part of the sums is larger."""
 
     def tensors_like(self, tensors: Sequence[Tensor], byte_offset: int = 0) -> list[Tensor]:
         needed = byte_offset + nbytes_end_to_end(tensors)
@@ -60,11 +60,11 @@ def _bytes(nbytes: int) -> Tensor:
 
 
 class _PretendedPeers(HostPeers):
-    """Ranks of this host that do what this one does.
+    """Ranks of this host that do what this rank does.
 
     Args:
-        rank: this one.
-        world: how many there are.
+        rank: this rank.
+        world: the number of ranks.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -81,7 +81,7 @@ class _PretendedPeers(HostPeers):
         return Block(number, Memory(_bytes(nbytes), self._world))
 
     def take(self, nbytes: int, *, patiently: bool = False) -> Block:
-        """A block, and as large ones of the others: they are where this rank is, and write theirs now."""
+        """Take a block, and equal blocks of the peers, which have the same progress and write theirs now."""
         block = super().take(nbytes, patiently=patiently)
         block.readers = len(self._peers)
         if block.number not in self._of_peers:
@@ -95,13 +95,13 @@ class _PretendedPeers(HostPeers):
             self._dropped.append(self._of_peers.pop(block.number))
 
     def _receive_all(self) -> None:
-        """Nothing has come."""
+        """Do nothing: simulated peers send no messages."""
 
     def _receive(self, timeout_s: float) -> bool:
         return self.hear()
 
     def hear(self) -> bool:
-        """Take note of what the others have done until they came to where this rank is; whether there was anything."""
+        """Process the peers' actions up to the progress of this rank. Return True if there were any."""
         self._dropped.clear()
         for block in self._unheard:
             block.readers = 0

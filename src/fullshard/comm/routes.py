@@ -22,9 +22,9 @@ _routes: dict[str, type[Collectives]] = {
 
 
 def register_backend(backend: str, kind: type[Collectives]) -> None:
-    """Let process groups whose backend is called `backend` have collectives of `kind`.
+    """Use collectives of `kind` for process groups with the backend `backend`.
 
-    `NativeCollectives` fits whatever has coalesced collectives on a queue, as NCCL has.
+    `NativeCollectives` fits all backends with coalesced collectives on a queue, such as NCCL.
     """
     _routes[backend] = kind
 
@@ -38,7 +38,7 @@ _of_group: Kept[_Key, Collectives] = Kept("collectives of process groups", _clos
 
 
 def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectives:
-    """The collectives of `group` for tensors on `device`: always the same object, so that its channels stay apart.
+    """Return the collectives of `group` for tensors on `device`: always the same object, so that channels are unique.
 
     Raises:
         ConfigError: the backend is not a known one.
@@ -49,7 +49,7 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectiv
 
 
 def collectives_of(group: dist.ProcessGroup) -> Collectives:
-    """The collectives of `group` for tensors on the device that it is best at; for objects, any device will do."""
+    """Return the collectives of `group` for tensors on its preferred device. For objects, any device works."""
     accelerator = torch.accelerator.current_accelerator()
     on_cpu = dist.get_backend(group) in ("gloo", "fake")
     return collectives_for(group, torch.device("cpu") if on_cpu or accelerator is None else accelerator)
@@ -66,5 +66,5 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
         )
     accelerator = accelerator_for(device)
     if accelerator.has_streams:
-        return NativeCollectives  # whatever the backend, it is asked to do its work in order
+        return NativeCollectives  # for any backend, since its work is queued in order
     return PretendedCollectives if accelerator.is_dry and backend == "fake" else _routes[backend]

@@ -1,4 +1,4 @@
-"""Through memory that all ranks of a group see: gloo on one host."""
+"""Collectives through memory that all ranks of a group share: gloo on one host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NO_PLAN = bytes(32)
-"""Sent in place of the digest of a plan by a rank that has none yet."""
+"""Sent instead of the digest of a plan by a rank without a plan."""
 
 
 class _once(Generic[T]):  # noqa: N801  # a decorator
@@ -55,22 +55,22 @@ class _once(Generic[T]):  # noqa: N801  # a decorator
 
 
 class SharedMemoryCollectives(PairwiseCollectives):
-    """Every rank puts what others need where they see it, and they take it from there; fingerprints go along.
+    """Every rank writes data to shared memory, and its peers read it there. Fingerprints are sent along.
 
-    If not all ranks are on one host, it is pairwise after all. This turns out in the first collective, since only there
-    all ranks of the group are sure to meet.
+    If not all ranks are on one host, it is pairwise instead. This is decided in the first collective, since only there
+    all ranks of the group certainly meet.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._meeting_tag = self._reserve_tags(2)
         self._plan_tag = self._reserve_tags(1)
-        self._fingerprint = b""  # goes with the collective that is being started
-        self._started = 0  # collectives, which all ranks count alike: nothing is taken for what came before or after
+        self._fingerprint = b""  # sent with the collective that is being started
+        self._started = 0  # collectives, counted equally on all ranks, so that messages are not mixed up
 
     @_once
     def peers(self) -> HostPeers | None:
-        """The other ranks, if all are on this host. Asked first, it is a collective."""
+        """The other ranks, if all are on this host. The first access is a collective."""
         if self.world == 1:
             return None
         with here.waiting("meeting of the ranks on a host", Origin("", Phase.IDLE), self, self.started):
@@ -81,10 +81,10 @@ class SharedMemoryCollectives(PairwiseCollectives):
                 return None
 
     def _meet(self) -> HostPeers:
-        """The other ranks. A collective.
+        """Connect to the other ranks: a collective.
 
         Raises:
-            CannotShareError: they are on several hosts, or share no memory for another reason.
+            CannotShareError: they are on several hosts, or cannot share memory for another reason.
         """
         tags = iter(range(self._meeting_tag, self._meeting_tag + 2))
 
@@ -94,7 +94,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         return connect(self.rank, exchange, group_timeout_s(self.group))
 
     def renew(self) -> None:
-        """See `Collectives.renew`. What lies in shared memory for collectives that never ended is forgotten."""
+        """See `Collectives.renew`. Data in shared memory for unfinished collectives is forgotten."""
         super().renew()
         self.close()
         vars(self).pop("peers", None)
@@ -113,7 +113,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         super().leave(last)
 
     def close(self) -> None:
-        """Leave the neighbours, if they ever met."""
+        """Close the connections to the neighbours, if there are any."""
         peers = vars(self).get("peers")
         if peers is not None:
             peers.close()
@@ -156,7 +156,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
         peers.signal(free, self._take_fingerprint())
         peers.when_signalled(written, _nothing)
-        peers.when_signalled(free, write)  # when nobody needs any more what lies there
+        peers.when_signalled(free, write)  # when no rank needs the present contents
 
         def finish() -> None:
             peers.await_signals(free)
@@ -211,7 +211,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
         def finish() -> None:
             self._sum(peers, key, of.sums, parts[self.rank], of.divisor)
-            # All have published, and whoever has not read it needs nothing more of this rank.
+            # All have published, and peers that have not read it yet do not need anything else from this rank.
             block.is_due = block.about == key
 
         return finish
@@ -256,14 +256,14 @@ class SharedMemoryCollectives(PairwiseCollectives):
         return self._started, tag
 
     def _parts_by_rank(self, wholes: Sequence[Tensor], part_numels: Sequence[int]) -> dict[int, list[Tensor]]:
-        """Every rank's part of each whole."""
+        """Return every rank's part of each whole."""
         pairs = list(zip(wholes, part_numels, strict=True))
         return {rank: [part_of(whole, n, rank) for whole, n in pairs] for rank in range(self.world)}
 
     def _show(
         self, peers: HostPeers, key: Key, parts: Mapping[int, Sequence[Tensor]], *, patiently: bool = False
     ) -> Block:
-        """Put every other rank's `parts` where it can take them from, and publish. The same tensors lie there once."""
+        """Write the `parts` for every other rank to shared memory, and publish them. Equal tensors are written once."""
         starts: dict[int, int] = {}
         shown: dict[tuple[int, ...], tuple[int, Sequence[Tensor]]] = {}
         end = 0
@@ -285,14 +285,14 @@ class SharedMemoryCollectives(PairwiseCollectives):
         return fingerprint
 
     def _take(self, peers: HostPeers, key: Key, receive: Mapping[int, Sequence[Tensor]]) -> None:
-        """Wait for what the others show of `key`, and copy it to their `receive`."""
+        """Wait for the peers' data of `key`, and copy it to their buffers in `receive`."""
         published = peers.published(key)
         for one in published:
             _copy_each(receive[one.rank], one.tensors_like(receive[one.rank]))
         peers.have_read(published)
 
     def _sum(self, peers: HostPeers, key: Key, sums: Sequence[Tensor], local: Sequence[Tensor], divisor: float) -> None:
-        """Wait for what the others show of `key`, and add it to what is `local`."""
+        """Wait for the peers' data of `key`, and sum it with `local`."""
         published = peers.published(key)
         terms = {**{one.rank: one.tensors_like(local) for one in published}, self.rank: local}
         for i, out in enumerate(sums):
@@ -301,7 +301,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
 
 def _nothing() -> None:
-    """Nothing is left to do."""
+    """Do nothing."""
 
 
 def _copy_each(places: Sequence[Tensor], sent: Sequence[Tensor]) -> None:

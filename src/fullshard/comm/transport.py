@@ -1,15 +1,15 @@
-"""One protocol for all ways between ranks: what the engine talks to.
+"""The protocol of all transports between ranks, which the engine uses.
 
     Gathers                all_gather
-    ├── EncodedGathers     over another wire, in fewer bits
+    ├── EncodedGathers     over another transport, in fewer bits
     └── TwoLevelGathers    across groups of neighbouring ranks, and then within a group
     Sums                   reduce_scatter, all_reduce
-    └── EncodedSums        over another wire, in fewer bits
-    Wire                   both, and all_to_all
-    └── Channel            one purpose's messages over a process group, by whatever route: see `collectives.py`
+    └── EncodedSums        over another transport, in fewer bits
+    Transport              both, and all_to_all
+    └── Channel            messages for one purpose over a process group, by any backend: see `collectives.py`
 
-A call moves several tensors as one. All tensors are 1-D and contiguous, and are read and written where they lie.
-Sums are taken in rank order 0..N-1 and divided once, so that a sum has the same bits whichever route carried it.
+A call moves several tensors as one. All tensors are 1-D and contiguous, and are read and written in place. Sums are
+computed in rank order 0..N-1 and divided once, so that a sum has the same bits on every transport.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from fullshard.tape.recorder import Event, Origin
 __all__ = ["Gathers", "PartSums", "Pending", "Sums", "TermName", "Transport", "then"]
 
 TermName = tuple[object, ...]
-"""Of what a term of a sum is, and then all that it consists of: what error feedback goes by."""
+"""The kind of a term of a sum, followed by its components. It identifies the term for error feedback."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartSums:
-    """Sums over ranks of which each rank takes its part.
+    """Sums over ranks that are scattered to the ranks.
 
     Rank r's part of a whole is `whole[r * n : (r + 1) * n]` for its `n` of `part_numels`: the last parts may be short
-    or empty. In the corresponding one of `sums` is then the sum over ranks of this rank's part, divided by `divisor`.
-    A wire with error feedback goes by `names`, one for each whole.
+    or empty. The corresponding one of `sums` receives the sum over ranks of this rank's part, divided by `divisor`.
+    A transport with error feedback identifies the wholes by `names`, one for each.
     """
 
     sums: Sequence[Tensor]
@@ -51,8 +51,8 @@ class Pending:
 
     Args:
         finish: returns when the result is in place.
-        event: for the record.
-        has_arrived: tells whether `wait()` is sure not to wait for other ranks. Not every collective knows.
+        event: its event in the trace.
+        has_arrived: returns True if `wait()` will not wait for other ranks. Not every collective knows.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Pending:
         self.has_arrived = has_arrived
 
     def wait(self) -> None:
-        """Return when the result is in place.
+        """Wait until the result is in place.
 
         Raises:
             RankMismatchError: another rank does something else. The group cannot be used any more.
-            RankLostError: another rank's process is gone. Nor can it then.
+            RankLostError: another rank's process has ended. The group cannot be used any more.
         """
         finish, self._finish = self._finish, None
         if self._event is not None:
@@ -83,9 +83,9 @@ class Pending:
 
 
 class Gathers(ABC):
-    """A wire for gathers between `world` ranks, of which this is `rank`.
+    """A transport for gathers between `world` ranks. This rank is `rank`.
 
-    `is_queued` tells whether calls are carried out in order, with no need for the host to wait in between.
+    `is_queued` is True if calls are executed in order, so that the host need not wait in between.
     """
 
     world: int
@@ -96,19 +96,20 @@ class Gathers(ABC):
     def all_gather(
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, in_common: bool = False
     ) -> Pending:
-        """Every rank's part of each tensor, end to end in rank order, in the corresponding receive buffer.
+        """Gather every rank's part of each tensor, contiguous in rank order, to the corresponding receive buffer.
 
         Args:
-            receive: each of `world * part.numel()` elements. A part may lie in its own place there.
+            receive: buffers of `world * part.numel()` elements. They may contain this rank's part in its final
+                position.
             send: this rank's parts.
-            origin: on whose behalf.
-            in_common: the receive buffers lie in memory that all ranks share, at the same place on every rank, and this
-                rank does not need any more what lies there now.
+            origin: the unit and phase of the call.
+            in_common: the receive buffers are in memory that all ranks share, at the same offset on every rank, and
+                this rank does not need the present contents any more.
         """
 
 
 class Sums(ABC):
-    """A wire for sums over `world` ranks, of which this is `rank`."""
+    """A transport for sums over `world` ranks. This rank is `rank`."""
 
     world: int
     rank: int
@@ -117,34 +118,35 @@ class Sums(ABC):
 
     @abstractmethod
     def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:
-        """Take the sums that `of` says over ranks. The wholes must stay unchanged until `wait()` returns."""
+        """Compute the sums that `of` describes. The wholes must stay unchanged until `wait()` returns."""
 
     @abstractmethod
     def all_reduce(
         self, tensors: Sequence[Tensor], divisor: float, *, origin: Origin, names: Sequence[TermName] = ()
     ) -> Pending:
-        """The sum over ranks of each tensor, divided by `divisor`, in its place."""
+        """Sum each tensor over ranks and divide it by `divisor`, in place."""
 
 
 class Transport(Gathers, Sums):
-    """A wire for everything."""
+    """A transport for all collectives."""
 
     @abstractmethod
     def all_to_all(
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, common_nbytes: int, origin: Origin
     ) -> Pending:
-        """Every rank's message for this one, in the corresponding receive buffer.
+        """Receive every rank's message for this one in the corresponding receive buffer.
 
         Args:
-            receive: one a rank, each as large as what that rank has for this one; that may be nothing.
-            send: what this rank has for each. Its own may lie in its own place; several may be the same tensor.
-            common_nbytes: bytes of what is exchanged as all ranks count them, who otherwise have nothing to compare.
-            origin: on whose behalf.
+            receive: one per rank, each as large as the message of that rank for this one; it may be empty.
+            send: this rank's message for each rank. Its own may be in its final position; several may be the same
+                tensor.
+            common_nbytes: bytes of the exchange, counted equally on all ranks, for comparison between ranks.
+            origin: the unit and phase of the call.
         """
 
 
 def then(transport: Gathers | Sums, first: Pending, finish: Callable[[], None]) -> Pending:
-    """Both, one after the other: queued at once where `transport` is a queue."""
+    """Chain `first` and `finish`. If `transport` is queued, queue both immediately."""
 
     @torch.no_grad()
     def both() -> None:

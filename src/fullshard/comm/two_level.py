@@ -1,19 +1,19 @@
 """A shard axis used in two levels: across groups of neighbouring ranks, and within a group.
 
-N ranks are h groups of k neighbours: rank r has place j = r % k in group g = r // k. A whole of N equal parts is
+N ranks form h groups of k neighbours: rank r has position j = r % k in group g = r // k. A whole of N equal parts is
 
     [part 0][part 1]...[part k-1]   [part k]...[part 2k-1]   ...      part g * k + j is that of rank (g, j)
 
-and the *secondary shard* of place j is what the ranks (0, j), (1, j), ... have together: parts j, k + j, 2k + j, end to
-end. A gather fills secondary shards across groups, then wholes within each group. As long as secondary shards are kept
-and true, only the second half is needed: nothing crosses a group's border. A reduction goes the other way.
+and the *secondary shard* of position j is the concatenation of parts j, k + j, 2k + j, ... of ranks (0, j), (1, j), ...
+A gather fills secondary shards across groups, then wholes within each group. As long as secondary shards are kept and
+valid, only the second half is needed, without communication between groups. A reduction has the opposite order.
 
 [Note: few messages within a group]
-Within a group, part j of a whole and part k + j go to places that do not adjoin. So by messages straight into place
-each whole takes h of them. Between CPUs that is the cheapest way. A queue is slow at many operations in one group (see
-the note in `layout/group_layout.py`), so there, beyond a few, each whole travels as one message in the order of places,
-through scratch memory of its size: secondary shards end to end, k of them. One strided copy turns (place, group) into
-(group, place), or back.
+Within a group, part j of a whole and part k + j are not adjacent. So messages without intermediate buffers need h
+messages for each whole. This is the cheapest way between CPUs. A queue is slow at many operations in one group (see the
+note in `layout/group_layout.py`). So there, if they are more than a few, each whole is sent as one message in the order
+of positions, through scratch memory of its size: k contiguous secondary shards. One strided copy turns (position,
+group) into (group, position), or back.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class TwoLevelGathers(Gathers):
     """Gathers across groups, and then within each.
 
     Args:
-        across: between the ranks that have this one's place in every group.
-        within: between the ranks of this one's group, which are neighbours.
-        scratch: memory for secondary shards, and for wholes that travel in another order.
+        across: between the ranks with the same position in every group.
+        within: between the ranks of this rank's group, which are neighbours.
+        scratch: memory for secondary shards, and for wholes that are sent in another order.
     """
 
     def __init__(self, across: Gathers, within: Gathers, scratch: Pool) -> None:
@@ -56,7 +56,7 @@ class TwoLevelGathers(Gathers):
         return 0 if self._flat is None else self._flat.nbytes
 
     def release(self) -> None:
-        """Give the secondary shards' memory back."""
+        """Free the secondary shards."""
         if self._flat is not None:
             self._scratch.give(self._flat)
             self._flat, self._secondary = None, ()
@@ -64,7 +64,7 @@ class TwoLevelGathers(Gathers):
     def all_gather(
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, in_common: bool = False
     ) -> Pending:
-        """See `Gathers.all_gather`. Secondary shards are filled on the way, and kept until `release`."""
+        """See `Gathers.all_gather`. This also fills secondary shards, which are kept until `release`."""
         if not receive:  # of parameters without elements
             return Pending()
         if self._flat is None:
@@ -83,7 +83,7 @@ class TwoLevelGathers(Gathers):
         return Pending(finish)
 
     def gather_within(self, receive: Sequence[Tensor], *, origin: Origin) -> Pending:
-        """The wholes, from secondary shards that are true on every rank of the group."""
+        """Gather the wholes from secondary shards, which must be valid on every rank of the group."""
         groups, size = self._across.world, self._within.world
         if _goes_by_places(self._within, groups * len(receive)):
             numels = [whole.numel() for whole in receive]
@@ -102,12 +102,12 @@ class TwoLevelGathers(Gathers):
 
 
 class TwoLevelSums:
-    """Sums within a group first; those `across` groups are a `reduce_scatter` of what comes of it.
+    """Sums within a group first. Sums `across` groups are a `reduce_scatter` of the results.
 
     Args:
-        across: between the ranks that have this one's place in every group.
-        within: between the ranks of this one's group, which are neighbours.
-        scratch: memory for wholes that travel in another order.
+        across: between the ranks with the same position in every group.
+        within: between the ranks of this rank's group, which are neighbours.
+        scratch: memory for wholes that are sent in another order.
     """
 
     def __init__(self, across: Sums, within: Sums, scratch: Pool) -> None:
@@ -118,13 +118,13 @@ class TwoLevelSums:
     def reduce_within(
         self, group_sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], *, origin: Origin
     ) -> Pending:
-        """The sum over the group of this place's secondary shard of each whole. Last parts may be short or empty.
+        """Sum this position's secondary shard of each whole over the group. Last parts may be short or empty.
 
         Args:
-            group_sums: the receive buffers, with room for equal parts of all groups.
+            group_sums: the receive buffers, with space for equal parts of all groups.
             wholes: this rank's terms.
             part_numels: the elements of a part of each whole.
-            origin: on whose behalf.
+            origin: the unit and phase of the call.
         """
         if _goes_by_places(self._within, self.across.world * len(wholes)):
             return self._reduce_by_places(group_sums, wholes, part_numels, origin)
@@ -152,24 +152,24 @@ class TwoLevelSums:
         )
 
     def secondary_numel(self, numel: int, part_numel: int) -> int:
-        """Elements of this place's secondary shard of a whole of `numel`, in parts of `part_numel`."""
+        """Return the elements of this position's secondary shard of a whole of `numel`, in parts of `part_numel`."""
         return sum(self._owned(numel, part_numel))
 
     def _owned(self, numel: int, part_numel: int) -> list[int]:
-        """Elements of a whole that belong to the rank of this place, for each group."""
+        """Return the elements of a whole that belong to the rank of this position, for each group."""
         size, place = self._within.world, self._within.rank
         starts = ((group * size + place) * part_numel for group in range(self.across.world))
         return [max(0, min(part_numel, numel - start)) for start in starts]
 
 
 def _goes_by_places(within: Gathers | Sums, messages: int) -> bool:
-    """True if so many messages within a group are better made fewer, at the price of a copy."""
+    """True if this number of messages within a group is too large, so that fewer messages with a copy are faster."""
     return within.is_queued and messages > FEW_OPERATIONS
 
 
 @torch.no_grad()
 def _spread(whole: Tensor, parts: Tensor) -> None:
-    """Copy `whole` to `parts`, (group, place, elements of a part). Elements that it does not have become zero."""
+    """Copy `whole` to `parts`, (group, position, elements of a part). Missing elements become zero."""
     groups, size, n = parts.shape
     full, remaining = divmod(whole.numel(), max(1, size * n))
     whole_groups, others = whole.split([full * size * n, remaining])

@@ -1,1 +1,1 @@
-"""The seam to the accelerator: streams beside compute (none on a CPU), and memory that is freed and allocated again."""
+"""The interface to the accelerator: streams next to compute (none on a CPU), and memory that is freed and reused."""

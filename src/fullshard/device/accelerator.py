@@ -1,8 +1,8 @@
-"""The device that computes, as the engine sees it: its streams, its memory, and whether it records a graph.
+"""The device that computes, as seen by the engine: its streams, its memory, and whether it records a graph.
 
-Accelerator            a CPU: one order of work, in the host's memory
-├── StreamAccelerator  whatever torch.accelerator knows: CUDA, ROCm, XPU, ...
-└── DryAccelerator     pretended: it writes down what it is told to do, see `dry/`
+Accelerator            a CPU: one order of work, in host memory
+├── StreamAccelerator  all devices of torch.accelerator: CUDA, ROCm, XPU, ...
+└── DryAccelerator     simulated: it records its calls, see `dry/`
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ __all__ = [
 class Accelerator:
     """The device that computes: this one is a CPU.
 
-    `has_streams` tells whether it is an accelerator: work is queued, its memory is not the host's, and freeing memory
-    and allocating it again is cheap.
+    `has_streams` is True for an accelerator: work is queued, its memory is not the host's, and freeing and reallocating
+    memory is cheap.
     """
 
     has_streams = False
-    is_dry = False  # pretended, in the host's memory, whichever devices this machine has
+    is_dry = False  # simulated in host memory, independent of the devices of this machine
 
     @cached_property
     def streams(self) -> Streams:
-        """The streams; of a CPU, all of them the order of the program."""
+        """The streams. On a CPU, all of them are the order of the program."""
         return Streams(*[Stream(name) for name in STREAMS])
 
     @property
@@ -59,52 +59,50 @@ class Accelerator:
         return False
 
     def mark_here(self) -> Mark | None:
-        """A mark behind all work queued on whichever stream is current; None if there is nothing to wait for."""
+        """Return a mark after all work queued on the current stream; None if there is nothing to wait for."""
         return None
 
     def stamp_here(self) -> Stamp | None:
-        """As `mark_here`, a stamp."""
+        """Like `mark_here`, but return a stamp."""
         return None
 
     def end_pass(self) -> None:
-        """To be called when a forward or a backward is over: a graph that is recorded may end there."""
+        """Note that a forward or a backward is over: the recording of a graph may end there."""
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Allocate or free the memory of `storage`, on the stream that is current."""
+        """Allocate or free the memory of `storage`, on the current stream."""
         storage.resize_(nbytes)
 
     def note_shared(self, storage: torch.UntypedStorage, ranks: int, purpose: str) -> None:
-        """Note that the memory of `storage` is one that so many ranks have in common."""
+        """Note that `ranks` ranks share the memory of `storage`."""
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """`tensor`, or a copy of it in the memory of `device`."""
+        """Return `tensor`, or a copy of it in the memory of `device`."""
         return tensor.to(device)
 
     def alongside(self, tensor: Tensor, other: Tensor) -> Tensor:
-        """`tensor`, or a copy of it in the memory that `other` is in."""
+        """Return `tensor`, or a copy of it in the memory of `other`."""
         return tensor.to(other.device)
 
     def memory_of(self, tensor: Tensor) -> Hashable:
-        """Whose memory `tensor` is in: the same value for all that one kernel can take."""
+        """Return a value that identifies the memory of `tensor`, equal for all tensors that one kernel can use."""
         return tensor.device
 
     def on_host(self) -> AbstractContextManager[object]:
-        """A context in which the host works on its own memory: there, it makes no tensor for the device."""
+        """Return a context for work of the host on its own memory, without tensors for the device."""
         return nullcontext()
 
     def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        """A new 1-D buffer in the host's memory; `pinned`, if copies to and from it are not to hold the host up."""
+        """Return a new 1-D buffer in host memory; `pinned` if copies to and from it must not block the host."""
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pinned)
 
     def host_room(self, ranks: int) -> int | None:
-        """Bytes of the host's memory that this rank, one of so many there, may take beyond what it has; None if nobody
-        can tell.
-        """
+        """Return the bytes of host memory that this rank, one of `ranks` there, can still take; None if unknown."""
         return share_of_host(ranks)
 
 
 class StreamAccelerator(Accelerator):
-    """An accelerator with streams and events, by torch's own seam to them."""
+    """An accelerator with streams and events, through torch's interface."""
 
     has_streams = True
 
@@ -131,7 +129,7 @@ class StreamAccelerator(Accelerator):
     def end_pass(self) -> None:
         """See `Accelerator.end_pass`. A graph cannot end before compute has waited for all streams that are part of it.
 
-        The gather stream is from its first wait for compute on, though it has no work or waited again after its last.
+        The gather stream is part of it since its first wait for compute, even without work after its last wait.
         """
         if self.is_capturing:
             self.streams.compute.wait(self.streams.gather.mark())
@@ -143,10 +141,10 @@ _pretended: Accelerator | None = None
 
 
 def accelerator_for(device: torch.device) -> Accelerator:
-    """The accelerator that `device` names, always the same one."""
+    """Return the accelerator of `device`, always the same object."""
     if _pretended is not None:
         return _pretended
-    known = _known.get(device)  # asked for some hundred times a step
+    known = _known.get(device)  # called some hundred times per step
     if known is not None:
         return known
     if device.type in ("cpu", "meta"):
@@ -158,7 +156,7 @@ def accelerator_for(device: torch.device) -> Accelerator:
 
 @contextmanager
 def pretending(accelerator: Accelerator) -> Iterator[None]:
-    """A context in which every device is taken for `accelerator`."""
+    """Return a context that replaces every device by `accelerator`."""
     global _pretended
     before, _pretended = _pretended, accelerator
     try:
@@ -168,7 +166,7 @@ def pretending(accelerator: Accelerator) -> Iterator[None]:
 
 
 def on_stream(stream: torch.Stream, function: Callable[[Tensor], None], tensor: Tensor) -> None:
-    """Call `function(tensor)` on `stream`, between what is queued on the current one and what comes next.
+    """Call `function(tensor)` on `stream`, ordered after earlier and before later work of the current stream.
 
     A CPU has no streams: there it is a call.
     """
@@ -192,7 +190,7 @@ def is_capturing(device: torch.device) -> bool:
 
 @contextmanager
 def pretending_to_capture() -> Iterator[None]:
-    """A context in which `is_capturing` is True for every device."""
+    """Return a context that makes `is_capturing` True for every device."""
     global _captures
     before, _captures = _captures, True
     try:

@@ -1,4 +1,4 @@
-"""Tensors whose values are not there yet: whoever does anything with one has them made first."""
+"""Tensors whose values are computed on first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Awaited", "settled"]
 
 
 class Awaited(Tensor):
-    """What stands for `tensor` until `settle()` has given it its values, and has put it in its place again."""
+    """A placeholder for `tensor` until `settle()` has computed its values, and has put it in the original place."""
 
     tensor: Tensor
     settle: Callable[[], None]
@@ -41,7 +41,7 @@ class Awaited(Tensor):
 
 
 def settled(value: Any) -> Any:
-    """`value`, or what it stands for, with its values."""
+    """Return `value`, or the tensor with values if it is a placeholder."""
     if not isinstance(value, Awaited):
         return value
     value.settle()

@@ -1,4 +1,4 @@
-"""This process's own device, whichever kind torch knows: which it is, how many there are, its random generator."""
+"""The device of this process, of any kind in torch: its index, the number of devices, its random generator."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ __all__ = [
 
 
 def _found() -> torch.device | None:
-    """The accelerator of this machine; None if there is none, or another one is pretended in the host's memory."""
+    """Return the accelerator of this machine; None without one, or if one is simulated in host memory."""
     is_dry = accelerator_for(torch.device("cpu")).is_dry
     return None if is_dry else torch.accelerator.current_accelerator(check_available=True)
 
 
 def usual_device_type() -> str:
-    """The type of the accelerator, where there is one and the default process group can reach it; else "cpu".
+    """Return the type of the accelerator, if there is one and the default process group supports it; else "cpu".
 
-    Asking does not touch the device: so a mesh that is made next can still select it by the rank's number.
+    This does not initialise the device, so a mesh that is created next can still select it by the rank's number.
     """
     found = _found()
     on_cpu = found is None or (dist.is_initialized() and dist.get_backend() == "gloo")
@@ -41,7 +41,7 @@ def usual_device_type() -> str:
 
 
 def current_device(device_type: str) -> torch.device:
-    """This process's device of that type. One that was never selected is: by `LOCAL_RANK`, where a launcher set it."""
+    """Return this process's device of that type. Select one by `LOCAL_RANK`, if set, unless one is selected already."""
     if device_type in ("cpu", "meta"):
         return torch.device(device_type)
     module = torch.get_device_module(device_type)
@@ -52,7 +52,7 @@ def current_device(device_type: str) -> torch.device:
 
 
 def set_current_device(device: torch.device) -> None:
-    """Have this process compute on `device` from now on."""
+    """Set the compute device of this process."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
@@ -63,20 +63,20 @@ def count_devices() -> int:
 
 
 def finish_copies() -> None:
-    """Let the host wait for all that is queued on the current stream, such as copies to its memory."""
+    """Wait on the host for all work queued on the current stream, such as copies to host memory."""
     if _found() is not None:
         torch.accelerator.current_stream().synchronize()
 
 
 def mark_here() -> Mark | None:
-    """A mark behind all work queued on the current stream; None without an accelerator, or while it records a graph."""
+    """Return a mark after all work queued on the current stream; None without an accelerator, or in a capture."""
     if _found() is None:
         return None
     return accelerator_for(torch.accelerator.current_stream().device).mark_here()
 
 
 def stamp_here() -> Stamp | None:
-    """As `mark_here`, a stamp."""
+    """Like `mark_here`, but return a stamp."""
     if _found() is None:
         return None
     return accelerator_for(torch.accelerator.current_stream().device).stamp_here()
@@ -89,7 +89,7 @@ def random_states_of_device() -> dict[str, Tensor]:
 
 
 def set_random_states_of_device(states: dict[str, Tensor]) -> None:
-    """Put the current accelerator's generator into its one of `states`, if that is there."""
+    """Set the state of the current accelerator's generator from `states`, if there is one."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None and found.type in states:
         torch.get_device_module(found).set_rng_state(states[found.type])

@@ -1,11 +1,11 @@
-"""The memory of this host that programs can still get: of the machine, and of the container or job that they are in.
+"""Available memory of this host: of the machine, and of the container or job of this process.
 
 [Note: groups of the kernel]
-A container, or a job of Slurm's, is a control group, whose limit the kernel holds by ending a process: it says nothing
-of it in `/proc/meminfo`. Groups lie within one another, so the least of what is left in each of those around this
-process counts. What a group uses includes pages of files that were read, which the kernel takes back when it needs
-them. Version 2 of the groups has one tree, version 1 one for memory; in a container its own group may be the tree's
-top, whatever it is called outside, so folders that are not there are passed over.
+A container or a Slurm job is a control group. The kernel enforces its limit by ending a process, and does not include
+it in `/proc/meminfo`. Groups are nested, so the least available memory of all groups around this process counts. The
+usage of a group includes cached pages of files, which the kernel frees when it needs memory. Version 2 of the groups
+has one tree, version 1 has a separate one for memory. In a container its own group may be the top of the tree, with
+another name than outside, so missing folders are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, kw_only=True)
 class _Tree:
-    """A tree of groups: the names of what each of its folders says of memory."""
+    """A tree of groups: the names of the files about memory in each of its folders."""
 
     top: str
     limit: str
@@ -42,16 +42,18 @@ _FIRST = _Tree(
 
 
 def share_of_host(ranks: int) -> int | None:
-    """Bytes of this host's memory that one of so many ranks on it may take beyond what it has: its share of what there
-    is room for, of which a tenth is left to others. None if the kernel does not tell.
+    """Return the bytes of host memory that each of `ranks` ranks on this host may take in addition to its present use.
+
+    This is its share of the available memory, less a tenth for other programs. None if the kernel does not report it.
     """
     room = host_room()
     return None if room is None else room * 9 // 10 // ranks
 
 
 def host_room() -> int | None:
-    """Bytes that programs can still get where this process is: on the machine, or within the groups around it, see
-    [Note: groups of the kernel]. None if the kernel does not tell.
+    """Return the bytes that this process can still allocate, limited by the machine and the groups around it.
+
+    See [Note: groups of the kernel]. None if the kernel does not report it.
     """
     rooms = [*_left_in_groups()]
     if (available := available_bytes()) is not None:

@@ -1,9 +1,9 @@
-"""Storages that are allocated and freed but never replaced, and memory that is used again.
+"""Storages that are allocated and freed but never replaced, and memory that is reused.
 
 [Note: storage is freed and allocated, never replaced]
 Autograd saves views of an unsharded parameter in forward and reads them in backward. Between the two a unit may free
-the memory; before backward the *same* storage is allocated and gathered into again, so the saved views are true again.
-Values in another storage would leave those views looking at stale memory, and no error would be raised.
+the memory. Before backward the *same* storage is allocated and gathered into again, so the saved views are valid again.
+With values in another storage, those views would read stale memory, and no error would be raised.
 
 [Note: units take turns on slots]
 On an accelerator the caching allocator makes freeing and allocating cheap. On a CPU, memory that was given back to the
@@ -38,9 +38,9 @@ def typed_view(
     shape: tuple[int, ...],
     device: torch.device | None = None,
 ) -> Tensor:
-    """A contiguous tensor of `shape` over a stretch of `storage`, with a version counter of its own.
+    """Return a contiguous tensor of `shape` over a slice of `storage`, with a separate version counter.
 
-    On `device`, which is the storage's unless that is one without memory (of fake tensors), and then must be given.
+    `device` defaults to that of the storage, and must be given for a storage without memory (of fake tensors).
 
     Writing through another view does not disturb autograd's check of this one. It may be written to at any time, even
     if it was made in inference mode.
@@ -51,16 +51,16 @@ def typed_view(
 
 
 def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """A storage on `device`. One of a tensor, since torch makes fake tensors only."""
+    """Return a new storage on `device`. It is made through a tensor, since only tensors can be fake."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
 @dataclass(frozen=True)
 class MemoryKind:
-    """A device's memory; or, `offloaded`, the host's beside an accelerator: page-locked, if `pinned`; and, if `copied`,
-    the accelerator has a copy of what is sent from there.
+    """A device's memory; or, if `offloaded`, the memory of an accelerator's host, page-locked if `pinned`.
 
-    With a `folder`, what is kept there for long rests in a file in that, and passes through memory of this kind.
+    If `copied`, the accelerator has a copy of the shards that are sent. With a `folder`, long-lived data is stored in a
+    file in this folder, and passes through memory of this kind.
     """
 
     device: torch.device
@@ -70,7 +70,7 @@ class MemoryKind:
     folder: Path | None = None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A new 1-D buffer. Zeros, so that padding is never noise."""
+        """Return a new 1-D buffer of zeros, so that padding is defined."""
         if self.offloaded:
             return accelerator_for(self.device).host_zeros(numel, dtype, pinned=self.pinned)
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -99,9 +99,9 @@ class Slot:
         """Allocate `nbytes` for `occupant`; the slot must be free or already its own. Contents are undefined.
 
         Args:
-            occupant: who has it from now on.
-            nbytes: how much it needs.
-            stream: whose memory it is to be, if there is not enough yet.
+            occupant: the new occupant.
+            nbytes: bytes that it needs.
+            stream: the stream to allocate on, if there is not enough memory yet.
         """
         assert self.occupant in (None, occupant), "two units in one slot"
         self.occupant = occupant
@@ -110,7 +110,7 @@ class Slot:
                 accelerator_for(self.device).resize(self.storage, nbytes)
 
     def free(self) -> None:
-        """Give up the contents, and the memory unless the slot is shared. Gathers from now on may have it."""
+        """Free the contents, and the memory unless the slot is shared. Later gathers may use it."""
         self.occupant = None
         accelerator = accelerator_for(self.device)
         accelerator.streams.gather.wait(accelerator.streams.compute.mark())
@@ -118,19 +118,19 @@ class Slot:
             accelerator.resize(self.storage, 0)
 
     def count_references(self, others: int = 0) -> None:
-        """Take the present number of references as those of the units themselves, but for so many of others."""
+        """Record the present number of references, less `others`, as those of the units themselves."""
         self._own_references = storage_references(self.storage) - others
 
     @contextmanager
     def dropping_views(self) -> Iterator[None]:
-        """A context in which a unit drops its views, which are not among its units' references from then on."""
+        """Return a context for a unit to drop its views in. They are then subtracted from the units' references."""
         before = storage_references(self.storage)
         yield
         self._own_references -= before - storage_references(self.storage)
 
     @property
     def others(self) -> int:
-        """How many references there are beyond the units' own, such as those of a graph waiting for its backward."""
+        """The number of references except for the units' own, such as those of a graph waiting for its backward."""
         return storage_references(self.storage) - self._own_references
 
     @property
@@ -140,9 +140,9 @@ class Slot:
 
 
 class Pool:
-    """Scratch memory that is given back and taken again, so that a step after the first faults in no page.
+    """Scratch memory that is reused, so that steps after the first cause no page faults.
 
-    An accelerator's allocator already does this; there the pool hands out ordinary tensors and keeps none.
+    An accelerator's allocator already does this. There the pool returns new tensors and keeps none.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -151,7 +151,7 @@ class Pool:
         self._free: list[Tensor] = []  # each the only view of its storage
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of `numel` elements, contents undefined."""
+        """Return a 1-D tensor of `numel` elements, contents undefined."""
         if not self._keeps:
             return torch.empty(numel, dtype=dtype, device=self._device)
         nbytes = numel * dtype.itemsize
@@ -184,7 +184,7 @@ _scratch: WeakKeyDictionary[Accelerator, dict[torch.device, Pool]] = WeakKeyDict
 
 
 def scratch_of(device: torch.device) -> Pool:
-    """The scratch memory of `device`, which all units of the process share."""
+    """Return the scratch memory of `device`, which all units of the process share."""
     pools = _scratch.setdefault(accelerator_for(device), {})
     if device not in pools:
         pools[device] = Pool(device)

@@ -1,24 +1,23 @@
-"""Streams: compute, gathers, reductions and copies run beside each other on an accelerator. A CPU has one order of
-work.
+"""Streams: compute, gathers, reductions and copies run concurrently on an accelerator. A CPU has one order of work.
 
 [Note: who owns memory]
-A caching allocator keeps freed memory for the stream on which it was allocated, and gives it to the next allocation on
-that stream at once, whatever other streams still do with it. So each kind of memory is allocated on one stream:
+A caching allocator keeps freed memory for the stream that it was allocated on. It immediately reuses the memory for the
+next allocation on that stream, even if other streams still use it. So each kind of memory is allocated on one stream:
 
     gradients as autograd makes them, activations                           compute
-    unsharded parameters, secondary shards, shards on their way             gather
-    sums on their way to the optimizer, send buffers of packs               reduce
-    what encoded sums need on the second level                              replicate
+    unsharded parameters, secondary shards, shards to send                  gather
+    sums before delivery to the optimizer, send buffers of packs            reduce
+    buffers of encoded sums on the second level                             replicate
 
-and is freed by the host only when the stream that owns it has waited for every other stream's last use of it; until
-then a reference keeps it. Where a stream waits for all that compute has queued, that includes what compute has waited
+and is freed by the host only when the stream that owns it has waited for every other stream's last use of it. Until
+then a reference keeps it. If a stream waits for all work queued on compute, that includes all that compute has waited
 for. So no tensor needs `record_stream`, and peak memory is the same in every run.
 
-The gather stream waits for compute when memory of its own is freed, not when a gather starts; and where shards may have
-changed: at the beginning of a forward or a backward, after hooks on gradients, and when their versions say so. A gather
-is started before the memory of the unit before it is freed. So it runs beside that unit's computation even where the
-host only then learnt that it is needed; and at most two units are unsharded at once, though the host never waits.
-`dry/races.py` holds all this to a law: see there.
+The gather stream waits for compute when its own memory is freed, not when a gather starts. It also waits when shards
+may have changed: at the beginning of a forward or a backward, after hooks on gradients, and when their versions
+changed. A gather is started before the memory of the previous unit is freed. So it overlaps with that unit's
+computation even if the host only then knows that it is needed. At most two units are unsharded at the same time, though
+the host never waits. `dry/races.py` checks these rules.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class Mark(Protocol):
     """A point in the work of a stream: an event."""
 
     def query(self) -> bool:
-        """True if the stream has come so far."""
+        """Return True if the stream has reached this point."""
 
     def synchronize(self) -> None:
         """Let the host wait until it has."""
 
 
 class Stamp(Protocol):
-    """A point in the work of a stream whose time can be read, once the stream has come so far."""
+    """A point in the work of a stream whose time can be read once the stream has reached it."""
 
     def query(self) -> bool:
         """True if it has."""
@@ -57,7 +56,7 @@ class Stamp(Protocol):
 
 
 class Stream:
-    """One order of work. This one is the order of the program, in which nothing is ever to be waited for."""
+    """One order of work. This one is the order of the program, which never has to wait."""
 
     is_stream = False
     """True if work is queued here in order, so that the host need not wait before it queues more."""
@@ -69,29 +68,29 @@ class Stream:
         return f"{type(self).__name__}({self.name!r})"
 
     def queueing(self) -> AbstractContextManager[object]:
-        """A context in which work is queued on this stream."""
+        """Return a context that queues work on this stream."""
         return nullcontext()
 
     def after(self, *others: Stream) -> AbstractContextManager[object]:
-        """A context in which work is queued on this stream, behind all work queued on `others` so far."""
+        """Return a context that queues work on this stream, after all work queued on `others` so far."""
         for other in others:
             self.wait(other.mark())
         return self.queueing()
 
     def mark(self) -> Mark | None:
-        """A mark behind all work queued on this stream so far; None where work is done when it is called for."""
+        """Return a mark after all work queued on this stream so far; None if work is not queued."""
         return None
 
     def stamp(self) -> Stamp | None:
-        """A stamp behind all work queued on this stream so far; None where work is done when it is called for."""
+        """Return a stamp after all work queued on this stream so far; None if work is not queued."""
         return None
 
     def wait(self, mark: Mark | None) -> None:
-        """Let this stream go on only after `mark`. The host does not wait, unless this is its own stream."""
+        """Make this stream wait for `mark`. The host does not wait, unless this is its own stream."""
 
 
 class HostStream(Stream):
-    """The host's own order of work beside an accelerator: waiting here holds the program up."""
+    """The host's own order of work, next to an accelerator. Waiting here blocks the program."""
 
     def wait(self, mark: Mark | None) -> None:
         if mark is not None:
@@ -99,7 +98,7 @@ class HostStream(Stream):
 
 
 class DeviceStream(Stream):
-    """A stream of `device` beside its compute stream. Communication comes first where both could run."""
+    """A stream of `device` in addition to its compute stream. It has priority over compute, for communication."""
 
     is_stream = True
 
@@ -112,8 +111,8 @@ class DeviceStream(Stream):
         return self._own
 
     def queueing(self) -> AbstractContextManager[object]:
-        """See `Stream.queueing`. By a new handle of the stream: torch keeps the stream to go back to in the handle,
-        which until torch 2.12 cannot be entered twice, as it is by threads that share a stream.
+        """See `Stream.queueing`. It uses a new handle of the stream. Torch stores the previous stream in the handle,
+        which cannot be entered twice before torch 2.12, as threads that share a stream would.
         """
         own = self._own
         return torch.Stream(stream_id=own.stream_id, device_index=own.device_index, device_type=own.device_type)
@@ -131,7 +130,7 @@ class DeviceStream(Stream):
 
 
 class ComputeStream(DeviceStream):
-    """The stream that is current on `device`, whichever that is: ask it outside of other streams' contexts only."""
+    """The current stream of `device`. Use it outside of other streams' contexts only."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         Stream.__init__(self, name)
@@ -145,14 +144,14 @@ class ComputeStream(DeviceStream):
         return nullcontext()
 
     def wait(self, mark: Mark | None) -> None:
-        """See `Stream.wait`. A mark may be the user's, of a class that can only hold the current stream."""
+        """See `Stream.wait`. A mark may be the user's, of a class that can only block the current stream."""
         if mark is not None:
             with _current(self._device):
                 mark.wait()  # type: ignore[attr-defined]  # every event of torch's has it
 
 
 def stamp_on(stream: torch.Stream) -> Stamp:
-    """A stamp behind all work queued on `stream` so far."""
+    """Return a stamp after all work queued on `stream` so far."""
     event = torch.Event(stream.device, enable_timing=True)
     stream.record_event(event)
     return event
@@ -173,17 +172,17 @@ def _current(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Streams:
-    """The streams of one device, which all that computes there shares."""
+    """The streams of one device, shared by all its users."""
 
     compute: Stream
     gather: Stream
     reduce: Stream  # sums over the shard axis, or within groups
-    replicate: Stream  # sums over the replicate axis, or across groups: the slow network holds up nothing else
+    replicate: Stream  # sums over the replicate axis, or across groups: the slow network does not delay other work
     offload: Stream  # copies to the host
     host: Stream
 
     def join(self) -> None:
-        """Let compute wait for all other streams, and these for compute: memory of each can then be freed."""
+        """Make compute wait for all other streams, and these for compute. Memory of each can then be freed."""
         others = (self.gather, self.reduce, self.replicate, self.offload)
         for stream in others:
             self.compute.wait(stream.mark())

@@ -1,8 +1,7 @@
-"""Bytes that travel between the memory that computes and where things rest, counted where they are moved.
+"""Counts of bytes that are transferred between compute memory and the tiers of offloaded states.
 
-Places are "cpu", the host's memory beside an accelerator, and "disk". What passes through the host's memory on its way
-to or from a disk counts as the disk's. States are STATES; "other" is what is none of them, such as the copies of a
-checkpoint.
+Tiers are "cpu", the host memory of an accelerator, and "disk". Data that passes through host memory to or from a disk
+counts for the disk. States are STATES; "other" is everything else, such as the copies of a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from threading import Lock
 __all__ = ["STATES", "Transfers", "Travelled", "travel"]
 
 STATES = ("parameters", "gradients", "optimizer state", "activations")
-"""What rests, on the device or away from it."""
+"""The states that can be offloaded."""
 
 
 @dataclass(frozen=True)
 class Travelled:
-    """Bytes that came from a place, and bytes that went there."""
+    """Bytes that were read from a tier, and bytes that were written to it."""
 
     arrived: int = 0
     passed: int = 0
 
     def since(self, before: Travelled) -> Travelled:
-        """What has come to it since it was `before`."""
+        """Return the bytes since `before`."""
         return Travelled(self.arrived - before.arrived, self.passed - before.passed)
 
 
@@ -39,20 +38,20 @@ class _Travel:
 
     @property
     def total(self) -> Transfers:
-        """Since the process began."""
+        """Return the totals since the process began."""
         with self._lock:
             return dict(self._total)
 
     def note(self, place: str, state: str, *, arrived: int = 0, passed: int = 0) -> None:
-        """Note that so many bytes of a state are on their way from a place, or to it."""
+        """Count bytes of a state that are transferred from a tier (`arrived`), or to it (`passed`)."""
         with self._lock:
             known = self._total.get((place, state), Travelled())
             self._total[place, state] = Travelled(known.arrived + arrived, known.passed + passed)
 
     def since(self, before: Transfers) -> Transfers:
-        """What was moved since the total was `before`."""
+        """Return the transfers since the total was `before`."""
         return {key: now.since(before.get(key, Travelled())) for key, now in self.total.items()}
 
 
 travel = _Travel()
-"""That of this process."""
+"""The transfers of this process."""

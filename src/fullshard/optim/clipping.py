@@ -1,4 +1,4 @@
-"""Gradient norm, clipping, and the scaling of fp16 losses: between backward and the optimizer's step."""
+"""Gradient norm, clipping, and the scaling of fp16 losses."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale gradients down so that the norm of all together is at most `max_norm`; the norm before that.
+    """Scale gradients down so that their total norm is at most `max_norm`, and return the norm before scaling.
 
-    Every rank gets the same number, and at one world size the same bits under every strategy: the norm is taken of each
-    rank's shard of each gradient, even if the rank has the whole one, and combined in rank order. The order of
-    `parameters` does not matter: ranks may give them in different ones.
+    Every rank gets the same number, and at one world size the same bits under every strategy: the norm is computed for
+    each rank's shard of each gradient, even if the rank has the whole gradient, and combined in rank order. The order
+    of `parameters` does not matter, and may differ between ranks.
 
     Args:
-        parameters: sharded parameters, plain ones, or both. Every rank must pass the same.
-        max_norm: the norm that may remain.
+        parameters: sharded parameters, plain ones, or both. Every rank must pass the same parameters.
+        max_norm: the maximum norm.
         norm_type: the p of the p-norm; `math.inf` for the largest magnitude.
         error_if_nonfinite: whether to raise if the norm is infinite or not a number.
 
@@ -78,7 +78,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The p-norm of all `grads` together, as `clip_grad_norm_` returns it. Every rank gives them in the same order."""
+    """Return the p-norm of all `grads` together, like `clip_grad_norm_`. The order must be the same on every rank."""
     if not grads:
         return torch.tensor(0.0)
     norms: list[Tensor] = [torch.empty(0)] * len(grads)
@@ -102,7 +102,7 @@ def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def _norm(values: Tensor, norm_type: float) -> Tensor:
-    """The norm of `values`, 0-dim, 0 if there are none, in float32 or wider: squares of float16 soon overflow."""
+    """Return the norm of `values`, 0-dim, 0 if there are none, in float32 or wider, since float16 squares overflow."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     return (
         torch.linalg.vector_norm(values, norm_type, dtype=dtype)
@@ -112,9 +112,9 @@ def _norm(values: Tensor, norm_type: float) -> Tensor:
 
 
 def _own_part(grad: DTensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a gradient, and the axes of its mesh over which the parts differ.
+    """Return this rank's part of a gradient, and the axes of its mesh over which the parts differ.
 
-    On the last axis, which is the shard axis, it is the shard, cut out of the gradient if that is whole.
+    On the last axis, the shard axis, the part is the shard, cut out of the gradient if the gradient is whole.
     """
     mesh, last = grad.device_mesh, grad.device_mesh.ndim - 1
     if any(placement.is_partial() for placement in grad.placements):  # of a parameter that no unit has
@@ -127,7 +127,7 @@ def _own_part(grad: DTensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
-    """The shard of the gradient `whole` on `rank` of `world`; empty for a scalar on all ranks but the first."""
+    """Return the shard of the gradient `whole` on `rank` of `world`; empty for a scalar on all ranks but the first."""
     spec = choose_spec(whole.shape, world)
     if spec.dim is None:  # a scalar, which every rank has: it counts once
         return whole if rank == 0 else whole.new_empty(0)
@@ -138,7 +138,7 @@ def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
 
 
 def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """`norms` in one tensor: in the memory of `device`, if they are not all in another one."""
+    """Stack `norms` in one tensor: in their common memory, or else in the memory of `device`."""
     places = _by_memory(norms)
     if len(places) == 1:
         return torch.stack(list(norms))
@@ -150,7 +150,7 @@ def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _combined(own: Tensor, mesh: DeviceMesh, axis: int, norm_type: float) -> Tensor:
-    """The norm over an axis of `mesh` of each of the norms in `own`: 1-D in, 1-D out, one element a gradient."""
+    """Return the norm over an axis of `mesh` of each of the norms in `own`, 1-D with one element per gradient."""
     device = torch.device(mesh.device_type)
     gathered = collectives_for(mesh.get_group(axis), device).gather_rows(
         accelerator_for(device).to_device(own, device), origin=_NORM
@@ -164,7 +164,7 @@ def _local(grad: Tensor) -> Tensor:
 
 
 def _by_memory(tensors: Iterable[Tensor]) -> dict[Hashable, list[Tensor]]:
-    """`tensors` by whose memory they are in."""
+    """Group `tensors` by their memory."""
     found: dict[Hashable, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(accelerator_for(tensor.device).memory_of(tensor), []).append(tensor)

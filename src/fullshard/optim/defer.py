@@ -1,14 +1,14 @@
-"""Steps of the CPU that are put off until their result is needed.
+"""Steps of the CPU that are deferred until their result is needed.
 
-[Note: a step that is put off]
-The shards of some units are on the CPU, beside a device that has work queued while the CPU steps them. After
-`optimizer.step()` the next forward needs the first unit at once and the last one late. So a unit that is on the CPU is
-stepped when its gather is to start, which is while the device computes those before it: the more of them, the less is
-seen of the CPU's step. Whatever the step takes is noted when it is put off: gradients, states, the options of the
-groups. Until it is taken, the parameters, their gradients and their states hold `Awaited` tensors: whoever looks at one
-or writes to it has the step taken first. So nobody can tell, but by the time. It is taken at once where somebody might:
-where shards or states are referred to by others, who would see old values; in the first step, which makes the states;
-with a closure, hooks, or a scaler's own part in the step; within a backward.
+[Note: deferred steps]
+The shards of some units are on the CPU, while a device has queued work that overlaps with their step. After
+`optimizer.step()` the next forward needs the first unit immediately and the last one late. So a unit on the CPU is
+stepped when its gather is about to start, while the device computes the units before it. With more such units, more of
+the CPU's step is hidden. The inputs of the step are recorded when it is deferred: gradients, states, the options of the
+groups. Until the step runs, the parameters, their gradients and their states hold `Awaited` tensors. Any read or write
+of one runs the step first. So a deferred step is not visible, except in the time. A step is not deferred if it could be
+visible: if other code refers to shards or states, and would see old values; in the first step, which makes the states;
+with a closure, hooks, or a gradient scaler that joins the step; within a backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["can_defer", "defer"]
 
 
 def can_defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter]) -> bool:
-    """True if a step of `params`, which are the unit's, can be taken later, and nobody can tell."""
+    """True if a step of `params`, which are the unit's, can be deferred without being visible."""
     if any(param.grad is None for param in params):
         return False
     if in_backward() or not all(param_group.has_shards_alone for param_group in unit.param_groups):
@@ -48,7 +48,7 @@ def can_defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter]) 
 
 
 class _Deferred:
-    """A step that is to come, see the note above. Once made, it stands in for what it will change."""
+    """A pending step, see the note above. Its creation replaces the tensors that it will change by placeholders."""
 
     def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter], run: Callable[[], None]) -> None:
         self._optimizer = optimizer
@@ -84,7 +84,7 @@ class _Deferred:
 
     @torch.inference_mode(False)
     def take(self) -> None:
-        """Take the step, unless that was done; and have everything as it would be had it been taken at once."""
+        """Run the step, unless it was run already, and remove the placeholders."""
         if self._is_taken:
             return
         self._is_taken = True
@@ -111,8 +111,8 @@ class _Deferred:
 
 
 def defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter], run: Callable[[], None]) -> None:
-    """Have `run` step `params` of `optimizer`, which has no others meanwhile, when `unit` is needed next or one of
-    them is looked at.
+    """Defer the step of `params` by `run` until `unit` is needed next or one of them is accessed. The `optimizer` has
+    no other parameters in that step.
     """
     unit.defer(_Deferred(optimizer, params, run).take)
 

@@ -1,7 +1,7 @@
-"""Whether an optimizer may step shards: by name, by a trial on test tensors, and by a comparison with whole tensors.
+"""Checks that an optimizer may step shards: by name, by a trial on test tensors, by a comparison with whole tensors.
 
-A rank that steps its shard alone gives the numbers of a plain process only if the step treats each element by itself.
-Norms, means, factored or projected states need the whole parameter.
+Stepping shards gives the same results as a single process only if the step treats each element separately. Norms,
+means, factored or projected states need the whole parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Comparison", "check_elementwise", "check_name", "trials"]
 _log = logging.getLogger(__name__)
 
 trials: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that were made here, for a trial or a comparison: nothing else of this package looks at them."""
+"""Optimizers that were made here, for a trial or a comparison. The rest of this package ignores them."""
 
 _INSTEAD = {"muon": "Use Muon of fullshard.optim", "adafactor": "Use AdamW, or Muon of fullshard.optim for matrices"}
 _NEED_WHOLES = frozenset(
@@ -48,10 +48,10 @@ _TOLERANCE = 1e-4  # of the largest change of an element of the parameter
 
 
 def check_name(optimizer: Optimizer) -> None:
-    """Raise if `optimizer`, or a class that it is derived from, is known to need whole parameters.
+    """Raise if `optimizer`, or one of its base classes, is known to need whole parameters.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: it needs whole parameters.
     """
     for kind in type(optimizer).__mro__:
         name = _known_name(kind.__name__)
@@ -84,8 +84,8 @@ def _options(optimizer: Any) -> list[Mapping[str, Any]]:
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raise if the step of `optimizer` on two halves of test tensors differs from that on the whole tensors.
 
-    The halves are stepped by two optimizers of its class, as two ranks would do it. No rank sends anything. A warning
-    says so if the optimizer cannot be tried, or has states that show a need of whole parameters in later steps.
+    The halves are stepped by two optimizers of its class, like two ranks. There is no communication. A warning is
+    logged if the optimizer cannot be tried, or has states which show that later steps need whole parameters.
 
     Raises:
         ConfigError: the steps differ.
@@ -130,7 +130,7 @@ Shapes = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
 def _try_both(optimizer: Optimizer, seed: int = 0) -> tuple[Moves, Moves, Shapes]:
-    """Steps of test tensors, whole and in joined parts; and states whose shape is not the parameter's."""
+    """Step test tensors, whole and in parts. Return both changes, and states with other shapes than the parameter."""
     device = next(param.device for group in optimizer.param_groups for param in group["params"])
     for where in dict.fromkeys([torch.device("cpu"), device]):
         if where.type == "meta":
@@ -150,7 +150,7 @@ def _try_both(optimizer: Optimizer, seed: int = 0) -> tuple[Moves, Moves, Shapes
 
 
 def _steps_of(optimizer: Optimizer, device: torch.device, part: int, parts: int) -> tuple[Moves, Shapes]:
-    """What some steps add to the part of that number, of so many, of the test tensors."""
+    """Return the changes by some steps of part number `part` of `parts` of the test tensors."""
     generator = torch.Generator().manual_seed(0)
     groups = optimizer.param_groups[:_LARGEST_GROUPS]
     drawn = [[_draw(generator, shape) for shape in ((_ROWS, _COLUMNS), (_ROWS,))] for _ in groups]
@@ -184,7 +184,7 @@ def _part(whole: Tensor, part: int, parts: int) -> Tensor:
 
 
 def _difference(expected: Iterable[Tensor], found: Iterable[Tensor]) -> float:
-    """The largest difference, relative to the largest element of the same tensor, beyond the rounding of float32."""
+    """Return the largest difference beyond float32 rounding, relative to the largest element of the same tensor."""
     worst = 0.0
     for one, other in zip(expected, found, strict=True):
         largest = float(one.abs().max()) or 1e-12
@@ -201,13 +201,13 @@ def _made_like(
     params: Sequence[Sequence[Tensor]],
     lr: float | None = None,
 ) -> Optimizer:
-    """A new optimizer of the class and with the options of `optimizer`, for other parameters.
+    """Return a new optimizer with the class and options of `optimizer`, for other parameters.
 
     Args:
-        optimizer: what it is to be like.
-        groups: the options of each group, with other entries that are left out.
+        optimizer: the template.
+        groups: the options of each group; other entries are left out.
         params: of each group.
-        lr: in place of all learning rates that are numbers; theirs, if None.
+        lr: replaces all learning rates that are numbers; None keeps them.
     """
     given = []
     for group, its in zip(groups, params, strict=True):
@@ -241,14 +241,14 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Comparison:
-    """The first steps of an optimizer on shards, compared with those of another one of its class on whole tensors."""
+    """The first steps of an optimizer on shards, compared with those of a second one of its class on whole tensors."""
 
     optimizer: weakref.ref[Optimizer]
     steps_left: int = 3
     made: Optimizer | None = None
 
     def begin(self, args: Any, kwargs: Any) -> None:
-        """Gather parameters and gradients, and take the step with whole ones. A collective.
+        """Gather parameters and gradients, and step the whole ones. A collective.
 
         Raises:
             ConfigError: it cannot be compared.
@@ -275,10 +275,10 @@ class Comparison:
         self.made.step()
 
     def end(self) -> bool:
-        """Gather parameters again and compare. True if it was the last step to compare. A collective.
+        """Gather parameters again and compare. Return True after the last step to compare. A collective.
 
         Raises:
-            ConfigError: they differ, on every rank alike.
+            ConfigError: they differ; raised on every rank.
         """
         self.steps_left -= 1
         params = [param for group in self._optimizer.param_groups for param in group["params"]]

@@ -1,9 +1,10 @@
-"""Elementwise optimizers step the plain shards instead of the `DTensor`s around them: those of torch by themselves from
-their second step on, others from their first one if the user says that they may.
+"""Steps of elementwise optimizers on plain shards instead of the `DTensor`s around them.
 
-Every operation on a `DTensor` is looked up and wrapped in Python first, which takes as long as updating a small shard.
-So for the length of a step an optimizer has this rank's shards in place of its parameters: the same operations on the
-same memory, and so the same bits. Before and after, its groups and its state are those of the `DTensor`s.
+Optimizers of torch do this automatically from their second step, others from their first one if the user requests it.
+
+Every operation on a `DTensor` is dispatched in Python first, which takes as long as updating a small shard. So during a
+step an optimizer has this rank's shards instead of its parameters. The same operations on the same memory give the same
+bits. Before and after the step, its groups and its state are those of the `DTensor`s.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, 
 
 __all__ = ["step_shards", "watch_optimizers"]
 
-# These very classes: a class derived from one of them may do anything.
+# Exactly these classes: a derived class may do anything.
 _ELEMENTWISE = frozenset(
     {
         *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
@@ -67,7 +68,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 @cache
 def watch_optimizers() -> None:
-    """From now on, have every optimizer point to the sharded parameters before a step, and step their plain shards."""
+    """Make every optimizer use the sharded parameters in its steps, and step their plain shards."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -109,7 +110,7 @@ def _show_step(optimizer: Optimizer) -> None:
 
 
 def _note_step() -> None:
-    """Have what follows recorded as a step."""
+    """Attribute later events of the trace to a step."""
     global _interrupted
     recorder = active_recorder()
     if recorder is not None and recorder.origin is not _STEP:  # as it still is after a step that raised
@@ -124,11 +125,11 @@ def _note_end_of_step() -> None:
 
 
 _STEP = Origin("", Phase.STEP)
-_interrupted = Origin("", Phase.IDLE)  # for whom work was recorded before a step, which may be taken within backward
+_interrupted = Origin("", Phase.IDLE)  # the origin before a step, which may run within backward
 
 
 def step_shards(optimizer: OptimizerT, *, verify: bool = False) -> OptimizerT:
-    """Make `optimizer` step this rank's plain shards in place of the sharded parameters, and return it.
+    """Make `optimizer` step this rank's plain shards instead of the sharded parameters, and return it.
 
     This is right for optimizers that treat each element, or each block of elements, separately, and needed for those of
     other libraries whose kernels take plain memory. For bitsandbytes and torchao, which encode states in blocks, shards
@@ -176,10 +177,10 @@ def _check_steps_shards(optimizer: Optimizer) -> None:
     """Refuse optimizers that cannot step `DTensor`s, while they would.
 
     Raises:
-        ConfigError: `optimizer` needs whole parameters, or has kernels of its own.
+        ConfigError: `optimizer` needs whole parameters, or has its own kernels.
     """
     kind, sharded, blocks = type(optimizer), _cut_params(optimizer), block_states(optimizer)
-    if blocks is not None and blocks.draws:  # replicas are to draw alike, too
+    if blocks is not None and blocks.draws:  # replicas must also draw identical numbers
         sharded = [item for group in optimizer.param_groups for item in group["params"] if isinstance(item, DTensor)]
     if not sharded or hasattr(optimizer.step, _MARK):
         return
@@ -196,7 +197,7 @@ def _check_steps_shards(optimizer: Optimizer) -> None:
 def _may_have_any_order(optimizer: Optimizer) -> bool:
     """True if a step gives the same values whatever the order of the parameters is, on each rank."""
     blocks = block_states(optimizer)
-    if blocks is not None and blocks.draws:  # random numbers, which replicas must draw alike
+    if blocks is not None and blocks.draws:  # random numbers, which must be identical on replicas
         return False
     return type(optimizer) in _ELEMENTWISE or hasattr(optimizer.step, _MARK) or isinstance(optimizer, ChunkedSteps)
 
@@ -209,7 +210,7 @@ def _cut_params(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _step_shards(optimizer: Optimizer) -> None:
-    """Let `optimizer` step shards from its next step on, if it is elementwise and does not do so already."""
+    """Make `optimizer` step shards, starting with its next step, if it is elementwise and does not do so already."""
     if type(optimizer) not in _ELEMENTWISE or hasattr(optimizer.step, _MARK):
         return
     if any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
@@ -241,7 +242,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
         if not torch.compiler.is_compiling():
             accept_whole_states(optimizer)
             note_outside(optimizer)  # which may have more parameters since its last step
-            choose_for_budget(optimizer)  # before it is asked where anything is: its hook comes behind that
+            choose_for_budget(optimizer)  # before tiers are looked up: its hook runs after that
         disk, on_cpu = states_on_disk(optimizer), _on_cpu(optimizer)
         for unit in on_cpu:
             unit.settle()
@@ -251,7 +252,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
             return _step_outside_of_graphs(optimizer, step_all, inner, args, kwargs)
         if block_states(optimizer) is not None and not torch.compiler.is_compiling():  # their kernels take no DTensors
             return _step_in_chunks(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
-        # A closure, or a hook of the user's, is to see the parameters that the user knows.
+        # A closure, or a hook of the user, must see the parameters that the user knows.
         if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
             return inner(optimizer, *args, **kwargs)
         point_to_shards(optimizer)
@@ -270,9 +271,9 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
 
 @contextmanager
 def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None) -> Iterator[None]:
-    """A context in which `optimizer` has plain shards in place of the sharded parameters that have a gradient.
+    """Context manager that replaces the sharded parameters of `optimizer` that have a gradient by plain shards.
 
-    Of `params` alone, if any are given: it has no others meanwhile.
+    If `params` are given, the optimizer has only these meanwhile.
     """
     state = optimizer.state
     swapped: list[tuple[nn.Parameter, Tensor]] = []
@@ -299,7 +300,7 @@ def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None)
 
 @contextmanager
 def _having(optimizer: Optimizer, params: Iterable[Tensor] | None) -> Iterator[None]:
-    """A context in which `optimizer` has `params` and no others, if any are given; and its own again afterwards."""
+    """Context manager that restricts `optimizer` to `params`, if given, and restores its parameters afterwards."""
     given = [group["params"] for group in optimizer.param_groups]
     if params is not None:
         ids = set(map(id, params))
@@ -315,7 +316,7 @@ def _having(optimizer: Optimizer, params: Iterable[Tensor] | None) -> Iterator[N
 
 
 def _shard_of(param: nn.Parameter, swapped: list[tuple[nn.Parameter, Tensor]]) -> Tensor:
-    """This rank's shard of `param`, with its gradient, noted in `swapped`; or `param` itself."""
+    """Return this rank's shard of `param`, with its gradient, and record it in `swapped`; or return `param` itself."""
     grad = param.grad
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or managed_by(param) is None:
         return param
@@ -348,21 +349,21 @@ def _keep(state: dict[str, Any], stepped: dict[str, Any], param: Any) -> None:
 
 
 def _is_local_of(known: Any, value: Any) -> bool:
-    """True if `value` is what `_local` gave of `known`."""
+    """True if `value` is the result of `_local(known)`."""
     if isinstance(known, DTensor) and not known.ndim:
         return isinstance(value, Tensor) and address(value) == address(known._local_tensor)
     return _local(known) is value
 
 
 def _marked(value: Any) -> Any:
-    """`value`, marked as this rank's own if it is a tensor with more than one element."""
+    """Return `value`, marked as local to this rank if it is a tensor with more than one element."""
     if isinstance(value, Tensor) and value.numel() > 1:
         setattr(value, OWN, True)
     return value
 
 
 def _placed_as(param: DTensor, value: Any) -> Any:
-    """`value` as a `DTensor`, if it has an element for each of the shard's."""
+    """Return `value`, as a `DTensor` if it has the shape of the shard."""
     if not param.ndim and isinstance(value, Tensor) and value.shape == (1,):
         value = value.view(())
     elif not isinstance(value, Tensor) or not param.ndim or value.shape != param._local_tensor.shape:
@@ -376,9 +377,9 @@ def _placed_as(param: DTensor, value: Any) -> Any:
 
 _BY_PARAMETER = frozenset({torch.optim.Adafactor})  # besides the elementwise ones; whole parameters, one by one
 _given: weakref.WeakKeyDictionary[Optimizer, list[list[Tensor]]] = weakref.WeakKeyDictionary()
-"""The parameters by group of those that have stepped them already, when their own step begins."""
+"""The parameters, by group, of optimizers that were stepped in parts, until their own step is over."""
 _withheld: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""Gives them the hooks of the user's again, which that step is not to call a second time."""
+"""For each, restores the user's hooks, which its own step must not call a second time."""
 
 
 Run = Callable[[Sequence[Tensor]], None]
@@ -387,12 +388,13 @@ Run = Callable[[Sequence[Tensor]], None]
 def _step_in_chunks(
     optimizer: Optimizer, step_all: Callable[[Run], None], inner: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """The step `inner` of `optimizer`, a portion at a time. The result of the closure, if one is given.
+    """Run the step `inner` of `optimizer`, one portion at a time, and return the result of the closure, if given.
 
-    It is called once, before anything is stepped, and so are hooks of the user's before and after all portions.
+    The closure is called once, before any parameter is stepped. The user's hooks are called before and after all
+    portions.
 
     Args:
-        step_all: calls what it is given with the parameters of each portion.
+        step_all: calls its argument with the parameters of each portion.
     """
     with without_step_hooks(optimizer) as (before, after):
         for hook in before:  # which is given what torch gives it
@@ -411,7 +413,7 @@ def _step_in_chunks(
             for its, drawing in _drawing_identically(optimizer, params, next(chunks)):
                 with having(optimizer, its), drawing:
                     inner(optimizer, *([None, *others] if others else []), **options)
-                _note_step()  # whose hooks have noted the end of it
+                _note_step()  # since hooks of `inner` have recorded its end
 
         _note_step()
         step_all(run)
@@ -434,7 +436,7 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _on_cpu(optimizer: Optimizer) -> dict[Unit, list[nn.Parameter]]:
-    """The parameters whose shards are on the CPU beside the device that computes, by their units."""
+    """Return the parameters whose shards are offloaded to the CPU, by unit."""
     units: dict[Unit, list[nn.Parameter]] = {}
     for param in _params(optimizer):
         managed = managed_by(param)
@@ -451,8 +453,9 @@ def _step_separately(
     *,
     may_wait: bool,
 ) -> None:
-    """Give the device what it steps, portion by portion where states are on a disk. Have the CPU step what is `on_cpu`,
-    unit by unit as their gradients came: while the device is at it, or later if that `may_wait`.
+    """Step parameters on the device, in portions if states are on a disk, and those `on_cpu` on the CPU.
+
+    The CPU steps units in the order of their gradients, while the device is stepping, or later if `may_wait`.
     """
     there = {id(param) for params in on_cpu.values() for param in params}
     if disk is None:
@@ -475,10 +478,10 @@ def _step_on_cpu(run: Run, unit: Unit, params: Sequence[nn.Parameter]) -> None:
 def _drawing_identically(
     optimizer: Optimizer, params: Sequence[Tensor], chunk: int
 ) -> Iterator[tuple[Sequence[Tensor], AbstractContextManager[Any]]]:
-    """`params`, those of which ranks have the same parts together; and a context to step each lot of them in.
+    """Yield `params`, grouped by the ranks that have the same parts, and a context to step each group in.
 
-    There random numbers follow from the step, the portion and the part alone: an optimizer that rounds at random does
-    so alike wherever parts are the same.
+    In this context random numbers depend on the step, the portion and the part only. So stochastic rounding is the same
+    on all ranks with the same parts.
     """
     blocks = block_states(optimizer)
     if blocks is None or not blocks.draws:
@@ -500,7 +503,7 @@ def _drawing_identically(
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """A context in which the generator of `device` begins anew, and goes on as it was afterwards."""
+    """Context manager that seeds the generator of `device`, and restores its state afterwards."""
     module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
     state = module.get_rng_state()
     if device.type == "cpu":
@@ -514,11 +517,10 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Step `optimizer`, whose own step begins, in parts if it has any, and leave it without parameters until that is
-    over.
+    """Step `optimizer` in parts, if it has any, when its own step begins, and remove its parameters until that is over.
 
-    With a closure, it takes its step by itself: its states are all in memory then, and go to the disk afterwards. Hooks
-    of the user's, which some ranks alone may have, change nothing: they are called here, around all parts.
+    With a closure, its own step is used: all its states are in memory then, and are written to the disk afterwards. The
+    user's hooks, which may exist on some ranks only, do not matter: they are called here, around all parts.
     """
     disk = None if isinstance(optimizer, ChunkedSteps) else states_on_disk(optimizer)
     on_cpu = _on_cpu(optimizer)
@@ -542,11 +544,11 @@ def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _nothing() -> None:
-    """What there is to do where no hooks were withheld."""
+    """Do nothing, since no hooks were withheld."""
 
 
 def _give_back(optimizer: Optimizer) -> None:
-    """Let `optimizer` have its parameters and hooks again, and their states rest on the disk."""
+    """Restore the parameters and hooks of `optimizer`, and write their states to the disk."""
     _withheld.pop(optimizer, _nothing)()
     given = _given.pop(optimizer, None)
     if given is None:

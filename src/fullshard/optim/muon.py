@@ -5,22 +5,22 @@ https://kellerjordan.github.io/posts/muon): a step goes along the momentum with 
 around 1, which a Newton-Schulz iteration finds. The learning rate "match_rms_adamw" is that of Liu et al., "Muon is
 Scalable for LLM Training" (2025, arXiv:2502.16982). Numbers are those of `torch.optim.Muon`, operation by operation.
 
-[Note: how matrices travel]
-Momenta are updated in shards. The iteration needs the whole matrix, and computes in bfloat16; so messages are bfloat16,
-and no bit is lost. Each rank has one buffer, `own_part`, with its parts of all matrices of a batch, by owner; and
-receive buffers, `received`, with every rank's parts of the matrices that it owns itself. With matrices A and B owned by
-rank 0 and C by rank 1:
+[Note: how matrices are exchanged]
+Momenta are updated in shards. The iteration needs the whole matrix and computes in bfloat16. So messages are bfloat16,
+without any loss. Each rank has one buffer, `own_part`, with its parts of all matrices of a batch, by owner, and receive
+buffers, `received`, with every rank's parts of the matrices that it owns itself. With matrices A and B owned by rank 0
+and C by rank 1:
 
-              mine            received
-    rank 0    [A0 B0][C0]     [A0 B0][A1 B1]      its own buffer is its own stretch of `own_part`
+              own_part        received
+    rank 0    [A0 B0][C0]     [A0 B0][A1 B1]      its own receive buffer is a slice of `own_part`
     rank 1    [A1 B1][C1]     [C0][C1]
 
-One all-to-all sends stretches of `own_part` to the receive buffers of the owners. These overwrite the parts with their
-results, and a second all-to-all takes them back. Along a mesh axis whose ranks have the same parts there is nothing to
-collect; results are passed on along it in the end. Where a matrix is cut along several axes (tensor parallelism, or
-experts on ranks of their own, beside the shard axis), these are one: all the ranks that have different parts.
+One all-to-all sends slices of `own_part` to the receive buffers of the owners. The owners overwrite the parts with
+their results, and a second all-to-all sends them back. Along a mesh axis whose ranks have the same parts nothing is
+collected, and results are sent along it at the end. If a matrix is cut along several axes (by tensor parallelism or
+expert parallelism in addition to the shard axis), these count as one axis: all the ranks that have different parts.
 
-Of a stack of matrices (experts) each is one by itself. What a rank has whole it owns, and nothing of it travels.
+Each matrix of a stack (experts) is separate. A rank that has a matrix whole owns it, and nothing of it is sent.
 """
 
 from __future__ import annotations
@@ -58,25 +58,26 @@ from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 __all__ = ["Muon"]
 
 BATCH_NBYTES = 16 * 2**20
-"""Bytes of whole matrices that a rank orthogonalises in one batch; one matrix, if it is larger."""
+"""Maximum bytes of whole matrices that a rank orthogonalises in one batch, unless it is one larger matrix."""
 
 _TRANSPORT = torch.bfloat16
-_VARIANTS = 1024  # the number of sets of matrices that the channel tells apart
+_VARIANTS = 1024  # the number of sets of matrices that the channel distinguishes
 
 
 class Muon(torch.optim.Optimizer, ChunkedSteps):
     """Muon for matrices that are sharded under any strategy, or not at all, with the arguments of `torch.optim.Muon`.
 
-    On one process it gives the bits of `torch.optim.Muon`; on several, under every strategy, those of one process that
-    has the same gradients. With bfloat16 parameters it agrees closely with torch: that adds an update in bfloat16 by
-    rules that depend on where elements lie; here it is added in float32 and rounded once.
+    On one process the results are bitwise identical to `torch.optim.Muon`. On several processes they are identical to
+    those of one process with the same gradients, under every strategy. With bfloat16 parameters they are close to
+    torch's: torch adds an update in bfloat16, with rounding that depends on the position of elements. This class adds
+    it in float32 and rounds once.
 
-    The ranks of a mesh, replicas included, divide the orthogonalisations so that all have about as much to do, and
-    exchange the next matrices while they compute. Matrices that are no `DTensor`s are orthogonalised where they are.
-    Every rank must call `step`, with gradients of the same parameters.
+    The ranks of a mesh, including replicas, divide the orthogonalisations evenly, and exchange the next matrices while
+    they compute. Matrices that are not `DTensor`s are orthogonalised on each rank. Every rank must call `step`, with
+    gradients of the same parameters.
 
-    A 3-D parameter is a stack of matrices, one an expert or a head, each of which is orthogonalised by itself, where it
-    is if a rank has it whole. Matrices may be cut along any axes of their mesh, by tensor or expert parallelism too.
+    A 3-D parameter is a stack of matrices, one per expert or head. Each is orthogonalised separately, and locally if a
+    rank has it whole. Matrices may be cut along any axes of their mesh, also by tensor or expert parallelism.
 
     Muon is for the weight matrices of hidden layers. Give embeddings, output heads, biases and norms to another
     optimizer:
@@ -87,17 +88,17 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
     Args:
         params: matrices, or stacks of them (2-D or 3-D, real, floating-point), or groups of these.
         lr: the learning rate: a number, or a tensor of one.
-        weight_decay: how much of a parameter a step takes away, times the learning rate.
-        momentum: how much of the momentum a step keeps; the rest is the gradient's.
-        nesterov: whether a step goes along a mixture of the gradient and the new momentum.
+        weight_decay: the decoupled weight decay, which is multiplied by the learning rate.
+        momentum: the fraction of the momentum that a step keeps; the rest is the gradient's.
+        nesterov: whether to use Nesterov momentum, a mixture of the gradient and the new momentum.
         ns_coefficients: of the odd polynomial of degree five that is iterated.
-        eps: the least norm that a matrix is divided by before the iteration.
+        eps: the minimum norm that a matrix is divided by before the iteration.
         ns_steps: the number of iterations.
         adjust_lr_fn: the learning rate for a matrix of `a` rows and `b` columns: "original" (or None), times
             `sqrt(max(1, a / b))`; "match_rms_adamw", times `0.2 * sqrt(max(a, b))`.
 
     Raises:
-        ConfigError: a parameter is no matrix, or an option is out of its range.
+        ConfigError: a parameter is not a matrix, or an option is out of its range.
     """
 
     def __init__(
@@ -126,10 +127,10 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Step the parameters of `param_group` too, with its options, or else the optimizer's.
+        """Add a parameter group, with its options or else the optimizer's defaults.
 
         Raises:
-            ConfigError: a parameter is no matrix, or an option is out of its range.
+            ConfigError: a parameter is not a matrix, or an option is out of its range.
         """
         super().add_param_group(param_group)
         wrong = _wrong_option(self.param_groups[-1]) or self._wrong_param()
@@ -145,7 +146,7 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; the loss of `closure`, called before that, if there is one.
+        """Update every parameter that has a gradient. Return the loss of `closure`, which is called first, if given.
 
         Raises:
             ConfigError: a gradient is sparse.
@@ -177,7 +178,7 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
             team.step([matrix for matrix in matrices if matrix.param.grad is not None], note)
 
     def _named(self) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
-        """Every parameter with its group, and the name that the user gave it or its number in the state dict."""
+        """Yield every parameter with its group, and its name from the user or its number in the state dict."""
         number = 0
         for group in self.param_groups:
             for i, param in enumerate(group["params"]):
@@ -203,7 +204,7 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
         return found
 
     def _wrong_param(self) -> str | None:
-        """The fault of the last group's parameters, in words; None if Muon can step them all."""
+        """Describe the fault of the last group's parameters; None if Muon can step them all."""
         number = len(self.param_groups) - 1
         for name, _, param in (item for item in self._named() if item[1] is self.param_groups[-1]):
             if param.ndim not in (2, 3) or not param.is_floating_point():
@@ -245,14 +246,14 @@ def _wrong_option(options: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where the parts of one matrix of a parameter lie.
+    """The division of one matrix of a parameter into parts.
 
     Args:
         spans: of each part, the positions along each dim of the parameter.
         index: of the matrix in a stack: a number, or nothing.
         rows: of the matrix.
         columns: of the matrix.
-        home: the part that is the whole matrix, if there is one.
+        whole_part: the part that is the whole matrix, if there is one.
     """
 
     spans: Sequence[Sequence[range]]
@@ -282,7 +283,7 @@ class Cuts:
         return math.prod(self.shape(part))
 
     def own(self, local: Tensor, part: int) -> Tensor:
-        """What `local`, which is `part` of the parameter, has of this matrix: a view."""
+        """Return the view of this matrix's part in `local`, which is `part` of the parameter."""
         if not self.has(part):
             return local.new_empty(0, 0)
         for at, span in zip(self.index, self.spans[part], strict=False):
@@ -303,7 +304,7 @@ class Matrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole matrix, as it travels."""
+        """Bytes of the whole matrix when it is sent."""
         return self.cuts.rows * self.cuts.columns * _TRANSPORT.itemsize
 
     @property
@@ -313,7 +314,7 @@ class Matrix:
         return float(self.group["ns_steps"] * short * short * (2 * long + short))
 
     def update_momentum(self) -> Tensor:
-        """Add the gradient to the momentum; this rank's part of the matrix to orthogonalise."""
+        """Add the gradient to the momentum, and return this rank's part of the matrix to orthogonalise."""
         state, momentum = self.states[self.param], self.group["momentum"]
         assert self.param.grad is not None
         if "momentum_buffer" not in state:
@@ -338,7 +339,8 @@ class Matrix:
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         own = self._own(self.param)
         own.mul_(1 - lr * self.group["weight_decay"])
-        # A sum in bfloat16 rounds vectors in one way and their last elements in another: shard boundaries would show.
+        # A bfloat16 sum rounds vectors differently from their last elements, so results would depend on shard
+        # boundaries.
         own.add_(update.to(own.device, torch.float32), alpha=-lr * self._lr_factor)
         if isinstance(self.param, DTensor):
             torch.autograd.graph.increment_version(self.param)
@@ -357,7 +359,7 @@ class Matrix:
 def _matrices(
     name: str, param: Tensor, group: Mapping[str, Any], states: dict[Tensor, Any], team: Team
 ) -> list[Matrix]:
-    """The matrices that `param` is made of."""
+    """Return the matrices of `param`."""
     *stacked, rows, columns = shape = tuple(param.shape)
     cuts: tuple[tuple[int, int], ...] = ()
     if isinstance(param, DTensor):
@@ -375,13 +377,13 @@ def _matrices(
 def _divided(
     shape: tuple[int, ...], cuts: tuple[tuple[int, int], ...], places: tuple[tuple[int, ...], ...]
 ) -> tuple[list[list[range]], list[int | None]]:
-    """The division of a parameter: the positions along each dim of each part, and of each matrix in it the part that
-    is all of that, if there is one.
+    """Return the division of a parameter: each part's positions along each dim, and for each matrix the part that is
+    the whole matrix, if there is one.
 
     Args:
         shape: of the parameter.
-        cuts: the dims along which it is cut, one after another, and into how many pieces.
-        places: for each part, which piece it is of each cut. None, if there is one part.
+        cuts: in order, the dims that it is cut along and the number of pieces.
+        places: for each part, the index of its piece in each cut. Empty if there is only one part.
     """
     spans = [[range(size) for size in shape] for _ in places or [()]]
     for its, place in zip(spans, places, strict=False):
@@ -397,10 +399,10 @@ def _divided(
 
 
 def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """A matrix with the singular vectors of `matrix`, and singular values around 1.
+    """Return a matrix with the singular vectors of `matrix`, and singular values around 1.
 
-    Divides by the norm, so that no singular value is above 1, and iterates `x -> a x + b (x x^T) x + c (x x^T)^2 x`
-    for the coefficients (a, b, c), which moves each singular value as the polynomial `a s + b s^3 + c s^5` does.
+    Divide by the norm, so that no singular value is above 1, and iterate `x -> a x + b (x x^T) x + c (x x^T)^2 x` for
+    the coefficients (a, b, c). This maps each singular value by the polynomial `a s + b s^3 + c s^5`.
     """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -422,12 +424,12 @@ def divide(
     limit: int,
     allowed: Mapping[int, Sequence[int]] | None = None,
 ) -> list[list[list[int]]]:
-    """The work in batches, one at least: `divide(...)[batch][owner]` are indices of matrices.
+    """Divide the work into batches, at least one: `divide(...)[batch][owner]` are indices of matrices.
 
-    The dearest comes first, and each goes to the owner who has least to do so far; so nobody has more than 4/3 of the
-    busiest one's work in the best division (Graham, 1969, "Bounds on multiprocessing timing anomalies"). A batch ends
-    where an owner would have more than `limit` bytes of it, unless that is one matrix. A matrix that is in `allowed`
-    goes to one of the owners who are named there.
+    Matrices are assigned in descending order of their cost, each to the owner with the least work so far. So the
+    maximum work of an owner is at most 4/3 of that in the best division (Graham, 1969, "Bounds on multiprocessing
+    timing anomalies"). A batch ends if an owner would have more than `limit` bytes of it, unless that is one matrix. A
+    matrix in `allowed` is assigned to one of the owners listed there.
     """
     batches: list[list[list[int]]] = [[[] for _ in range(owners)]]
     loads, held = [0.0] * owners, [0] * owners
@@ -444,14 +446,14 @@ def divide(
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks of one mesh, who divide the work on its matrices.
+    """The ranks of one mesh, which divide the work on its matrices.
 
-    They are numbered with the last wire running fastest. Results are taken back along the last wire first.
+    They are numbered with the last transport varying fastest. Results are sent back along the last transport first.
 
     Args:
-        wires: to the ranks along each axis of the mesh that have the same parts; then, if matrices are cut, to all that
-            have different ones, along one axis or several. A plain tensor has none, and a team of one rank.
-        places: of the ranks that have different parts, on the axes along which matrices are cut.
+        transports: to the ranks with the same parts along each axis of the mesh; then, if matrices are cut, to all
+            ranks with different parts, along one axis or several. A plain tensor has none, and a team of one rank.
+        places: the coordinates of the ranks with different parts on the axes along which matrices are cut.
         device: where matrices are orthogonalised.
     """
 
@@ -461,7 +463,7 @@ class Team:
 
     @classmethod
     def of(cls, param: Tensor) -> Team:
-        """The team that steps `param`."""
+        """Return the team that steps `param`."""
         if not isinstance(param, DTensor):
             return cls((), (), param.device)
         mesh, device = param.device_mesh, torch.device(param.device_mesh.device_type)
@@ -475,7 +477,7 @@ class Team:
 
     @property
     def is_sharded(self) -> bool:
-        """True if some ranks have different parts: those along the last wire."""
+        """True if some ranks have different parts: those along the last transport."""
         return bool(self.places)
 
     @property
@@ -503,19 +505,19 @@ class Team:
 
     @property
     def partners(self) -> range:
-        """The owners to whom this rank sends its parts: the ranks with the other parts."""
+        """The owners that this rank sends its parts to: the ranks with the other parts."""
         first = self.number - self.part
         return range(first, first + self.parts)
 
     def behind(self, axis: int, rank: int) -> range:
-        """The owners whose results `rank` of `axis` has, once results were taken back along the axes after it."""
+        """Return the owners whose results `rank` of `axis` has, once results were sent back along the axes after it."""
         each = math.prod(transport.world for transport in self.transports[axis + 1 :])
         every = each * self.transports[axis].world
         first = self.number // every * every + rank * each
         return range(first, first + each)
 
     def _resident(self, matrices: Sequence[Matrix]) -> dict[int, range]:
-        """The owners of those of `matrices` that some ranks have whole, though others have none of it."""
+        """Return the owners of those of `matrices` that some ranks have whole, while others have no part."""
         whole_parts = {i: matrix.cuts.whole_part for i, matrix in enumerate(matrices)}
         return {
             i: range(whole_part, self.size, self.parts)
@@ -524,7 +526,7 @@ class Team:
         }
 
     def step(self, matrices: Sequence[Matrix], note: str) -> None:
-        """Step `matrices`, batch by batch: meanwhile the next one travels to the owners and the last one back.
+        """Step `matrices`, batch by batch. Meanwhile the next batch is sent to the owners and the last one back.
 
         Args:
             matrices: the same on every rank, and each with a gradient.
@@ -546,13 +548,13 @@ class Team:
 
 
 class Batch:
-    """Some matrices on their way to their owners and back. See [Note: how matrices travel].
+    """Some matrices that are sent to their owners and back. See [Note: how matrices are exchanged].
 
     Args:
         team: the ranks.
         by_owner: the matrices that each of them orthogonalises.
-        parity: 0 and 1 alternately: two batches are under way at once.
-        which: names and shapes of all the matrices, so that another rank's other ones do not arrive as these.
+        parity: 0 and 1 alternately: two batches are pending at the same time.
+        which: names and shapes of all the matrices, so that other matrices of another rank do not arrive as these.
         note: what is unusual about them.
     """
 
@@ -566,12 +568,12 @@ class Batch:
         self._starts, self._numel = aligned_offsets(self._numels, ALIGNMENT_BYTES // _TRANSPORT.itemsize)
         self._local = torch.empty(0)
         self._received: list[Tensor] = []
-        self._axes = list(range(len(team.transports)))  # along which results are still to be taken back
+        self._axes = list(range(len(team.transports)))  # results are still to be sent back along these
         self._pending = Pending()
         self._arrived: Mark | None = None
 
     def collect(self) -> None:
-        """Update all momenta, and begin to send this rank's parts to the owners."""
+        """Update all momenta, and start to send this rank's parts to the owners."""
         team = self._team
         self._local = torch.empty(self._numel, dtype=_TRANSPORT, device=team.device)
         for owner, start, its in zip(range(team.size), self._starts, self._by_owner, strict=True):
@@ -591,7 +593,7 @@ class Batch:
             self._exchange(team.transports[-1], self._received, sent, self._partners_nbytes, "there")
 
     def orthogonalise(self) -> None:
-        """Orthogonalise the matrices that this rank owns, and begin to take them back."""
+        """Orthogonalise the matrices that this rank owns, and start to send them back."""
         self._wait()
         own_part = self._by_owner[self._team.number]
         parts = [_parts(buffer, own_part, part) for part, buffer in enumerate(self._received)]
@@ -604,7 +606,7 @@ class Batch:
         self.take_back()
 
     def take_back(self) -> None:
-        """Begin to take the results back along the next axis: to those who have other parts, or the same."""
+        """Start to send the results back along the next axis, to the ranks with other parts or with the same."""
         self._wait()
         if not self._axes:
             return
@@ -633,7 +635,7 @@ class Batch:
         return sum(matrix.nbytes for owner in self._team.partners for matrix in self._by_owner[owner])
 
     def _region(self, owners: range) -> Tensor:
-        """This rank's parts of all matrices that `owners` own."""
+        """Return this rank's parts of all matrices that `owners` own."""
         last = owners[-1]
         return self._local[self._starts[owners[0]] : self._starts[last] + self._numels[last]]
 
@@ -653,7 +655,7 @@ class Batch:
 
 
 def _parts(buffer: Tensor, matrices: Sequence[Matrix], part: int) -> list[Tensor]:
-    """The `part` of each of `matrices`, one after another in `buffer` (1-D)."""
+    """Return views of the `part` of each of `matrices`, which are contiguous in `buffer` (1-D)."""
     numels = [matrix.cuts.numel(part) for matrix in matrices]
     flat = buffer[: sum(numels)].split(numels)
     return [item.view(matrix.cuts.shape(part)) for item, matrix in zip(flat, matrices, strict=True)]
@@ -664,7 +666,7 @@ _alongside: Kept[tuple[DeviceMesh, tuple[int, ...]], _Alongside] = Kept("ranks a
 
 
 def _along(mesh: DeviceMesh, axes: Sequence[int]) -> _Alongside:
-    """The group of this rank and those beside it along `axes` of `mesh`, one for all of them, and the places of its
+    """Return one process group of this rank and all its neighbours along `axes` of `mesh`, and the coordinates of its
     ranks on these axes.
     """
     own_part = mesh.get_coordinate()

@@ -1,4 +1,4 @@
-"""Parameters that an optimizer trains and no unit has, such as those of a head or an adapter outside of the model."""
+"""Parameters of an optimizer that no unit has, such as those of a head or an adapter outside of the model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fullshard.engine.runtime import runtime_of_last_backward, runtime_or_none
 __all__ = ["note_outside"]
 
 _noted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""How many parameters each optimizer had when they were last looked at."""
+"""The number of parameters of each optimizer at the last check."""
 
 
 def note_outside(optimizer: Optimizer) -> None:
-    """Make ranks compare the parameters of `optimizer` that no unit has, since nobody may average their gradients.
+    """Make ranks compare the parameters of `optimizer` that no unit has, whose gradients might not be averaged.
 
     They are compared if the optimizer trains units too, or if their gradients may come from a backward through units.
     """

@@ -14,9 +14,9 @@ __all__ = ["point_to_shards"]
 
 
 def point_to_shards(optimizer: Optimizer) -> None:
-    """Give `optimizer` the sharded parameter in place of each parameter that was sharded since it was made.
+    """Replace parameters of `optimizer` that were sharded since it was made by the sharded ones.
 
-    Happens by itself before each `step()`.
+    This is called automatically before each `step()`.
 
     Raises:
         StateError: the optimizer has state for a parameter from before it was sharded, or state that was loaded while

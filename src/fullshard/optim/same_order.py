@@ -31,7 +31,7 @@ def check_same_order(optimizer: Optimizer) -> None:
     found = [managed_by(param) for param in params]
     first = managed_by(in_model_order(params)[0])
     if first is None or runtime_or_none(first.unit) is None:
-        return  # it has not run yet, so there are no gradients
+        return  # it has not run yet, so gradients do not exist
     _checked.add(optimizer)
     names = [f"{item.unit.name}.{item.param.fqn}".removeprefix(".") for item in found if item is not None]
     check_same_names(names, first.unit, type(optimizer).__name__)

@@ -1,15 +1,15 @@
 """Optimizer states that are encoded in blocks of elements, as bitsandbytes' and torchao's 8-bit optimizers keep them.
 
-A block has a scale of its own, so what is encoded depends on where blocks begin: at every so many elements of a
-parameter, in the order of memory. A rank whose shard consists of whole blocks has some of the blocks that one process
-has, and no others. Whether a parameter is encoded at all goes by the size of the whole one, too.
+Each block has a scale, so the encoding depends on where blocks begin: at multiples of the block size in a parameter, in
+memory order. A rank whose shard consists of whole blocks has a subset of the blocks that a single process has. The size
+of the whole parameter also decides whether it is encoded at all.
 
-In state dicts and checkpoints such a state is two tensors, cut along the parameter's rows as the parameter is:
+In state dicts and checkpoints such a state is two tensors, cut along the parameter's rows like the parameter:
 
-    exp_avg.codes    of the parameter's shape; what packs several codes in a byte, as scales lie
-    exp_avg.scale    as many rows as there are stretches of rows that are whole blocks, and the scales of one in a row
+    exp_avg.codes    of the parameter's shape; with several codes per byte, of the layout of the scales
+    exp_avg.scale    one row for each slice of rows that consists of whole blocks, with the scales of this slice
 
-`blocks` beside them says how they are encoded. They are read into optimizers of the same kind only.
+The entry `blocks` names the encoding. These states can only be loaded into optimizers of the same kind.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fullshard.errors import ConfigError
 __all__ = ["FORM", "BlockStates", "block_states", "is_part"]
 
 FORM = "blocks"
-"""The name of the state that says how others are encoded."""
+"""The name of the state that describes the encoding of other states."""
 
 _CODES, _SCALE = ".codes", ".scale"
 _NESTED = "__bnb_optimizer_quant_state__"  # bitsandbytes' state dicts have tensors in a dict of this name
 
 
 def block_states(optimizer: Optimizer) -> BlockStates | None:
-    """What is known of the states of `optimizer`; None if it encodes none in blocks."""
+    """Return the encoding of the states of `optimizer`; None if it encodes none in blocks."""
     torchao, bitsandbytes = sys.modules.get("torchao.optim.adam"), sys.modules.get("bitsandbytes.optim.optimizer")
     if torchao is not None and isinstance(optimizer, torchao._AdamBase) and type(optimizer.block_size) is int:
         return _Torchao(optimizer)
@@ -55,10 +55,10 @@ def is_part(name: str) -> bool:
 
 
 class BlockStates:
-    """How one optimizer encodes states.
+    """The encoding of one optimizer's states.
 
     Args:
-        optimizer: it.
+        optimizer: the optimizer.
         block: elements of a block.
     """
 
@@ -85,15 +85,16 @@ class BlockStates:
         return self.block
 
     def _unpack(self, name: str, values: Mapping[str, Any], local: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Codes and scales of the state `name`; None if that is no state which is encoded."""
+        """Return codes and scales of the state `name`; None if that state is not encoded."""
         raise NotImplementedError
 
     def _put_together(self, name: str, codes: Tensor, scale: Tensor, param: nn.Parameter) -> dict[str, Any]:
-        """The state `name` as the optimizer keeps it for `param`, of flat codes and scales of this rank's blocks."""
+        """Return the state `name` in the optimizer's form for `param`, from flat codes and scales of this rank."""
         raise NotImplementedError
 
     def deciding_by_wholes(self, params: Mapping[int, nn.Parameter]) -> AbstractContextManager[None]:
-        """A context in which the optimizer, which has shards in place of parameters, makes states by the whole ones.
+        """Return a context that makes the optimizer, which has shards instead of parameters, create states by the
+        wholes.
 
         Args:
             params: the parameter of each shard, by its id.
@@ -103,7 +104,7 @@ class BlockStates:
     # -- cuts ---------------------------------------------------------------------------------------------------------
 
     def check(self, params: Iterable[Any]) -> None:
-        """Refuse shards that are no whole blocks.
+        """Refuse shards that do not consist of whole blocks.
 
         Raises:
             ConfigError: there are some.
@@ -130,11 +131,11 @@ class BlockStates:
     # -- the form of state dicts --------------------------------------------------------------------------------------
 
     def form(self, param: nn.Parameter) -> str | None:
-        """How the states of `param` are encoded, in words; None if they are not."""
+        """Describe the encoding of the states of `param`; None if they are not encoded."""
         return self._describe() if self.encodes(param) else None
 
     def separate(self, values: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
-        """The state `values` of `param`, in the form of state dicts."""
+        """Return the state `values` of `param` in the form of state dicts."""
         values = {**values, **values.get(_NESTED, {})}
         values.pop(_NESTED, None)
         if not self.encodes(param) or not _is_cut_once(param):
@@ -150,11 +151,11 @@ class BlockStates:
         return found
 
     def _follows(self, name: str) -> bool:
-        """True if the state `name` is made anew from the others."""
+        """True if the state `name` is computed from the others."""
         return False
 
     def together(self, values: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
-        """The inverse of `separate`: the state of `param` as the optimizer keeps it."""
+        """Return the state of `param` in the optimizer's form: the inverse of `separate`."""
         if FORM not in values:
             return dict(values)
         found: dict[str, Any] = {}
@@ -169,7 +170,7 @@ class BlockStates:
 
 
 class _Torchao(BlockStates):
-    """Those of torchao: a state is a tensor subclass around codes, scales and a table of values."""
+    """States of torchao: a state is a tensor subclass around codes, scales and a table of values."""
 
     _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     _LEAST = 4096  # elements; smaller ones are left as they are
@@ -196,7 +197,7 @@ class _Torchao(BlockStates):
     def _unpack(self, name: str, values: Mapping[str, Any], local: Tensor) -> tuple[Tensor, Tensor] | None:
         if name not in self._STATES:
             return None
-        if not local.numel():  # of which it keeps plain zeros
+        if not local.numel():  # its states are plain zeros
             codes, scale = self._one_block.codes[:0], self._one_block.scale[:0]
             return codes.to(local.device), scale.to(local.device)
         encoded = _local(values[name])
@@ -229,7 +230,7 @@ class _Torchao(BlockStates):
 
 
 class _Bitsandbytes(BlockStates):
-    """Those of bitsandbytes: codes and scales are states of their own, and so are the tables of values."""
+    """States of bitsandbytes: codes, scales and tables of values are separate states."""
 
     _BLOCK = 256
     _TABLES: ClassVar = {"state1": ("absmax1", "qmap1", "dynamic"), "state2": ("absmax2", "qmap2", "udynamic")}
@@ -238,7 +239,7 @@ class _Bitsandbytes(BlockStates):
         super().__init__(optimizer, self._BLOCK)
 
     def _config(self, param: nn.Parameter) -> dict[str, Any]:
-        """What the user wants of `param`, by whichever of the library's ways."""
+        """Return the user's configuration for `param`, from any of the library's interfaces."""
         args, manager = self._optimizer.args, self._optimizer.mng
         config = {"optim_bits": args.optim_bits, "min_8bit_size": args.min_8bit_size}
         for module, name, override in manager.module_weight_config_triple:
@@ -290,7 +291,7 @@ class _Bitsandbytes(BlockStates):
 
 @contextmanager
 def _replacing(optimizer: Any, name: str, method: Any) -> Iterator[None]:
-    """A context in which `optimizer` has `method` in place of its class's own."""
+    """Return a context that replaces the method `name` of `optimizer` by `method`."""
     vars(optimizer)[name] = method
     try:
         yield
@@ -299,7 +300,7 @@ def _replacing(optimizer: Any, name: str, method: Any) -> Iterator[None]:
 
 
 def _numel(param: nn.Parameter) -> int:
-    """Elements of what is cut into shards: of a parameter of tensor parallelism, this rank's."""
+    """Return the elements that are cut into shards: for tensor parallelism, those of this rank's part."""
     managed = managed_by(param)
     return param.numel() if managed is None else managed.param.layout.spec.numel
 
@@ -316,17 +317,17 @@ def _like(local: Tensor, param: nn.Parameter) -> Tensor:
 
 
 def _is_cut_once(param: nn.Parameter) -> bool:
-    """True if the shards of `param` are all that there is of it, as they are not beside tensor parallelism."""
+    """True if the shards of `param` make up the whole parameter, which is not the case with tensor parallelism."""
     managed = managed_by(param)
     return managed is None or (managed.param.layout.spec.shape == tuple(param.shape) and not managed.param.view.is_cut)
 
 
 class _Cut:
-    """The stretches of rows of a parameter that are whole blocks, and this rank's.
+    """The slices of rows of a parameter that consist of whole blocks, and those of this rank.
 
-    Of a tensor of R rows of C elements, k = block / gcd(block, C) rows are whole blocks. A shard of whole blocks is a
-    number of times k rows, the last one perhaps some less: ceil(R / k) stretches are cut between ranks just as the R
-    rows are, by `DTensor`'s own rule. (Rows are those of the first dim that has several.)
+    In a tensor of R rows of C elements, k = block / gcd(block, C) rows are whole blocks. A shard of whole blocks has a
+    multiple of k rows, and the last one may have fewer. So ceil(R / k) slices are cut between ranks like the R rows,
+    by the rule of `DTensor`. (Rows are those of the first dim with several elements.)
     """
 
     def __init__(self, param: nn.Parameter, block: int) -> None:
@@ -339,13 +340,13 @@ class _Cut:
         self._blocks = self._rows * row_numel // block  # of a stretch
 
     def codes(self, codes: Tensor, in_block: int) -> Tensor:
-        """This rank's `codes`, of which a block has so many elements, with those of other ranks beside them."""
+        """Return this rank's `codes`, `in_block` elements per block, as its part of the codes of all ranks."""
         if in_block == self._block:
             return self._placed(codes.view(self._local.shape), tuple(self._param.shape))
         return self._by_regions(codes, self._blocks * in_block)
 
     def scale(self, scale: Tensor) -> Tensor:
-        """This rank's scales, one of each block, with those of other ranks beside them."""
+        """Return this rank's scales, one per block, as its part of the scales of all ranks."""
         return self._by_regions(scale, self._blocks)
 
     def _by_regions(self, part: Tensor, width: int) -> Tensor:

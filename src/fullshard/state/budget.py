@@ -1,31 +1,32 @@
-"""The fractions of `Offload(budget=...)`: decided at the first step of an optimizer, by what is known then.
+"""The fractions of `Offload(budget=...)`, chosen at the first step of an optimizer.
 
 [Note: what a budget goes by]
-At that step everything is known but temporaries: bytes of parameters, of gradients and of what is gathered follow from
-shapes; those of states from the optimizer; and what forward keeps was counted, storage by storage, while it travelled.
-What is computed within a unit beyond what it keeps is taken to be as much as the unit keeps that keeps most. Nothing
-here is measured by an allocator or a clock, and ranks take the largest of each number over all of them: so all decide
-alike, in every run alike. A rank needs the more of
+At that step everything except temporaries is known. Bytes of parameters, gradients and gathered parameters follow from
+shapes, and those of states from the optimizer. Activations were counted, storage by storage, while they were offloaded.
+Temporaries within a unit are assumed to be as large as the activations of the unit that keeps most. No number depends
+on an allocator or a clock, and ranks use the maximum of each number over all ranks. So all ranks make the same
+decision, in every run. A rank needs the larger of
 
     forward and backward   parameters + states + gathered + whole gradients + working memory
-                           + what is kept and gradients: the larger, or both if microbatches add up
+                           + activations or gradients: the larger, or both if microbatches accumulate
     the step               parameters + states + gradients + a copy of the largest of them
 
-Of units that the CPU steps beside the device, a copy of the shards is left of parameters, and no states; of gradients,
-what is on its way down: those of two units. Whole ones, of four: two are copied into a message meanwhile.
+Units that the CPU steps need on the device: a copy of the shards, no states, and the gradients that are being copied to
+the host, which are those of two units. Whole gradients are those of four units: two are copied into a message
+meanwhile.
 
-The CPU beside the device has a memory of its own, with as much room as the kernel says: the one number that may differ
-from run to run, and of which ranks take the least. Shards and gradients of all units are there by then, and so are the
-buffers of what forward keeps. What comes are states of the units that it steps, two temporaries as large as the largest
-gradient, and the buffers through which states of others pass to a disk.
+Host memory is separate from device memory, and the kernel reports how much is available. This is the only number that
+may differ between runs, and ranks use its minimum. Shards and gradients of all units are already in host memory at that
+time, and so are the buffers of activations. The states of the units that the CPU steps, two temporaries as large as the
+largest gradient, and the buffers for states that pass to a disk are added.
 
-Where the CPU computes, units may rest on a disk, with gradients and states. Then parts of them pass through buffers,
-all of which are taken to be as large as the largest. In forward and backward there are those of the units that are read
-ahead, of the gradients of two units, and as many as may still be written (`disk/buffers.py`). In the step there are
-those of two portions, of shards and gradients beside the states, and again what is written.
+If the CPU computes, units may be on a disk, with gradients and states. Then parts of them pass through buffers. All
+buffers are assumed to be as large as the largest. Forward and backward need buffers for the units that are read ahead,
+for the gradients of two units, and for pending writes (`disk/buffers.py`). The step needs buffers for the shards and
+gradients of two portions in addition to the states, and again for pending writes.
 
-Before it, all is away that can be, so that a model which fits at all comes so far: units rest on the CPU beside the
-device, or on the disk, and those that fit come to the device then, with gradients, and with states that were loaded
+Before that step, everything that can be offloaded is offloaded, so that any model that can fit reaches this step. Units
+are on the CPU, or on the disk. Those that fit are then moved to the device, with gradients and loaded states
 (`Unit.move_to`).
 """
 
@@ -72,20 +73,20 @@ __all__ = ["choose_for_budget"]
 
 _log = logging.getLogger(__name__)
 _ORIGIN = Origin("budget", Phase.STEP)
-_ANY = 1 << 62  # bytes, where nobody can tell how many there are
+_ANY = 1 << 62  # bytes, if the available memory is unknown
 _REDUCTIONS = 2  # units whose gradients are reduced at once
 _observed: WeakSet[Optimizer] = WeakSet()
 
 
 def choose_for_budget(optimizer: Optimizer) -> None:
-    """Choose the fractions of a budget, if units of `optimizer`, which is about to step, have one: a collective then.
+    """Choose the fractions of a budget, if units of `optimizer`, which is about to step, have one. A collective then.
 
-    Not within a backward, whose hooks may step, if any could move: all stays away then.
+    Nothing is chosen in a backward, whose hooks may step, if units could move: everything stays offloaded then.
 
     Raises:
-        ConfigError: nothing that can be away is enough. The budget that would do is named. Or the host's memory has no
-            room for what would have to be there. Or units have several budgets.
-        DiskError: on some rank, what is to be in memory again cannot be read.
+        ConfigError: offloading everything is not enough, and the message contains a sufficient budget. Or host memory
+            is too small for the offloaded states. Or units have several budgets.
+        DiskError: on some rank, a unit that is moved to memory cannot be read.
     """
     if optimizer in _observed:
         return
@@ -112,27 +113,27 @@ def choose_for_budget(optimizer: Optimizer) -> None:
 
 
 def _is_in_backward(runtime: Runtime) -> bool:
-    """True if an optimizer that steps now does so within a backward, and units would move that it needs."""
+    """True if an optimizer steps within a backward now, and units that this needs would move."""
     is_elsewhere = (unit.is_on_disk or unit.is_on_cpu for unit in runtime.units if _open(unit) is not None)
     return runtime.phase is Phase.BACKWARD and any(is_elsewhere)
 
 
 def _open(unit: Unit) -> Offload | None:
-    """The policy of `unit`, if it is a budget for which nothing has been chosen."""
+    """Return the policy of `unit` if it is a budget without chosen fractions."""
     policy = unit.options.offload
     return policy if isinstance(policy, Offload) and policy.budget is not None else None
 
 
 @dataclass(frozen=True)
 class _UnitNeeds:
-    """Bytes of one unit that a rank needs on the device if nothing is away, as far as they can be elsewhere."""
+    """Bytes of one unit that a rank needs on the device without offloading, and that can be offloaded."""
 
     kept: int  # by forward for backward
     gradients: int
     states: int
     shards: int  # beyond the copy of them that stays on the device while the CPU steps them
-    outstanding: int  # of states, in the host's memory once the CPU beside the device steps them
-    # Where its shards rest on a disk:
+    outstanding: int  # of states, which are in host memory once the CPU steps them
+    # If its shards are on a disk:
     buffer: int = 0  # the largest that some of them, or their gradients, pass through
     chunk: int = 0  # the most of both that is in memory while it is stepped
     inseparable: int = 0  # shards that are stepped as one
@@ -142,7 +143,7 @@ class _UnitNeeds:
 
 @dataclass(frozen=True)
 class _Needs:
-    """Bytes that a rank needs if nothing is away. See [Note: what a budget goes by]."""
+    """Bytes that a rank needs without offloading. See [Note: what a budget goes by]."""
 
     parameters: int
     gathered: int
@@ -150,7 +151,7 @@ class _Needs:
     steps_at_once: int  # 1 if an optimizer makes temporaries of all gradients at once, as on an accelerator
     largest: int  # gradient of a parameter
     adds_up: int  # 1 if a step has several microbatches
-    steps_wholes: int  # 1 if each rank steps whole parameters, whose gradients are no others than those of backward
+    steps_wholes: int  # 1 if each rank steps whole parameters, with the gradients of backward
     held_whole: int  # 1 if whole gradients wait for a later microbatch
     reads_ahead: int  # units whose shards are read from a disk, or were and are still sent, at once
     units: tuple[_UnitNeeds, ...]
@@ -172,19 +173,19 @@ class _Needs:
 
     @property
     def working(self) -> int:
-        """What is computed within a unit beyond what it keeps, as far as that can be told."""
+        """An estimate of the temporaries within a unit, beyond its activations."""
         return max(unit.kept for unit in self.units)
 
     def at_most(
         self, on_cpu: Collection[int] = (), *, gone: int = 0, buffers: int = 0, on_disk: Collection[int] = ()
     ) -> int:
-        """Bytes that are needed on the device at once.
+        """Return the peak of the bytes needed on the device.
 
         Args:
-            on_cpu: the numbers of units that the CPU beside it steps.
-            gone: how much of what forward keeps is away.
-            buffers: for that.
-            on_disk: the numbers of units whose shards and gradients rest on a disk. States are counted all the same.
+            on_cpu: the numbers of units that the CPU steps.
+            gone: bytes of activations that are offloaded.
+            buffers: bytes of the buffers for activations.
+            on_disk: the numbers of units whose shards and gradients are on a disk. Their states are still counted.
         """
         there, stored_there = [self.units[number] for number in on_cpu], [self.units[number] for number in on_disk]
         gradients = self.gradients - sum(unit.gradients for unit in (*there, *stored_there))
@@ -198,7 +199,7 @@ class _Needs:
         return stored + max(passes, gradients + temporaries)
 
     def _passing(self, stored_there: Sequence[_UnitNeeds]) -> int:
-        """Bytes of the buffers through which shards and gradients of units pass that rest on a disk."""
+        """Return the bytes of the buffers for shards and gradients of units on a disk."""
         if not stored_there:
             return 0
         count, of_pass = len(stored_there), max(unit.buffer for unit in stored_there)
@@ -210,32 +211,32 @@ class _Needs:
         return (in_all - in_step) * of_pass + in_step * of_step
 
     def states_buffers(self, numbers: Collection[int] = (), *, of: int) -> int:
-        """Bytes of the buffers for so many bytes of states on a disk, if shards of the units of `numbers` are there."""
+        """Return the bytes of the buffers for `of` bytes of states on a disk, if units `numbers` have shards there."""
         inseparable = max((self.units[number].inseparable for number in numbers), default=0)
         largest = max(self.largest, inseparable)
         blocks = 2 * on_disk.BUFFERS * ALIGNMENT  # that buffers are larger, to begin and to end with one
         return min(of, on_disk.BUFFERS * max(on_disk.CHUNK_NBYTES, on_disk.STATES * largest)) + blocks
 
     def on_host(self, on_cpu: Collection[int], *, passing: int = 0) -> int:
-        """Bytes that are to come to the host's memory beside the device.
+        """Return the bytes that will be added to host memory.
 
         Args:
-            on_cpu: the numbers of units that the CPU there steps.
-            passing: of the states of others, those that go to a disk.
+            on_cpu: the numbers of units that the CPU steps.
+            passing: bytes of states of other units that go to a disk.
         """
         states = sum(self.units[number].outstanding for number in on_cpu)
         temporaries = 2 * self.largest if on_cpu else 0
         return states + temporaries + (self.states_buffers(of=passing) if passing else 0)
 
     def _on_their_way(self, units: Sequence[_UnitNeeds]) -> int:
-        """Gradients of `units`, which the CPU steps, that are on the device at once until they have come down."""
+        """Return the peak bytes of gradients on the device that are being copied to the CPU, which steps `units`."""
         gradients = sorted(unit.gradients for unit in units)
         if not self.steps_wholes:
             return sum(gradients[-2:])
         return sum(gradients) + sum(gradients[-2:]) if self.held_whole else sum(gradients[-4:])
 
     def over_all_ranks(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> _Needs:
-        """The largest of each number over the ranks that `groups` reach."""
+        """Return the maximum of each number over the ranks that `groups` reach."""
         names = [field.name for field in fields(self) if field.name != "units"]
         own_part = [getattr(self, name) for name in names] + [number for unit in self.units for number in astuple(unit)]
         most = iter(_over_all_ranks(own_part, groups, device, dist.ReduceOp.MAX))
@@ -248,7 +249,7 @@ class _Needs:
 def _over_all_ranks(
     own_part: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device, how: dist.ReduceOp.RedOpType
 ) -> Sequence[int]:
-    """The largest, or the least, of each number over the ranks that `groups` reach: a collective."""
+    """Return the maximum or minimum of each number over the ranks that `groups` reach: a collective."""
     numbers = torch.tensor(own_part, dtype=torch.int64, device=device)
     for group in groups:
         collectives_for(group, device).combine(numbers, how, origin=_ORIGIN)
@@ -260,14 +261,14 @@ def _over_all_ranks(
 
 @dataclass(frozen=True)
 class _Budget:
-    """What is to be kept within, and of what.
+    """A budget, and the needs that it limits.
 
     Args:
-        nbytes: on the device, at most.
-        policy: that says so.
+        nbytes: the maximum on the device.
+        policy: the policy with the budget.
         runtime: of all units of the model.
-        units: those of them that may be elsewhere.
-        needs: of all ranks.
+        units: the units that may be offloaded.
+        needs: the maximum over all ranks.
     """
 
     nbytes: int
@@ -277,16 +278,17 @@ class _Budget:
     needs: _Needs
 
     def number_of(self, unit: Unit) -> int:
-        """Its place among all units, and so in `needs`."""
+        """Return the index of `unit` among all units, and so in `needs`."""
         return self.runtime.units.index(unit)
 
     def needs_of(self, unit: Unit) -> _UnitNeeds:
-        """What of it can be elsewhere."""
+        """Return the bytes of `unit` that can be offloaded."""
         return self.needs.units[self.number_of(unit)]
 
     def least_that_fits(self, tiers: Sequence[Tier]) -> tuple[list[tuple[Tier, float]], int]:
-        """Those of `tiers` that are used, with their fractions; and the bytes that are needed then, which are more than
-        the budget if no less will do.
+        """Return the `tiers` to use, with their fractions, and the bytes that are then needed.
+
+        These are more than the budget if it cannot be met.
         """
         return least_that_fits(self.needs.at_most(), self.nbytes, tiers)
 
@@ -319,7 +321,7 @@ def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
 
 
 def _decided(policy: Offload, chosen: Iterable[tuple[Tier, float]]) -> Offload:
-    """The fractions that are `chosen` in place of the budget of `policy`."""
+    """Return `policy` with the `chosen` fractions instead of its budget."""
     fractions: dict[str, dict[str, float]] = {"optimizer": {}, "activations": {}, "parameters": {}}
     for tier, fraction in chosen:
         fractions[tier.what][tier.where] = min(fraction, 1 - sum(fractions[tier.what].values()))
@@ -327,10 +329,10 @@ def _decided(policy: Offload, chosen: Iterable[tuple[Tier, float]]) -> Offload:
 
 
 def _move(runtime: Runtime, units: Sequence[Unit], decided: Offload) -> None:
-    """Have `units` rest where `decided` has them: a collective, if any of them comes from a disk.
+    """Move `units` to their tiers in `decided`: a collective, if any of them is read from a disk.
 
     Raises:
-        DiskError: what is there cannot be read on some rank.
+        DiskError: a unit cannot be read on some rank.
     """
     if not any(unit.is_on_disk for unit in units):
         place_as_requested(units, decided)
@@ -366,7 +368,7 @@ def _needs(runtime: Runtime, optimizer: Optimizer) -> _Needs:
 
 
 def _needs_of(unit: Unit, runtime: Runtime, optimizer: Optimizer) -> _UnitNeeds:
-    """What of `unit` can be elsewhere. Nothing, of states, where a policy of its own has the CPU step it already."""
+    """Return the bytes of `unit` that can be offloaded. States are 0 if its policy makes the CPU step it already."""
     each = [(param, local_tensor(param).nbytes) for param in _trained(unit)] if _is_stepped_here(unit) else []
     here = [_plan_on_device(unit, param_group) for param_group in unit.param_groups]
     there = [replace(plan, memory=unit.memory_at(StatePlacement.STEPPED_ON_CPU)) for plan in here]
@@ -383,7 +385,7 @@ def _needs_of(unit: Unit, runtime: Runtime, optimizer: Optimizer) -> _UnitNeeds:
 
 
 def _passing_of(unit: Unit) -> dict[str, int]:
-    """What of `unit` passes through memory while its shards rest on a disk, as they do at the moment."""
+    """Return the sizes of buffers that `unit` needs while its shards are on a disk, as at the moment."""
     if not (unit.is_on_disk and unit.params):
         return {}
     shards, gradients, inseparable = [], [], 0
@@ -407,12 +409,12 @@ def _passing_of(unit: Unit) -> dict[str, int]:
 
 
 def _is_stepped_here(unit: Unit) -> bool:
-    """True if the device that computes steps `unit`, or will if nothing is chosen to be away."""
+    """True if the device that computes steps `unit`, or would do so without offloading."""
     return _open(unit) is not None or not unit.is_offloaded
 
 
 def _plan_on_device(unit: Unit, param_group: ParamGroup) -> GroupPlan:
-    """The plan of a group of `unit` as it is if nothing is away."""
+    """Return the plan of a group of `unit` without offloading."""
     plan: GroupPlan = param_group.plan
     return (
         plan if _open(unit) is None else plan.changed(plan.contract, plan.device, unit.memory_at(StatePlacement.DEVICE))
@@ -424,7 +426,7 @@ def _trained(unit: Unit) -> list[nn.Parameter]:
 
 
 def _values(optimizer: Optimizer, param: nn.Parameter) -> int:
-    """Values that the optimizer of `param` keeps for each of its own; those of AdamW, if it is another one."""
+    """Return the number of values that the optimizer keeps per element of `param`; AdamW's, if it has other params."""
     group = next(
         (
             param_group
@@ -446,7 +448,7 @@ def _values(optimizer: Optimizer, param: nn.Parameter) -> int:
 
 
 def _on_host(optimizer: Optimizer, param: nn.Parameter) -> int:
-    """Bytes of states of `param` that were loaded to the host's memory beside the device, where its shard is."""
+    """Return the bytes of states of `param` that were loaded to host memory, where its shard is."""
     managed = managed_by(param)
     if managed is None or not managed.unit.is_offloaded:
         return 0
@@ -456,11 +458,11 @@ def _on_host(optimizer: Optimizer, param: nn.Parameter) -> int:
     return sum(local.nbytes for local in in_memory if memory_of(local) == memory_of(managed.param.local))
 
 
-# -- where the CPU computes -------------------------------------------------------------------------------------------
+# -- computing on the CPU ---------------------------------------------------------------------------------------------
 
 
 def _chosen_on_cpu(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
-    """What `least_that_fits` gives where the CPU computes."""
+    """Return the result of `least_that_fits` when computing on the CPU."""
     disk = [] if budget.policy.folder is None else [_states_on_disk(budget)]
     kept = [] if budget.policy.activations_tier == "cpu" else [_activations(budget)]
     shards = [_shards_on_disk(budget, disk + kept)] if on_disk_in_turn(budget.units) else []
@@ -471,7 +473,7 @@ def _chosen_on_cpu(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
 
 
 def _states_on_disk(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
-    """That of the optimizer's state of units, but of those whose numbers are `on_cpu`."""
+    """Return the tier of the optimizer's states on disk, for all units except those with numbers in `on_cpu`."""
     sizes = {unit: sum(param.nbytes for param in _trained(unit)) for unit in reversed(budget.units)}
     remaining = {unit: size for unit, size in sizes.items() if size and budget.number_of(unit) not in on_cpu}
     states = sum(budget.needs_of(unit).states for unit in remaining)
@@ -484,11 +486,11 @@ def _states_on_disk(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
 
 
 def _shards_on_disk(budget: _Budget, before: Sequence[Tier]) -> Tier:
-    """That of shards, with their gradients, when all is away that `before` has.
+    """Return the tier of shards and their gradients on disk, when everything in `before` is offloaded.
 
     [Note: shards go last]
-    States and what forward keeps are all away then, even where that frees nothing while shards are in memory: buffers
-    for states are needed anyway, and what is the most in memory may be another moment now.
+    Before shards, all states and activations are offloaded, even if that frees nothing while shards are in memory:
+    buffers for states are needed anyway, and the peak of memory may be at another time then.
     """
     needs, total = budget.needs, sum(unit.whole_nbytes for unit in budget.units)
     gone = sum(budget.needs_of(unit).kept for unit in budget.units)
@@ -503,20 +505,20 @@ def _shards_on_disk(budget: _Budget, before: Sequence[Tier]) -> Tier:
     return Tier(what="parameters", where="disk", steps=steps)
 
 
-# -- beside an accelerator --------------------------------------------------------------------------------------------
+# -- computing on an accelerator --------------------------------------------------------------------------------------
 
 
 def _chosen_alongside(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
-    """What `least_that_fits` gives beside an accelerator: a collective.
+    """Return the result of `least_that_fits` when computing on an accelerator: a collective.
 
-    [Note: what the host has no room for]
-    States go to the CPU as if there were room for all of them. Where there is not, for what the budget asks for, only
-    as many units are stepped there as the host's memory has room for, and the states of the others go through it to
-    the disk, if there is a folder. Their shards and gradients stay on the device. What they took of the host's memory
-    counts as taken: torch keeps page-locked memory that is given back.
+    [Note: states that do not fit in host memory]
+    First, states are assigned to the CPU without a limit. If host memory is too small for this, the CPU steps only as
+    many units as fit, and the states of the others pass through host memory to the disk, if there is a folder. Their
+    shards and gradients stay on the device. Host memory that they have used counts as used: torch does not return
+    page-locked memory to the system.
 
     Raises:
-        ConfigError: the budget would do, but for the room that the host's memory has.
+        ConfigError: the budget is sufficient, but host memory is not.
     """
     numbers = [budget.number_of(unit) for unit in stepped_on_cpu_in_turn(budget.units)]
     chosen, least = budget.least_that_fits(_tiers_alongside(budget, numbers))
@@ -530,7 +532,7 @@ def _chosen_alongside(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
 
 
 def _chosen_with_room(budget: _Budget, numbers: Sequence[int], room: int) -> tuple[list[tuple[Tier, float]], int]:
-    """As `_chosen_alongside`, where no more than `room` bytes are to come to the host's memory."""
+    """Like `_chosen_alongside`, with at most `room` more bytes in host memory."""
     found = []
     for to_disk in (True, False) if budget.policy.folder is not None else (False,):
         fitting = _that_fit(budget.needs, numbers, room, to_disk=to_disk)
@@ -540,15 +542,15 @@ def _chosen_with_room(budget: _Budget, numbers: Sequence[int], room: int) -> tup
 
 
 def _room_on_host(units: Sequence[Unit]) -> int:
-    """Bytes that are to come to the host's memory on each rank at most: the least of all ranks'."""
+    """Return the maximum of bytes to add to host memory on each rank: the minimum over all ranks."""
     device, groups = units[0].device, process_groups_along(units)
     room = accelerator_for(device).host_room(min(ranks_of_this_host(), dist.get_world_size()))
     return _over_all_ranks([_ANY if room is None else max(0, room)], groups, device, dist.ReduceOp.MIN)[0]
 
 
 def _that_fit(needs: _Needs, numbers: Sequence[int], room: int, *, to_disk: bool) -> Sequence[int] | None:
-    """The first of the units of `numbers` whose states there is `room` for, while those of the others go `to_disk`;
-    None if there is not even room for the buffers of these.
+    """Return the first units of `numbers` whose states fit in `room` bytes, while those of the others go `to_disk`;
+    None if not even the buffers of these fit.
     """
     states = [needs.units[number].states for number in numbers]
     passing = [sum(states[count:]) if to_disk else 0 for count in range(len(numbers) + 1)]
@@ -557,13 +559,13 @@ def _that_fit(needs: _Needs, numbers: Sequence[int], room: int, *, to_disk: bool
 
 
 def _count_on_cpu(chosen: Iterable[tuple[Tier, float]]) -> int:
-    """How many units the CPU steps then."""
+    """Return the number of units that the CPU steps with the `chosen` fractions."""
     tiers = ((tier, fraction) for tier, fraction in chosen if (tier.what, tier.where) == ("optimizer", "cpu"))
     return sum([share for share, _ in tier.steps].index(fraction) + 1 for tier, fraction in tiers)
 
 
 def _tiers_alongside(budget: _Budget, numbers: Sequence[int], *, to_disk: bool = False) -> list[Tier]:
-    """What can be away, the cheapest first: states of the units of `numbers` on the CPU, and of others `to_disk`."""
+    """Return the tiers, cheapest first: states of the units of `numbers` on the CPU, and of others `to_disk`."""
     states = _states_on_cpu(budget, numbers)
     most = max((freed for _, freed in states.steps), default=0)
     there = numbers[: next((count for count, (_, freed) in enumerate(states.steps, 1) if freed == most > 0), 0)]
@@ -584,7 +586,7 @@ def _states_on_cpu(budget: _Budget, numbers: Sequence[int]) -> Tier:
 
 
 def _activations(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
-    """That of what forward keeps, when the CPU steps the units of the numbers `on_cpu` already."""
+    """Return the tier of activations, when the CPU already steps the units with numbers in `on_cpu`."""
     needs, ordered = budget.needs, sorted(budget.units, key=lambda unit: unit.state.is_root)
     steps, taken = [], 0
     for number, unit in enumerate(ordered, 1):
@@ -595,7 +597,7 @@ def _activations(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
 
 
 def _bring_alongside(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Have states that were loaded before the homes of units were known in the memory in which they are stepped."""
+    """Move states that were loaded before the placement of units was known to the memory that they are stepped in."""
     follow = {id(param) for group in optimizer.param_groups if _counts_follow(group) for param in group["params"]}
     for param in params:
         managed, state = managed_by(param), optimizer.state.get(param)
@@ -611,7 +613,7 @@ def _bring_alongside(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> No
 
 
 def _counts_follow(group: Mapping[str, Any]) -> bool:
-    """True if counts of steps are where the parameters of `group` are, and not on the CPU wherever these are."""
+    """True if step counts are on the device of the parameters of `group`, and not always on the CPU."""
     return bool(group.get("fused") or group.get("capturable"))
 
 
@@ -639,7 +641,7 @@ def _host_too_small(policy: Offload, requested: int, room: int, least: int) -> C
 
 
 def _remedies(policy: Offload, units: Sequence[Unit]) -> list[str]:
-    """What else would have more of `units` away."""
+    """Return other measures that would offload more of `units`."""
     options = units[0].options
     if accelerator_for(units[0].device).has_streams or on_disk_in_turn(units):
         return []

@@ -1,8 +1,8 @@
 """State dicts that go straight into `optimizer.load_state_dict`: each rank takes its part of whole states, and another
 rank's part is refused.
 
-An optimizer is often made and loaded before this package sees it. So its states are checked when it steps first. From
-then on a hook of the optimizer checks what is loaded.
+An optimizer is often made and loaded before this package sees it. So its states are checked in its first step. After
+that a hook of the optimizer checks loaded states.
 """
 
 from __future__ import annotations

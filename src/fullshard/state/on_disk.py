@@ -1,23 +1,22 @@
-"""Optimizer states that rest on a disk between steps, and pass through few buffers in one.
+"""Optimizer states that are on a disk between steps, and pass through a few buffers in a step.
 
 [Note: a step in portions]
-The parameters whose states rest on the disk are stepped a portion at a time; those of one portion lie side by side in
-the file, in one extent. Three buffers take turns: while one portion is stepped, the next one is read and the one before
+Parameters with states on the disk are stepped one portion at a time. The states of one portion are contiguous in the
+file, in one extent. Three buffers take turns: while one portion is stepped, the next one is read and the previous one
 is written.
 
     disk       read 0   read 1   write 0, read 2   write 1, read 3   ...
     optimizer           step 0   step 1            step 2            ...
 
-Shards and gradients of units whose parameters rest there, too, are read with the states, and the shards written. Where
-the CPU computes, the buffers are gone after the step: forward and backward, which need most memory, have few of their
-own.
+Shards and gradients of units with parameters on the disk are read with the states, and the shards are written. When
+computing on the CPU, the buffers are freed after the step, since forward and backward need most memory.
 
-The states are the same `DTensor`s all the time. What they hold is a view of a buffer while their portion is stepped,
-and an `OnDisk` tensor otherwise. A portion that has no states yet, or other ones than the file has room for, as in a
-first step or after `load_state_dict`, is stepped with those that it has, and gets an extent afterwards.
+The states are always the same `DTensor`s. Their local tensor is a view of a buffer while their portion is stepped, and
+an `OnDisk` tensor otherwise. A portion without states, or with others than the file has space for, as in a first step
+or after `load_state_dict`, is stepped with the present states, and gets an extent afterwards.
 
-What the disk could not do is told on all ranks at the end of the step, and after the first portion that gets an extent,
-since that takes the room of all others too. See [Note: a disk that fails on one rank] in `engine/findings.py`.
+Disk failures are reported on all ranks at the end of the step, and after the first portion that gets an extent, since
+that allocates the space of all others, too. See [Note: a disk that fails on one rank] in `engine/findings.py`.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ __all__ = [
 ]
 
 CHUNK_NBYTES = 64 * 2**20
-"""Bytes of states that are stepped at a time; those of one parameter, if they are more."""
+"""Maximum bytes of states of a portion, unless it has a single larger parameter."""
 BUFFERS = 3
-"""For the portion that is stepped, the one before it and the one after it."""
+"""Number of buffers: for the portion that is stepped, the previous one and the next one."""
 STATES = 2
-"""The states of a parameter's shape that an optimizer is taken to keep, as AdamW does."""
+"""Assumed number of states of a parameter's shape in an optimizer, as in AdamW."""
 
 Key = tuple[int, str]  # the number of a parameter in its portion, and the name of a state
 
@@ -83,7 +82,7 @@ class _Chunk:
     block: Tensor = field(default_factory=no_buffer)  # the same on the device that steps
     views: dict[Key, Tensor] = field(default_factory=dict)  # of the block: what its states hold while it is stepped
     reading: DiskWork | None = None
-    shards: ShardsInMemory | None = None  # those that rest there, and their gradients, while it is stepped
+    shards: ShardsInMemory | None = None  # those on the disk, and their gradients, while it is stepped
 
     @property
     def extent(self) -> Extent | None:
@@ -92,7 +91,7 @@ class _Chunk:
 
     @property
     def is_offloaded(self) -> bool:
-        """True if the CPU steps it, beside the device that computes."""
+        """True if the CPU steps it, and a device computes."""
         return self._unit.is_offloaded
 
     @property
@@ -103,7 +102,7 @@ class _Chunk:
         return unit
 
     def where_it_is_stepped(self) -> AbstractContextManager[object]:
-        """A context in which tensors are made there."""
+        """Return a context for creating tensors there."""
         return accelerator_for(self._unit.device).on_host() if self.is_offloaded else nullcontext()
 
     def new_buffer(self, nbytes: int) -> Tensor:
@@ -122,7 +121,7 @@ class _Chunk:
         return sum(local_tensor(param).nbytes for param in self.params)
 
     def states(self, optimizer: Optimizer) -> dict[Key, DTensor]:
-        """The states that `optimizer` has at the moment, and that rest on the disk between steps."""
+        """Return the present states of `optimizer` that are on the disk between steps."""
         return {
             (number, name): value
             for number, param in enumerate(self.params)
@@ -133,10 +132,10 @@ class _Chunk:
 
 
 class StatesOnDisk:
-    """The states of one optimizer that rest on a disk. See [Note: a step in portions].
+    """The states of one optimizer on a disk. See [Note: a step in portions].
 
     Args:
-        portions: the parameters whose states rest there, and in which folder.
+        chunks: the parameters whose states are on the disk, in portions, with their folder.
         name: of the file, for messages.
     """
 
@@ -163,21 +162,21 @@ class StatesOnDisk:
 
     @property
     def chunks(self) -> list[int]:
-        """Bytes of each portion on the disk, in the order in which they are stepped."""
+        """Bytes of each portion on the disk, in the order of their steps."""
         return [chunk.extent.nbytes for chunk in self._chunks if chunk.extent is not None]
 
     def holds(self, param: Tensor) -> bool:
-        """True if the states of `param` rest on the disk."""
+        """True if the states of `param` are on the disk."""
         return id(param) in self._chunk_of
 
     def step(
         self, optimizer: Optimizer, run: Callable[[Sequence[nn.Parameter]], None], without: Collection[int] = ()
     ) -> None:
-        """Step all parameters of `optimizer`, which gives some of them to `run` at a time; but for those of which ids
-        are in `without`.
+        """Step all parameters of `optimizer`, except for those with ids in `without`. Each call of `run` gets a
+        portion.
 
         Raises:
-            DiskError: states cannot be read or written on some rank. What has been stepped by then stays so.
+            DiskError: states cannot be read or written on some rank. Earlier portions stay stepped.
         """
         for param in (item for group in optimizer.param_groups for item in group["params"] if item.grad is not None):
             optimizer.state[param]  # in the order of a step that is taken at once
@@ -213,7 +212,7 @@ class StatesOnDisk:
             pace_of(folder).look()
 
     def _drop_buffers(self) -> None:
-        """Let go of what this step's portions passed through. It lasts until the last of them have been written."""
+        """Drop the buffers of this step. They are freed after the last portions have been written."""
         self._buffer_nbytes = sum(buffer.numel() for buffers in self._buffers.values() for buffer in buffers)
         device = next(self._managed).unit.device
         if not accelerator_for(device).has_streams:
@@ -223,14 +222,14 @@ class StatesOnDisk:
 
     @property
     def _managed(self) -> Iterator[Managed]:
-        """What the engine knows of the parameters."""
+        """Yield the engine's entries of the parameters."""
         return filter(None, (managed_by(param) for chunk in self._chunks for param in chunk.params))
 
     def write_all(self, optimizer: Optimizer) -> None:
-        """Bring all states to the disk that are not there, such as those of a step that was not taken in portions.
+        """Write all states to the disk that are in memory, such as those of a step that was not taken in portions.
 
         Raises:
-            DiskError: some rank cannot.
+            DiskError: a write failed on some rank.
         """
         lacking = [
             (number, chunk)
@@ -244,10 +243,10 @@ class StatesOnDisk:
             self._drop_buffers()
 
     def expect(self, dtypes: Mapping[tuple[int, str], torch.dtype]) -> None:
-        """Make room for states that are going to be loaded: their dtypes by id of the parameter and name.
+        """Allocate space for states that will be loaded: their dtypes by id of the parameter and name.
 
         Raises:
-            DiskError: there is none.
+            DiskError: the disk is full.
         """
         for chunk in self._chunks:
             forms = {
@@ -260,7 +259,7 @@ class StatesOnDisk:
                 self._make_room(chunk, forms)
 
     def place_of(self, param: nn.Parameter, name: str) -> OnDisk | None:
-        """Where the state `name` of `param` rests; None if there is no room for one of that name."""
+        """Return the tensor on disk for the state `name` of `param`; None if no space is allocated for this name."""
         chunk = self._chunk_of.get(id(param))
         if chunk is None:
             return None
@@ -268,7 +267,7 @@ class StatesOnDisk:
         return chunk.disk_tensors.get((number, name))
 
     def _raise_failures(self) -> None:
-        """Tell all ranks that have these parameters if the disk of one of them has failed."""
+        """Raise on all ranks that have these parameters if the disk of one of them has failed."""
         units = list(dict.fromkeys(item.unit for item in self._managed))
         self._failures.raise_on_every_rank(process_groups_along(units), units[0].device)
 
@@ -286,7 +285,7 @@ class StatesOnDisk:
                 chunk.reading = extent.read(chunk.buffer)
 
     def _take_buffer(self, chunk: _Chunk, number: int, nbytes: int) -> Tensor:
-        """The first `nbytes` of the buffer whose turn it is with `chunk`, the one of that number, once it is free."""
+        """Wait for the next buffer, for the `chunk` with this number, and return its first `nbytes`."""
         turn, buffers = number % BUFFERS, self._buffers[chunk.is_offloaded]
         writing, self._writes[turn] = self._writes[turn], DiskWork([])
         with self._failures.noted():
@@ -297,7 +296,7 @@ class StatesOnDisk:
         return buffers[turn][:nbytes]
 
     def _fill(self, chunk: _Chunk, optimizer: Optimizer) -> None:
-        """Give what of `chunk` rests on the disk memory, with its values; with any, if these cannot be read."""
+        """Load the states of `chunk` from the disk into memory. After a failed read the values are undefined."""
         if chunk.shards is not None:
             with self._failures.noted():
                 chunk.shards.fill()
@@ -315,7 +314,7 @@ class StatesOnDisk:
         bring_to_memory(optimizer, chunk.params)
 
     def _empty(self, chunk: _Chunk, optimizer: Optimizer) -> None:
-        """Take the memory away again: what the file has is true."""
+        """Drop the memory: the file has the valid values."""
         if chunk.shards is not None:
             chunk.shards.end(writes=False)
             chunk.shards = None
@@ -325,9 +324,9 @@ class StatesOnDisk:
         chunk.buffer, chunk.block, chunk.views = no_buffer(), no_buffer(), {}
 
     def _begin_to_write(self, chunk: _Chunk, optimizer: Optimizer, number: int) -> None:
-        """Begin to write the states of `chunk`, which hold no memory afterwards.
+        """Start to write the states of `chunk`, which hold no memory afterwards.
 
-        After a failure nothing more is written: what the file has of others is true still.
+        After a failure nothing more is written, so the file keeps valid values of other portions.
         """
         if not self._failures:
             with self._failures.noted():
@@ -336,10 +335,10 @@ class StatesOnDisk:
             self._empty(chunk, optimizer)
 
     def _write(self, chunk: _Chunk, optimizer: Optimizer, number: int) -> None:
-        """As `_begin_to_write`.
+        """Start to write like `_begin_to_write`.
 
         Raises:
-            DiskError: there is no room, or what was written last is not there.
+            DiskError: the disk is full, or an earlier write failed.
         """
         states = chunk.states(optimizer)
         if not states:
@@ -358,7 +357,7 @@ class StatesOnDisk:
                 chunk.views[key].copy_(local)
             if local is chunk.views[key] or local is filled.get(key):
                 set_local_tensor(value, chunk.disk_tensors[key])
-            else:  # somebody else's tensor, who may have further use for its values
+            else:  # a tensor of other code, which may still use its values
                 optimizer.state[chunk.params[key[0]]][key[1]] = dtensor_like(chunk.disk_tensors[key], value)
         if chunk.block is not chunk.buffer:
             chunk.buffer.copy_(chunk.block)
@@ -367,10 +366,10 @@ class StatesOnDisk:
         chunk.buffer, chunk.block, chunk.views = no_buffer(), no_buffer(), {}
 
     def _make_room(self, chunk: _Chunk, forms: Mapping[Key, _Form]) -> bool:
-        """Have `chunk` rest where there is room for states of `forms`. False if it does so already.
+        """Allocate space for states of `forms` of `chunk`. Return False if it is allocated already.
 
         Raises:
-            DiskError: there is none.
+            DiskError: the disk is full.
         """
         if {key: _form(stored) for key, stored in chunk.disk_tensors.items()} == forms:
             return False
@@ -387,7 +386,7 @@ class StatesOnDisk:
 
 
 def bring_to_memory(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """Give memory of their own to states of `params` that rest on a disk: somebody else's, which were loaded."""
+    """Read states of `params` that are on a disk, since they were loaded from another model, to separate memory."""
     for param in params:
         for name, value in optimizer.state.get(param, {}).items():
             if isinstance(value, DTensor) and isinstance(value._local_tensor, OnDisk):
@@ -395,7 +394,7 @@ def bring_to_memory(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
 
 
 class _Form(NamedTuple):
-    """What a state needs room for."""
+    """The shape, dtype and device of a state, which determine its space."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -419,7 +418,7 @@ def _items(chunk: _Chunk, optimizer: Optimizer) -> list[tuple[Key, Any]]:
 
 
 def _divided(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """`params` in portions: the same on every rank, though shards may differ in size."""
+    """Yield `params` in portions, which are the same on every rank, though shards may differ in size."""
     chunk: list[nn.Parameter] = []
     nbytes = 0
     for its in _inseparable(params):
@@ -434,7 +433,7 @@ def _divided(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _inseparable(params: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Those whose shards lie in the same blocks of the disk, which are read and written as one."""
+    """Return groups of parameters whose shards share blocks of the disk, which are read and written together."""
     together: dict[int, list[nn.Parameter]] = {}
     for number, param in enumerate(params):
         managed = managed_by(param)
@@ -444,7 +443,7 @@ def _inseparable(params: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]
 
 
 def _stepped_nbytes(param: nn.Parameter) -> int:
-    """Bytes that pass through the buffers of a step for `param`."""
+    """Return the bytes of `param` that pass through the buffers of a step."""
     managed = managed_by(param)
     values = STATES if managed is None or not managed.unit.is_on_disk else STATES + 2  # its shard, and the gradient
     return values * param.numel() * param.dtype.itemsize // _parts(param)
@@ -457,12 +456,12 @@ def _parts(param: Tensor) -> int:
     return prod(size for placement, size in sizes if placement.is_shard())
 
 
-# -- shards and gradients that are there ------------------------------------------------------------------------------
+# -- shards and gradients on the disk ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Region:
-    """Whole blocks of an extent, and where they are in a buffer."""
+    """Whole blocks of an extent, and their offset in a buffer."""
 
     extent: Extent
     start: int
@@ -471,11 +470,11 @@ class _Region:
 
 
 class ShardsInMemory:
-    """Shards of a portion that rest on a disk, and gradients of it that do, in memory while they are stepped.
+    """Shards and gradients of a portion that are on a disk, in memory while they are stepped.
 
     Args:
-        held: the `DTensor`s, and what each of them holds at rest.
-        is_shard: by the same numbers, whether it is a shard: what is written again.
+        held: the `DTensor`s, and the local tensor on disk of each.
+        is_shard: for each, whether it is a shard, which is written again.
     """
 
     def __init__(self, held: Sequence[tuple[DTensor, OnDisk]], is_shard: Sequence[bool]) -> None:
@@ -495,7 +494,7 @@ class ShardsInMemory:
 
     @classmethod
     def of(cls, params: Iterable[nn.Parameter]) -> ShardsInMemory | None:
-        """Those of `params`, which are begun to be read; None if none of them rests on a disk."""
+        """Start to read the shards and gradients of `params`; None if none of them is on a disk."""
         held: list[tuple[DTensor, OnDisk]] = []
         is_shard = []
         for param in params:
@@ -509,10 +508,10 @@ class ShardsInMemory:
         return self._buffer.data[region.offset :][: region.end - region.start]
 
     def fill(self) -> None:
-        """Have them hold memory, with their values; with any, if these cannot be read.
+        """Set their local tensors to memory with their values, which are undefined after a failed read.
 
         Raises:
-            DiskError: they cannot.
+            DiskError: they cannot be read.
         """
         for tensor, stored in self._held:
             around = (region for region in self._regions if region.extent is stored.extent)
@@ -521,10 +520,10 @@ class ShardsInMemory:
         self._reading.wait()
 
     def end(self, *, writes: bool) -> None:
-        """Have nothing hold memory any more. Begin to write shards as they are now, if that is asked for.
+        """Drop the memory, after starting to write the present shards if `writes`.
 
         Raises:
-            DiskError: what was written before could not be.
+            DiskError: an earlier write failed.
         """
         for tensor, stored in self._held:
             set_local_tensor(tensor, stored)
@@ -533,7 +532,7 @@ class ShardsInMemory:
 
 
 def _blocks(disk_tensors: Iterable[OnDisk]) -> list[tuple[Extent, int, int]]:
-    """The blocks in which `disk_tensors` lie, as few stretches: where each begins and ends in its extent."""
+    """Return the blocks of `disk_tensors`, merged to as few ranges as possible: start and end of each in its extent."""
     by_extent: dict[int, tuple[Extent, list[tuple[int, int]]]] = {}
     for stored in disk_tensors:
         by_extent.setdefault(id(stored.extent), (stored.extent, []))[1].append(stored.blocks)
@@ -547,20 +546,20 @@ def _blocks(disk_tensors: Iterable[OnDisk]) -> list[tuple[Extent, int, int]]:
     return found
 
 
-# -- the units whose states are there ---------------------------------------------------------------------------------
+# -- the units with states on the disk --------------------------------------------------------------------------------
 
 
 class ChunkedSteps:
-    """Optimizers of this class step by `StatesOnDisk.step` themselves."""
+    """Base class of optimizers that call `StatesOnDisk.step` themselves."""
 
 
 _made: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], StatesOnDisk | None]] = WeakKeyDictionary()
 
 
 def states_on_disk(optimizer: Optimizer) -> StatesOnDisk | None:
-    """The states of `optimizer` that rest on a disk, as the policies of its parameters' units have it; None if none do.
+    """Return the states of `optimizer` on a disk, according to the policies of its units; None if there are none.
 
-    Made anew when the optimizer has got other parameters; what its states hold is taken over in its next step.
+    A new object is made if the optimizer has got other parameters. It adopts the states in its next step.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ids = tuple(map(id, params))
@@ -573,14 +572,14 @@ def states_on_disk(optimizer: Optimizer) -> StatesOnDisk | None:
 
 
 def choose_chunks_again(units: Iterable[Unit]) -> None:
-    """Have the states of the parameters of `units` rest where their policies say now, from the next step on."""
+    """Apply the present policies of `units` to the states of their parameters, starting with the next step."""
     changed = {id(param.sharded) for unit in units for param in unit.params}
     for optimizer in [item for item, (ids, _) in _made.items() if changed.intersection(ids)]:
         del _made[optimizer]
 
 
 def chunks_on_disk(params: Iterable[nn.Parameter]) -> list[tuple[Path, list[nn.Parameter]]]:
-    """The portions of `params`, which one optimizer steps, whose states rest on a disk; each with the folder.
+    """Return the portions of `params`, which one optimizer steps, with states on a disk; each with the folder.
 
     They are the same on every rank, since Muon runs collectives for each.
     """
@@ -589,7 +588,7 @@ def chunks_on_disk(params: Iterable[nn.Parameter]) -> list[tuple[Path, list[nn.P
 
 
 def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Parameter]]]:
-    """The folder and the parameters of each unit whose states rest on a disk, the last unit first."""
+    """Yield the folder and the parameters of each unit with states on a disk, the last unit first."""
     by_policy: list[tuple[Offload, dict[Unit, list[nn.Parameter]]]] = []
     for param in params:
         managed = managed_by(param)

@@ -16,7 +16,7 @@ _NAMES = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True)
 class SavedOptions:
-    """What a checkpoint records about one group of parameters besides their states."""
+    """The record of one parameter group in a checkpoint, except for the states."""
 
     fqns: Collection[str]
     names: Collection[str]  # of the options

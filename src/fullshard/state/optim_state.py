@@ -1,6 +1,6 @@
 """State dicts of optimizers: sharded or full, with the FQNs of the user's own module as keys.
 
-`optimizer.state_dict()` numbers its parameters, so it can only be loaded if they come in the same order. Here they
+`optimizer.state_dict()` numbers its parameters, so it can only be loaded with the same order of parameters. Here they
 have names, and a full state dict can be loaded at any world size and under any strategy.
 """
 
@@ -61,14 +61,14 @@ StateDict = dict[str, Any]
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: StateDict | None = None
 ) -> StateDict:
-    """The state of `optim`, by FQN, in the form that `model` is set to give: full on every rank, unless set otherwise.
+    """Return the state of `optim` by FQN, in the form set for `model`: full on every rank by default.
 
     Every rank must call it. A full one is a copy; the tensors of a sharded one are the optimizer's own.
 
     Args:
         model: has the parameters that `optim` steps.
         optim: made after `model` was sharded.
-        optim_state_dict: used in place of `optim.state_dict()`.
+        optim_state_dict: used instead of `optim.state_dict()`.
 
     Returns:
         `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn]}]}`; empty on all ranks but the first if
@@ -98,14 +98,14 @@ def _check_arguments(model: object, optim: object, optim_state_dict: object) -> 
 
 
 def full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, *, rank0_only: bool = True) -> StateDict:
-    """The state of `optim` by FQN with whole tensors on the CPU, whatever `model` is set to give."""
+    """Return the state of `optim` by FQN with whole tensors on the CPU, independent of the form set for `model`."""
     named = _named(model, optim, optim.state_dict())
     _meet(model, named, "full_optim_state_dict()")
     return _gathered(named, keep=not rank0_only or is_first_rank(model), offload=True)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> StateDict:
-    """The state of `optim` by FQN with `DTensor`s, whatever `model` is set to give."""
+    """Return the state of `optim` by FQN with `DTensor`s, independent of the form set for `model`."""
     return _named(model, optim, optim.state_dict())
 
 
@@ -117,12 +117,12 @@ def optim_state_dict_to_load(
     *,
     from_first_rank: bool | None = None,
 ) -> StateDict:
-    """A state dict for `optim.load_state_dict`, from one of `optim_state_dict`: each rank takes its own shards.
+    """Return a state dict for `optim.load_state_dict`, from one of `optim_state_dict`, with this rank's shards.
 
     Args:
         model: has the parameters that `optim` steps.
-        optim: the optimizer to load into; it may divide the parameters into other groups than were saved. If None, one
-            that has not stepped yet and has the groups that were saved.
+        optim: the optimizer to load into. Its parameter groups may differ from the saved ones. If None, an optimizer
+            that has not stepped yet and has the saved groups.
         optim_state_dict: full or sharded. Never changed, not even by later steps.
         load_directly: whether to load it as well.
         from_first_rank: whether only the first rank has `optim_state_dict`, and sends it to the others; as
@@ -208,10 +208,10 @@ def params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, n
 def rekeyed(
     state_dict: Mapping[str, Any], keys: OptimStateKeyType, model: nn.Module, optim: torch.optim.Optimizer
 ) -> StateDict:
-    """`state_dict`, whose keys are FQNs or the numbers that `optim` gives its parameters, with such `keys` instead.
+    """Return `state_dict`, whose keys are FQNs or the parameter numbers of `optim`, with the kind `keys` of keys.
 
     Raises:
-        ConfigError: it has parameters that `optim` has not.
+        ConfigError: it has parameters that `optim` does not have.
     """
     fqns = list(params_by_fqn(model, optim))
     pairs: list[tuple[Any, Any]] = list(enumerate(fqns))
@@ -229,10 +229,10 @@ def rekeyed(
 
 
 def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> StateDict:
-    """`state_dict`, which numbers parameters, with FQNs instead. States are in the order of the model's parameters.
+    """Return `state_dict` with FQNs instead of parameter numbers, and states in the order of the model's parameters.
 
-    Ranks may give an optimizer the same parameters in different orders (groups built from a `set`), and what is done
-    with the result runs one collective per state.
+    Ranks may pass the same parameters to an optimizer in different orders (groups built from a `set`), and callers run
+    one collective per state of the result.
     """
     params = params_by_fqn(model, optim)
     fqns = list(params)
@@ -257,13 +257,13 @@ def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[s
 
 
 def _in_model_order(model: nn.Module, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """`state`, whose keys are FQNs, in the order of `model.named_parameters()`. Other keys come last."""
+    """Return `state`, whose keys are FQNs, in the order of `model.named_parameters()`, with other keys at the end."""
     numbers = {clean_fqn(name): number for number, (name, _) in enumerate(model.named_parameters())}
     return {fqn: state[fqn] for fqn in sorted(state, key=lambda fqn: numbers.get(fqn, len(numbers)))}
 
 
 def _meet(model: nn.Module, named: StateDict, doing: str) -> None:
-    """Return once every rank has come to gather the same states as `named` has.
+    """Wait until every rank is about to gather the same states as in `named`.
 
     Raises:
         RankMismatchError: ranks have states of different parameters, or in different forms (on gloo).
@@ -284,7 +284,7 @@ def _is_of_shard_alone(value: Any) -> bool:
 
 
 def _mapped(named: StateDict, function: Callable[[Tensor], Any]) -> StateDict:
-    """`named` with `function` applied to every tensor of its state, in lists and dicts too."""
+    """Return `named` with `function` applied to every tensor of its state, in lists and dicts too."""
     return {
         **named,
         "state": tree_map(lambda item: function(item) if isinstance(item, Tensor) else item, named["state"]),
@@ -292,7 +292,7 @@ def _mapped(named: StateDict, function: Callable[[Tensor], Any]) -> StateDict:
 
 
 def _gathered(named: StateDict, *, keep: bool, offload: bool) -> StateDict:
-    """`named` with whole tensors, one gathered after the other. Without `keep` each is dropped at once."""
+    """Return `named` with whole tensors, gathered one by one. Without `keep` each is dropped immediately."""
 
     def gather(value: Tensor) -> Tensor | None:
         whole = full_copy(value) if isinstance(value, DTensor) else value.clone() if keep else value
@@ -305,16 +305,16 @@ def _gathered(named: StateDict, *, keep: bool, offload: bool) -> StateDict:
 
 
 def _copied(options: Mapping[str, Any]) -> StateDict:
-    """The options of a group, tensors among them (such as a learning rate) in memory of their own."""
+    """Return a copy of the options of a group, including tensors such as a learning rate."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
-# -- the way back -----------------------------------------------------------------------------------------------------
+# -- loading ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Absent:
-    """The shape and dtype of a tensor that is still to come."""
+    """The shape and dtype of a tensor that was not received yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -325,9 +325,9 @@ def _here(value: Any) -> Any:
 
 
 def _sent_by_first(state_dict: StateDict | None, model: nn.Module) -> tuple[StateDict, Callable[[Any], Any]]:
-    """The first rank's `state_dict` on every rank, its tensors still absent; and a function to fetch each, in order.
+    """Return the first rank's `state_dict` without tensors on every rank, and a function to fetch each, in order.
 
-    So no other rank ever holds more than one of them whole.
+    So no other rank ever holds more than one whole tensor.
     """
     groups, device = groups_of(model), device_of(model)
     first_rank_state = state_dict if state_dict and is_first_rank(model) else None
@@ -375,7 +375,7 @@ def _check_names(given: StateDict, params: Mapping[str, nn.Parameter]) -> None:
 
 
 def _some(fqns: Sequence[Any]) -> str:
-    """The number of `fqns`, and the first of them, in words."""
+    """Describe `fqns` by their number and the first of them."""
     return f"{len(fqns)} (such as {fqns[0]!r})" if fqns else "no"
 
 
@@ -384,10 +384,11 @@ def _is_scalar(value: Any) -> bool:
 
 
 class StateTemplate:
-    """The form in which `optim` keeps the states of its parameters, which `params` has by FQN.
+    """The form of the states of `optim`, whose parameters are given by FQN in `params`.
 
-    The present form, if it has stepped. Else the form to come: optimizers make states like their parameters, so they
-    are `DTensor`s too, sharded alike if they have the parameter's shape, whole otherwise. Counters are plain tensors.
+    If the optimizer has stepped, this is the present form. Otherwise it is the form after the first step. Optimizers
+    make states like their parameters. So these are `DTensor`s too: sharded identically if they have the parameter's
+    shape, whole otherwise. Counters are plain tensors.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
@@ -403,14 +404,14 @@ class StateTemplate:
         return self._params.keys()
 
     def note_counters(self, scalars: Iterable[tuple[str, str]]) -> None:
-        """Learn from the FQNs and names of 0-dim states which of them are counters, such as step counts."""
+        """Record which states are counters, such as step counts, from the FQNs and names of 0-dim states."""
         self._counters |= {name for fqn, name in scalars if self._params[fqn].shape}
 
     def make_room(self, states: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]) -> None:
-        """Have the states of the shapes and dtypes of `states`, by FQN and name, loaded to the disk if they rest there.
+        """Allocate space for `states`, given by FQN and name with shape and dtype, if they are on a disk.
 
         Raises:
-            DiskError: there is no room.
+            DiskError: the disk is full.
         """
         if self._disk is None:
             return
@@ -427,10 +428,10 @@ class StateTemplate:
         return found if isinstance(found, Tensor) else None
 
     def misfit_of_form(self, fqn: str, names: Collection[str], form: str | None) -> str | None:
-        """How states of `fqn`, of these `names`, are encoded other than the optimizer has them, in words.
+        """Describe how the encoding of the states `names` of `fqn` differs from the optimizer's; None if it does not.
 
         Args:
-            form: how they are encoded in blocks, as they say; None if they are not.
+            form: their recorded encoding in blocks; None if they are not encoded.
         """
         own = None if self._blocks is None else self._blocks.form(self._params[fqn])
         if form == own or not names:
@@ -438,11 +439,11 @@ class StateTemplate:
         return f"the states of {fqn} ({form or 'plain'} in it, {own or 'plain'} in the optimizer)"
 
     def misfit_of_kind(self, saved: Sequence[SavedOptions]) -> str | None:
-        """How the optimizer that saved `saved` differs from this one, in words; None if its states can be loaded."""
+        """Describe how the optimizer that saved `saved` differs from this one; None if its states can be loaded."""
         return misfit_of_kind(self._optim, list(self._params), saved)
 
     def fill(self, fqn: str, name: str, value: Any) -> Any:
-        """`value`, whole or sharded, as the state `name` of the parameter `fqn`, in memory of its own."""
+        """Return `value`, whole or sharded, as the state `name` of the parameter `fqn`, in separate memory."""
         if not isinstance(value, Tensor):
             return value
         present = self.present(fqn, name)
@@ -457,8 +458,10 @@ class StateTemplate:
         return _distributed(value, like.device_mesh, _placements(like, name, value.shape), like.to_local().device)
 
     def destination(self, fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The tensor to load the state `name` of the parameter `fqn` into: the optimizer's own if it has one like that,
-        else a new one, placed as the state will be, with undefined contents.
+        """Return the tensor to load the state `name` of the parameter `fqn` into.
+
+        This is the optimizer's own tensor if it matches, else a new one with the placement of the state and undefined
+        contents.
         """
         like = self._like(fqn, name)
         if not isinstance(like, DTensor):
@@ -475,7 +478,7 @@ class StateTemplate:
         return make_dtensor(local, like.device_mesh, placements, tuple(shape))
 
     def numbered(self, named: StateDict) -> StateDict:
-        """A state dict for `optim.load_state_dict`, from one with FQNs whose states are placed already."""
+        """Return a state dict for `optim.load_state_dict`, from one with FQNs whose states are placed already."""
         numbers = {fqn: number for number, fqn in enumerate(self._params)}
         state = {
             numbers[fqn]: values if self._blocks is None else self._blocks.together(values, self._params[fqn])
@@ -484,7 +487,7 @@ class StateTemplate:
         return {"state": state, "param_groups": _groups(self._optim, named["param_groups"], list(self._params))}
 
     def _like(self, fqn: str, name: str) -> Tensor:
-        """A tensor that is placed as the state is."""
+        """Return a tensor with the placement of the state."""
         present = self.present(fqn, name)
         if present is not None:
             return present
@@ -492,8 +495,9 @@ class StateTemplate:
 
 
 def _placements(like: DTensor, name: str, shape: tuple[int, ...]) -> tuple[Placement, ...]:
-    """The placements of a state of `shape` that belongs to `like`: the same for the same shape and for parts of what is
-    encoded in blocks, else replicated.
+    """Return the placements of a state of `shape` that belongs to `like`.
+
+    These are the same for the same shape and for parts of states that are encoded in blocks, else replicated.
     """
     parts = like.shape == shape or is_part(name)
     return tuple(placement if parts and not placement.is_partial() else Replicate() for placement in like.placements)
@@ -505,7 +509,7 @@ def placed_like(like: DTensor, value: Tensor) -> DTensor:
 
 
 def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], device: torch.device) -> DTensor:
-    """`value`, whole or sharded in any way, with these placements. Nothing is sent unless it is sharded otherwise."""
+    """Return `value`, whole or sharded, with these placements. Communicate only if it has other placements."""
     if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
         local = value.to_local()
     else:
@@ -516,7 +520,7 @@ def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
 
 
 def _groups(optim: torch.optim.Optimizer, saved: list[StateDict], fqns: list[str]) -> list[StateDict]:
-    """The groups of `optim`, each with the options that were saved for its first parameter."""
+    """Return the groups of `optim`, each with the saved options of its first parameter."""
     return list(_each_group(optim, saved, iter(fqns)))
 
 

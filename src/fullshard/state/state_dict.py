@@ -142,7 +142,7 @@ _settings: WeakKeyDictionary[nn.Module, StateDictSettings] = WeakKeyDictionary()
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """The settings of `module`; unless set, full state dicts on every rank."""
+    """Return the settings of `module`; by default, full state dicts on every rank."""
     return _settings.get(module) or StateDictSettings()
 
 
@@ -152,7 +152,7 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set the kind of state dicts of `module` and of every module below; returns the settings that `module` had.
+    """Set the kind of state dicts of `module` and of every module below, and return the previous settings of `module`.
 
     Raises:
         ConfigError: the kind is not supported, or a config belongs to another kind.
@@ -178,7 +178,7 @@ def set_state_dict_type(
 
 
 def copy_settings(copies: Mapping[nn.Module, nn.Module]) -> None:
-    """Let copies of modules have their settings: the modules are the keys."""
+    """Copy the settings of modules, the keys of `copies`, to their copies."""
     for module, copied in copies.items():
         if module in _settings:
             _settings[copied] = dataclasses.replace(_settings[module])
@@ -191,7 +191,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """A context in which `module` and every module below give state dicts of this kind."""
+    """Context manager that sets the kind of state dicts of `module` and of every module below."""
     before = {child: _settings.get(child) for child in module.modules()}
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
@@ -205,7 +205,7 @@ def state_dict_type(
 
 
 def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: str, settings: StateDictSettings) -> None:
-    """Turn the entries of `state` under `prefix` into the form that `settings` ask for: a collective, if full tensors.
+    """Convert the entries of `state` under `prefix` to the form in `settings`: a collective for full tensors.
 
     A full state dict is a snapshot: buffers, and parameters that no unit has, are copied too.
     """
@@ -237,7 +237,7 @@ def is_first_rank(module: nn.Module) -> bool:
 
 
 def groups_of(module: nn.Module) -> list[dist.ProcessGroup | None]:
-    """The groups along which the first rank reaches all ranks that `module` is sharded over, one after the other."""
+    """Return the process groups that connect the first rank, one after the other, to all ranks of `module`."""
     return [*process_groups_along(units_in(module))] or [None]
 
 
@@ -251,7 +251,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 class _Hooks:
-    """Hooks around state dicts of the modules of one unit: of all of it, or of one module in it."""
+    """State dict hooks of the modules of one unit: for all of it, or for one module in it."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -259,7 +259,7 @@ class _Hooks:
 
     @own_hook
     def before(self, module: nn.Module, *_: Any) -> None:
-        """Put the shards, in their own dtype, into the modules."""
+        """Show the shards, in their own dtype, in the modules."""
         if is_in_use(self._unit):
             raise StateError(
                 f"state dict within a forward or backward of {self._unit.name or 'the root'}: its parameters are "
@@ -313,7 +313,7 @@ class _Hooks:
 
     @own_hook
     def after_load(self, module: nn.Module, incompatible: Any) -> None:
-        """Let the unit adopt assigned tensors, and give keys that did not fit the user's names."""
+        """Make the unit adopt assigned tensors, and report incompatible keys with the user's names."""
         for keys in incompatible:
             keys[:] = [clean_fqn(key) for key in keys]
         if module is self._outermost:
@@ -324,7 +324,7 @@ class _Hooks:
 
 @own_hook
 def _let_copy(module: nn.Module, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
-    """Let `torch.save` and `copy.deepcopy` take the values of a state dict, see `at_start`."""
+    """Make `torch.save` and `copy.deepcopy` work for the values of a state dict, see `at_start`."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if isinstance(value, DTensor) and value.storage_offset():
@@ -332,7 +332,7 @@ def _let_copy(module: nn.Module, state: MutableMapping[str, Any], prefix: str, m
 
 
 def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
-    """Let `state_dict()` of `modules`, all of `unit`, give shards at any moment, and loading take whole tensors."""
+    """Make `state_dict()` of the `modules` of `unit` return shards at any time, and loading accept whole tensors."""
     hooks = _Hooks(unit)
     for module in set(modules):
         module.register_state_dict_pre_hook(hooks.before)
@@ -342,7 +342,7 @@ def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
 
 
 def shard_of(value: Tensor, unit: Unit, sharded: ShardedParam) -> Tensor:
-    """`value`, a whole parameter or a `DTensor`, as this rank's shard of `sharded`, on the shard's device."""
+    """Return `value`, a whole parameter or a `DTensor`, as this rank's shard of `sharded`, on the shard's device."""
     target = sharded.dtensor
     device = unit.shard_device if sharded.local.is_meta else sharded.local.device
     if isinstance(value, DTensor):

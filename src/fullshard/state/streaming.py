@@ -1,4 +1,4 @@
-"""Whole weights in buckets of bounded size, for an inference engine beside the training."""
+"""Whole weights in buckets of bounded size, for an inference engine that runs alongside training."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def stream_weights(
     rename: Callable[[str], str | None] | None = None,
     to_rank: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The names and whole values of all weights of `model`, a bucket at a time, as inference engines load them.
+    """Yield the names and whole values of all weights of `model`, one bucket at a time, for inference engines.
 
-    Every rank calls it, and iterates to the end, before it trains on. Each bucket is one collective, in which shards
-    travel in `dtype`. A rank holds one bucket at a time, unless the caller keeps tensors of earlier ones: nothing is
-    overwritten. A weight larger than a bucket has one of its own. Those cut on another dim than the first, or by
-    tensor parallelism, need memory for one of them besides, and the latter a collective each. What need not be gathered
-    may be the model's own memory.
+    Every rank calls it and iterates to the end before it continues to train. Each bucket is one collective, which sends
+    shards in `dtype`. A rank holds one bucket at a time, unless the caller keeps tensors of earlier ones: buckets are
+    not overwritten. A weight larger than a bucket has a separate one. Weights that are cut on another dim than the
+    first, or by tensor parallelism, need memory for one more of them, and the latter one collective each. Weights that
+    need not be gathered may share the model's memory.
 
     Args:
-        model: sharded or not. Its parameters and persistent buffers come in the order and by the names that they have
-            in the user's own module; tied weights once, by their first name.
-        bucket_bytes: bytes of whole weights, as they travel, that are gathered at once.
+        model: sharded or not. Its parameters and persistent buffers are yielded with their names and order in the
+            user's own module; tied weights once, with their first name.
+        bucket_bytes: bytes of whole weights in `dtype` that are gathered together.
         dtype: of floating-point weights; None keeps their own.
-        rename: the name to give for a name; None leaves the weight out, and it is not gathered.
-        to_rank: the one rank of the world that gets weights. The others take part, and get none.
+        rename: returns the new name for a name; None leaves the weight out, and it is not gathered.
+        to_rank: the only global rank that gets weights. The others call this function, too, and get none.
 
     Raises:
-        ConfigError: `bucket_bytes` is no positive number, or two weights would have the same name.
+        ConfigError: `bucket_bytes` is not a positive number, or two weights would have the same name.
         StateError: a unit is in forward or backward, or on the meta device; or a weight is encoded by its class.
 
     Example:
@@ -104,7 +104,7 @@ class _Weight:
 
     @property
     def part_nbytes(self) -> int:
-        """Bytes of one rank's equal part as it travels; 0 if there is nothing to gather."""
+        """Bytes of one rank's equal part when it is sent; 0 if there is nothing to gather."""
         return 0 if self.managed is None else self.managed.param.layout.spec.part_numel * self.dtype.itemsize
 
     @property
@@ -154,7 +154,7 @@ def _stream(weights: Sequence[_Weight], bucket_bytes: int, *, gives: bool) -> It
 
 
 def _buckets(weights: Sequence[_Weight], bucket_bytes: int) -> Iterator[list[_Weight]]:
-    """Neighbours that are gathered over the same group, and are `bucket_bytes` at most."""
+    """Yield buckets of adjacent weights that are gathered over the same group, of at most `bucket_bytes`."""
     bucket: list[_Weight] = []
     over: dist.ProcessGroup | None = None
     nbytes = 0
@@ -170,7 +170,7 @@ def _buckets(weights: Sequence[_Weight], bucket_bytes: int) -> Iterator[list[_We
 
 @torch.no_grad()
 def _gathered(bucket: Sequence[_Weight]) -> list[Tensor | None]:
-    """Of each weight, all ranks' parts as bytes, end to end; None where there is nothing to gather."""
+    """Gather all ranks' parts of each weight, as contiguous bytes; None where there is nothing to gather."""
     units = [weight.managed.unit for weight in bucket if weight.managed is not None]
     if not units:
         return [None] * len(bucket)

@@ -1,4 +1,4 @@
-"""Unsharded parameters for the user: to look at, to initialise, to change."""
+"""Unsharded parameters for the user to read, initialise or change."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """A context in which the parameters of `module` are unsharded plain tensors, in the dtype they are stored in.
+    """Context manager that unshards the parameters of `module` to plain tensors in their stored dtype.
 
-    Every rank must enter. Parameters that a context further out has unsharded stay as they are. Not for use within
-    forward or backward, and neither can start within it: changes take effect when the context ends, even by an
+    Every rank must enter it. Parameters that an outer context has unsharded stay as they are. Do not use it within
+    forward or backward, and do not start these within it. Changes take effect when the context ends, even with an
     exception.
 
     Args:
         module: a unit, or a module with units in it.
-        recurse: whether the units below `module` are meant too, or only its own.
+        recurse: whether to include the units below `module`, or only its own.
         writeback: whether changes to the parameters are kept; each rank keeps those of its own shard.
         rank0_only: other ranks keep their shards, and need no memory. Not with `writeback`.
         offload_to_cpu: whether unsharded parameters are moved to the CPU.
@@ -134,7 +134,7 @@ def _unsharded(unit: Unit, wish: _Wish) -> Iterator[None]:
 
 
 def _summoned(param: ShardedParam, device: torch.device, transport: torch.device, wish: _Wish) -> nn.Parameter | None:
-    """The unsharded parameter, in memory of its own on `device`; None on a rank that only takes part in the gather."""
+    """Return the unsharded parameter in separate memory on `device`; None on a rank that only joins the gather."""
     value = _gathered(param, param.local, transport)
     grad = _gathered(param, param.grad, transport) if wish.with_grads and param.grad is not None else None
     if not wish.shows:
@@ -155,7 +155,7 @@ def _check_unchanged(param: ShardedParam, whole: nn.Parameter, first: nn.Paramet
     """Refuse changes to a whole parameter that could not be cut.
 
     Raises:
-        StateError: `whole` is another one than `first`, or was written to since it had `version`.
+        StateError: `whole` is another object than `first`, or was written to since it had `version`.
     """
     if whole is not first or whole._version != version:
         raise StateError(
