@@ -22,7 +22,7 @@ from fullshard.disk.files import ALIGNMENT, DiskWork, aligned_buffer, aligned_pa
 __all__ = ["MOST_WRITING", "Buffer", "Buffers", "buffers_of"]
 
 MOST_WRITING = 2
-"""The number of buffers that may still be written out or copied to a device when another one is taken."""
+"""The number of buffers that may still be written out or copied to a device when a new one is taken."""
 
 
 @dataclass(eq=False)

@@ -87,7 +87,7 @@ class DiskWork:
         self._parts = parts
         self._pace = pace
         self.was_awaited = False
-        """Whether the program has waited for its end. Unlike `done`, it does not depend on timing."""
+        """True if the program has waited for its end. Unlike `done`, it does not depend on timing."""
 
     @classmethod
     def of_all(cls, works: Iterable[DiskWork]) -> DiskWork:
@@ -131,7 +131,7 @@ class DiskFile:
     Args:
         folder: The folder, which is created if it does not exist.
         name: A name for messages.
-        nbytes: The size, all of which is allocated on the disk immediately.
+        nbytes: The size, which is allocated on the disk completely and immediately.
         direct: Whether to bypass the page cache (True), use it (False), or bypass it if possible (None).
         request_bytes: The size of one system call, a multiple of ALIGNMENT.
         depth: The number of such calls in flight.

@@ -51,7 +51,7 @@ def _parsed(line: str) -> Mount:
 
 @contextmanager
 def made(folder: Path, what: str = "a scratch file") -> Iterator[None]:
-    """Context manager that creates `folder`, in which the caller creates `what`.
+    """Context manager that creates `folder`, where the caller creates `what`.
 
     Raises:
         DiskError: It cannot be created, or the system rejected an operation in it.

@@ -3,7 +3,7 @@
 [Note: a disk that becomes slow]
 Disks slow down when they are hot, when their cache is full, or when other processes use them. The run continues at a
 fraction of its speed, and nothing else reports the cause. So the data moved between two checks, one per step, is
-compared with the measured speed of the disk, or else with its speed in the first few steps. Only time in which the disk
+compared with the measured speed of the disk, or else with its speed in the first few steps. Only time while the disk
 has requests counts, without the fixed cost of small requests. If two checks in a row find the disk slower by a factor
 of SLOWER, a warning is issued once.
 """
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes read and written, seconds in which the disk had requests, and seconds in which the program waited."""
+    """Bytes read and written, seconds while the disk had requests, and seconds while the program waited."""
 
     read_bytes: int = 0
     written_bytes: int = 0
@@ -104,7 +104,7 @@ class DiskPace:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context manager in which the program waits for requests."""
+        """Context manager that measures a wait of the program for requests."""
         begin = self.clock()
         yield
         with self._lock:
@@ -179,5 +179,5 @@ def pace_of(folder: Path) -> DiskPace:
 
 
 def paces() -> list[DiskPace]:
-    """Return the `DiskPace`s of all folders in which this process has files."""
+    """Return the `DiskPace`s of all folders where this process has files."""
     return [pace for pace in _paces.values() if pace.held_bytes]

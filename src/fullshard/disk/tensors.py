@@ -1,6 +1,6 @@
 """Tensors whose values are in a scratch file and that take no memory.
 
-[Note: what rests on a disk is a tensor still]
+[Note: values on a disk are still tensors]
 Every operation works on such a tensor: its values are read into new memory, the operation runs on that memory, and
 in-place changes are written back. So a state dict of such tensors is correct, and costs nothing until someone reads it.
 This is slow and meant for occasional access. Code that updates these tensors gives them memory first.

@@ -33,7 +33,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Context manager in which fake CPU tensors use the operations that CUDA has."""
+    """Context manager that makes fake CPU tensors use the operations of CUDA."""
     in_float32 = {name: partial(_in_float32, _operation(name)) for name in _FLOAT32_UNDER_AUTOCAST}
     with ExitStack() as stack:
         stack.enter_context(kernels_instead(_KERNELS, "AutogradCPU"))

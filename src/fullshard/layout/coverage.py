@@ -1,4 +1,4 @@
-"""Whether boxes cover a tensor exactly: every element once."""
+"""A check that boxes cover a tensor exactly: every element once."""
 
 from __future__ import annotations
 

@@ -5,24 +5,24 @@ A parameter group (the parameters of a unit that share a dtype) has two 1-D buff
     unsharded    [A, every row][B, every row]...[w, every element][b]...     read by compute
     shard        [A, my rows][B, my rows]...[w, b: my shards, packed]        kept by this rank
 
-A parameter *in place* (A, B) is divided on dim 0 into ceil(rows / world) rows a rank. Its region of the unsharded
-buffer holds `world` such shards, so rank r's shard lands where it belongs and the first rows *are* the parameter.
-*Packed* parameters (w, b) are not worth a message of their own, or cannot be divided so that every shard starts on a
-16-byte boundary. Their shards lie side by side at the end of the shard buffer and travel as one message, the pack, at
-the price of a copy.
+A parameter *in place* (A, B) is divided on dim 0 into ceil(rows / world) rows per rank. Its region of the unsharded
+buffer holds `world` such shards, so rank r's shard is received in its final position, and the first rows *are* the
+parameter. *Packed* parameters (w, b) are too small for a separate message, or cannot be divided so that every shard
+starts on a 16-byte boundary. Their shards are contiguous at the end of the shard buffer. They are sent as one message,
+the pack, which needs a copy.
 
 [Note: what a message is worth]
-A message of its own saves a copy out of the pack, or into it. Which of the two costs less depends on the wire.
+A separate message saves a copy out of the pack, or into it. Which of the two is cheaper depends on the transport.
 
-Between each two ranks (CPUs) a message is one shard to one rank. There a copy is dear, about 5 GB/s, and messages cost
-microseconds however many they are: a shard of 16 KiB takes 2 x 16 KiB / 5 GB/s = 7 us to copy.
+Between each pair of ranks (CPUs) a message is one shard to one rank. There a copy is expensive, about 5 GB/s, and each
+message costs microseconds, independent of their number: a shard of 16 KiB takes 2 x 16 KiB / 5 GB/s = 7 us to copy.
 
 On a queue (GPUs) a message is one operation, on the whole parameter, in a group of operations. A GPU reads and writes
-2.5 TB/s, so a copy of 1 MiB takes 2 x 1 MiB / 2.5 TB/s = 0.8 us: about what one operation more costs among a few, at
-any world size. Beyond some 16 operations, which a backend's channels carry side by side, each costs some microseconds
-(980 small ones in one group took 70 times as long as one flat call: https://github.com/NVIDIA/nccl/issues/725), as a
-copy of several MiB does. But the copy is not all: the message takes as much memory as the parameters again. Among
-parameters of 2 MiB and more, such as experts kept apart, that decides: they all travel in place.
+2.5 TB/s, so a copy of 1 MiB takes 2 x 1 MiB / 2.5 TB/s = 0.8 us: about the cost of one more operation among a few, at
+any world size. Above about 16 operations, which a backend's channels run in parallel, each costs some microseconds (980
+small ones in one group took 70 times as long as one flat call: https://github.com/NVIDIA/nccl/issues/725), like a copy
+of several MiB. The message of a pack also needs as much memory as its parameters. This decides for parameters of 2 MiB
+or more, such as separate experts: they are all sent in place.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ ALIGNMENT_BYTES = 16
 """Every shard starts on such a boundary: NCCL moves packs of 16 bytes, and falls to single elements otherwise."""
 
 FEW_OPERATIONS = 16
-"""So many operations in one group cost a queue little more than one."""
+"""Number of operations in one group that cost little more than one on a queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageRule:
-    """Which parameters of a group are worth a message of their own, and where they start in the unsharded buffer.
+    """The rule that decides which parameters get a separate message, and where they start in the unsharded buffer.
 
-    See [Note: what a message is worth]. Bytes are those of elements as they travel.
+    See [Note: what a message is worth]. Bytes are those of the elements that are sent.
     """
 
     least_part_nbytes: int = 0  # of a shard
     least_nbytes: int = 0  # of the whole parameter
-    most: int | None = None  # so many in a group, the largest ones; None for any number
-    always_from_nbytes: int = 0  # whole parameters of this size are worth it beyond `most`, too
+    most: int | None = None  # maximum in a group, for the largest ones; None for no limit
+    always_from_nbytes: int = 0  # whole parameters of at least this size get one even beyond `most`
     start_step_bytes: int = ALIGNMENT_BYTES  # parameters start at multiples of this
     max_padding: float = 1 / 32  # the share of a parameter that may be added as rows that exist on no rank
 
 
 PAIRWISE = MessageRule(least_part_nbytes=16 << 10)
-"""For messages between each two ranks: gloo, and memory that ranks share."""
+"""For messages between each pair of ranks: gloo, and shared memory."""
 
 ON_A_QUEUE = MessageRule(
     least_nbytes=1 << 20,
@@ -78,7 +78,7 @@ ON_A_QUEUE = MessageRule(
     start_step_bytes=256,  # kernels are chosen by alignment; a GPU's allocator starts plain tensors so, or better
     max_padding=1.0,  # any: parts in the pack are of one size, too, so it has as many rows too many, and a copy besides
 )
-"""For a backend's own collectives on a queue: NCCL and its like."""
+"""For a backend's own collectives on a queue, such as NCCL."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class ParamLayout:
 
     @property
     def region(self) -> slice:
-        """The parameter's stretch of the unsharded buffer, with the padding rows of a parameter in place."""
+        """The parameter's slice of the unsharded buffer, including the padding rows of a parameter in place."""
         return slice(self.unsharded_offset, self.unsharded_offset + region_numel(self.spec, self.in_place))
 
     @property
     def part(self) -> slice:
-        """The stretch of the shard buffer that holds any rank's shard of this parameter."""
+        """The slice of the shard buffer for any rank's shard of this parameter."""
         return slice(self.shard_offset, self.shard_offset + self.spec.part_numel)
 
 
@@ -109,7 +109,7 @@ class GroupLayout:
     params: tuple[ParamLayout, ...]  # in the order of the parameters
     unsharded_numel: int
     shard_numel: int
-    pack_offset: int  # start of the pack, which travels as one message, in the shard buffer
+    pack_offset: int  # start of the pack, which is sent as one message, in the shard buffer
 
     @property
     def pack_numel(self) -> int:
@@ -118,7 +118,7 @@ class GroupLayout:
 
     @property
     def pack(self) -> slice:
-        """The stretch of the shard buffer that is the pack."""
+        """The slice of the shard buffer that is the pack."""
         return slice(self.pack_offset, self.shard_numel)
 
     @cached_property
@@ -134,12 +134,12 @@ class GroupLayout:
 
 
 def region_numel(spec: ShardSpec, in_place: bool) -> int:
-    """Elements that a parameter takes in the unsharded buffer."""
+    """Return the elements of a parameter in the unsharded buffer."""
     return spec.world * spec.part_numel if in_place else spec.numel
 
 
 def fits_in_place(spec: ShardSpec, itemsize: int, rule: MessageRule = PAIRWISE) -> bool:
-    """True if the shards, laid end to end, are the parameter: aligned, large enough, and with little padding."""
+    """True if the contiguous shards are the parameter: aligned, large enough, and with little padding."""
     part_bytes = spec.part_numel * itemsize
     return (
         spec.dim == 0
@@ -151,7 +151,7 @@ def fits_in_place(spec: ShardSpec, itemsize: int, rule: MessageRule = PAIRWISE) 
 
 
 def _in_place(specs: Sequence[ShardSpec], itemsize: int, rule: MessageRule) -> set[int]:
-    """The indices of those that travel in place: of those that could, the largest, and all that are large enough."""
+    """Return the indices of parameters to send in place: those that fit, if among the largest or large enough."""
     fitting = [i for i, spec in enumerate(specs) if fits_in_place(spec, itemsize, rule)]
     largest = sorted(fitting, key=lambda i: -specs[i].numel)[: rule.most]
     return {*largest, *(i for i in fitting if specs[i].numel * itemsize >= rule.always_from_nbytes)}
@@ -165,12 +165,13 @@ def lay_out(
     rule: MessageRule = PAIRWISE,
     part_step: int = 1,
 ) -> GroupLayout:
-    """The layout of parameters of `shapes`, in order, where `itemsize` is the smallest element (bytes) that travels.
+    """Return the layout of parameters of `shapes`, in order. `itemsize` is the size of the smallest element sent, in
+    bytes.
 
     Args:
         dims: the dim that each is sharded along, or None to leave it open.
-        rule: which of them are worth a message.
-        part_step: shards in place, and the pack, start at multiples of so many elements in the shard buffer.
+        rule: which of them get a separate message.
+        part_step: shards in place, and the pack, start at multiples of this number of elements in the shard buffer.
     """
     step = max(1, ALIGNMENT_BYTES // itemsize)
     chosen = dims or [None] * len(shapes)

@@ -1,1 +1,1 @@
-"""Liveness of ranks, and where each of them is: questions and answers beside the process group."""
+"""Liveness and progress of ranks: questions and answers outside of the process group."""

@@ -1,10 +1,10 @@
-"""The present activity of this rank: kept by the engine, read by the watchdog when something goes wrong.
+"""The present activity of this rank: recorded by the engine, read by the watchdog when something goes wrong.
 
 [Note: waits of all threads]
-Any thread of this process may wait for other ranks, so a wait belongs to the thread that noted it. Background threads,
-such as the one that writes checkpoints, call `work_behind`: their waits count as the program's once the program waits
-for such a thread (`waiting_here`). Until then they only serve to notice that this process cannot go on after the loss
-of a rank. Collectives that users call by torch are found by looking at the stacks of the other threads.
+Any thread of this process may wait for other ranks, so a wait belongs to the thread that recorded it. Background
+threads, such as the one that writes checkpoints, call `work_behind`. Their waits count as the program's once the
+program waits for such a thread (`waiting_here`). Until then they only show that this process cannot continue after the
+loss of a rank. Collectives that users call through torch are found in the stacks of the threads.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["End", "GroupProgress", "RankProgress", "Task", "Wait", "here"]
 
 
 class End(Protocol):
-    """The end of work that a device carries out while the host goes on: an event of torch's, or the like."""
+    """The end of asynchronous work of a device, such as an event of torch."""
 
     def query(self) -> bool:
         """True once it has been reached; does not wait."""
 
 
 class GroupProgress:
-    """How many collectives of one process group this rank has started. All its ranks number them alike, from 1 on.
+    """The number of collectives of one process group that this rank has started. All its ranks count them from 1.
 
     Args:
         name: the same on all ranks of the group; no other group has it.
@@ -56,29 +56,29 @@ class GroupProgress:
         """Why the group cannot be used any more."""
 
     def end_wait(self) -> None:
-        """Let the thread that waits for a collective of this group raise `broken`. Called by the watchdog."""
+        """Make the thread that waits for a collective of this group raise `broken`. Called by the watchdog."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """A collective that is waited for, since a time in seconds of `time.monotonic`.
 
-    One that a GPU carries out is waited for since those that were queued before it have ended.
+    For a collective on a GPU, the wait starts when those queued before it have ended.
     """
 
     name: str
-    origin: Origin | None  # None if no unit's, nor the root's
+    origin: Origin | None  # None if it belongs to no unit
     since: float
     in_first_step: bool  # or before it: ranks may compile meanwhile, each for as long as it takes
-    ended: End | None = None  # of one that a GPU carries out, while the host goes on
-    is_torchs: bool = False  # called by others than this package; its process group has a timeout of its own
+    ended: End | None = None  # of a collective on a GPU, while the host continues
+    is_torchs: bool = False  # not called by this package; its process group has a separate timeout
     thread: int | None = None  # that is in a call of torch's
     group: GroupProgress | None = None  # of a collective of this package that the host waits for
     number: int = 0  # of the collective in that group
 
     @property
     def waited_s(self) -> float:
-        """Seconds that it has been waited for."""
+        """Seconds of the wait so far."""
         return monotonic() - self.since
 
     def __str__(self) -> str:
@@ -90,10 +90,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Wait:
-    """The collective that a rank waits for, and all that it has started.
+    """The collective that a rank waits for, and the collectives that it has started.
 
-    While a rank waits it starts nothing. So it waits for ever for a rank that waits for ever, and has not `sent` it all
-    of that collective.
+    A waiting rank starts nothing. So it waits for ever for a rank that waits for ever and has not sent all data of that
+    collective (`has_sent`).
     """
 
     group: str
@@ -101,7 +101,7 @@ class Wait:
     number: int  # of the collective
     since: float  # no two waits of a rank begin at the same time
     started: dict[str, int]  # collectives, by group
-    unsent: dict[str, list[int]]  # started ones of which it sends no more during this wait
+    unsent: dict[str, list[int]]  # started ones without further messages during this wait
 
     def has_sent(self, other: Wait) -> bool:
         """True if this rank has sent, or sends during this wait, all that `other` waits for."""
@@ -110,7 +110,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Unwatched:
-    """A queued collective of which nobody can tell whether it has ended, and why."""
+    """A queued collective whose end cannot be detected, and the reason."""
 
     task: Task
     error: Exception
@@ -118,16 +118,16 @@ class Unwatched:
 
 @dataclass(frozen=True)
 class _TorchCall:
-    """A call of torch's in which a thread is, as seen on its stack."""
+    """A call of torch that a thread is in, according to its stack."""
 
     name: str
-    frame: int  # with `after` it tells one call from the next
+    frame: int  # together with `after` it identifies a call
     after: float  # when the last collective of this package had ended
 
 
 @dataclass
 class RankProgress:
-    """The activity of this rank. Written by the threads that wait, read by another one; all forget what has ended."""
+    """The activity of this rank. The waiting threads write it, and a separate thread reads it. All drop ended work."""
 
     step: int = 0
     """Steps that the root which ran last has begun."""
@@ -160,14 +160,14 @@ class RankProgress:
     def enter(
         self, name: str, origin: Origin | None = None, group: GroupProgress | None = None, number: int = 0
     ) -> None:
-        """Note that this thread waits for a collective from now on: that of `number` in `group`, if given."""
+        """Note that this thread starts to wait for a collective: that of `number` in `group`, if given."""
         thread = get_ident()
         self._waiting[thread] = self._new_task(name, origin, None, group, number)
         if thread not in self._trains and thread not in self._behind:
             self._trains.add(thread)
 
     def leave(self) -> None:
-        """Note that it waits no longer."""
+        """Note that this thread has stopped waiting."""
         thread = get_ident()
         task = self._waiting.pop(thread, None)
         if thread not in self._behind:
@@ -177,7 +177,7 @@ class RankProgress:
     def waiting(
         self, name: str, origin: Origin | None = None, group: GroupProgress | None = None, number: int = 0
     ) -> Iterator[None]:
-        """A context in which this thread waits for other ranks."""
+        """Context manager that records a wait of this thread for other ranks."""
         self.enter(name, origin, group, number)
         try:
             yield
@@ -186,7 +186,7 @@ class RankProgress:
 
     @contextmanager
     def waiting_here(self) -> Iterator[None]:
-        """A context in which this thread waits for threads that work behind, and so for whatever these wait for."""
+        """Context manager that records a wait of this thread for background threads, and so for what these wait for."""
         thread = get_ident()
         self._joining[thread] = monotonic()
         try:
@@ -195,11 +195,11 @@ class RankProgress:
             del self._joining[thread]
 
     def work_behind(self) -> None:
-        """Note that this thread works for others from now on."""
+        """Note that this thread is a background thread."""
         self._behind.add(get_ident())
 
     def queue(self, name: str, origin: Origin, ended: End | None) -> None:
-        """Note that a device has a collective to carry out, which ends with `ended`; None: nobody can tell."""
+        """Note that a device has a queued collective, which ends with `ended`; None if its end cannot be detected."""
         if ended is not None:
             self._drop_ended()  # a watchdog does it too, but not every job has one
             self._queued.append(self._new_task(name, origin, ended))
@@ -213,23 +213,23 @@ class RankProgress:
         self._trains.clear()
 
     def waits(self) -> list[Task]:
-        """What any thread of this process waits for at present, the oldest first; without calls of torch's."""
+        """The present waits of all threads of this process, oldest first, without calls of torch."""
         return sorted(self._waiting.copy().values(), key=lambda task: task.since)
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the collective under way has been waited for; 0 if there is none."""
+        """Seconds of the wait for the present collective; 0 if there is none."""
         task = self.task
         return 0.0 if task is None else task.waited_s
 
     @property
     def waited_behind_s(self) -> float:
-        """The same of whatever any thread waits for, calls of torch on background threads included."""
+        """Seconds of the longest present wait of any thread, including calls of torch on background threads."""
         calls = [task for task in map(self._torch_call_of, self._behind.copy()) if task is not None]
         return max((task.waited_s for task in [*self.waits(), *calls]), default=0.0)
 
     def now(self) -> tuple[str, float]:
-        """This rank's activity, in words, and the seconds that it has lasted."""
+        """Return a description of this rank's activity, and its duration in seconds."""
         step = f", step {self.step}" if self.step else ""
         task = self.task
         if task is not None:
@@ -244,8 +244,8 @@ class RankProgress:
 
     @property
     def is_waiting(self) -> bool:
-        """True if the host waits, in a collective of this package's or in one of torch's: of what a GPU has been given,
-        nobody knows whether it computes or waits.
+        """True if the host waits, in a collective of this package or of torch. It is not known whether a GPU computes
+        or waits.
         """
         task = self.task
         return task is not None and (task.ended is None or self._torch_call() is not None)
@@ -277,7 +277,7 @@ class RankProgress:
 
     @property
     def task(self) -> Task | None:
-        """The collective that is under way, if there is one."""
+        """The present collective, if there is one."""
         self._drop_ended()
         waiting = self._waiting.copy()
         is_joining = bool(self._joining)
@@ -290,7 +290,7 @@ class RankProgress:
             return self._torch_call()
 
     def _torch_call(self) -> Task | None:
-        """The collective that a program has called by torch, waited for since it was first seen here."""
+        """Return the collective that the program has called through torch; its wait starts when first seen here."""
         return next(filter(None, map(self._torch_call_of, self._threads())), None)
 
     def _torch_call_of(self, thread: int) -> Task | None:
@@ -306,28 +306,28 @@ class RankProgress:
         return visited[1]
 
     def _threads(self) -> list[int]:
-        """The threads whose calls of torch count: the main one, and those that have waited for ranks before. Those that
-        work behind are among them while one of the others waits for them.
+        """Return the threads whose calls of torch count: the main one, and those that have waited for ranks before.
+        Background threads are included while one of these waits for them.
         """
         main = main_thread().ident or 0
         behind = self._behind.copy() if self._joining else ()
         return [main, *(thread for thread in self._trains.copy() if thread != main), *behind]
 
     def _drop_ended(self) -> None:
-        """Forget what has ended at the head of the queue, unless another thread is about to: no thread waits here."""
+        """Drop ended collectives at the head of the queue, unless another thread is doing so. Never waits."""
         if not self._drops.acquire(blocking=False):
             return
         try:
             while self._queued and self._has_ended(self._queued[0]):
                 now = monotonic()
-                if len(self._queued) > 1:  # what comes next begins now, and is never seen at the head as if before
+                if len(self._queued) > 1:  # the next one begins now, which must be set before it is at the head
                     self._queued[1] = replace(self._queued[1], since=now)
                 self._last, self._left = self._queued.popleft(), now
         finally:
             self._drops.release()
 
     def _has_ended(self, task: Task) -> bool:
-        """True if `task` need not be waited for any more, be it that nobody can tell."""
+        """True if `task` has ended, or its end cannot be detected."""
         assert task.ended is not None
         try:
             return task.ended.query()
@@ -370,7 +370,7 @@ def _frame_of(thread: int | None) -> FrameType | None:
 
 
 def _torch_call_of(thread: int, after: float) -> _TorchCall | None:
-    """The collective of torch's that `thread` is in, by the name that it was called by; None if it is in none.
+    """Return the collective of torch that `thread` is in, with the name of the call; None if it is in none.
 
     Collectives are also called by other functions of torch, such as `DTensor.full_tensor`: the outermost one counts.
     """
@@ -392,7 +392,7 @@ def _is_of(frame: FrameType, folders: tuple[str, ...]) -> bool:
 
 
 def _is_public(frame: FrameType) -> bool:
-    """True for a function of `torch.distributed` that users call: no private one, and no wrapper."""
+    """True for a function of `torch.distributed` that users call: not private, and not a wrapper."""
     code = frame.f_code
     is_own = code.co_filename.startswith(str(Path(_TORCH, "distributed")))
     return (
@@ -403,7 +403,7 @@ def _is_public(frame: FrameType) -> bool:
 
 
 def _line_of(thread: int | None) -> str:
-    """The line that `thread` is at, in the user's own code where there is any on the stack."""
+    """Return the line that `thread` is at, in the user's own code if there is any on the stack."""
     innermost = frame = _frame_of(thread)
     while frame is not None and _is_of(frame, _LIBRARIES):
         frame = frame.f_back

@@ -1,12 +1,12 @@
-"""A ring of connections, each rank to the next, so that a process that is gone is noticed at once.
+"""A ring of connections, from each rank to the next, so that the end of a process is noticed immediately.
 
-The system closes a connection when its process ends, however it ends, and finds out by itself when a host does not
-answer any more. Nothing is sent but a greeting and a farewell, so a rank that is merely slow is never taken for lost.
+The system closes a connection when its process ends, however it ends, and detects when a host does not answer any more.
+Only a greeting and a farewell are sent, so a slow rank is never considered lost.
 
 [Note: where a rank listens]
 Only the previous rank connects. If it is on the same host, the socket is bound to the loopback address, and other hosts
-cannot reach it; otherwise to the one address by which this host reaches the store. So ranks first exchange their hosts
-over the store. A connection that does not begin with the token from the store is closed.
+cannot reach it. Otherwise it is bound to the address that this host uses to reach the store. So ranks first exchange
+their hosts through the store. A connection that does not begin with the token from the store is closed.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # what the s
 
 
 def host_identity() -> str:
-    """Text that all processes share which reach one another by the loopback address: one kernel, one network namespace.
+    """Return a text that identifies the kernel and network namespace: processes with the same one share a loopback.
 
     Raises:
-        OSError: the system does not say.
+        OSError: the system does not provide it.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/net').readlink()}"
 
 
 class Ring:
-    """This rank's place in the ring.
+    """This rank's position in the ring.
 
     Args:
-        store: used by ranks to find one another. Not used after `join()` has returned True.
-        rank: this one.
+        store: used to exchange addresses. Not used after `join()` has returned True.
+        rank: this rank.
         world: the number of ranks.
-        silence_s: seconds that a host may answer nothing before it is taken for lost; 127 at most.
-        way: host and port of something that all ranks reach; this host, if None.
+        silence_s: seconds without an answer of a host before it is considered lost; 127 at most.
+        way: host and port of a server that all ranks reach; this host, if None.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Ring:
         store.set(_host_key(rank), self._host)
 
     def join(self) -> bool:
-        """Connect as far as is possible now; True once both neighbours are connected.
+        """Connect as far as possible now. Return True once both neighbours are connected.
 
         Raises:
             OSError: a neighbour's address cannot be reached.
@@ -93,7 +93,7 @@ class Ring:
         return self._to_next is not None and self._from_previous is not None
 
     def _listen(self, host_of_previous: str) -> None:
-        """Listen where the previous rank can connect, and publish that. See [Note: where a rank listens]."""
+        """Listen at an address for the previous rank, and publish it. See [Note: where a rank listens]."""
         is_here = bool(self._host) and host_of_previous == self._host
         address = _LOOPBACK if is_here else _own_address(self._way)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -113,7 +113,7 @@ class Ring:
             connection.close()  # a stranger
 
     def lost_previous(self, timeout_s: float) -> bool:
-        """True if the previous rank's process ended without a farewell; waits up to `timeout_s` seconds for that."""
+        """Wait up to `timeout_s` seconds. Return True if the previous rank's process ended without a farewell."""
         if self._from_previous is None:
             return False
         self._from_previous.settimeout(timeout_s)
@@ -154,7 +154,7 @@ def _host_key(rank: int) -> str:
 
 
 def _own_address(way: tuple[str, int] | None) -> str:
-    """The address by which other ranks reach this host: the local end of a connection to `way`."""
+    """Return the address of this host for other ranks: the local end of a connection to `way`."""
     host, port = way or (socket.gethostname(), 9)
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -19,10 +19,10 @@ __all__ = ["PatientStore"]
 
 
 class PatientStore:
-    """A few calls of `store`, each of which returns or raises within `patience_s` seconds.
+    """A few calls of `store`. Each returns or raises within `patience_s` seconds.
 
-    A call raises `RuntimeError`, as torch's own errors of the store are, if the store is gone; and raises at once while
-    an earlier one has not been answered. For one thread at a time.
+    A call raises `RuntimeError`, like torch's own errors of the store, if the store is gone. It raises immediately
+    while an earlier call has not been answered. Use it from one thread at a time.
     """
 
     def __init__(self, store: dist.Store, patience_s: float) -> None:

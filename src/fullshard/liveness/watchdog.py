@@ -1,12 +1,12 @@
-"""A thread that reports where every rank is when a collective takes long, and ends a process that would hang for ever.
+"""A thread that reports the progress of every rank when a collective takes long, and ends a process that would hang.
 
-Two things make ranks wait for ever: one of them is gone, or they do not come to the same collective. The first is
-noticed by the ring (`ring.py`) and, on gloo, by the connections of the collective itself; the second by the clock.
-Ranks then exchange messages over the store, since the group is stuck.
+Ranks wait for ever if one of them is gone, or if they do not reach the same collective. The ring (`ring.py`) and, on
+gloo, the connections of the collective itself detect the first case. The clock detects the second. Ranks then exchange
+messages through the store, since the group is stuck.
 
-A rank that waits long puts a question on the board: where is everybody? Every rank answers; the rank that asked
-collects the answers and writes them down. A question that ends the job differs only in that ranks end once it is
-answered; one that is asked early, in that nothing is written unless all ranks wait, and not for the same.
+A rank that waits long posts a question for the progress of all ranks on the board. Every rank answers. The rank that
+asked collects the answers and logs them. If the question ends the job, ranks also end once it is answered. If it is
+asked early, the answers are logged only if all ranks wait, and not for the same collective.
 
 [Note: waits in a circle]
 Ranks that make different calls may wait for one another in different process groups. No rank then receives the
@@ -49,18 +49,18 @@ EXIT_CODE = os.EX_TEMPFAIL  # 75: a temporary failure, worth another start
 """The exit code of a process that the watchdog ends."""
 
 SILENCE_S = 30
-"""Seconds that a host may be silent before it is taken for lost. Tests set less, before the first forward."""
+"""Seconds without an answer of a host before it is considered lost. Tests set less, before the first forward."""
 
-_LOOK_S = 1.0  # between two looks at the store; longer in large worlds, where it has many ranks to answer
+_LOOK_S = 1.0  # between two reads of the store; longer in large worlds, where it has many ranks to answer
 _LOOKS_A_SECOND = 500
 _GRACE_S = 3.0  # for a rank that learns of a loss to raise an exception by itself
 _LONG_GRACE_S = 10.0  # the same where only a background thread waits, or a collective that is not this package's
-_ANSWER_S = 4.0  # for the others to say where they are
+_ANSWER_S = 4.0  # for the other ranks to report their progress
 _STORE_S = 5.0  # for the store to answer
 _EARLY_S = 10.0  # of waiting: if all ranks wait, and not for the same, hardly any of them will ever go on
-_LINES = 16  # ranks that an error tells of
-_SETTLED_S = 2.0  # of waiting: whoever has just come may be about to do what the others wait for
-_LEAD_S = 10.0  # to have the account before the process group gives up, whose error names one rank only
+_LINES = 16  # ranks that an error names
+_SETTLED_S = 2.0  # of waiting: a rank that has just arrived may be about to start what the others wait for
+_LEAD_S = 10.0  # to get the report before the process group gives up, whose error names one rank only
 
 _NO_WORD = "its process ended without a word (killed, out of memory, or crashed)"
 _NO_ANSWER = "its host does not answer (powered off, or the network is down)"
@@ -71,25 +71,26 @@ T = TypeVar("T")
 
 
 def set_collective_timeout(seconds: float | None, *, report_after: float | None = 120.0) -> None:
-    """End the job when a collective is waited for longer than this; None: never.
+    """End the job when a collective takes longer than `seconds`; never if None.
 
-    Each rank then writes to the standard error stream where it is (step, microbatch, unit, phase, collective, for how
-    long), the first to notice also where all ranks are, and the processes end with exit code 75. By default that
-    happens a few seconds before the default process group's own time-out (`init_process_group(timeout=...)`: 30 minutes
-    on gloo, 10 on NCCL). No longer time than that can be set here: the group gives its collectives up by then.
+    Each rank then writes its progress to the standard error stream (step, microbatch, unit, phase, collective,
+    duration), and the first rank to notice also writes that of all ranks. The processes end with exit code 75. By
+    default this happens a few seconds before the time-out of the default process group
+    (`init_process_group(timeout=...)`: 30 minutes on gloo, 10 on NCCL). A longer time has no effect, since the group
+    aborts its collectives then.
 
-    A report comes earlier: the same account of all ranks, once for each stuck collective, as a warning of the logger
-    `fullshard.liveness.watchdog`. The job goes on: one rank may keep the others waiting, to evaluate or to save.
+    The progress of all ranks is also reported earlier, once for each stuck collective, as a warning of the logger
+    `fullshard.liveness.watchdog`. The job continues after this: one rank may delay the others to evaluate or to save.
 
-    Collectives of a root's first step and before it are not reported, since ranks compile for as long as each needs;
-    they end the job after the process group's time or `seconds`, whichever is longer. In a model that never trains
+    Collectives before and during a root's first step are not reported, since ranks may compile for different times.
+    They end the job after the process group's time-out or `seconds`, whichever is longer. In a model that never trains
     these are the collectives of its first forward.
 
-    May be called at any time; the rank with the shortest time decides.
+    This function may be called at any time. The rank with the shortest time decides.
 
     Args:
         seconds: until the job ends.
-        report_after: seconds until the report; None: no report.
+        report_after: seconds until the report, or None for no report.
 
     Raises:
         ConfigError: not a positive number.
@@ -103,7 +104,7 @@ def set_collective_timeout(seconds: float | None, *, report_after: float | None 
 
 
 def watch() -> None:
-    """Look after the default process group from now on, if it has several ranks. Cheap to call again."""
+    """Start to watch the default process group, if it has several ranks. Repeated calls are cheap."""
     global _watchdog
     group = dist.group.WORLD
     if _watchdog is not None and _watchdog.group is group:
@@ -126,7 +127,7 @@ class PeerGoneError(Exception):
 
 
 def lost(rank: int, where: str) -> RankLostError:
-    """The error of a rank whose connection to `rank` was broken while it was `where`; also says so on the board."""
+    """Return the error of a rank whose connection to `rank` broke while it was `where`, and publish it on the board."""
     account = None if _watchdog is None else _watchdog.account_for(rank)
     return RankLostError(_loss(account or _Loss(rank, "its process is gone"), where))
 
@@ -154,7 +155,7 @@ class _Watchdog:
         self._rank = dist.get_rank()
         self._world = dist.get_world_size()
         self._look_s = max(_LOOK_S, self._world / _LOOKS_A_SECOND)
-        stores = default_store(), default_store()  # the main thread's, and one of our own
+        stores = default_store(), default_store()  # for the main thread, and for the watchdog's thread
         self._way = store_address(stores[0])
         self._store, self._own_store = (
             PatientStore(dist.PrefixStore("fullshard/watchdog", store), _STORE_S) for store in stores
@@ -166,9 +167,9 @@ class _Watchdog:
         self._missed_since = math.inf
         self._answered: _Question | None = None
         self._reported: Task | None = None
-        self._requested_early: tuple[Task, float] | None = None  # and how long it is to be waited for until asked again
+        self._requested_early: tuple[Task, float] | None = None  # and the seconds of waiting until the next question
         self._ended: tuple[Task, float, str] | None = None  # a wait that was ended, when, and why
-        self._stated: set[str] = set()  # causes of failures of its own
+        self._stated: set[str] = set()  # causes of the watchdog's own failures
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
@@ -176,7 +177,7 @@ class _Watchdog:
         self._thread.start()
 
     def stop(self, *, failure: str = "") -> None:
-        """Stop the thread. If this rank ends by a `failure`, say so for those that miss it."""
+        """Stop the thread. If this rank ends with a `failure`, publish it for the other ranks."""
         self._board.publish_end(self._rank, failure or "its process ended, when others still waited for it")
         self._stopped.set()
         if self._ring is not None:
@@ -186,18 +187,18 @@ class _Watchdog:
             store.close()
 
     def forget(self) -> None:
-        """Close, in a process forked from this one, its inherited connections, or nobody notices this one's end."""
+        """Close the inherited connections in a forked process. Otherwise the end of its parent would go unnoticed."""
         if self._ring is not None:
             self._ring.leave(farewell=False)
 
     def account_for(self, rank: int) -> _Loss:
-        """The rank that was lost first, now that the connection to `rank` is broken, and how it ended."""
+        """Return the rank that was lost first and how it ended, now that the connection to `rank` is broken."""
         loss = self._board.first_loss(_Loss(rank, self._board.end_of(rank, _NO_WORD)))
         self._board.publish_end(self._rank, f"it missed rank {loss.rank} in its turn")
         return loss
 
     def _run(self) -> None:
-        """Look again and again until the group is gone. A failure is logged, and the next look tries again."""
+        """Run checks until the group is gone. A failure is logged, and the next check tries again."""
         while not self._stopped.is_set() and self._is_needed:
             try:
                 self._look()
@@ -218,7 +219,7 @@ class _Watchdog:
         return dist.group.WORLD is self.group or (self._missed_since < math.inf and here.waited_behind_s > 0)
 
     def _look(self) -> None:
-        """Look at the previous rank, at the board and at the clock."""
+        """Check the previous rank, the board and the clock."""
         self._joined = self._joined or self._join()
         if (noticed := self._lost_previous()) is not None:
             self._own_board.first_loss(noticed)
@@ -264,13 +265,13 @@ class _Watchdog:
             )
 
     def _warn_once(self, cause: str, failure: str) -> None:
-        """Log a failure of the watchdog's own, unless one of that cause has been."""
+        """Log a failure of the watchdog itself, once per cause."""
         if cause not in self._stated:
             self._stated.add(cause)
             _log.warning("rank %d: %s.", self._rank, failure)
 
     def _ask(self, task: Task | None) -> _Question | None:
-        """The question to answer if `task` takes too long: this rank's, or that of one that asked just before."""
+        """Return the question to answer if `task` takes too long: this rank's, or that of a rank that asked before."""
         if task is None:
             return None
         if task.waited_s > self._end_s(task) and not task.is_torchs:  # whose process group has its own timeout
@@ -283,7 +284,7 @@ class _Watchdog:
         return None
 
     def _end_s(self, task: Task | None) -> float:
-        """Seconds of waiting after which the job ends: for `task`, or for any other if None."""
+        """Return the seconds of waiting after which the job ends: for `task`, or for any other if None."""
         timeout_s = group_timeout_s(self.group)
         own_s = timeout_s - min(_LEAD_S, timeout_s / 2)
         if switches.end_after_s is None:
@@ -291,7 +292,7 @@ class _Watchdog:
         return max(switches.end_after_s, own_s) if task is not None and task.in_first_step else switches.end_after_s
 
     def _answer(self, question: _Question, task: Task | None) -> None:
-        """Publish where this rank is; report where all are, if this rank has asked; end, if the question says so."""
+        """Publish this rank's progress, report that of all ranks if this rank has asked, and end if requested."""
         ends = question.purpose == "end"
         if question.purpose == "deadlock":
             self._end_waits(question)
@@ -316,7 +317,7 @@ class _Watchdog:
         self._own_board.answer(question, self._rank, *here.now(), is_waiting=here.is_waiting, wait=here.wait)
 
     def _found_deadlock(self, question: _Question) -> bool:
-        """Return True if no rank will ever go on, see [Note: waits in a circle]; all of them are asked to end then."""
+        """Return True, and make all ranks end, if no rank will ever continue, see [Note: waits in a circle]."""
         before = self._own_board.waits(question, self._world)
         if not is_deadlock(before):
             return False
@@ -351,7 +352,7 @@ class _Watchdog:
             group.end_wait()
 
     def _join(self) -> bool:
-        """Join the ring as far as is possible now; True if nothing is left to do, or it cannot be done."""
+        """Join the ring as far as possible now. Return True if this is complete or has failed."""
         try:
             self._ring = self._ring or Ring(
                 self._own_store, self._rank, self._world, silence_s=SILENCE_S, way=self._way
@@ -362,7 +363,7 @@ class _Watchdog:
             return True
 
     def _lost_previous(self) -> _Loss | None:
-        """The previous rank, if it has ended without a farewell; waits a little for that."""
+        """Wait a little, and return the previous rank if it has ended without a farewell."""
         if self._ring is None or not self._ring.watches:
             self._stopped.wait(self._look_s)
             return None
@@ -372,7 +373,7 @@ class _Watchdog:
         return _Loss(self._ring.previous, self._own_board.end_of(self._ring.previous, otherwise))
 
     def _collect(self, question: _Question, verdict: str) -> str:
-        """The account of all ranks, below a head that ends with `verdict`. Ranks may end once it is collected."""
+        """Return the report of all ranks, below a head that ends with `verdict`. Ranks may end once it is collected."""
         head = f"rank {self._rank} is {here}, {verdict}. Where all ranks are:"
         self._await_answers(question)
         lines = [f"  {line}" for line in self._own_board.answers(question, self._world)]
@@ -386,19 +387,19 @@ class _Watchdog:
 
     def _end(self, report: str) -> NoReturn:
         self._own_board.publish_end(self._rank, "its watchdog ended it")
-        with suppress(OSError, ValueError):  # nobody reads it any more
+        with suppress(OSError, ValueError):  # the reader has closed it
             sys.stderr.write(f"[fullshard] {report}\n")
             sys.stderr.flush()
         os._exit(EXIT_CODE)
 
 
 def _long(end_s: float) -> str:
-    """The verdict on a collective that is reported."""
+    """Return the verdict on a collective that is reported."""
     return "and the job goes on" + ("" if math.isinf(end_s) else f"; it ends if that takes {end_s:g} s")
 
 
 def _separate(end_s: float) -> str:
-    """The verdict on ranks that all wait, and not for the same."""
+    """Return the verdict on ranks that all wait, and not for the same collective."""
     return (
         "and no rank does anything but wait, though not all for the same: every rank must make the same calls, saving, "
         f"state dicts and barriers among them, after as many batches; {_long(end_s).removeprefix('and ')}"
@@ -406,7 +407,7 @@ def _separate(end_s: float) -> str:
 
 
 def _too_long(end_s: float) -> str:
-    """The verdict on a collective that ends the job."""
+    """Return the verdict on a collective that ends the job."""
     more = "give init_process_group a longer timeout"
     if switches.end_after_s is not None:
         more = "call fullshard.set_collective_timeout(seconds)"
@@ -422,13 +423,13 @@ def is_deadlock(waits: Sequence[Wait | None]) -> bool:
 
 
 def _missing(wait: Wait, waits: Sequence[Wait | None]) -> list[int]:
-    """The ranks that have not sent what `wait` waits for."""
+    """Return the ranks that have not sent the data that `wait` waits for."""
     others = ((rank, waits[rank]) for rank in wait.ranks)
     return [rank for rank, other in others if other is not None and not other.has_sent(wait)]
 
 
 def _deadlock(waits: Sequence[Wait | None], places: Sequence[str]) -> str:
-    """The error of ranks that wait for one another."""
+    """Return the error of ranks that wait for one another."""
     lines = []
     for rank, (wait, place) in enumerate(zip(waits, places, strict=True)):
         assert wait is not None
@@ -448,7 +449,7 @@ def _deadlock(waits: Sequence[Wait | None], places: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Question:
-    """A rank's question where everybody is."""
+    """A rank's question for the progress of all ranks."""
 
     number: int
     rank: int  # that asks, and collects the answers
@@ -473,15 +474,15 @@ class _Board:
         return 0.0 if self.error is None else monotonic() - self._silent_since
 
     def publish_end(self, rank: int, how: str) -> None:
-        """Publish how `rank` ends, unless that has been said."""
+        """Publish how `rank` ends, unless this was published before."""
         self._first(f"end/{rank}", how)
 
     def end_of(self, rank: int, otherwise: str) -> str:
-        """The published end of `rank`, or `otherwise`."""
+        """Return the published end of `rank`, or `otherwise`."""
         return self._read(f"end/{rank}") or otherwise
 
     def first_loss(self, loss: _Loss) -> _Loss:
-        """The loss that was noticed first: `loss`, unless there has been one."""
+        """Publish `loss`, unless there has been one before, and return the first loss."""
         self._loss = self._loss or _Loss(**json.loads(self._first("loss", json.dumps(asdict(loss)))))
         return self._loss
 
@@ -491,7 +492,7 @@ class _Board:
         return _Loss(**json.loads(message)) if message else self._loss
 
     def ask(self, rank: int, purpose: str, *, error: str = "", groups: Sequence[str] = ()) -> _Question:
-        """The question where all ranks are: `rank`'s, unless there is a new one."""
+        """Post the question of `rank` for the progress of all ranks, unless there is a new one, and return it."""
         last = _question(self._question)
         local = json.dumps(asdict(_Question(last.number + 1 if last else 0, rank, purpose, error, groups)))
         self._question = self._replace("question", self._question, local)
@@ -512,17 +513,17 @@ class _Board:
         is_waiting: bool,
         wait: Wait | None = None,
     ) -> None:
-        """Publish where `rank` is, for how many seconds, and the collective that it waits for."""
+        """Publish the progress of `rank`, its duration in seconds, and the collective that it waits for."""
         waits = None if wait is None else asdict(wait)
         self._first(f"where/{question.number}/{rank}", json.dumps([place, seconds, is_waiting, waits]))
         self._call(self._store.add, f"answers/{question.number}", 1, otherwise=0)
 
     def has_answers(self, question: _Question, world: int) -> bool:
-        """True if all ranks have said where they are, or the store is gone."""
+        """True if all ranks have answered, or the store is gone."""
         return self._call(self._store.add, f"answers/{question.number}", 0, otherwise=world) >= world
 
     def answers(self, question: _Question, world: int) -> list[str]:
-        """The answers in words, a line for all ranks at the same place."""
+        """Return the answers as text, with one line for all ranks with the same progress."""
         ranks: dict[str, list[int]] = {}
         times: dict[str, list[float]] = {}
         for rank, (place, seconds, _) in enumerate(self.places(question, world)):
@@ -532,17 +533,17 @@ class _Board:
         return [f"{named_ranks(who)}: {place}{waited[place]}" for place, who in ranks.items()]
 
     def is_split(self, question: _Question, world: int) -> bool:
-        """True if all ranks have been waiting for a while, and not for the same."""
+        """True if all ranks have been waiting for a while, and not for the same collective."""
         answers = self.places(question, world)
         settled = all(is_waiting and seconds > _SETTLED_S for _, seconds, is_waiting in answers)
         return settled and len({place for place, _, _ in answers}) > 1
 
     def places(self, question: _Question, world: int) -> list[tuple[str, float, bool]]:
-        """Where each rank is, for how many seconds, and whether it waits."""
+        """Return the progress of each rank, its duration in seconds, and whether it waits."""
         return [(place, seconds, is_waiting) for place, seconds, is_waiting, _ in self._answers(question, world)]
 
     def waits(self, question: _Question, world: int) -> list[Wait | None]:
-        """The collective that each rank waits for; None if it does not, or has not answered."""
+        """Return the collective that each rank waits for; None if it does not wait, or has not answered."""
         return [wait and Wait(**wait) for _, _, _, wait in self._answers(question, world)]
 
     def _answers(self, question: _Question, world: int) -> list[tuple[str, float, bool, Any]]:
@@ -552,11 +553,11 @@ class _Board:
         ]
 
     def close_account(self, question: _Question) -> None:
-        """Publish that the account is complete: ranks may end, and the store with them."""
+        """Publish that the report is complete: ranks may end, and the store with them."""
         self._first(f"closed/{question.number}", "yes")
 
     def await_account(self, question: _Question) -> None:
-        """Return when the answers have been collected, it is late, or the store has gone with a rank that ended."""
+        """Wait until the answers have been collected, a time-out, or the end of the store with a rank that ended."""
         deadline = monotonic() + 2 * _ANSWER_S
         while monotonic() < deadline:
             try:
@@ -569,11 +570,11 @@ class _Board:
             sleep(0.1)
 
     def _first(self, key: str, value: str) -> str:
-        """Set `key` to `value` unless it has been set; its value after that."""
+        """Set `key` to `value` unless it has been set, and return its value."""
         return self._replace(key, "", value)
 
     def _replace(self, key: str, old: str, new: str) -> str:
-        """Set `key` to `new` if it was `old`; its value after that, or `new` if the store is gone."""
+        """Set `key` to `new` if it was `old`, and return its value, or `new` if the store is gone."""
         return self._call(self._store.compare_set, key, old, new, otherwise=new.encode()).decode()
 
     def _read(self, key: str) -> str:
@@ -581,7 +582,7 @@ class _Board:
         return self._call(self._store.get, key, otherwise=b"").decode() if is_there else ""
 
     def _call(self, call: Callable[..., T], *args: Any, otherwise: T) -> T:
-        """What the store answers; `otherwise`, with a note of the error, if it is gone or slow."""
+        """Return the answer of the store. If it is gone or slow, record the error and return `otherwise`."""
         try:
             answer = call(*args)
         except RuntimeError as error:
@@ -601,14 +602,14 @@ _watchdog: _Watchdog | None = None
 
 
 def _stop_at_exit() -> None:
-    """Publish how this process ends; Python has kept the exception that it ends by."""
+    """Publish how this process ends. Python has stored the exception that ends it."""
     error = getattr(sys, "last_value", None)
     if _watchdog is not None:
         _watchdog.stop(failure="" if error is None else f"it raised {type(error).__name__}: {error}")
 
 
 def _forget_in_child() -> None:
-    """A forked process is no rank, and would keep its parent's connections open beyond the parent's end."""
+    """Close inherited connections: a forked process is not a rank, and would keep them open after its parent's end."""
     global _watchdog
     if _watchdog is not None:
         _watchdog.forget()

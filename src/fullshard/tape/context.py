@@ -2,7 +2,7 @@
 
     _meshes: Kept[Key, DeviceMesh] = Kept("default meshes")
 
-Groups, connections and memory of a default process group must not be reused after another one is created. They would
+Groups, connections and memory of a default process group must not be reused after a new one is created. They would
 leak, and a group of the old world does not work in the new one.
 """
 

@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Phase(Enum):
-    """The phases of a step in which a unit is used."""
+    """The phases of a step, for uses of a unit."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -193,7 +193,7 @@ def note_origin(origin: Origin) -> None:
 
 
 def allocating(purpose: str) -> AbstractContextManager[None]:
-    """Context manager in which memory is allocated for `purpose`."""
+    """Context manager that records allocations of memory as for `purpose`."""
     return nullcontext() if _active is None else acting_for(_active.origin, purpose)
 
 
@@ -229,7 +229,7 @@ def noting(name: str) -> Iterator[None]:
 
 @contextmanager
 def noting_wait(stream: Stream, origin: Origin) -> Iterator[None]:
-    """Context manager in which `stream` waits for a collective of `origin`. The program itself does not wait."""
+    """Context manager that records a wait of `stream` for a collective of `origin`. The program does not wait."""
     recorder = _active
     if recorder is None or not (recorder.reads_streams and stream.is_stream):
         yield

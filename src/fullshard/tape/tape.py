@@ -1,8 +1,8 @@
-"""The trace: everything that the streams of a device do, in the order in which the host requests it.
+"""The trace: everything that the streams of a device do, in the order of the host's requests.
 
 A trace is a recorder with more detail. It contains every operation and collective with the bytes that it reads and
 writes, every allocation and free, every recorded event and every wait for one. `dry/` records it. Races, memory, times
-and reports are all derived from a trace; there is no second description of what the engine does. A trace has many
+and reports are all derived from a trace; a second description of the engine's work does not exist. A trace has many
 thousands of entries. They are named tuples, which are fast to create and to send to another process.
 """
 
