@@ -1,4 +1,4 @@
-"""Everything that depends on torch's version, or uses torch's undocumented parts."""
+"""All code that depends on torch's version, or uses undocumented parts of torch."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def in_backward() -> bool:
 
 
 def backward_number() -> int:
-    """The number of the backward pass that autograd is executing on this thread; -1 outside of any."""
+    """Return the number of the backward pass that autograd is executing on this thread; -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 
@@ -157,12 +157,12 @@ def comm_hook_dtypes() -> dict[Callable[..., Any], torch.dtype | None]:
 
 
 def implicitly_replicates() -> bool:
-    """True within `implicit_replication()` of torch's, where plain tensors may meet `DTensor`s."""
+    """True within torch's `implicit_replication()`, which allows operations of plain tensors with `DTensor`s."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def next_node_number() -> int:
-    """The number that autograd gives to the next node that this thread makes: `node._sequence_nr()`."""
+    """Return the number of the next autograd node that this thread makes: `node._sequence_nr()`."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
@@ -172,7 +172,7 @@ def in_function_transform() -> bool:
 
 
 def outside_of_function_transforms() -> AbstractContextManager[Any]:
-    """A context whose operations are no part of any transform of `torch.func`."""
+    """Return a context that keeps operations out of all transforms of `torch.func`."""
     context: AbstractContextManager[Any] = torch._C._DisableFuncTorch()
     return context
 
@@ -180,14 +180,14 @@ def outside_of_function_transforms() -> AbstractContextManager[Any]:
 def in_pipeline_stage() -> bool:
     """True if a stage of `torch.distributed.pipelining`, computing a microbatch, is among the callers.
 
-    A stage that tries out shapes is not: it asks for gradients of its inputs only, and for no others later.
+    A stage that infers shapes does not count: it computes gradients of its inputs only, and never others.
     """
     stage = sys.modules.get("torch.distributed.pipelining.stage")
     return stage is not None and _is_within(sys._getframe(1), stage._PipelineStageBase.forward_one_chunk.__code__)
 
 
 def in_backward_of_inputs() -> bool:
-    """True while `stage_backward_input` of `torch.distributed.pipelining` runs, in whichever thread."""
+    """True while `stage_backward_input` of `torch.distributed.pipelining` runs in any thread."""
     module = sys.modules.get("torch.distributed.pipelining._backward")
     if module is None:
         return False
@@ -219,7 +219,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The pair of hooks that tensors are given to which autograd saves now, if there is one."""
+    """Return the pair of hooks that autograd currently calls for saved tensors, if there is one."""
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
         True
     )
@@ -227,14 +227,14 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
 
 
 def weak_storage(storage: torch.UntypedStorage) -> Any:
-    """What keeps the address of `storage` from being another's, but not its memory."""
+    """Return an object that keeps the address of `storage` from being reused, but not its memory alive."""
     return StorageWeakRef(storage)
 
 
 def withhold_step_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Have the step of `optimizer` that has begun call none of these hooks; gives back what lets later ones call them.
+    """Prevent the running step of `optimizer` from calling these hooks, and return a function that restores them.
 
-    The dictionaries stay those that handles of hooks know.
+    The dictionaries stay the same objects, which the handles of hooks refer to.
     """
     known: list[dict[int, Any]] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     held = [dict(hooks) for hooks in known]
@@ -250,7 +250,7 @@ def withhold_step_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 @contextmanager
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[Any], list[Any]]]:
-    """A context in which `optimizer.step` calls none of these hooks: those before a step, and those after it."""
+    """Context manager that removes the hooks of `optimizer.step`, and yields those before and those after a step."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:
@@ -260,12 +260,12 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:
-    """The number of tensors (those that autograd saved included) and handles that keep `storage` alive."""
+    """Return the number of tensors (including those saved by autograd) and handles that keep `storage` alive."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def holders(tensor: DTensor) -> Any:
-    """A value that stays equal until somebody refers to `tensor` or its local tensor, or replaces either."""
+    """Return a value that stays equal until a reference to `tensor` or its local tensor is added, or it is replaced."""
     outer: Any = tensor
     local: Any = tensor._local_tensor
     place = local.data_ptr() if type(local) is Tensor else address(local)
@@ -274,13 +274,13 @@ def holders(tensor: DTensor) -> Any:
 
 
 def storage_holders(tensor: Tensor) -> tuple[int, int]:
-    """A value that stays equal until a reference to the storage of `tensor` is added or dropped."""
+    """Return a value that stays equal until a reference to the storage of `tensor` is added or dropped."""
     storage = tensor.untyped_storage()
     return storage_references(storage), sys.getrefcount(storage)
 
 
 def held_twice(tensors: list[Tensor]) -> bool:
-    """True if nobody has a reference to any of `tensors` but that list, and one other holder of each."""
+    """True if each of `tensors` has no references except for this list and one other holder."""
     own = _own_references()
     return all(count <= own for count in _references(tensors))
 
@@ -302,12 +302,12 @@ def shares_memory(tensor: Tensor) -> bool:
 
 
 def is_share_memory(function: Callable[..., Any]) -> bool:
-    """Return whether `function` is what `nn.Module.share_memory` applies to each tensor."""
+    """Return True if `function` is the one that `nn.Module.share_memory` applies to each tensor."""
     return getattr(function, "__code__", None) in torch.nn.Module.share_memory.__code__.co_consts
 
 
 def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Every rank's shard, end to end, in the corresponding whole: one launch for all, queued on the current stream."""
+    """Gather every rank's shard, contiguous, to the corresponding whole: one launch, queued on the current stream."""
     options = AllgatherOptions()
     options.asyncOp = False
     gather = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
@@ -315,13 +315,13 @@ def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.Proce
 
 
 def all_gather_rows(rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
-    """Every rank's `own` as the rows of a matrix, in rank order. The host waits if the backend's host does."""
+    """Gather every rank's `own` to the rows of a matrix, in rank order. The host waits on synchronous backends."""
     gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(rows.view(-1), own, group=group)
 
 
 def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.ProcessGroup) -> None:
-    """The sum over ranks of this rank's shard of each whole in the corresponding one of `sums`, in the same way."""
+    """Reduce-scatter each whole to the corresponding one of `sums`, in the same way."""
     options = ReduceScatterOptions()
     options.asyncOp = False
     reduce = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
@@ -329,14 +329,14 @@ def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.Pr
 
 
 def all_reduce_each(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """The sum over ranks of each tensor in its place, in the same way."""
+    """Sum each tensor over ranks in place, in the same way."""
     options = AllreduceCoalescedOptions()
     options.asyncOp = False
     _queue(group.allreduce_coalesced(_as_real(tensors), options))
 
 
 def _as_real(tensors: list[Tensor]) -> list[Tensor]:
-    """Views without complex numbers, which NCCL does not know."""
+    """Return views without complex numbers, which NCCL does not support."""
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
@@ -346,13 +346,13 @@ def _method(group: dist.ProcessGroup, name: str, until_2_12: str) -> Callable[..
 
 
 def _queue(work: Any) -> None:
-    """Let the current stream go on after `work`; a backend whose host waits has done so, or does it now."""
+    """Make the current stream wait for `work`. With a synchronous backend, the host waits."""
     if work is not None:
         work.wait()
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """Seconds after which the first of `group`'s backends gives a collective up; infinity if none ever does."""
+    """Return the seconds after which the first of `group`'s backends aborts a collective; infinity if none does."""
     timeouts = []
     for device in group._device_types:
         with suppress(AttributeError, RuntimeError):  # a backend without options
@@ -361,12 +361,12 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
 
 
 def group_made_alone(ranks: list[int]) -> dist.ProcessGroup:
-    """A new process group of `ranks`, this one among them, that no other rank need take part in.
+    """Create a process group of `ranks`, which include this rank, without a call on other ranks.
 
-    `use_local_synchronization` is not enough for that. While the default group is bound to a device
-    (`init_process_group(device_id=...)`), torch splits a new group's communicator off that of all ranks, which NCCL
-    does only once all of them ask for it. So torch finds it bound to none, and connects these ranks when they first
-    send something.
+    `use_local_synchronization` is not enough for this. While the default group is bound to a device
+    (`init_process_group(device_id=...)`), torch splits a new group's communicator off that of all ranks, and NCCL waits
+    for all of them. So the default group is temporarily not bound to a device. torch then connects these ranks when
+    they first send something.
     """
     world = dist.distributed_c10d._get_default_group()
     device, world.bound_device_id = world.bound_device_id, None
@@ -378,11 +378,11 @@ def group_made_alone(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def connected_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo:
-    """New connections of gloo's between the ranks of `group`, for messages alone. A collective of these ranks.
+    """Create new gloo connections between the ranks of `group`, for messages only. A collective of these ranks.
 
     Args:
-        group: a group of gloo's.
-        name: that no other connections of this group have.
+        group: a gloo group.
+        name: a unique name among the connections of this group.
     """
     store = dist.PrefixStore(f"{group.group_name}/{name}", default_store())
     timeout = timedelta(seconds=group_timeout_s(group))
@@ -396,7 +396,7 @@ def break_connections(connections: Any, peers: Sequence[int], tag: int) -> None:
     closed its own connections fails without breaking the others, so every peer is tried.
 
     Args:
-        connections: a process group of gloo's, or what `connected_again` returned.
+        connections: a gloo process group, or the result of `connected_again`.
         peers: the other ranks of the group.
         tag: a tag that no peer sends a message with.
     """
@@ -406,26 +406,26 @@ def break_connections(connections: Any, peers: Sequence[int], tag: int) -> None:
 
 
 def default_store() -> dist.Store:
-    """The default process group's store, by a connection that is the caller's own."""
+    """Return the store of the default process group, with a separate connection for the caller."""
     store = dist.distributed_c10d._get_default_store()
     own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's annotations lack it
     return own
 
 
 def store_address(store: dist.Store) -> tuple[str, int] | None:
-    """Host and port of the server behind `store`, if it has one."""
+    """Return host and port of the server of `store`, if it has one."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
 def tree_map(leaf: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` (lists, tuples, dicts and what was registered as a pytree) with `leaf` applied to everything else."""
+    """Return `tree` (lists, tuples, dicts and registered pytrees) with `leaf` applied to everything else."""
     return _pytree.tree_map(leaf, tree)
 
 
 def taken_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """The children of `tree`, if its class is a registered pytree, and what makes one of others; None if it is not."""
+    """Return the children of `tree` and a function that rebuilds it, if its class is a registered pytree; else None."""
     node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(tree))
     if node is None:
         return None
@@ -434,14 +434,14 @@ def taken_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] |
 
 
 def storage_info(file: str, start: int, nbytes: int) -> Any:
-    """The position of a value in a file, in bytes, as metadata of `torch.distributed.checkpoint`."""
+    """Return the position of a value in a file, in bytes, as metadata of `torch.distributed.checkpoint`."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # late: a tenth of a second that most do without
 
     return _StorageInfo(file, start, nbytes)
 
 
 def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
-    """A contiguous `DTensor` of global `shape` around `local` itself, on whatever device.
+    """Return a contiguous `DTensor` of global `shape` around `local` itself, on any device.
 
     `DTensor.from_local` would move a shard that is offloaded to the CPU back to the mesh's device.
     """
@@ -453,9 +453,9 @@ def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
 
 
 def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
-    """A `DTensor` around `local` that is placed just as `other` is.
+    """Return a `DTensor` around `local` with the placements of `other`.
 
-    Made without its `__init__`, which only keeps the compiler away, and costs more than the rest.
+    It is made without its `__init__`, which only disables the compiler, and costs more than the rest.
     """
     tensor = DTensor.__new__(DTensor, at_start(local), other._spec, requires_grad=False)
     tensor._local_tensor = local
@@ -463,10 +463,10 @@ def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
 
 
 def at_start(local: Tensor) -> Tensor:
-    """A tensor like `local`, which may be itself, that starts its storage: what a `DTensor` is to be made of.
+    """Return a tensor like `local`, or `local` itself, at offset 0 of its storage, to make a `DTensor` of.
 
-    A `DTensor` has the storage offset of the tensor that it is made of, and no storage. torch's pickling and copying
-    take one with an offset for a tensor with memory, which they then do not find.
+    A `DTensor` has the storage offset of its local tensor, and no storage. torch's pickling and copying assume that a
+    tensor with an offset has memory, and fail.
     """
     return local if local.storage_offset() == 0 else local.new_empty([1] * local.ndim).expand(local.shape)
 
@@ -477,18 +477,18 @@ def holds_tensors(tensor: Tensor) -> bool:
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors with memory that `tensor` wraps, however deep; itself, if it is no such wrapper."""
+    """Return the tensors with memory that `tensor` wraps, at any depth; or `tensor` itself if it is not a wrapper."""
     return _tensors(tensor)
 
 
 def inner_names(tensor: Tensor) -> list[str]:
-    """The attributes in which `tensor`, a wrapper, has the tensors that it wraps."""
+    """Return the names of the attributes of `tensor`, a wrapper, that hold the wrapped tensors."""
     names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
     return names
 
 
 def plain_values(tensor: Tensor) -> Tensor | None:
-    """The one tensor in `tensor`, a wrapper, that has its values as they are; None if they are encoded in several."""
+    """Return the only tensor in `tensor`, a wrapper, that holds its plain values; None if several encode them."""
     inner = inner_tensors(tensor)
     same = [item for item in inner if item.shape == tensor.shape and item.dtype == tensor.dtype]
     return same[0] if len(same) == 1 and all(item is same[0] or item.numel() <= 1 for item in inner) else None
@@ -496,7 +496,7 @@ def plain_values(tensor: Tensor) -> Tensor | None:
 
 @contextmanager
 def keeping_versions(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which writing to `tensors` does not count as a change of what autograd has saved of them."""
+    """Context manager that hides writes to `tensors` from autograd's checks of saved tensors."""
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         yield
 
@@ -510,9 +510,9 @@ _VERSION = re.compile(r"modified by an inplace operation.*is at version (\d+)", 
 
 
 def explain_versions(explain: Callable[[int], Exception | None]) -> None:
-    """Ask `explain` about every error of a backward that found a saved tensor at another version.
+    """Call `explain` for every error of a backward that found a saved tensor at another version.
 
-    `explain` is given the version and returns the error to raise, or None to leave torch's.
+    `explain` gets the version and returns the error to raise, or None to keep torch's.
     """
     run = torch.autograd.graph._engine_run_backward
 
@@ -540,9 +540,9 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
-    """Let `tensor` hold `local`, of the same shape and dtype, in place of the shard it holds.
+    """Set `local`, of the same shape and dtype, as the local tensor of `tensor`.
 
-    It has the device of what it holds, by which torch refuses gradients of another.
+    The device of `tensor` follows, since torch refuses gradients on another device.
     """
     if tensor.device != local.device:
         tensor.data = dtensor_like(local, tensor)
@@ -550,7 +550,7 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
 
 
 def waited(tensor: Tensor) -> Tensor:
-    """`tensor`, or its result if it stands for a collective of torch's that may be under way."""
+    """Return `tensor`, or its result if it represents a pending collective of torch."""
     if not isinstance(tensor, AsyncCollectiveTensor):
         return tensor
     result: Tensor = tensor.wait()
@@ -558,9 +558,9 @@ def waited(tensor: Tensor) -> Tensor:
 
 
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
-    """A mesh of the axes of both, those of `outer` first; None where they are not different axes of one mesh.
+    """Return a mesh of the axes of both, those of `outer` first; None if they are not different axes of one mesh.
 
-    It is a new mesh of the existing groups: torch does not take a mesh for its axes in another order.
+    It is a new mesh of the existing groups, since torch does not reorder the axes of a mesh.
     """
     if outer.mesh_dim_names is None or inner.mesh_dim_names is None:
         return None
@@ -577,19 +577,19 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
 
 
 def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The axes `names` of `mesh` as one axis. Every rank must call it: it may make process groups."""
+    """Return the axes `names` of `mesh` as one axis. Every rank must call it, since it may create process groups."""
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 def concatenated_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
-    """A mesh of the axes of `parts`, different ones of one mesh, one after the other."""
+    """Return a mesh of the axes of `parts`, different axes of one mesh, in order."""
     return DeviceMesh._concatenate(parts)
 
 
 @contextmanager
 def killed_after(patience_s: int) -> Iterator[dict[str, Any]]:
-    """Arguments for a `LaunchConfig` whose ranks, told to end, have so many seconds for it, in this context."""
-    from torch.distributed.elastic.multiprocessing import PContext  # late, as only who starts ranks needs it
+    """Context manager that gives ranks `patience_s` seconds to terminate; yields arguments for their `LaunchConfig`."""
+    from torch.distributed.elastic.multiprocessing import PContext  # late, since only launchers need it
     from torch.distributed.launcher.api import LaunchConfig
 
     if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
@@ -605,19 +605,19 @@ def killed_after(patience_s: int) -> Iterator[dict[str, Any]]:
 
 
 def fake_tensors() -> QuickFakes:
-    """A context in which tensors have shapes, dtypes and devices, but no memory. Real ones beside them become such."""
+    """Return a context that makes tensors without memory. Real tensors used together with them are converted."""
     return QuickFakes()
 
 
 def outside_of_modes() -> AbstractContextManager[Any]:
-    """A context in which tensors have values, such as the ranks of a mesh, and nobody watches operations."""
+    """Return a context without any mode: tensors have values, for example the ranks of a mesh."""
     context: AbstractContextManager[Any] = _disable_current_modes()
     return context
 
 
 @contextmanager
 def copyable_fakes() -> Iterator[None]:
-    """A context in which `copy.deepcopy` of a fake tensor, such as a buffer, is a clone of it."""
+    """Context manager that makes `copy.deepcopy` of a fake tensor, such as a buffer, return a clone."""
 
     def cloned(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
@@ -633,7 +633,7 @@ def copyable_fakes() -> Iterator[None]:
 
 @contextmanager
 def initialising_without_values() -> Iterator[None]:
-    """A context in which `nn.init.trunc_normal_` draws once: torch's draws again until no value is out of bounds."""
+    """Context manager that makes `nn.init.trunc_normal_` draw once. torch's draws until all values are in bounds."""
     draws = torch.nn.init._no_grad_trunc_normal_
 
     def draw(
@@ -653,9 +653,10 @@ def initialising_without_values() -> Iterator[None]:
 
 @contextmanager
 def taken_for_real() -> Iterator[None]:
-    """A context in which models of transformers, if that was imported, go the way of real tensors with fake ones.
+    """Context manager that makes models of transformers, if imported, treat fake tensors like real ones.
 
-    For them it makes attention masks that it leaves out where all tokens count, since it asks for no values.
+    For fake tensors transformers creates attention masks that it leaves out for real ones if all tokens count, since it
+    cannot check the values.
     """
     module = sys.modules.get("transformers.utils.import_utils")
     is_fake = getattr(module, "is_fake_tensor", None)
@@ -671,9 +672,9 @@ def taken_for_real() -> Iterator[None]:
 
 @contextmanager
 def kernels_instead(kernels: Mapping[str, Callable[..., Any]], key: str) -> Iterator[None]:
-    """A context in which operations of `aten`, by name, are others for the dispatch key `key`.
+    """Context manager that replaces operations of `aten`, given by name, for the dispatch key `key`.
 
-    Those for which torch itself has registered something under that key stay as they are.
+    Operations with a kernel of torch for that key are not replaced.
     """
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -686,19 +687,19 @@ def kernels_instead(kernels: Mapping[str, Callable[..., Any]], key: str) -> Iter
 
 
 def unpacked(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch makes of an operation that it has no kernel for, whatever else is registered for it."""
+    """Return the result of torch's decomposition of an operation, ignoring other registrations for it."""
     return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """A context in which operations go to their kernels, past autograd."""
+    """Return a context that dispatches operations to their kernels, below autograd."""
     context: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
     return context
 
 
 @contextmanager
 def foreach_by_default() -> Iterator[None]:
-    """A context in which torch's optimizers take lists of tensors of a CPU, fakes too, as they take those of a GPU."""
+    """Context manager that makes torch's optimizers use foreach kernels for CPU and fake tensors, as on a GPU."""
     module: Any = sys.modules[torch.optim.Optimizer.__module__]
     devices, types = module._get_foreach_kernels_supported_devices, module._foreach_supported_types
     module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
@@ -712,7 +713,7 @@ def foreach_by_default() -> Iterator[None]:
 
 @contextmanager
 def autocast_of_cuda_on_cpu() -> Iterator[None]:
-    """A context in which `torch.autocast("cuda")` is that of the CPU, in CUDA's dtype."""
+    """Context manager that makes `torch.autocast("cuda")` act on the CPU, with CUDA's dtype."""
     made = torch.autocast.__init__
 
     def make(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
@@ -728,7 +729,7 @@ def autocast_of_cuda_on_cpu() -> Iterator[None]:
 
 
 def grouped_product(args: Any, kwargs: Any) -> Tensor | None:
-    """What `aten._grouped_mm` gives on fake tensors of a dtype that its rule for these refuses, as a CPU takes it."""
+    """Return the result of `aten._grouped_mm` on fake tensors of dtypes that a CPU supports, but torch's fakes do not."""
     first, second = cast(Tensor, args[0]), cast(Tensor, args[1])
     if first.dtype == torch.bfloat16:
         return None
@@ -742,7 +743,7 @@ def grouped_product(args: Any, kwargs: Any) -> Tensor | None:
 
 @contextmanager
 def unwatched_propagation() -> Iterator[None]:
-    """A context in which `DTensor` finds out shapes of results, on fake tensors of its own, without being watched."""
+    """Context manager that hides the fake tensors that `DTensor` uses to infer shapes from dispatch modes."""
     method = "_propagate_tensor_meta_non_cached"
     propagate = getattr(ShardingPropagator, method)
 
@@ -762,8 +763,8 @@ data_dependent_errors = (DataDependentOutputException, DynamicOutputShapeExcepti
 
 
 def marks_of(param: Tensor) -> dict[str, Any]:
-    """The attributes that users have left on `param`; not those of a fake tensor's own, such as its device, nor those
-    of a wrapper's, such as the tensors in it.
+    """Return the attributes that users have set on `param`, without those of fake tensors, such as the device, and
+    those of wrappers, such as the inner tensors.
     """
     own: dict[str, Any] = {}
     if isinstance(param, FakeTensor):
@@ -774,37 +775,37 @@ def marks_of(param: Tensor) -> dict[str, Any]:
 
 
 def tensor_without_memory(cls: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """A contiguous tensor of the class `cls`, whose `__torch_dispatch__` answers for whatever is done with it."""
+    """Return a contiguous tensor of the class `cls`, whose `__torch_dispatch__` handles all operations."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
 def address(tensor: Tensor) -> Any:
-    """A value that tells where the memory of `tensor` begins, without memory too."""
+    """Return a value that identifies the start of the memory of `tensor`, also for tensors without memory."""
     if type(tensor) is FakeTensor:
         return tensor.untyped_storage()._cdata, tensor.storage_offset()
     return tensor.data_ptr()
 
 
 def fake_store() -> dist.Store:
-    """A store for a process group of the backend "fake", which sends nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # late: only pretended worlds need it
+    """Return a store for a process group of the backend "fake", which sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # late: only simulated worlds need it
 
     store: dist.Store = FakeStore()
     return store
 
 
 def finished_work() -> Any:
-    """What an operation of a process group returns when nothing is left to wait for."""
+    """Return the work handle of a finished operation of a process group."""
     return FakeWork().boxed()
 
 
 def has_group(func: Any) -> bool:
-    """True if an operation of torch's is one on a process group."""
+    """True if an operation of torch is one on a process group."""
     return any(argument.name in ("group_name", "process_group") for argument in func._schema.arguments)
 
 
 def group_of(func: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], bool]:
-    """The ranks of the process group that an operation is on, and whether it really sends."""
+    """Return the ranks of the process group of an operation, and whether the group really communicates."""
     names = [argument.name for argument in func._schema.arguments]
     given = args[names.index("group_name" if "group_name" in names else "process_group")]
     group = (
@@ -816,7 +817,7 @@ def group_of(func: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], bool]:
 
 
 def are_real(tensors: Sequence[Tensor]) -> bool:
-    """True if there are tensors, and none of them is a fake."""
+    """True if `tensors` is not empty, and none of them is fake."""
     return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
@@ -827,18 +828,18 @@ def is_wrapper_type(cls: type) -> bool:
 
 
 def innermost_dispatch_mode() -> TorchDispatchMode | None:
-    """The dispatch mode that was entered last, of those that are on."""
+    """Return the active dispatch mode that was entered last."""
     stack = _get_current_dispatch_mode_stack()
     return stack[-1] if stack else None
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a `DTensor`; any other tensor as it is."""
+    """Return this rank's part of a `DTensor`, or any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Floating-point operations of an operation of torch's, by torch's own formulas; 0 where it has none."""
+    """Return the floating-point operations of an operation of torch, by torch's formulas; 0 without a formula."""
     packet = func._overloadpacket
     formula = flop_registry.get(_ATTENTION_ON_CPU.get(packet, packet))
     if formula is None:
@@ -857,13 +858,13 @@ def _shape_or_value(argument: Any) -> Any:
     return argument.shape if isinstance(argument, Tensor) else argument
 
 
-_flops: dict[Any, int] = {}  # by operation and shapes: the formulas take longer than the rest of what is noted
+_flops: dict[Any, int] = {}  # by operation and shapes: the formulas take longer than the rest of the recording
 
 
 def skipped_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
-    """How many of an operation's `flops` its kernel leaves out: attention's, under a causal mask.
+    """Return how many of an operation's `flops` its kernel skips: those of attention under a causal mask.
 
-    FlashAttention computes blocks of 128 queries by 128 keys: those on the diagonal whole, and none above it.
+    FlashAttention computes blocks of 128 queries by 128 keys: whole blocks on the diagonal, and none above it.
     """
     packet = func._overloadpacket
     if packet not in _ATTENTION:
@@ -893,9 +894,9 @@ _ATTENTION = frozenset(
 
 
 def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, kept out of `torch.compile`: it runs eagerly, between two graphs.
+    """Exclude `function` from `torch.compile`: it runs eagerly, between two graphs.
 
-    Other than `torch.compiler.disable`, it does not import the compiler before it is called.
+    Unlike `torch.compiler.disable`, this does not import the compiler before the function is called.
     """
     return _disable_dynamo(function)
 
@@ -905,9 +906,9 @@ _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 @contextmanager
 def outside_of_selective_checkpoints() -> Iterator[None]:
-    """A context whose operations are no part of a region that is checkpointed selectively.
+    """Context manager that keeps operations out of a selectively checkpointed region.
 
-    torch records every operation of such a region, and wants the same ones when it recomputes the region.
+    torch records every operation of such a region, and requires the same ones when it recomputes the region.
     """
     stack = _get_current_dispatch_mode_stack()
     if not stack:
@@ -930,10 +931,10 @@ def _replace_modes(count: int, modes: Sequence[TorchDispatchMode]) -> None:
 
 
 class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manager, like a function
-    """A context that counts the memory allocated in it. `live_bytes()` is how much of that is still alive.
+    """Context manager that counts the memory allocated in it. `live_bytes()` returns how much of it is still alive.
 
     Args:
-        every_operation: count after each, at some cost, so that `peak_bytes` is known.
+        every_operation: count after each operation, at some cost, so that `peak_bytes` is known.
     """
 
     def __init__(self, *, every_operation: bool = False) -> None:
@@ -944,7 +945,7 @@ class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manag
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation; memory of its outputs that its inputs do not have is new."""
+        """Run the operation, and count memory of its outputs that its inputs do not have."""
         for tensor in _tensors((args, kwargs or {})):
             ref = StorageWeakRef(tensor.untyped_storage())
             if ref not in self._made:
@@ -959,18 +960,18 @@ class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manag
         return result
 
     def live_bytes(self) -> int:
-        """Bytes of the memory made within that something still refers to."""
+        """Return the bytes of the memory allocated within the context that is still referred to."""
         return sum(nbytes for ref, nbytes in self._made.items() if not ref.expired())
 
     def present_bytes(self) -> int:
-        """`live_bytes`, less the memory of storages that are freed at present, to be allocated again."""
+        """Return `live_bytes`, less the memory of storages that are freed now and will be allocated again."""
         self._made = {ref: nbytes for ref, nbytes in self._made.items() if not ref.expired()}
         storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made)
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors in `tree`; of wrappers such as `DTensor` the inner ones, which alone have memory."""
+    """Return the tensors in `tree`; for wrappers such as `DTensor` the inner tensors, since only these have memory."""
     found: list[Tensor] = []
     for leaf in _pytree.tree_leaves(tree):
         if is_traceable_wrapper_subclass(leaf):

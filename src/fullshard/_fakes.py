@@ -1,8 +1,9 @@
-"""Fake tensors that are made quickly: what an operation gives is asked of torch once, and then made again.
+"""Fast fake tensors: the result of an operation is computed by torch once, and then made again from a cache.
 
-For an operation that it knows, torch's own `FakeTensorMode` takes longer than the rest of a dry run together: it asks
-much that matters to its compiler only. Here views are asked of their kernels at once. Of other operations it is kept
-what they gave for tensors of such shapes and such other arguments. All that is not plain goes torch's way.
+Even for cached operations, torch's own `FakeTensorMode` takes longer than the rest of a dry run together, since it
+checks much that matters to its compiler only. Here views call their kernels directly. For other operations the results
+are cached by the shapes of tensors and by the other arguments. Everything that is not plain uses torch's
+implementation.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device
 _NOT_KNOWN_FROM_SHAPES = frozenset(("data_dependent_output", "dynamic_output_shape", "inplace_view"))  # tags
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so
 ASKS_DEVICE = torch.ops.prim.device.default
-"""What torch itself asks of a tensor several times an operation."""
+"""The operation that torch itself runs on a tensor several times per operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Like:
-    """A tensor of its own storage."""
+    """A tensor with a new storage."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -37,22 +38,22 @@ class _Like:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """The argument of that number, those with names behind the others."""
+    """The argument with this number; keyword arguments are after the others."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What is no tensor."""
+    """A value that is not a tensor."""
 
     value: Any
 
 
 class QuickFakes(FakeTensorMode):
-    """A context in which tensors have shapes, dtypes and devices, but no memory. Real ones beside them become such."""
+    """Context manager that makes tensors without memory. Real tensors used together with them are converted."""
 
-    _known: ClassVar[dict[Any, Any]] = {}  # what operations gave, by what they were given; None: torch is asked
+    _known: ClassVar[dict[Any, Any]] = {}  # results of operations by their arguments; None: torch computes them
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -61,13 +62,13 @@ class QuickFakes(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False, so that torch's compiler is not asked at every operation whether it is to look away."""
+        """Return False, so that torch does not ask its compiler at every operation."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What `func` gives."""
+        """Return the result of `func`."""
         kwargs = kwargs or {}
         if func is ASKS_DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
@@ -83,7 +84,7 @@ class QuickFakes(FakeTensorMode):
         return result
 
     def quickly(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `func` gives, if it is a view or is known; otherwise `NotImplemented`. No mode hears of it."""
+        """Return the result of `func` if it is a view or cached; otherwise `NotImplemented`. Modes do not see it."""
         if not _is_known_from_shapes(func):
             return NotImplemented
         given = (*args, *kwargs.values())
@@ -104,12 +105,12 @@ class QuickFakes(FakeTensorMode):
             del unheard
 
     def _key(self, func: Any, given: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """All that a result can depend on; None if an argument is not plain."""
+        """Return everything that a result can depend on; None if an argument is not plain."""
         key = [func, torch.get_default_dtype(), *kwargs]
         return tuple(key) if self._add(key, given) else None
 
     def _add(self, key: list[Any], args: Sequence[Any]) -> bool:
-        """Add to `key` what a result can depend on; False if an argument is not plain."""
+        """Add everything that a result can depend on to `key`. Return False if an argument is not plain."""
         for arg in args:
             kind = type(arg)
             if kind is FakeTensor:
@@ -129,7 +130,7 @@ class QuickFakes(FakeTensorMode):
         return True
 
     def _reported(self, result: Any, args: Sequence[Any]) -> Any:
-        """How `result` can be made again: of several tensors, in a tuple. None if it cannot."""
+        """Describe how to make `result` again, as a tuple for several tensors. None if it cannot be made again."""
         if not isinstance(result, tuple | list):
             return self._reported_one(result, args)
         each = [self._reported_one(item, args) for item in result]
@@ -162,7 +163,7 @@ class QuickFakes(FakeTensorMode):
         return tuple([self._made(item, args) for item in reported])
 
     def _wrapped(self, meta: Any, device: torch.device) -> Any:
-        """Meta tensors as fake ones of `device`: with what torch's constructor leaves in one, without its checks."""
+        """Convert meta tensors to fake ones of `device`, like torch's constructor, but without its checks."""
         if not isinstance(meta, Tensor):
             return type(meta)([self._wrapped(item, device) for item in meta])
         left = self._vars.get(device)
@@ -190,7 +191,7 @@ def _is_known_from_shapes(func: Any) -> bool:
 
 
 def _storages(tree: Any) -> set[int]:
-    """Which storages tensors in arguments have."""
+    """Return the storages of tensors in the arguments."""
     if isinstance(tree, Tensor):
         return {tree.untyped_storage()._cdata}
     return set().union(*map(_storages, tree)) if isinstance(tree, tuple | list) else set()

@@ -1,6 +1,6 @@
 """Command lines as settings: a dataclass whose fields are dataclasses, the groups, whose fields are the options.
 
-What the parser would refuse at length is refused here in one line.
+Errors that the parser would report at length are reported here in one line.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def parse(settings: type[S], argv: Sequence[str], *, prog: str, description: str
 
 
 def take_words(settings: type, argv: Sequence[str], names: Sequence[str], *, prog: str) -> tuple[list[str], list[str]]:
-    """The words of `argv` that are no option and no option's value, one for each of `names`; and the rest, for `parse`.
+    """Return the positional words of `argv`, one for each of `names`, and the rest for `parse`.
 
-    Raises `ConfigError` for too few or too many words; where `--help` is asked for, `parse` answers instead.
+    Raises `ConfigError` for too few or too many words. With `--help`, `parse` answers instead.
     """
     types = option_types(settings)
     words, remaining = [], []

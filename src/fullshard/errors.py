@@ -1,17 +1,17 @@
 """The exceptions that callers of fullshard can meet.
 
-Every message says what was asked, what was found (with names and numbers) and what to do. A mistake is raised on
-every rank alike and before the first collective, so that no rank is left waiting for another.
+Every message contains the request, the finding (with names and numbers) and the remedy. Errors of users are raised on
+every rank and before the first collective, so that no rank waits for another.
 
     FullshardError
-    ├── ConfigError         an argument, or a combination of arguments, that cannot be honoured
-    ├── LayoutError         a tensor that cannot be divided over the ranks as asked
+    ├── ConfigError         an argument, or a combination of arguments, that is invalid or not supported
+    ├── LayoutError         a tensor that cannot be divided over the ranks as requested
     ├── NonFiniteError      NaN or infinity in gradients, if users asked for the check
     ├── StateError          a call that is not allowed in the present phase
     ├── RankMismatchError   ranks that do not agree on the model, on the order of its units or on hosts
     ├── RankLostError       another rank's process is gone
     ├── CheckpointError     a checkpoint that cannot be written, is damaged, or is of another model
-    ├── DiskError           a disk that what is offloaded cannot be written to, or read from
+    ├── DiskError           a disk that offloaded data cannot be written to, or read from
     └── MissingLibraryError a library that an integration needs, and that is missing or too old
 """
 
@@ -38,11 +38,11 @@ class FullshardError(Exception):
 
 
 class ConfigError(FullshardError, ValueError):
-    """An argument, or a combination of arguments, that cannot be honoured."""
+    """An argument, or a combination of arguments, that is invalid or not supported."""
 
 
 class LayoutError(FullshardError, ValueError):
-    """A tensor that cannot be divided over the ranks as asked."""
+    """A tensor that cannot be divided over the ranks as requested."""
 
 
 class StateError(FullshardError, RuntimeError):
@@ -66,7 +66,7 @@ class CheckpointError(FullshardError, RuntimeError):
 
 
 class DiskError(FullshardError, OSError):
-    """A disk that has no room for what is offloaded, or that could not write it or read it back."""
+    """A disk that is too small for offloaded data, or failed to write it or to read it back."""
 
 
 class MissingLibraryError(FullshardError, ImportError):

@@ -71,46 +71,47 @@ def fully_shard(
     broadcast_buffers: bool = False,
     shard_alignment: int = 1,
 ) -> M:
-    """`module` itself, as a unit: its parameters are now this rank's shards, unsharded only while compute needs them.
+    """Shard the parameters of `module` in place and return it.
 
-    Call it on the inner modules first (each transformer block, say), on the outermost last: a unit takes the parameters
-    that no unit below it has. Between steps every parameter is a `DTensor`, so optimizers, gradient clipping and
-    checkpoints of torch work on it. The module gains the methods of `FSDPModule`.
+    The module becomes a unit: its parameters are this rank's shards, and are unsharded only while compute needs them.
+    Call this function on inner modules first (for example each transformer block), and on the outermost module last: a
+    unit takes the parameters that no unit below it has. Between steps every parameter is a `DTensor`, so optimizers,
+    gradient clipping and checkpoints of torch work on it. The module gains the methods of `FSDPModule`.
 
     Args:
-        module: the module to shard. Several modules in a list are one unit, unsharded from the first one's forward to
-            the last one's.
-        mesh: the ranks to shard over, on its only axis or the last of two; the first of two replicates. All ranks, if
-            None.
+        module: the module to shard. Several modules in a list are one unit, which is unsharded from the forward of the
+            first one to that of the last one.
+        mesh: the ranks to shard over, on its only axis or the last of two. The first of two axes replicates. All ranks,
+            if None.
         strategy: `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"`, `"hsdp"`, `"hsdp_zero2"`, a `ShardingStrategy` or
             `Placements`.
-        reshard_after_forward: whether to free the unsharded parameters between forward and backward; as the strategy
-            says, if None (a root keeps them, since its backward follows at once). A number is a size of groups of
-            neighbouring ranks, which keep secondary shards meanwhile: backward gathers within a group only.
+        reshard_after_forward: whether to free the unsharded parameters between forward and backward. None uses the
+            setting of the strategy (a root keeps them, since its backward follows immediately). A number is the size of
+            groups of neighbouring ranks, which keep secondary shards meanwhile: backward gathers within a group only.
         mp_policy: the dtypes of compute, of the reduction and of outputs.
-        offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU; `Offload`
-            says how much of what is away, of all units that have the same one. With `auto_wrap_policy`, also a mapping
-            from patterns (`{"lm_head": ..., "layers.*": ...}`) to policies: for each unit, the first that matches its
-            FQN from `module` on, which itself is `""`.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU. `Offload`
+            sets the fractions that are offloaded, over all units with the same policy. With `auto_wrap_policy`, also a
+            mapping from patterns (`{"lm_head": ..., "layers.*": ...}`) to policies: for each unit, the first that
+            matches its FQN relative to `module`, whose own FQN is `""`.
         ignored_params: parameters to leave as they are, whole and unsynchronised.
-        dp_mesh_dims: which axes of `mesh`, by name, to shard and to replicate over; several are flattened to one. The
-            others are those of other parallelisms. Parameters may be `DTensor`s on all axes of `mesh` (`Replicate()`
-            on those that are named), which modules go on to see; or on others' axes only; or plain.
-        auto_wrap_policy: picks the submodules that become units of their own first; see `fullshard.wrap`.
-        shard_placement_fn: for each parameter, `Shard(dim)` to shard it along that dim, or None to leave it open. A
-            parameter that is not sharded along dim 0 is copied on its way, since its shards do not lie end to end. A
-            `ShardPlacementResult` of one of these and a mesh shards it over the ranks of that mesh, such as experts
-            over fewer than the rest of their block: all are gathered together.
-        broadcast_buffers: whether the first forward after a step begins with the buffers (statistics of batch norms,
-            say) of the mesh's first rank, as under DDP. Otherwise each rank keeps its own.
-        shard_alignment: have shards consist of whole blocks of so many elements, such as those that the states of
-            8-bit optimizers are encoded in: what is computed by blocks is then the same on any number of ranks. A
-            trained parameter of 4096 elements or more whose shards are no such blocks stays whole on every rank, with
-            its gradient and its states, and its gradients are all-reduced.
+        dp_mesh_dims: the names of the axes of `mesh` to shard and to replicate over; several are flattened to one. The
+            other axes belong to other parallelisms. Parameters may be `DTensor`s on all axes of `mesh` (`Replicate()`
+            on the named ones), and modules still see them like this; or on the other axes only; or plain.
+        auto_wrap_policy: selects the submodules that become separate units first; see `fullshard.wrap`.
+        shard_placement_fn: for each parameter, returns `Shard(dim)` to shard it along that dim, or None for the
+            default. A parameter that is not sharded along dim 0 needs a copy, since its gathered shards are not
+            contiguous. A `ShardPlacementResult` of one of these and a mesh shards it over the ranks of that mesh, for
+            example experts over fewer ranks than the rest of their block. All are gathered together.
+        broadcast_buffers: whether the first forward after a step begins with the buffers (such as statistics of batch
+            norms) of the mesh's first rank, as under DDP. Otherwise each rank keeps its own.
+        shard_alignment: the number of elements of a block. Shards then consist of whole blocks, such as those that
+            8-bit optimizers encode their states in, so that results by block are the same on any number of ranks. A
+            trained parameter of 4096 elements or more that cannot be cut into whole blocks stays whole on every rank,
+            with its gradient and its states, and its gradients are all-reduced.
 
     Raises:
-        ConfigError: an argument cannot be honoured, or the module is sharded already.
-        StateError: there is no process group.
+        ConfigError: an argument is invalid or not supported, or the module is sharded already.
+        StateError: the default process group is not initialised.
 
     Example:
         ```python
@@ -193,7 +194,7 @@ def _check_arguments(
 def _policies(
     root: nn.Module, units: Iterable[nn.Module], policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None
 ) -> dict[nn.Module, OffloadPolicy | None]:
-    """What `policy` says of `root` and of each of `units`, modules in it."""
+    """Return the policies of `root` and of each of `units`, modules in it."""
     modules = [root, *units]
     if not isinstance(policy, Mapping):
         return dict.fromkeys(modules, policy)
@@ -209,14 +210,14 @@ def shard_in_place(
     ignored_params: Iterable[nn.Parameter] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
 ) -> None:
-    """Make one unit of `modules`, each of which gains the methods of `FSDPModule`. Arguments as of `shard_unit`."""
+    """Make one unit of `modules` and give them the methods of `FSDPModule`. For the arguments see `shard_unit`."""
     shard_unit(modules, options, mesh=mesh, ignored_params=ignored_params, shard_placement_fn=shard_placement_fn)
     for module in modules:
         _gain_methods(module)
 
 
 def _whole_everywhere(strategy: Strategy) -> Strategy:
-    """The strategy where there are replicas only: that of torch's default, which shards, is understood."""
+    """Return the strategy for replicas only. The default strategy, which shards, is accepted, too."""
     if strategy not in ("zero3", "ddp"):
         raise ConfigError(
             f"dp_mesh_dims names axes to replicate over and none to shard over, but strategy={strategy!r} was asked "
@@ -234,18 +235,20 @@ def replicate(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M:
-    """`fully_shard` with `strategy="ddp"`: every rank of `mesh` has all parameters, and gradients are means over them.
+    """Replicate `module` in place and return it: `fully_shard` with `strategy="ddp"`.
+
+    Every rank of `mesh` has all parameters, and gradients are means over the ranks.
 
     Args:
-        module: see `fully_shard`, and so for the other arguments; a mesh of one axis replicates.
+        module: see `fully_shard`, also for the other arguments. A mesh of one axis replicates.
         mesh: the ranks.
         mp_policy: dtypes.
-        offload_policy: where parameters, gradients and the optimizer's step are.
+        offload_policy: the placement of parameters, gradients and the optimizer's step.
         ignored_params: parameters to leave as they are.
-        dp_mesh_dims: which axes of `mesh` to replicate over, by name.
+        dp_mesh_dims: the names of the axes of `mesh` to replicate over.
 
     Raises:
-        ConfigError: an argument cannot be honoured, or `dp_mesh_dims` names axes to shard over.
+        ConfigError: an argument is invalid or not supported, or `dp_mesh_dims` names axes to shard over.
     """
     _check_arguments(module, mesh, mp_policy, ignored_params, dp_mesh_dims, None)
     if dp_mesh_dims is not None and dp_mesh_dims.shard is not None:
@@ -265,12 +268,12 @@ def replicate(
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Accepted for scripts written for torch: all roots on a device, such as stages of a pipeline, share its streams.
+    """Accept scripts written for torch: all roots on a device, such as stages of a pipeline, share its streams.
 
-    So memory that one has freed may be the next one's.
+    So memory that one root has freed can be reused by another.
 
     Raises:
-        StateError: a module is no unit.
+        StateError: a module is not a unit.
     """
     _units_of(modules)
 
@@ -280,7 +283,7 @@ _NO_STAGING = "messages are sent from shards and gradients, and received where t
 
 @functools.cache
 def _warn_without_effect(name: str, reason: str) -> None:
-    """Say, once, that a switch of torch's is a hint that is not taken."""
+    """Log, once, that a switch of torch has no effect."""
     _log.warning("%s has no effect: %s.", name, reason)
 
 
@@ -305,10 +308,10 @@ class UnshardHandle:
 
 
 class FSDPModule:
-    """The methods that `fully_shard` gives a module. Those with `recurse` concern the units below, too."""
+    """The methods that `fully_shard` adds to a module. Those with `recurse` also affect the units below."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A plain module of the user's class: a slice of a sharded `nn.Sequential`, say, is no unit."""
+        """Create a plain module of the user's class, such as a slice of a sharded `nn.Sequential`: it is not a unit."""
         plain: Any = next((plain for plain, made in _classes.items() if made in cls.__mro__), None)
         if plain is None:  # a class of the user's
             return super().__new__(cls)
@@ -343,27 +346,27 @@ class FSDPModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward adds to whole gradients and sends nothing.
+        """Context manager that makes backward accumulate whole gradients without communication.
 
-        The first backward after it reduces everything at once. Whole gradients take memory meanwhile.
+        The first backward after it reduces everything together. Whole gradients take memory meanwhile.
         """
         with without_sync(units_in(_module(self))):
             yield
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Have backward reduce gradients over the ranks, or not: off for all microbatches of a step but the last."""
+        """Set whether backward reduces gradients over the ranks: False for all microbatches of a step but the last."""
         check_flags(requires_gradient_sync=requires_gradient_sync)
         for unit in self._units(recurse):
             unit.state.syncs_gradients = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Have backward reduce over the replicate axis too, or keep the sums over the shard axis for later."""
+        """Set whether backward also reduces over the replicate axis, or keeps sums over the shard axis for later."""
         check_flags(requires_all_reduce=requires_all_reduce)
         for unit in self._units(recurse):
             unit.state.syncs_replicas = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Reduce parameters without a gradient as zeros, or not: needed if only some ranks use them.
+        """Set whether parameters without a gradient are reduced as zeros, which is needed if only some ranks use them.
 
         The units themselves must be called on all ranks. A unit is then reduced when its backward is over instead of
         with its last gradient, and parameters that no rank used get a gradient of zeros.
@@ -379,29 +382,29 @@ class FSDPModule:
             unit.state.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Free the unsharded parameters after backward, or keep them: a further microbatch then gathers nothing."""
+        """Free the unsharded parameters after backward, or keep them so that a further microbatch gathers nothing."""
         check_flags(reshard_after_backward=reshard_after_backward)
         for unit in self._units(recurse):
             unit.state.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for scripts written for torch: every backward ends with its reductions finished, last or not."""
+        """Accept scripts written for torch, without effect: every backward ends with its reductions finished."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Have backwards reduce nothing, and call `finalize_backward` after the last one of each step, or not.
+        """Set whether backwards reduce nothing, and you call `finalize_backward` after the last one of each step.
 
-        For an outermost module whose backwards come in parts or in any order, such as a stage of a pipeline. Its units
-        stay unsharded from the step's first forward (or `unshard`) on, and its whole gradients stay in memory. Switched
-        off within a step, it drops the gradients of that.
+        This is for an outermost module whose backwards run in parts or in any order, such as a pipeline stage. Its
+        units stay unsharded after the step's first forward (or `unshard`), and its whole gradients stay in memory.
+        Disabling it within a step drops the gradients of that step.
         """
         check_flags(enabled=enabled)
         runtime_of(_module(self)).finalize_by_hand(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Reduce what lies in the whole gradients, and reshard. `set_requires_gradient_sync(False)` holds it back.
+        """Reduce the whole gradients, and reshard. After `set_requires_gradient_sync(False)` gradients are held back.
 
         Args:
-            async_op: return a handle, for scripts written for torch: its `wait()` has nothing left to wait for.
+            async_op: return a handle, for scripts written for torch. Its `wait()` returns immediately.
 
         Raises:
             StateError: `set_manual_backward_finalization(True)` was not called.
@@ -433,21 +436,22 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted for scripts written for torch: gradients are always summed, and divided afterwards."""
+        """Accept scripts written for torch, without effect: gradients are always summed, and divided afterwards."""
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
-        """Call `hook(sums)` with this unit's gradients when they are summed over its ranks, before the optimizer's
-        gradients are made of them: so it may change them in place, or sum them over further ranks.
+        """Call `hook(sums)` with this unit's gradients when they are summed over its ranks.
 
-        `sums` is 1-D, in the reduce dtype, and has this rank's shards of the means over the ranks, one after another
-        with padding between them. There is one call a parameter group (the parameters on one mesh, of one dtype);
-        where gradients are whole (`"ddp"`), one for each tensor that was sent. All ranks make the calls in the same
-        order, in microbatches that are synced only. An exception in it ends the backward.
+        The optimizer's gradients are made of the sums after the call. So the hook may change them in place, or sum them
+        over further ranks.
+
+        `sums` is 1-D, in the reduce dtype, and contains this rank's shards of the means over the ranks, in order, with
+        padding between them. There is one call per parameter group (the parameters on one mesh, of one dtype). If
+        gradients are whole (`"ddp"`), there is one call for each tensor that was sent. All ranks make the calls in the
+        same order, and only in microbatches that are synced. An exception in the hook ends the backward.
 
         Args:
             hook: the function.
-            stream: where it runs on a GPU; the stream of sums over the replicate axis, if None. Without meaning on a
-                CPU.
+            stream: the stream to run it on, on a GPU; that of sums over the replicate axis, if None. Ignored on a CPU.
 
         Raises:
             ConfigError: `stream` was given for a mesh with a replicate axis, whose sums have a stream already.
@@ -479,10 +483,10 @@ class FSDPModule:
         raise _custom_refused("set_custom_reduce_scatter", comm)
 
     def set_keep_unsharded_storage(self, enable: bool) -> None:
-        """Refused, unless it is switched off: torch's (after 2.13) keeps unsharded parameters at their addresses.
+        """Refuse to keep unsharded parameters at their addresses, as torch (after 2.13) does with True.
 
         Raises:
-            ConfigError: it is to be switched on.
+            ConfigError: `enable` is True.
         """
         if enable:
             raise ConfigError(
@@ -492,10 +496,10 @@ class FSDPModule:
             )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accepted for scripts written for torch, without effect: gradients are sent from where they lie.
+        """Accept scripts written for torch, without effect: gradients are sent without staging buffers.
 
         Raises:
-            ConfigError: it is no positive number.
+            ConfigError: `max_input_buffers` is not a positive number.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
             raise ConfigError(
@@ -504,32 +508,32 @@ class FSDPModule:
         _warn_without_effect("set_reduce_scatter_max_input_buffers", "gradients are sent from where they lie")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted for scripts written for torch, without effect: there are no staging buffers to allocate."""
+        """Accept scripts written for torch, without effect: staging buffers are not used."""
         _warn_without_effect("set_allocate_memory_from_process_group_for_comm", _NO_STAGING)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Accepted for scripts written for torch, without effect: there are no staging buffers to allocate."""
+        """Accept scripts written for torch, without effect: staging buffers are not used."""
         _warn_without_effect("set_symm_mem_for_comm", _NO_STAGING)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accepted for scripts written for torch, without effect: one process group carries gathers and reductions."""
+        """Accept scripts written for torch, without effect: gathers and reductions use the same process group."""
         _warn_without_effect("set_separate_reduce_scatter_group", "one process group carries gathers and reductions")
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward wait for `event`, recorded on the stream on which the optimizer steps.
+        """Make the next forward wait for `event`, recorded on the stream of the optimizer's step.
 
-        A CPU has no streams: there the step is over when it returns, and nothing waits.
+        On a CPU, which has no streams, the step is over when it returns, and nothing waits.
         """
         runtime_of(_module(self)).residency.after_optimizer = event
 
     def reset_iter_state(self) -> None:
-        """Clear up after a failed forward or backward: all units are sharded, and none is in use.
+        """Clean up after a failed forward or backward: all units are sharded, and none is in use.
 
-        Gradients that have not been reduced are dropped; call `zero_grad()` for those that have. The next forward does
-        so by itself, and so do `state_dict` and `summon_full_params`.
+        Gradients that have not been reduced are dropped. Call `zero_grad()` for those that have. The next forward does
+        this automatically, and so do `state_dict` and `summon_full_params`.
 
         Raises:
-            StateError: a forward or backward is under way.
+            StateError: a forward or backward is running.
         """
         runtime = runtime_of(_module(self))
         if runtime.finalizes_by_hand:
@@ -538,18 +542,18 @@ class FSDPModule:
             raise StateError("reset_iter_state within a forward or backward. Call it once the exception is caught.")
 
     def abandon_step(self) -> None:
-        """Drop what the step under way has done so far: the next one has the bits of a run that never began it.
+        """Undo the current step: the next step has the same bits as if this one had never started.
 
-        Every rank of the mesh calls it on the outermost module, wherever in the step it is: after a forward, between
+        Every rank of the mesh calls it on the outermost module, at any point of the step: after a forward, between
         microbatches, after an exception in forward or backward, on all ranks or on one. A rank that waits in a
-        collective for one that calls this gets a `RankMismatchError`; catch it, and call this, too. (Not on NCCL, which
-        cannot tell: there the same exception must come to all ranks.) Gradients of all microbatches are dropped, those
-        that the optimizer would see included, and so is error feedback of encoded ones. Weights and the optimizer's
-        state are as before the step, if that had not stepped yet; buffers that the forward has written, and random
-        generators, are the caller's to put back.
+        collective for a rank that calls this gets a `RankMismatchError`: catch it, and call this method, too. (This is
+        not supported on NCCL, which cannot detect it. There all ranks must get the same exception.) Gradients of all
+        microbatches are dropped, including those that the optimizer would see, and so is error feedback of encoded
+        gradients. Weights and the optimizer's state are as before the step, if the optimizer had not stepped yet. The
+        caller must restore buffers that the forward has written, and random generators.
 
         Raises:
-            StateError: a forward or backward is under way: call it once the exception is caught.
+            StateError: a forward or backward is running: call it once the exception is caught.
             RankLostError: a rank is gone, and the process group with it.
         """
         abandon_step(_module(self))
@@ -573,7 +577,7 @@ class FSDPModule:
         zero_shard_grads(_module(self), set_to_none)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """Apply `nn.Module.to` and its like to the shards, which then move into the group's buffers again."""
+        """Apply `nn.Module.to` and similar functions to the shards, which then move into the group's buffers again."""
         with changing_shards(unit_of(_module(self)), fn):
             super()._apply(fn, recurse)  # type: ignore[misc]  # the class it is mixed into is an nn.Module
         return _module(self)
@@ -610,23 +614,24 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def take_part(module: nn.Module) -> Tensor:
-    """Zero, to add to the loss on a rank that has nothing for `module` to compute where other ranks have.
+    """Return a zero to add to the loss on a rank without inputs for `module`, while other ranks have some.
 
-    The module's units are gathered, and in backward gradients of zeros are sent, as by a call of it. So gradients are
-    means over all ranks, those that had nothing included. Switch `module.set_reduce_scatter_unused_params(True)` on
-    first, on all ranks. Its forward should call inner units once, in the order in which the module has them, and end
-    with something of its own, such as a norm: where ranks gather in different orders, all of them are told.
+    The module's units are gathered, and in backward gradients of zeros are sent, as in a call of the module. So
+    gradients are means over all ranks, including those without inputs. Call
+    `module.set_reduce_scatter_unused_params(True)` first, on all ranks. The module's forward should call inner units
+    once, in the order of its submodules, and end with its own operation, such as a norm. If ranks gather in different
+    orders, all of them raise.
 
         features = tower(images) if len(images) else take_part(tower)
 
     Args:
-        module: a unit, with others in it or not.
+        module: a unit, with or without inner units.
 
     Returns:
         A tensor without dims. It needs a gradient if any parameter of these units does.
 
     Raises:
-        StateError: the module is no unit, or its unused parameters are not reduced.
+        StateError: the module is not a unit, or its unused parameters are not reduced.
     """
     check_type("module", module, nn.Module, "a unit")
     lacking = [unit for unit in units_in(module) if unit.is_trained and not unit.state.reduces_unused]
@@ -645,7 +650,7 @@ def _zero_through(module: nn.Module, x: Tensor) -> Tensor:
         x = cast(Any, _Zeros).apply(x, *params) if params else x
         for inner in _units_below(module):
             x = _zero_through(inner, x)
-        return x.clone()  # of its own, as what a forward makes of the last inner unit's output
+        return x.clone()  # a separate tensor, like the result of a forward after the last inner unit
 
     unit = unit_of(module)
     return cast(Tensor, run_as_forward(module, run, (x,), {}))
@@ -661,7 +666,7 @@ def _units_below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Zeros(torch.autograd.Function):
-    """A tensor as it is; in backward the other arguments get gradients of zeros."""
+    """Identity of a tensor, whose backward gives the other arguments gradients of zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *params: Tensor) -> Tensor:
@@ -677,7 +682,7 @@ _classes: dict[type, type] = {}
 
 
 def _gain_methods(module: nn.Module) -> None:
-    """Let `module` be an `FSDPModule` too: its class becomes one of the same name with the methods mixed in."""
+    """Make `module` an `FSDPModule`: replace its class by a derived one with the methods mixed in."""
     cls = type(module)
     if cls not in _classes:
         own = {

@@ -145,7 +145,7 @@ def shown(text: str, *, lines: bool = False) -> str:
 
     Args:
         text: may come from a file.
-        lines: whether line breaks are kept. What follows one is indented, so it cannot pass for a line of its own.
+        lines: whether line breaks are kept. Text after one is indented, so it cannot look like a separate line.
     """
     if lines:
         return "\n  ".join(map(shown, text.split("\n")))

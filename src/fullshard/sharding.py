@@ -1,4 +1,4 @@
-"""Units made of modules, and of copies of modules."""
+"""Creation of units from modules, and copies of sharded modules."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def shard_unit(
     sync_module_states: bool = False,
     buffer_dtype: torch.dtype | None = None,
 ) -> Unit:
-    """One unit of `modules`, with its hooks: the common part of `fully_shard` and `FullyShardedDataParallel`.
+    """Make one unit of `modules`, with its hooks: the common part of `fully_shard` and `FullyShardedDataParallel`.
 
     Args:
-        modules: see `fully_shard`, and so for all arguments that it has too.
+        modules: see `fully_shard`, also for all arguments with the same names.
         options: how to shard them.
         mesh: the ranks; or the axes themselves.
         ignored_params: parameters to leave as they are.
-        shard_placement_fn: the dim to shard each parameter along, and the ranks, if they are others.
-        device: the device that computes; that of the mesh's type with the current index, if None.
+        shard_placement_fn: the dim to shard each parameter along, and the ranks, if they differ from the unit's.
+        device: the device that computes; if None, that of the mesh's type with the current index.
         param_init_fn: initialises one module that is on the meta device.
         materialize: whether modules on the meta device are initialised now, rather than stay there.
         sync_module_states: whether every rank gets the values of the mesh's first rank.
@@ -108,8 +108,8 @@ def shard_unit(
 
 
 def _mark(modules: Iterable[nn.Module]) -> None:
-    """Mark `modules` as torch does those that it shards: by that transformers knows that all ranks must run them, in
-    `generate` to the last token of any.
+    """Mark `modules` like torch marks those that it shards. So transformers knows that all ranks must run them, in
+    `generate` up to the last token of any rank.
     """
     for module in modules:
         module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
@@ -118,9 +118,9 @@ def _mark(modules: Iterable[nn.Module]) -> None:
 def _place(
     axes: Axes, options: ShardOptions, choose: ShardPlacementFn | None, fqn: str, param: nn.Parameter
 ) -> tuple[Axes, int | None]:
-    """The axes to shard a parameter over, and the dim to shard it along, None if that is left open.
+    """Return the axes to shard a parameter over, and the dim to shard it along, None for the default.
 
-    They are those of its unit, unless `choose`, a user's `shard_placement_fn`, or an alignment says otherwise.
+    They are those of its unit, unless `choose`, a user's `shard_placement_fn`, or an alignment requires others.
     """
     axes, dim = _chosen_place(axes, choose, fqn, param)
     aligns = options.shard_alignment > 1 and options.placements.optimizer is Placement.SHARDED
@@ -151,14 +151,14 @@ def _chosen_place(
 
 
 _ALIGNED_FROM_NUMEL = 4096
-"""Parameters of so many elements are aligned: optimizers encode no smaller ones."""
+"""Minimum number of elements of parameters to align: optimizers do not encode smaller ones."""
 
 
 def _aligned_place(axes: Axes, dim: int | None, block: int, fqn: str, param: nn.Parameter) -> tuple[Axes, int | None]:
-    """Where a parameter goes so that shards consist of whole blocks: along dim 0, or else to every rank, whole.
+    """Return a placement with shards of whole blocks: along dim 0, or else whole on every rank.
 
     Raises:
-        ConfigError: it can be neither.
+        ConfigError: neither is possible.
     """
     shape = tuple(param._local_tensor.shape if isinstance(param, DTensor) else param.shape)
     specs = [choose_spec(shape, axes.shard_world, dim)]
@@ -181,7 +181,7 @@ def _aligned_place(axes: Axes, dim: int | None, block: int, fqn: str, param: nn.
 
 
 def _check_together(fqn: str, axes: Axes, others: Axes) -> None:
-    """Refuse meshes for single parameters that one unit cannot have beside its own.
+    """Refuse meshes for single parameters that one unit cannot combine with its own mesh.
 
     Raises:
         ConfigError: they are of another kind of device, or the unit's ranks keep states in groups.
@@ -222,7 +222,7 @@ _COPYING = "fullshard: a sharded module that is being copied"  # a key of the me
 
 
 def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """What `copy.deepcopy` gives of a sharded module: one that is sharded alike, with the same values. Sends nothing.
+    """Implement `copy.deepcopy` of a sharded module: the copy has the same sharding and values. No communication.
 
     Raises:
         StateError: it is in forward or backward, or shares a unit with modules that are not copied.
@@ -357,7 +357,7 @@ def _shard_identically(unit: Unit, memo: dict[Any, Any]) -> None:
     )
     made.state.take_switches(unit.state)
     if not unit.is_meta:
-        # Parameters may have been frozen since they were grouped, so the order of the copies may be another one.
+        # Parameters may have been frozen since they were grouped, so the order of the copies may differ.
         copies = {(owner.module, owner.name): param for param in made.params for owner in param.owners}
         with changing_shards(made), torch.no_grad():
             for peer in unit.params:

@@ -1,21 +1,22 @@
-"""Wrap policies: which submodules of a model become units of their own.
+"""Wrap policies, which select the submodules of a model that become units.
 
-A unit is gathered and freed as one, so units decide the peak of memory and how well communication hides behind compute:
-one unit for each transformer block is the usual choice. A policy makes that choice for a whole model:
+A unit is gathered and freed as one. So the units determine peak memory and how well communication overlaps with
+compute. One unit for each transformer block is the usual choice. A policy makes that choice for a whole model:
 
     from fullshard.wrap import ModuleWrapPolicy
 
     fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
     FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
-There are two kinds of policies, as in torch. A *policy object* is asked once for each module. A *callable*
-`(module, recurse, nonwrapped_numel) -> bool` is asked twice: on the way down, with `recurse=True`, whether the children
-may become units at all; on the way up, with `recurse=False`, whether the module itself does, `nonwrapped_numel` then
-being the number of elements that no unit below holds. Further parameters are bound with `functools.partial`:
+There are two kinds of policies, as in torch. A *policy object* is called once for each module. A *callable*
+`(module, recurse, nonwrapped_numel) -> bool` is called twice. On the way down, with `recurse=True`, it returns whether
+the children may become units at all. On the way up, with `recurse=False`, it returns whether the module itself becomes
+a unit. `nonwrapped_numel` is then the number of elements that no unit below holds. Further parameters are bound with
+`functools.partial`:
 
     partial(size_based_auto_wrap_policy, min_num_params=20_000)
 
-By hand, `wrap(module)` inside of `enable_wrap(wrapper_cls=...)` does the same while a model is being built.
+To select units manually while a model is being built, call `wrap(module)` inside of `enable_wrap(wrapper_cls=...)`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ __all__ = [
 
 
 class WrapPolicy(ABC):
-    """A rule that says of each submodule whether it becomes a unit, and with which arguments of its own."""
+    """A rule that decides for each submodule whether it becomes a unit, and with which arguments."""
 
     def descends(self, module: nn.Module, numel: int) -> bool:
         """True if modules below `module` may become units; `numel` elements in it belong to no unit so far.
@@ -66,14 +67,14 @@ class WrapPolicy(ABC):
 
     @abstractmethod
     def overrides(self, module: nn.Module, numel: int) -> dict[str, Any] | None:
-        """The arguments in which `module`, as a unit, differs from its root; None if it does not become a unit.
+        """Return the arguments for `module` as a unit that differ from the root's; None if it does not become a unit.
 
         `numel` is the number of elements of `module` that no unit below it holds.
         """
 
 
 class ModuleWrapPolicy(WrapPolicy):
-    """Every instance of the given classes, subclasses included, is a unit.
+    """A policy that makes every instance of the given classes, including subclasses, a unit.
 
     It can also be called like a policy of the callable kind, for use in `or_policy`.
 
@@ -95,7 +96,7 @@ class ModuleWrapPolicy(WrapPolicy):
 
 
 class CustomPolicy(WrapPolicy):
-    """`lambda_fn(module)` decides: False is no, True is yes, a dict is yes with these arguments in place of the root's.
+    """A policy whose `lambda_fn(module)` returns False, True, or a dict of arguments that replace the root's.
 
     An empty dict is no, as in torch.
 
@@ -133,23 +134,23 @@ class CustomPolicy(WrapPolicy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """True: every submodule is a unit."""
+    """Return True: every submodule is a unit."""
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """True for the modules of which `lambda_fn` says so, wherever they are."""
+    """Return True for the modules that `lambda_fn` returns True for, at any depth."""
     return recurse or bool(lambda_fn(module))
 
 
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """True for every instance of `transformer_layer_cls`: the blocks of a transformer.
+    """Return True for every instance of `transformer_layer_cls`: the blocks of a transformer.
 
-    What lies outside of the blocks (embeddings, the last norm, the head; tied weights too) stays in the root's unit.
+    Modules outside of the blocks (embeddings, the last norm, the head; tied weights too) stay in the root's unit.
     """
     return recurse or isinstance(
         module, _classes("transformer_auto_wrap_policy: transformer_layer_cls", transformer_layer_cls)
@@ -164,7 +165,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """True for the smallest modules of `min_num_params` elements or more, not counting those of units below.
+    """Return True for the smallest modules of `min_num_params` elements or more, not counting those of units below.
 
     Args:
         module: the module in question.
@@ -173,8 +174,8 @@ def size_based_auto_wrap_policy(
         min_num_params: smallest size of a unit, in elements.
         force_leaf_modules: modules of these classes stay whole, in the unit above. `nn.MultiheadAttention` by default,
             since it reads the weights of its children without running their forward.
-        exclude_wrap_modules: modules of these classes are no units, while modules in them may be. `nn.ModuleList` and
-            `nn.ModuleDict` by default, since they have no forward in which a unit could be gathered.
+        exclude_wrap_modules: modules of these classes are not units, while modules in them may be. `nn.ModuleList` and
+            `nn.ModuleDict` by default, since they have no forward that could gather a unit.
     """
     if nonwrapped_numel < min_num_params:
         return False
@@ -195,7 +196,7 @@ default_auto_wrap_policy = size_based_auto_wrap_policy  # its name in early vers
 
 
 def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]) -> bool:
-    """True where at least one of `policies`, which are callables, says so."""
+    """Return True if at least one of `policies`, which are callables, does."""
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
@@ -229,21 +230,22 @@ def wrapped_modules(
     ignored_params: Iterable[nn.Parameter] = (),
     separate: Mapping[type[nn.Module], Mapping[str, Any]] | None = None,
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The submodules of `root` that become units, children before parents, each with the arguments of its own.
+    """Return the submodules of `root` that become units, children before parents, each with its arguments.
 
-    Both `fully_shard` and `FullyShardedDataParallel` ask here. The root is never among them: it is a unit in any case.
-    A module that stands in several places appears once, at the first. A container without a forward (`nn.ModuleList`)
-    that a policy picks is left out, since nothing would gather it, provided that units below hold all its parameters.
+    `fully_shard` and `FullyShardedDataParallel` use this function. The result does not include the root, which is
+    always a unit. A module with several parents appears once, at its first position. A container without a forward
+    (`nn.ModuleList`) that a policy selects is left out, since it would never be gathered, provided that units below
+    hold all its parameters.
 
     Args:
-        root: the module whose submodules are asked about. It is not changed.
+        root: the module whose submodules are considered. It is not changed.
         policy: a policy object, or a callable `(module, recurse, nonwrapped_numel) -> bool`.
-        ignored_modules: these are no units, nor is anything in them.
+        ignored_modules: these modules and their submodules are not units.
         ignored_params: these do not count for the size of a module.
-        apart: instances of these classes are units whatever the policy says, with these arguments on top.
+        apart: instances of these classes are units independent of the policy, with these additional arguments.
 
     Raises:
-        ConfigError: `policy` is not a policy, or it picks a container without a forward that holds parameters itself.
+        ConfigError: `policy` is not a policy, or it selects a container without a forward that holds parameters itself.
     """
     skipped = {inner for module in ignored_modules for inner in module.modules()}
     held = {*ignored_params, *(param for module in skipped for param in module.parameters(recurse=False))}
@@ -253,7 +255,7 @@ def wrapped_modules(
 
 
 def _as_policy(policy: AutoWrapPolicy) -> WrapPolicy:
-    """`policy` as a policy object, once it is known that it can be asked."""
+    """Validate `policy`, and return it as a policy object."""
     if isinstance(policy, WrapPolicy):
         return policy
     if not callable(policy) or isinstance(policy, type):
@@ -284,7 +286,7 @@ class _Walk:
     units: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
     def visit_children(self, module: nn.Module, prefix: str, requested: bool) -> None:
-        """Find the units below `module`. Unless `requested`, the policy has refused: only classes set apart count."""
+        """Find the units below `module`. Unless `requested`, the policy has refused, and only `apart` classes count."""
         if not requested and not self.separate:
             return
         for name, child in module.named_children():
@@ -308,7 +310,7 @@ class _Walk:
         return chosen
 
     def can_be_unit(self, module: nn.Module, fqn: str) -> bool:
-        """True if a forward of `module` will ever run; raises if it will not, and its parameters depended on that."""
+        """True if `module` has a forward that can run. Raise if not, and if its parameters depend on it."""
         if has_forward(module):
             return True
         if isinstance(module, nn.ParameterList | nn.ParameterDict) or self.free_numel(module) == 0:
@@ -320,7 +322,7 @@ class _Walk:
         )
 
     def free_numel(self, module: nn.Module) -> int:
-        """Elements of `module` that no unit holds so far; those of a shared parameter count once."""
+        """Count the elements of `module` that no unit holds so far, and those of a shared parameter once."""
         return sum(param.numel() for param in module.parameters() if param not in self.held)
 
 
@@ -335,7 +337,7 @@ def _classes(
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ by hand
+# ----------------------------------------------------------------------------------------------------------- manually
 
 
 @dataclass(frozen=True)
@@ -351,14 +353,14 @@ _wrapping: ContextVar[_Wrapping | None] = ContextVar("fullshard_wrapping", defau
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """A context in which `wrap(module)` means `wrapper_cls(module, **wrapper_kwargs)`.
+    """Context manager that makes `wrap(module)` call `wrapper_cls(module, **wrapper_kwargs)`.
 
         with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_mesh=mesh):
             self.first = wrap(nn.Linear(5, 5))
             self.second = wrap(nn.Linear(5, 5), forward_prefetch=True)
 
-    `wrapper_cls` may also be a function that takes a module, such as `fully_shard`. A context inside of another one
-    replaces it until it ends. Threads do not see one another's context.
+    `wrapper_cls` may also be a function that takes a module, such as `fully_shard`. A nested context replaces the outer
+    one until it ends. Each thread has a separate context.
 
     Raises:
         ConfigError: `wrapper_cls` cannot be called.
@@ -376,7 +378,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """`module`, wrapped as the enclosing `enable_wrap` says; unchanged if there is none.
+    """Wrap `module` according to the enclosing `enable_wrap`, or return it unchanged if there is none.
 
     So a model can mark its units where it builds them, and still be built without sharding.
 

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel`: the same engine behind torch's older, wrapping interface."""
+"""`FullyShardedDataParallel`: the same engine with torch's older wrapper interface."""
 
 from __future__ import annotations
 
@@ -62,42 +62,42 @@ _HOOKED = "_has_comm_hook"
 
 
 class BackwardPrefetch(Enum):
-    """The moment in backward at which the gather of the next unit starts."""
+    """The time in backward when the gather of the next unit starts."""
 
     BACKWARD_PRE = "pre"  # before this unit's backward: most overlap, two units unsharded at once
     BACKWARD_POST = "post"  # after it, when this unit is freed: less memory
 
 
 class FullyShardedDataParallel(nn.Module):
-    """`module`, wrapped, its parameters sharded over the ranks of a process group.
+    """A wrapper of `module` that shards its parameters over the ranks of a process group.
 
-    Submodules that `auto_wrap_policy` picks are wrapped first; each wrapped module is a unit. Parameters keep their
-    shapes and FQNs: between steps they are `DTensor`s.
+    Submodules that `auto_wrap_policy` selects are wrapped first. Each wrapped module is a unit. Parameters keep their
+    shapes and FQNs. Between steps they are `DTensor`s.
 
     Args:
         module: the module to shard. Its submodules may be wrapped already.
-        process_group: the ranks to shard over; all, if None. With a hybrid strategy, the pair (shard group, replicate
-            group) is not taken: pass `device_mesh`.
+        process_group: the ranks to shard over; all, if None. A pair (shard group, replicate group) for hybrid
+            strategies is not supported: pass `device_mesh`.
         sharding_strategy: a `ShardingStrategy`, its short name or `Placements`; `FULL_SHARD` if None.
         cpu_offload: `CPUOffload(offload_params=True)` keeps shards, their gradients and the optimizer step on the CPU.
-        auto_wrap_policy: picks the submodules that become units of their own; see `fullshard.wrap`.
-        backward_prefetch: when the next unit's gather starts in backward; None for not before it is needed.
+        auto_wrap_policy: selects the submodules that become separate units; see `fullshard.wrap`.
+        backward_prefetch: when the next unit's gather starts in backward; if None, when the unit is needed.
         mixed_precision: the dtypes of compute, of the reduction and of buffers.
         ignored_modules: modules whose parameters stay as they are, whole and unsynchronised.
         param_init_fn: initialises one module that is on the meta device; `reset_parameters()`, if None.
-        device_id: the device that computes: that of `device_mesh`, else the present GPU where there is one, else the
-            CPU, if None.
+        device_id: the device that computes; if None, that of `device_mesh`, else the current GPU if there is one, else
+            the CPU.
         sync_module_states: whether every rank gets the values of rank 0.
         forward_prefetch: whether the next unit's gather starts before this one's forward.
         limit_all_gathers: whether at most one unit is gathered ahead; two, if False.
         use_orig_params: must be True: parameters are never flattened.
         ignored_states: parameters, or modules, to leave as they are; instead of `ignored_modules`.
         device_mesh: the mesh to shard over, instead of `process_group`.
-        broadcast_buffers, shard_alignment: see `fullshard.fully_shard`; torch's has no such arguments.
+        broadcast_buffers, shard_alignment: see `fullshard.fully_shard`. torch's class does not have these arguments.
 
     Raises:
-        ConfigError: an argument, or a combination of arguments, cannot be honoured.
-        StateError: there is no process group.
+        ConfigError: an argument, or a combination of arguments, is invalid or not supported.
+        StateError: the default process group is not initialised.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def cpu_offload(self) -> CPUOffload:
-        """Whether parameters are offloaded to the CPU."""
+        """The CPU offload setting of parameters."""
         return CPUOffload(self._unit.options.offload == CPUOffload(True).policy)
 
     @property
@@ -283,11 +283,11 @@ class FullyShardedDataParallel(nn.Module):
             yield clean_fqn(name), buffer
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """The wrapper's own name, left out of FQNs: for `torch.distributed.checkpoint.state_dict`."""
+        """The wrapper's name, which is left out of FQNs, for `torch.distributed.checkpoint.state_dict`."""
         return {"": _WRAPPED}
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
-        """A copy that is sharded alike, with the same values."""
+        """Return a copy with the same sharding and the same values."""
         return copy_sharded(self, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -317,7 +317,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward adds to whole gradients and sends nothing, until a backward after it."""
+        """Context manager that makes backward accumulate whole gradients without communication until after it."""
         with without_sync(self._units()):
             yield
 
@@ -375,7 +375,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrapped modules in `module`, itself among them; only those without one around them if `root_only`."""
+        """Return the wrapped modules in `module`, including itself; only outermost ones if `root_only`."""
         found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         if not root_only:
             return found
@@ -391,7 +391,7 @@ class FullyShardedDataParallel(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """A context in which parameters are unsharded; see `fullshard.summon_full_params`."""
+        """Context manager that unshards parameters; see `fullshard.summon_full_params`."""
         return summon_full_params(
             module,
             recurse=recurse,
@@ -417,12 +417,12 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set the kind of state dicts of `module` and below; returns the settings that it had."""
+        """Set the kind of state dicts of `module` and below, and return its previous settings."""
         return set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The kind of state dicts that `module` gives."""
+        """Return the kind of state dicts of `module`."""
         return get_state_dict_type(module)
 
     @staticmethod
@@ -432,7 +432,7 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
-        """A context in which `module` and below give state dicts of this kind."""
+        """Context manager that sets the kind of state dicts of `module` and below."""
         return _state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
@@ -442,7 +442,7 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's state by FQN, in the form that `model` is set to give: see `set_state_dict_type`."""
+        """Return the optimizer's state by FQN, in the form set for `model` by `set_state_dict_type`."""
         _check_group(group, model)
         return optim_state.optim_state_dict(model, optim, optim_state_dict)
 
@@ -455,7 +455,7 @@ class FullyShardedDataParallel(nn.Module):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """A state dict for `optim.load_state_dict`, from one of `optim_state_dict`; loaded already if `load_directly`.
+        """Return a state dict for `optim.load_state_dict`, from one of `optim_state_dict`. Load it if `load_directly`.
 
         Raises:
             ConfigError: `is_named_optimizer` is set, or the state dict is not of the optimizer's parameters.
@@ -476,7 +476,7 @@ class FullyShardedDataParallel(nn.Module):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's state by FQN, whole and on the CPU; empty on other ranks than the first if `rank0_only`."""
+        """Return the optimizer's state by FQN, whole and on the CPU; only on the first rank if `rank0_only`."""
         _check_group(group, model)
         return optim_state.full_optim_state_dict(model, optim, rank0_only=rank0_only)
 
@@ -484,7 +484,7 @@ class FullyShardedDataParallel(nn.Module):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """The optimizer's state by FQN, sharded."""
+        """Return the optimizer's state by FQN, sharded."""
         _check_group(group, model)
         return optim_state.sharded_optim_state_dict(model, optim)
 
@@ -495,8 +495,9 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: Iterable[Any] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """A state dict for `optim.load_state_dict`, from a full one that every rank has. As torch's older name for it,
-        it may be asked without an optimizer: then for one that has the groups that were saved.
+        """Return a state dict for `optim.load_state_dict`, from a full one that every rank has.
+
+        This is torch's older name. Without an optimizer, the state dict is for one with the saved groups.
         """
         optim = optim or _optimizer_of(optim_input)
         return optim_state.optim_state_dict_to_load(model, optim, full_optim_state_dict, from_first_rank=False)
@@ -509,8 +510,9 @@ class FullyShardedDataParallel(nn.Module):
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """A state dict for `optim.load_state_dict`, from a full one that the first rank has; see
-        `shard_full_optim_state_dict`.
+        """Return a state dict for `optim.load_state_dict`, from a full one that only the first rank has.
+
+        See `shard_full_optim_state_dict`.
         """
         _check_group(group, model)
         optim = optim or _optimizer_of(optim_input)
@@ -520,7 +522,7 @@ class FullyShardedDataParallel(nn.Module):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """A state dict for `optim.load_state_dict`, from a sharded one."""
+        """Return a state dict for `optim.load_state_dict`, from a sharded one."""
         return optim_state.optim_state_dict_to_load(model, optim, sharded_optim_state_dict, from_first_rank=False)
 
     @staticmethod
@@ -531,11 +533,11 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: Iterable[Any] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """`optim_state_dict` with FQNs for the numbers of parameters, or numbers for FQNs.
+        """Return `optim_state_dict` with FQNs instead of the numbers of parameters, or numbers instead of FQNs.
 
         Args:
-            optim_state_dict: as `optim.state_dict()` or as `optim_state_dict()` gives it.
-            optim_state_key_type: the keys wanted.
+            optim_state_dict: the result of `optim.state_dict()` or of `optim_state_dict()`.
+            optim_state_key_type: the kind of keys to return.
             model: has the parameters.
             optim_input: what was passed to the optimizer, in place of that.
             optim: numbers them; `model.parameters()` in their order, if neither is given.
