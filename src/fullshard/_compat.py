@@ -729,7 +729,7 @@ def autocast_of_cuda_on_cpu() -> Iterator[None]:
 
 
 def grouped_product(args: Any, kwargs: Any) -> Tensor | None:
-    """Return the result of `aten._grouped_mm` on fake tensors of dtypes that a CPU supports, but torch's fakes do not."""
+    """Return the result of `aten._grouped_mm` on fakes of dtypes that a CPU supports, but torch's fakes do not."""
     first, second = cast(Tensor, args[0]), cast(Tensor, args[1])
     if first.dtype == torch.bfloat16:
         return None

@@ -66,7 +66,7 @@ class Codec(ABC):
         Args:
             transport: rows of encodings, of `numel` numbers each.
             numel: how many were encoded.
-            out: as many rows; the first of the numbers if it is shorter.
+            out: the same number of rows; the first of the numbers if it is shorter.
             scratch: memory to work in.
             adds: sums up in the dtype of `out`.
         """

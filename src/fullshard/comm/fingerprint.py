@@ -27,7 +27,7 @@ def fingerprint(collective: str, origin: Origin, tensors: int, nbytes: int) -> b
     """Return the fingerprint of a `collective` of `origin` with its tensors and bytes, both 0 for objects."""
     texts = [collective.encode()[:_NAME_NBYTES], origin.phase.value.encode(), origin.note.encode()[:_NOTE_NBYTES]]
     room = FINGERPRINT_NBYTES - _HEAD.size - sum(map(len, texts))
-    texts.append(origin.unit.encode()[-room:])  # the end of a long name tells more than its beginning
+    texts.append(origin.unit.encode()[-room:])  # the end of a long name is more specific than its beginning
     head = _HEAD.pack(origin.microbatch, tensors, nbytes, *map(len, texts))
     return (head + b"".join(texts)).ljust(FINGERPRINT_NBYTES, b"\0")
 

@@ -68,9 +68,7 @@ _PATIENCE_S = 1.0  # how long to wait until a block was read, before allocating 
 _POLL_S = 1.0  # interval at which a waiting rank checks whether to continue
 _FULL_MS = 10  # how long to wait for space in a socket before checking for messages again
 
-_BLOCK, _DROP, _PUBLISH, _READ, _SIGNAL = range(
-    5
-)  # a new block; one that is gone; look here; I have; I am as far as that
+_BLOCK, _DROP, _PUBLISH, _READ, _SIGNAL = range(5)  # new block; dropped block; published data; data was read; progress
 
 
 def nbytes_end_to_end(tensors: Sequence[Tensor]) -> int:
@@ -447,7 +445,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class CannotShareError(Exception):
-    """The ranks of a group cannot share memory; the message says why."""
+    """The ranks of a group cannot share memory, for the reason in the message."""
 
 
 def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: float) -> HostPeers:
@@ -546,7 +544,7 @@ def _meet(sockets: dict[int, socket.socket], listener: socket.socket, addresses:
     listener.settimeout(_CONNECT_S)
     while len(sockets) < len(addresses) - 1:
         connection, _ = listener.accept()
-        if _user_of(connection) != os.geteuid():  # any user can connect: do not wait for what it says
+        if _user_of(connection) != os.geteuid():  # any user can connect: do not wait for its message
             connection.close()
             continue
         connection.settimeout(_GREETING_S)

@@ -39,7 +39,7 @@ class Mark(Protocol):
         """Return True if the stream has reached this point."""
 
     def synchronize(self) -> None:
-        """Let the host wait until it has."""
+        """Make the host wait for this point."""
 
 
 class Stamp(Protocol):
@@ -49,7 +49,7 @@ class Stamp(Protocol):
         """True if it has."""
 
     def synchronize(self) -> None:
-        """Let the host wait until it has."""
+        """Make the host wait for this point."""
 
     def elapsed_time(self, other: Any) -> float:
         """Milliseconds from here to `other`, on the same device. Both have been reached."""

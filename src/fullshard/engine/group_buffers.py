@@ -106,7 +106,7 @@ class ShardStorage(ABC):
     def read_ahead(self) -> None:  # noqa: B027  # what is in memory need not be read
         """Start to read what `to_send` will send."""
 
-    def note_sent(self) -> None:  # noqa: B027  # nor freed
+    def note_sent(self) -> None:  # noqa: B027  # it need not be freed either
         """Note that the buffers of `to_send` have been sent, or will not be."""
 
     @abstractmethod

@@ -115,7 +115,7 @@ def abandon_step(module: nn.Module) -> None:
 
 
 def is_in_use(unit: Unit) -> bool:
-    """True if a forward or backward that is under way needs `unit`. What a failed one has left is cleared up."""
+    """True if a running forward or backward needs `unit`. The state of a failed one is cleaned up first."""
     runtime = runtime_or_none(unit)
     if runtime is not None and runtime.is_interrupted:
         runtime.recover()

@@ -64,7 +64,7 @@ class Offloaded:
     place: int  # its own index there
     uses: int = 0  # by saved tensors
     taken: int = 0  # of them, in this backward
-    source: Tensor | None = None  # its memory on the device, while a copy of it is under way
+    source: Tensor | None = None  # its memory on the device, while it is being copied
     sent: Mark | None = None  # after that copy
     watched: tuple[Tensor, int] | None = None  # its version changes if the source is written to meanwhile
     is_torn: bool = False  # it was
@@ -75,8 +75,8 @@ class Offloaded:
     reading: DiskWork | None = None
     back: Tensor | None = None  # its memory on the device again
     arrived: Mark | None = None  # after the copy that fills it
-    is_ahead: bool = False  # read, and not asked for yet
-    done_in: int = -1  # the backward that asked for it the last time
+    is_ahead: bool = False  # read ahead, and not needed yet
+    done_in: int = -1  # the last backward that needed it
 
     @property
     def room_bytes(self) -> int:
@@ -211,7 +211,7 @@ class Store:
             self._begin_reading(offloaded)
         back = offloaded.source if offloaded.source is not None else self._finish_reading(offloaded)
         offloaded.taken += 1
-        if offloaded.taken >= offloaded.uses:  # by a graph that is kept it may be asked for again
+        if offloaded.taken >= offloaded.uses:  # a retained graph may need it again
             offloaded.taken, offloaded.done_in = 0, backward_number()
             self._drop(offloaded)
         self._read_ahead(offloaded)

@@ -31,7 +31,7 @@ __all__ = ["Reduction", "ReductionOf", "UnitReduction", "start_reduction"]
 
 @dataclass(frozen=True)
 class ReductionOf:
-    """The whole gradients of one parameter group, and how they are to be summed.
+    """The whole gradients of one parameter group, and the settings of their reduction.
 
     Args:
         grads: by index of the parameter, in the reduce dtype and contiguous.
@@ -41,7 +41,7 @@ class ReductionOf:
         divisor: what the sum over all ranks is divided by.
         finishes: whether to take the second sum too, if there is one, or to keep the first sums for a later one.
         origin: the unit and phase of the reduction.
-        hook: called with the sums that are to be delivered, 1-D in the reduce dtype, which it may change.
+        hook: called with the sums before delivery, 1-D in the reduce dtype, which it may change.
     """
 
     grads: dict[int, Tensor]

@@ -1,4 +1,4 @@
-"""One parameter and its two forms: a sharded `DTensor` at rest, an unsharded tensor in compute."""
+"""One parameter and its two forms: a sharded `DTensor` between uses, an unsharded tensor in compute."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class SlotSharing:
 
     def _assign(self, units: Sequence[Unit], is_in_order: bool) -> bool:
         """Assign slots if the order was repeated on all ranks that may share memory. Return True if it was."""
-        if not units or not (self._is_enabled or self._is_cpu):  # on a CPU other ranks may ask
+        if not units or not (self._is_enabled or self._is_cpu):  # on a CPU other ranks may request it
             return is_in_order
         nbytes = {unit.state.number: unit.slot_nbytes for unit in units}
         may_move = is_in_order and self._is_enabled and _are_unreferenced(units)

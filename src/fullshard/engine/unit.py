@@ -446,7 +446,7 @@ class Unit:
         self.await_copies_of_shards()
 
     def await_copies_of_shards(self) -> None:
-        """Let the host wait until the gather stream has read the shards, if these are in the host's memory."""
+        """Make the host wait until the gather stream has read the shards, if these are in host memory."""
         if self.is_on_cpu and not self.is_meta:
             self.streams.host.wait(self.streams.gather.mark())
 
@@ -659,7 +659,7 @@ class Unit:
             with allocating("gradient shards"):
                 param.grad = self._memory.zeros(grad.numel(), grad.dtype).view(grad.shape).copy_(grad)
         if was_on_disk:
-            buffers_of(self.device).drop()  # of as many as more units needed
+            buffers_of(self.device).drop()  # their number was for more units
 
     def _has_layout_of(self, plans: Sequence[GroupPlan], slot: Slot | None = None) -> None:
         """Move the parameter groups to the memory of `plans`, with the present values of the shards.

@@ -76,7 +76,7 @@ ON_A_QUEUE = MessageRule(
     most=FEW_OPERATIONS,
     always_from_nbytes=2 << 20,
     start_step_bytes=256,  # kernels are chosen by alignment; a GPU's allocator starts plain tensors so, or better
-    max_padding=1.0,  # any: parts in the pack are of one size, too, so it has as many rows too many, and a copy besides
+    max_padding=1.0,  # any: the pack also has equal parts, so it would have the same padding, and an additional copy
 )
 """For a backend's own collectives on a queue, such as NCCL."""
 

@@ -1,4 +1,4 @@
-"""Offsets in buffers: strides, alignment, and stretches laid end to end."""
+"""Offsets in buffers: strides, alignment, and contiguous slices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def align(position: int, step: int) -> int:
 
 
 def aligned_offsets(sizes: Sequence[int], step: int) -> tuple[list[int], int]:
-    """Aligned starts for stretches of `sizes` laid end to end, and the end of the last one, aligned too."""
+    """Return aligned starts of consecutive slices of `sizes`, and the end of the last one, aligned too."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -18,10 +18,10 @@ class Interval:
 
 
 def assign_slots(intervals: Iterable[Interval], nbytes: Mapping[int, int]) -> dict[int, int]:
-    """A slot for every unit, such that no two units that are ever unsharded at once have the same one.
+    """Return a slot for every unit, such that units which are ever unsharded at the same time have different slots.
 
     First fit, largest unit first: so the sum of the slots' sizes (each that of its largest unit) stays close to the
-    most bytes that are unsharded at once.
+    most bytes that are unsharded at the same time.
 
     Returns:
         The number of a slot by unit, for every unit that has an interval.

@@ -136,7 +136,7 @@ class RankProgress:
     _waiting: dict[int, Task] = field(default_factory=dict)  # by thread, as in all that follows
     _behind: set[int] = field(default_factory=set)  # threads that work for others
     _joining: dict[int, float] = field(default_factory=dict)  # since when a thread waits for one of those
-    _trains: set[int] = field(default_factory=set)  # threads that have waited for ranks, besides the main thread
+    _trains: set[int] = field(default_factory=set)  # threads that have waited for ranks, except for the main thread
     _observed_calls: dict[int, tuple[_TorchCall, Task]] = field(default_factory=dict)
     _queued: deque[Task] = field(default_factory=deque)
     _drops: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that drops what has ended
@@ -146,7 +146,7 @@ class RankProgress:
     _groups: dict[str, weakref.ref[GroupProgress]] = field(default_factory=dict)  # by name
 
     def register(self, group: GroupProgress) -> None:
-        """Note that this process is a rank of `group`, which replaces one of the same name that is gone."""
+        """Note that this process is a rank of `group`, which replaces a destroyed group of the same name."""
         for name in [name for name, known in self._groups.items() if known() is None]:
             del self._groups[name]
         self._groups[group.name] = weakref.ref(group)
@@ -205,7 +205,7 @@ class RankProgress:
             self._queued.append(self._new_task(name, origin, ended))
 
     def forget_group(self) -> None:
-        """Forget what belongs to a default process group that is gone. Threads that wait still do."""
+        """Forget the state of a destroyed default process group, except for present waits of threads."""
         self.step, self.unwatched, self._last = 0, None, None
         self._left = monotonic()
         self._observed.clear()
@@ -331,7 +331,7 @@ class RankProgress:
         assert task.ended is not None
         try:
             return task.ended.query()
-        except Exception as error:  # of CUDA's, whichever: the main thread meets it in its own next call
+        except Exception as error:  # any error of CUDA: the main thread gets it in its next call
             self.unwatched = Unwatched(task, error)
             return True
 

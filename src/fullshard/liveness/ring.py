@@ -23,9 +23,9 @@ __all__ = ["Ring", "host_identity"]
 
 _FAREWELL = b"."
 _PATIENCE_S = 5.0  # for one connection to be made
-_IDLE_S, _PROBE_S = 2, 1  # the system asks after 2 s without a sign of the other host, then every second
+_IDLE_S, _PROBE_S = 2, 1  # the system probes after 2 s without data from the other host, then every second
 _LOOPBACK = "127.0.0.1"
-_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # what the system then says
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # the resulting errors of the system
 
 
 def host_identity() -> str:
@@ -163,7 +163,7 @@ def _own_address(way: tuple[str, int] | None) -> str:
 
 
 def _find_silence(connection: socket.socket, silence_s: int) -> None:
-    """Let the system close `connection` when the other host has answered nothing for `silence_s` seconds."""
+    """Make the system close `connection` when the other host has not answered for `silence_s` seconds."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
     for option, value in zip(options, (_IDLE_S, _PROBE_S, silence_s // _PROBE_S), strict=True):

@@ -134,7 +134,7 @@ def lost(rank: int, where: str) -> RankLostError:
 
 @dataclass(frozen=True)
 class _Loss:
-    """A rank that is gone, and how it ended."""
+    """A lost rank, and how it ended."""
 
     rank: int
     how: str
@@ -249,7 +249,7 @@ class _Watchdog:
         return min(missed_s, here.waited_behind_s) > _LONG_GRACE_S
 
     def _report_what_is_not_watched(self) -> None:
-        """Log if this rank cannot ask its GPU, or ranks cannot ask one another."""
+        """Log if this rank cannot query its GPU, or ranks cannot exchange questions."""
         if (blind := here.unwatched) is not None:
             self._warn_once(
                 repr(blind.error),
@@ -459,7 +459,7 @@ class _Question:
 
 
 class _Board:
-    """The messages of ranks to one another over the store. If that is gone, writes are lost and reads find nothing."""
+    """The messages between ranks through the store. If the store is gone, writes are lost and reads find nothing."""
 
     def __init__(self, store: PatientStore) -> None:
         self._store = store

@@ -169,7 +169,7 @@ def _is_of_library_with_kernels(optimizer: Optimizer) -> bool:
 
 
 def _has_wholes_only(optimizer: Optimizer) -> bool:
-    """True if no parameter is cut, as under `ddp`, nor may be before the first step."""
+    """True if no parameter is cut, as under `ddp`, or can be cut before the first step."""
     return all(isinstance(param, DTensor) for param in _params(optimizer)) and not _cut_params(optimizer)
 
 
@@ -375,7 +375,7 @@ def _placed_as(param: DTensor, value: Any) -> Any:
 
 # -- a portion at a time ----------------------------------------------------------------------------------------------
 
-_BY_PARAMETER = frozenset({torch.optim.Adafactor})  # besides the elementwise ones; whole parameters, one by one
+_BY_PARAMETER = frozenset({torch.optim.Adafactor})  # in addition to the elementwise ones; whole parameters, one by one
 _given: weakref.WeakKeyDictionary[Optimizer, list[list[Tensor]]] = weakref.WeakKeyDictionary()
 """The parameters, by group, of optimizers that were stepped in parts, until their own step is over."""
 _withheld: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()

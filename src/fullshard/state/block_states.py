@@ -336,8 +336,8 @@ class _Cut:
         self._dim = next((dim for dim, size in enumerate(param.shape) if size != 1), 0)
         row_numel = prod(param.shape[self._dim + 1 :])
         self._block = block
-        self._rows = block // gcd(block, row_numel)  # of a stretch
-        self._blocks = self._rows * row_numel // block  # of a stretch
+        self._rows = block // gcd(block, row_numel)  # of a slice
+        self._blocks = self._rows * row_numel // block  # of a slice
 
     def codes(self, codes: Tensor, in_block: int) -> Tensor:
         """Return this rank's `codes`, `in_block` elements per block, as its part of the codes of all ranks."""

@@ -74,7 +74,7 @@ __all__ = ["choose_for_budget"]
 _log = logging.getLogger(__name__)
 _ORIGIN = Origin("budget", Phase.STEP)
 _ANY = 1 << 62  # bytes, if the available memory is unknown
-_REDUCTIONS = 2  # units whose gradients are reduced at once
+_REDUCTIONS = 2  # units whose gradients are reduced at the same time
 _observed: WeakSet[Optimizer] = WeakSet()
 
 
@@ -148,12 +148,12 @@ class _Needs:
     parameters: int
     gathered: int
     whole_gradients: int
-    steps_at_once: int  # 1 if an optimizer makes temporaries of all gradients at once, as on an accelerator
+    steps_at_once: int  # 1 if an optimizer makes temporaries of all gradients together, as on an accelerator
     largest: int  # gradient of a parameter
     adds_up: int  # 1 if a step has several microbatches
     steps_wholes: int  # 1 if each rank steps whole parameters, with the gradients of backward
     held_whole: int  # 1 if whole gradients wait for a later microbatch
-    reads_ahead: int  # units whose shards are read from a disk, or were and are still sent, at once
+    reads_ahead: int  # units whose shards are being read from a disk or sent after a read, at the same time
     units: tuple[_UnitNeeds, ...]
 
     @property

@@ -73,7 +73,7 @@ Key = tuple[int, str]  # the number of a parameter in its portion, and the name 
 
 @dataclass(eq=False)
 class _Chunk:
-    """Parameters that are stepped together, and where their states rest."""
+    """Parameters that are stepped together, and the storage of their states."""
 
     params: list[nn.Parameter]
     scratch: Scratch
@@ -86,7 +86,7 @@ class _Chunk:
 
     @property
     def extent(self) -> Extent | None:
-        """The stretch of the file that is its own, once it has states."""
+        """Its extent of the file, once it has states."""
         return next((stored.extent for stored in self.disk_tensors.values()), None)
 
     @property
@@ -179,7 +179,7 @@ class StatesOnDisk:
             DiskError: states cannot be read or written on some rank. Earlier portions stay stepped.
         """
         for param in (item for group in optimizer.param_groups for item in group["params"] if item.grad is not None):
-            optimizer.state[param]  # in the order of a step that is taken at once
+            optimizer.state[param]  # in the order of a step without portions
         todo = [chunk for chunk in self._chunks if chunk.has_grads]
         self._begin_to_read(todo, 0)
         params = (item for group in optimizer.param_groups for item in group["params"])
@@ -191,7 +191,7 @@ class StatesOnDisk:
             self._begin_to_read(todo, number + 1)
             self._fill(chunk, optimizer)
             try:
-                if isinstance(optimizer, ChunkedSteps):  # which sends messages as it steps, and says what goes where
+                if isinstance(optimizer, ChunkedSteps):  # which communicates in its steps, and selects devices
                     run(chunk.params)
                 elif not self._failures:
                     with chunk.where_it_is_stepped():

@@ -100,7 +100,7 @@ class _Weight:
     name: str
     value: Tensor
     dtype: torch.dtype
-    managed: Managed | None  # where shards are to be gathered
+    managed: Managed | None  # None if nothing is gathered
 
     @property
     def part_nbytes(self) -> int:
