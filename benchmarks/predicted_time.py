@@ -369,7 +369,7 @@ def on_gpu(cases: Sequence[Case], path: str | None) -> dict[str, Any]:
     """Measure the speeds of the GPU and the time of each case. Write the results after each one."""
     device = torch.device("cuda", 0)
     begun = time.monotonic()
-    stated = calibrate(device, tell_=lambda what: print(f"measuring: {what}", flush=True))
+    stated = calibrate(device, on_progress=lambda what: print(f"measuring: {what}", flush=True))
     print(f"calibrated in {time.monotonic() - begun:.0f} s: {json.dumps(stated['fitted'])}", flush=True)
     found = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "here": stated, "rows": []}
     for world in sorted({case.world for case in cases}):
@@ -428,7 +428,9 @@ def main() -> None:
         found = found if args.measure_only else alongside(found)
         path = args.json
     else:
-        stated = None if args.here else calibrate("cpu", tell_=lambda what: print(f"measuring: {what}", flush=True))
+        stated = (
+            None if args.here else calibrate("cpu", on_progress=lambda what: print(f"measuring: {what}", flush=True))
+        )
         here = hardware(args.here) if stated is None else described(stated)
         rows = on_cpus([case for case in ON_CPUS if args.only in case.name], here, args.rounds)
         about = {"machine": here.title, "torch": torch.__version__, "here": stated or args.here}

@@ -1224,7 +1224,7 @@ def a_dtype_by_name() -> Steps:
 
 @mistake(
     ConfigError,
-    "keep_low_precision_grads=True cannot be honoured",
+    "keep_low_precision_grads=True is not supported",
     "Leave it False; reduce_dtype sets what travels",
     ranks=0,
 )
@@ -1371,7 +1371,7 @@ def a_hook_between_two_microbatches() -> Steps:
     model.register_comm_hook(LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
 
 
-@mistake(ConfigError, "use_orig_params=False cannot be honoured", "Leave the argument out")
+@mistake(ConfigError, "use_orig_params=False is not supported", "Leave the argument out")
 def flattened_parameters() -> Steps:
     yield
     wrapped(use_orig_params=False)

@@ -127,7 +127,7 @@ def train_alongside() -> list[Any]:
     stated: list[Any] = []
     model = make_chain()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    predict_beside(model, optimizer, make_chain, inputs, hardware="h100-80", loss=loss_of, tell_=stated.append)
+    predict_beside(model, optimizer, make_chain, inputs, hardware="h100-80", loss=loss_of, tell=stated.append)
     before = len(stated)
     for step in range(5):
         loss_of(model, inputs(step)).backward()

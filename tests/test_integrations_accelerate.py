@@ -376,7 +376,7 @@ def test_units_of_any_model_run_again_in_backward():
     ("config", "stated"),
     [
         ({"shard_everything": True}, "no key shard_everything"),
-        ({"xla": True}, "xla=True cannot be honoured: .*XLA"),
+        ({"xla": True}, "xla=True is not supported: .*XLA"),
         ({"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, "xla_fsdp_settings"),
         ({"fsdp_use_orig_params": False}, "never flattened"),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "no flattened shards"),

@@ -60,7 +60,7 @@ def test_what_is_no_floating_point_dtype_is_refused_by_name(policy, name, wrong)
 
 def test_low_precision_gradients_cannot_be_kept():
     """The optimizer needs gradients in its parameters' dtype: the argument is refused, not ignored."""
-    with pytest.raises(ConfigError, match="keep_low_precision_grads=True cannot be honoured"):
+    with pytest.raises(ConfigError, match="keep_low_precision_grads=True is not supported"):
         MixedPrecision(keep_low_precision_grads=True)
 
 

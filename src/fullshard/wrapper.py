@@ -600,7 +600,7 @@ def _check(
     check_flags(use_orig_params=use_orig_params)
     if not use_orig_params:
         raise ConfigError(
-            "use_orig_params=False cannot be honoured: parameters are never flattened here, each keeps its shape and "
+            "use_orig_params=False is not supported: parameters are never flattened here, each keeps its shape and "
             "FQN. Leave the argument out."
         )
     if process_group is not None and device_mesh is not None:

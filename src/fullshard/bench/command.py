@@ -40,8 +40,8 @@ def run(argv: Sequence[str]) -> int:
     if not console.is_terminal:
         console.width = WIDTH
     try:
-        with shown(console, plan.turns) as tell_:
-            report = measure(plan, tell_)
+        with shown(console, plan.turns) as on_progress:
+            report = measure(plan, on_progress)
     except TeamFailed as failed:
         sys.stderr.write(f"fullshard: there is nothing to compare with: {failed}\n{failed.details}")
         return FAILED

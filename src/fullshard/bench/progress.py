@@ -24,10 +24,10 @@ def shown(console: Console, turns: int) -> Iterator[Report]:
         task = progress.add_task("", total=turns)
         numbers = iter(range(turns))
 
-        def tell_(stage: str, what: str) -> None:
+        def on_progress(stage: str, what: str) -> None:
             progress.update(task, completed=next(numbers, turns), description=f"{stage}: {what}")
 
-        yield tell_
+        yield on_progress
 
 
 class _Lines:

@@ -39,17 +39,17 @@ class Plan:
 
     @property
     def turns(self) -> int:
-        """The number of calls of `tell_`."""
+        """The number of calls of `on_progress`."""
         return 1 + (len(self.systems) + 1) * (1 + self.warmup + self.rounds)
 
 
-def measure(plan: Plan, tell_: Report) -> BenchReport:
+def measure(plan: Plan, on_progress: Report) -> BenchReport:
     """Start every system once, train in turns, and return the report. A system that fails is excluded afterwards.
 
     Raises:
         TeamFailed: The plain process or the floor fails, so a comparison is not possible.
     """
-    bench = _Bench(plan, tell_)
+    bench = _Bench(plan, on_progress)
     try:
         bench.start()
         for number in range(plan.warmup + plan.rounds):
@@ -72,9 +72,9 @@ class _Running:
 class _Bench:
     """The state of one benchmark."""
 
-    def __init__(self, plan: Plan, tell_: Report) -> None:
+    def __init__(self, plan: Plan, on_progress: Report) -> None:
         self._plan = plan
-        self._report = tell_
+        self._report = on_progress
         self._expected: list[list[float]] = []
         self._room = 0  # bytes that must be free before a system is started
         self._floor: Team | None = None

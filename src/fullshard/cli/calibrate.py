@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
         _device(stated.device),
         like=stated.like,
         seconds=stated.seconds,
-        tell_=_report,
+        on_progress=_report,
     )
     write_description(found, out)
     console.print(_table(described(found), None if "like" not in found else hardware(found["like"])))

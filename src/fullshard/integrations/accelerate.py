@@ -288,10 +288,10 @@ def _check(given: dict[str, Any]) -> None:
         if given.get(name) is not None:
             raise ConfigError(f"Accelerator({name}=...) excludes sharding by fullshard. Leave one of them out.")
     if str(given.get("mixed_precision")) == "fp8":
-        raise ConfigError("mixed_precision='fp8' cannot be honoured: nothing computes in 8 bits here. Choose 'bf16'.")
+        raise ConfigError("mixed_precision='fp8' is not supported: nothing computes in 8 bits here. Choose 'bf16'.")
     if getattr(given.get("dynamo_plugin"), "use_regional_compilation", False):
         raise ConfigError(
-            "use_regional_compilation cannot be honoured: it puts copies in the place of modules, and the units stay "
+            "use_regional_compilation is not supported: it puts copies in the place of modules, and the units stay "
             "behind. Call compile() on each layer before prepare, or let the whole model be compiled."
         )
 

@@ -119,8 +119,7 @@ class FullShardStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         if self._layer_sync is not None:  # private
             raise ConfigError(
-                "sync_batchnorm=True cannot be honoured: call nn.SyncBatchNorm.convert_sync_batchnorm in "
-                "configure_model."
+                "sync_batchnorm=True is not supported: call nn.SyncBatchNorm.convert_sync_batchnorm in configure_model."
             )
         self.model = self.precision_plugin.convert_module(self.model)
         self._shard(self.model)
@@ -219,7 +218,7 @@ class FullShardStrategy(DDPStrategy):
         """
         if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
             raise ConfigError(
-                "storage_options and CheckpointIO plugins cannot be honoured: checkpoints are folders of shards, which "
+                "storage_options and CheckpointIO plugins are not supported: checkpoints are folders of shards, which "
                 "fullshard.checkpoint writes."
             )
         given = checkpoint.get("state_dict", {})
@@ -401,7 +400,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
             ConfigError: `state` does not contain exactly one module, or an option is not supported.
         """
         if storage_options is not None or filter is not None:
-            raise ConfigError("fabric.save(storage_options=..., filter=...) cannot be honoured: all of it is saved.")
+            raise ConfigError("fabric.save(storage_options=..., filter=...) are not supported: all of it is saved.")
         parts = _Parts.of(state)
         remaining = {name: item.state_dict() if _is_stateful(item) else item for name, item in parts.remaining.items()}
         save(

@@ -185,7 +185,7 @@ class ShardingPlugin:
         stated = {_plain_name(key): value for key, value in config.items()}
         for key, value in stated.items():
             if key in REFUSED and value not in (None, False, "", {}) and str(value).lower() not in ("false", "none"):
-                raise ConfigError(f"fsdp_config: {key}={value!r} cannot be honoured: {REFUSED[key]}")
+                raise ConfigError(f"fsdp_config: {key}={value!r} is not supported: {REFUSED[key]}")
             if key not in REFUSED and key not in HONOURED:
                 raise ConfigError(
                     f"fsdp_config: there is no key {key}, but there are {', '.join(sorted(HONOURED))}. "
@@ -395,7 +395,7 @@ def _modules(key: str, value: Any) -> dict[str, Any]:
 def _orig_params(key: str, value: Any) -> dict[str, Any]:
     if not _truth(key, value):
         raise ConfigError(
-            "fsdp_config: use_orig_params=False cannot be honoured: parameters are never flattened here. Leave it out."
+            "fsdp_config: use_orig_params=False is not supported: parameters are never flattened here. Leave it out."
         )
     return {}
 
@@ -404,7 +404,7 @@ def _state_dict_type(key: str, value: Any) -> dict[str, Any]:
     name = getattr(value, "name", str(value)).upper()
     if name == "LOCAL_STATE_DICT":
         raise ConfigError(
-            f"fsdp_config: state_dict_type={name} cannot be honoured: there are no flattened shards for it to hold. "
+            f"fsdp_config: state_dict_type={name} is not supported: there are no flattened shards for it to hold. "
             f"Set {SHARDED} or {FULL}."
         )
     return {key: name}

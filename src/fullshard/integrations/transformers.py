@@ -87,7 +87,7 @@ class _Sharding(transformers.Trainer):
             )
         if self.args.optim == "adafactor":
             raise ConfigError(
-                "optim=adafactor cannot be honoured: transformers' Adafactor takes means over rows and columns, and a "
+                "optim=adafactor is not supported: transformers' Adafactor takes means over rows and columns, and a "
                 "rank has a part of them. Choose another one, such as adamw_torch."
             )
         with self._making(plugin):

@@ -125,7 +125,7 @@ def predict_beside(
     max_norm: float | None = None,
     make_mesh: Callable[[], Any] | None = None,
     loss: Callable[[nn.Module, Any], Any] | None = None,
-    tell_: Callable[[Any], None] | None = None,
+    tell: Callable[[Any], None] | None = None,
 ) -> None:
     """Predict the needs of the following loop, and compare them with measurements after its third step.
 
@@ -160,7 +160,7 @@ def predict_beside(
     device = units[0].device
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     limit = memory_for_a_rank(device, local_world)
-    show = tell_ or _print
+    show = tell or _print
     try:
         forecast = Forecasting(_forecast, dist.get_world_size(), local_world, limit, *arguments).result()
     except ConfigError as error:  # other ranks continue, so this one does, too
@@ -208,12 +208,12 @@ def _forecast(
     return forecast_of(found, limit_bytes=limit_bytes)
 
 
-def warn_if_too_large(forecast: Forecast, tell_: Callable[[str], None]) -> None:
+def warn_if_too_large(forecast: Forecast, log: Callable[[str], None]) -> None:
     """Report before the first step if a run will need more memory than is available, and what would fit."""
     if forecast.fits:
         return
     fitting = " or ".join(forecast.would_fit) or "`fullshard plan` looks for what does"
-    tell_(
+    log(
         f"A rank is predicted to need {forecast.needed_bytes / 1e9:.3g} GB in {forecast.peak_at}, and there are "
         f"{forecast.limit_bytes / 1e9:.3g} GB. What would fit: {fitting}."
     )

@@ -33,7 +33,7 @@ def calibrate(
     *,
     like: str | None = None,
     seconds: float = 30.0,
-    tell_: Report = lambda _: None,
+    on_progress: Report = lambda _: None,
 ) -> dict[str, Any]:
     """Return a description of this machine, as in a TOML file and for `fullshard.plan.hardware.described`.
 
@@ -56,10 +56,10 @@ def calibrate(
     if like is not None:
         hardware(like)  # raises before anything is measured if it is unknown
     if chosen.type == "cpu":
-        return _cpu(seconds, tell_)
+        return _cpu(seconds, on_progress)
     if not torch.cuda.is_available() or chosen.type != "cuda":
         raise ConfigError(f"calibrate({str(chosen)!r}): neither a CPU nor reached by torch.cuda. Take one of these.")
-    return _gpu(torch.device("cuda", chosen.index or 0), like, tell_)
+    return _gpu(torch.device("cuda", chosen.index or 0), like, on_progress)
 
 
 def write_description(stated: dict[str, Any], path: Path) -> None:
@@ -75,14 +75,14 @@ def write_description(stated: dict[str, Any], path: Path) -> None:
         path.write_text(tomli_w.dumps(stated))
 
 
-def _gpu(device: torch.device, like: str | None, tell_: Report) -> dict[str, Any]:
+def _gpu(device: torch.device, like: str | None, on_progress: Report) -> dict[str, Any]:
     about = torch.cuda.get_device_properties(device)
     like = like or _like(about.name, about.total_memory)
     base = hardware(like)
-    found = gpu_speeds(device, tell_)
+    found = gpu_speeds(device, on_progress)
     count = torch.cuda.device_count()
     if count > 1:
-        tell_(f"collectives of {count} GPUs")
+        on_progress(f"collectives of {count} GPUs")
         found["collectives"] = link_speeds(count)
     large = [max(item["copy"], item["add"]) for item in found["memory"] if item["nbytes"] >= LARGE_BYTES]
     return {
@@ -108,9 +108,9 @@ def _gpu(device: torch.device, like: str | None, tell_: Report) -> dict[str, Any
     }
 
 
-def _cpu(seconds: float, tell_: Report) -> dict[str, Any]:
+def _cpu(seconds: float, on_progress: Report) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    tell_(f"{cores} cores at once")
+    on_progress(f"{cores} cores at once")
     found = cpu_speeds(cores, seconds)
     rates = {name: _rates(table, found["dims"]) for name, table in found["products"].items()}
     usual = found["dims"][-2]

@@ -34,16 +34,16 @@ TINY_CALLS = 400  # fewer than a queue can hold
 Report = Callable[[str], None]
 
 
-def gpu_speeds(device: torch.device, tell_: Report) -> dict[str, Any]:
+def gpu_speeds(device: torch.device, on_progress: Report) -> dict[str, Any]:
     """Return the speeds of `device`: product rates by dtype, bandwidth by size, and the other times in seconds."""
     with torch.cuda.device(device):
-        tell_("matrix products")
+        on_progress("matrix products")
         products = {name: [_product(device, dtype, *size) for size in PRODUCTS] for name, dtype in DTYPES.items()}
-        tell_("memory")
+        on_progress("memory")
         memory = [_bandwidth(device, mib * 2**20) for mib in MIB]
-        tell_("launches, and what the host does for them")
+        on_progress("launches, and what the host does for them")
         launch_s, host_s = _launch_s(device), _host_s(device)
-        tell_("copies between the host and the GPU")
+        on_progress("copies between the host and the GPU")
         to_device, to_host = _host_link(device)
     return {
         "products": products,

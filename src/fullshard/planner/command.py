@@ -90,8 +90,8 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
         return _report_why(question, answer.why, answer.json, log)
     waiting: Any = console.status("simulating") if console.is_terminal and not quiet else nullcontext()
     with waiting as status:
-        tell_ = (lambda item: status.update(f"simulating {item}")) if status is not None else (lambda item: None)
-        with Workers(question, tell_) as workers:
+        on_progress = (lambda item: status.update(f"simulating {item}")) if status is not None else (lambda item: None)
+        with Workers(question, on_progress) as workers:
             if answer.fits_on:
                 plan = least_hosts(question, workers)
             elif answer.largest_batch:

@@ -40,7 +40,7 @@ def search(
             wanted = with_cpu(question, (program for program in question.programs() if program not in fitting))
             _add(plan, _searched_on_cpu(question, wanted, ask), "states on the CPU")
         if plan.best is None and not question.offload and question.subject.make_sharded is None:
-            ask.tell_("nothing fits: the same with shards on the CPU, or part of the optimizer's state on a disk")
+            ask.on_progress("nothing fits: the same with shards on the CPU, or part of the optimizer's state on a disk")
             offloaded = replace(question, offload=True)
             wanted = [program for program in offloaded.programs() if program.offload or program.disk]
             _add(plan, _searched(offloaded, wanted, ask, plan.found), "offload")
@@ -123,7 +123,7 @@ def _searched(
                 plan.leave_out(reason)
                 continue
             requested += 1
-            ask.tell_(f"{requested}: {program}")
+            ask.on_progress(f"{requested}: {program}")
             like = sketches.get(replace(program, disk=0.0))
             running[ask(question, program) if like is None else _done(like.with_on_disk(program.disk))] = program
         if not running:
@@ -168,7 +168,7 @@ def _searched_on_cpu(question: Question, wanted: Iterable[Program], ask: Workers
         elif plan.best and span.least_seconds_a_row >= NO_MATTER * plan.best.figures.seconds_a_row:
             plan.leave_out(f"that cannot be {1 - NO_MATTER:.0%} faster than the best")
         else:
-            ask.tell_(f"{span.made.program.strategy}, some {span.share:.0%} of states on the CPU")
+            ask.on_progress(f"{span.made.program.strategy}, some {span.share:.0%} of states on the CPU")
             figures, made = _least_on_cpu(question, ask, span, fractions)
             if host_fits(question.cluster, figures):
                 plan.found.append(Found(made, figures, True, largest_rows(made, question.cluster.usable_bytes)))
@@ -295,7 +295,7 @@ def _leanest(question: Question, hosts: int, per_host: int, ask: Workers) -> Pla
     wanted = [item for item in wanted if item.strategy == least]
     if min(states_bytes(requested, item) for item in wanted) > cluster.usable_bytes:
         return None
-    ask.tell_(f"{cluster.world} ranks")
+    ask.on_progress(f"{cluster.world} ranks")
     plan = _searched(requested, wanted, ask)
     return plan if plan.best is not None else None
 

@@ -33,11 +33,11 @@ class Workers:
         tell: Called with the program that is simulated.
     """
 
-    def __init__(self, question: Question, tell_: Callable[[str], None] = lambda element: None) -> None:
+    def __init__(self, question: Question, on_progress: Callable[[str], None] = lambda element: None) -> None:
         self._question = question
         self._pool: ProcessPoolExecutor | None = None
         self._ahead: list[tuple[Question, Program, Future[Any]]] = []
-        self.tell_ = tell_
+        self.on_progress = on_progress
         self.at_once = 1
 
     def __enter__(self) -> Workers:

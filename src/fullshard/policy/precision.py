@@ -176,7 +176,7 @@ class MixedPrecision:
         _check_encoding(self)
         if self.keep_low_precision_grads:
             raise ConfigError(
-                "keep_low_precision_grads=True cannot be honoured: parameters keep their own dtype in the shards, and "
+                "keep_low_precision_grads=True is not supported: parameters keep their own dtype in the shards, and "
                 "an optimizer needs gradients of that dtype. Leave it False; reduce_dtype sets what travels."
             )
 

@@ -23,7 +23,7 @@ class Destination(ABC):
     """A destination for numbers of steps."""
 
     @abstractmethod
-    def tell_(self, step: int, numbers: Mapping[str, float]) -> None:
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write numbers of a step, by name."""
 
     @abstractmethod
@@ -38,7 +38,7 @@ class TensorBoard(Destination):
         self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
         self._writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
 
-    def tell_(self, step: int, numbers: Mapping[str, float]) -> None:
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
@@ -57,7 +57,7 @@ class WandB(Destination):
             config=dict(settings),
         )
 
-    def tell_(self, step: int, numbers: Mapping[str, float]) -> None:
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log({**numbers, "step": step})  # numbers of a step may arrive later than those of the next
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class MLflow(Destination):
         self._mlflow.start_run(run_name=folder.name)
         self._mlflow.log_params(dict(settings))
 
-    def tell_(self, step: int, numbers: Mapping[str, float]) -> None:
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(numbers), step=step)
 
     def close(self) -> None:

@@ -315,7 +315,7 @@ class RunReport:
                 self._write_spans(step)
         if self._destination is not None:
             parts = {f"seconds/{part}": seconds for part, seconds in step.parts_s.items()}
-            self._destination.tell_(step.number, {"seconds/step": step.step_s, **parts, "bytes held": step.usage.held})
+            self._destination.write(step.number, {"seconds/step": step.step_s, **parts, "bytes held": step.usage.held})
         self._group.append(step)
         if len(self._group) == self._group_size:
             self._write_line()
@@ -347,7 +347,7 @@ class RunReport:
         numbers = {name: float(value) for name, value in reported.items()}
         self._file.add("told", n=step, v=finite(numbers))
         if self._destination is not None:
-            self._destination.tell_(step, numbers)
+            self._destination.write(step, numbers)
 
     def _write_line(self) -> None:
         group, self._group = self._group, []

@@ -199,8 +199,8 @@ def _verify(path: Path, settings: ShowSettings) -> int:
     rows: list[dict[str, Any]] = []
     with SlowBar() as bar:
         for place, files, damage in _accounts(path):
-            tell_ = bar.telling(f"verifying {place.name}")
-            found = [*damage, *damage_in(place, files, progress=tell_)]
+            on_progress = bar.telling(f"verifying {place.name}")
+            found = [*damage, *damage_in(place, files, progress=on_progress)]
             nbytes = sum(stored.nbytes for stored in files.values())
             rows.append({"path": str(place), "files": len(files), "bytes": nbytes, "damage": found})
     if settings.output.json:

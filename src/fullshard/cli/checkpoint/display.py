@@ -73,7 +73,7 @@ class SlowBar:
         """Return a function to call with the bytes done and the total; `doing` is shown next to the bar."""
         self._stop()
 
-        def tell_(done: int, total: int) -> None:
+        def on_progress(done: int, total: int) -> None:
             if self._bar is None and self._console.is_terminal and monotonic() - self._began > _BAR_AFTER_S:
                 columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), DownloadColumn())
                 self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
@@ -82,7 +82,7 @@ class SlowBar:
             if self._bar is not None:
                 self._bar.update(self._bar.task_ids[0], completed=done, total=total)
 
-        return tell_
+        return on_progress
 
     def _stop(self) -> None:
         if self._bar is not None:

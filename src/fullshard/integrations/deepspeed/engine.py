@@ -400,7 +400,7 @@ class Engine(nn.Module):
         """
         if not load_module_strict or custom_load_fn is not None:
             raise ConfigError(
-                "load_module_strict=False and custom_load_fn cannot be honoured: a checkpoint is loaded wholly or not "
+                "load_module_strict=False and custom_load_fn are not supported: a checkpoint is loaded wholly or not "
                 "at all. Use engine.module.load_state_dict(..., strict=False) for weights of your own."
             )
         ranks, folder = default_ranks(), Path(load_dir)
