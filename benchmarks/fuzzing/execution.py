@@ -48,15 +48,18 @@ from fullshard import (
     fully_shard,
     summon_full_params,
 )
+from fullshard.comm.routes import collectives_for
 from fullshard.engine.nested import map_tensors
 from fullshard.layout.shard_spec import choose_spec
 from fullshard.optim import step_shards
+from fullshard.tape.recorder import Origin, Phase
 from fullshard.testing.parity.plain import mean_of, norm_in_parts
 from fullshard.testing.same import differing, gaps
 from fullshard.wrap import CustomPolicy
 
 Json = dict[str, Any]
 ROWS = 6
+IDLE = Origin("", Phase.IDLE)
 _S, _G = Placement.SHARDED, Placement.GROUPED
 GROUPED = {
     "hpz": Placements(parameters=_S, parameters_in_step=_G, gradients=_S, optimizer=_S, group=2),
@@ -1050,7 +1053,10 @@ def run_sharded(program: Json, folder: str) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return Outcome(records=Sharded(program, folder).run())
+            outcome = Outcome(records=Sharded(program, folder).run())
+            if program.get("ranks", 1) > 1:  # ranks may still wait for collectives that the others never start
+                collectives_for(dist.group.WORLD, torch.device("cpu")).meet("end of the program", origin=IDLE)
+            return outcome
     except Exception as error:
         own = [item for item in traceback.extract_tb(error.__traceback__) if "/fullshard/" in item.filename]
         return Outcome(

@@ -260,6 +260,8 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
             return inner(optimizer)
 
     def step(*args: Any, **kwargs: Any) -> Any:
+        if all(value is None for value in (*args, *kwargs.values())):  # `closure=None` is no closure
+            args, kwargs = (), {}
         return step_of(owner(), *args, **kwargs)  # type: ignore[arg-type]  # the caller keeps the optimizer alive
 
     update_wrapper(step, known)
