@@ -1,0 +1,74 @@
+"""Names and sentences use the words of the field: see docs/glossary.md."""
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+INSTEAD = {  # in names; words of public names are allowed in these alone
+    "lane": "stream",
+    "lanes": "streams",
+    "wire": "transport, or encoding",
+    "wires": "transports, or encodings",
+    "home": "placement",
+    "homes": "placements",
+    "away": "offloaded",
+    "rests": "is stored",
+    "resting": "stored",
+    "neighbour": "peer",
+    "neighbours": "peers",
+    "whereabouts": "progress",
+    "portion": "chunk",
+    "portions": "chunks",
+    "stretch": "region",
+    "stretches": "regions",
+    "told": "reported",
+    "said": "stated",
+    "asked": "requested",
+    "foretold": "predicted",
+    "foresee": "predict",
+    "foresight": "prediction",
+    "mine": "local",
+    "ours": "own",
+    "theirs": "peer",
+    "alike": "identical",
+    "anew": "again",
+    "apart": "separate",
+    "beside": "alongside",
+}
+KEPT = {"gather_wire", "reduce_wire", "predict_beside", "home"}  # public, and pathlib's
+IN_PROSE = {"lane", "lanes", "whereabouts", "foretold", "foresight", "nobody", "whoever", "resting", "homes", "dear"}
+
+
+def names(path: Path) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.NAME:
+            yield token.start[0], token.string
+
+
+@pytest.mark.parametrize("folder", ["src", "benchmarks"])
+def test_names_are_of_the_field(folder):
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}: write {INSTEAD[word]}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, name in names(path)
+        for word in re.split("_+", name.lower())
+        if word in INSTEAD and name not in KEPT
+    ]
+    assert found == []
+
+
+def test_sentences_are_in_the_words_of_the_field():
+    paths = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {word}"
+        for path in sorted(paths)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for word in re.findall(r"[a-z]+", line.lower())
+        if word in IN_PROSE
+    ]
+    assert found == []
