@@ -674,6 +674,7 @@ class Plain(Driver):
         for rank, made in enumerate(self.copies):
             with booming(made, action):
                 loss_of(self.program, made, self.number, 0, rank).backward()
+                self.buffers_differ = True  # nothing failed: the module is not called
             made.zero_grad()
         self.optimizer.zero_grad()
 
