@@ -573,8 +573,8 @@ from tensorboard import reported
 class SummaryWriter:
     def __init__(self, folder): reported.append(folder)
     def add_text(self, name, text): reported[-1] = reported[-1].split("/")[-2], {"batch": text.split(": ")[1]}
-    def add_scalar(self, name, value, step): told.append((step, {name: value}))
-    def close(self): told.append("closed")
+    def add_scalar(self, name, value, step): reported.append((step, {name: value}))
+    def close(self): reported.append("closed")
 """
 
 
