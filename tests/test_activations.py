@@ -389,7 +389,7 @@ def test_fractions_are_of_units_the_earliest_first_and_the_root_last(fractions, 
 def test_a_policy_that_cannot_be_honoured_is_refused():
     for wrong, why in [
         ({"activations": {"disk": 0.5}}, "no folder"),
-        ({"activations": {"gpu": 0.5}}, "'gpu' is no tier of activations"),
+        ({"activations": {"gpu": 0.5}}, "'gpu' is not a tier of activations"),
         ({"activations": {"cpu": 0.7, "disk": 0.7}, "folder": "/x"}, "no more than 1 together"),
     ]:
         with pytest.raises(ConfigError, match=why):

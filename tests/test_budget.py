@@ -770,5 +770,5 @@ def test_a_forecast_goes_by_the_room_that_the_host_has():
 def test_a_budget_and_fractions_contradict_one_another():
     with pytest.raises(ConfigError, match="a budget chooses the fractions"):
         Offload(budget="20GB", optimizer={"disk": 0.5}, folder="/nvme")
-    with pytest.raises(ConfigError, match="is no size of memory"):
+    with pytest.raises(ConfigError, match="is not a size of memory"):
         Offload(budget="a lot", folder="/nvme")

@@ -340,7 +340,7 @@ def test_two_steps_differ(command, written):
         (["inspect", "no.safetensors"], "No such file"),
         (["export", "a", "b", "--dtype", "float8"], "--dtype float8: unknown. Take one of float32"),
         (["export", "a", "--dtype"], "PATH and OUT must be named, but found a"),
-        (["export", "{run}", "b", "--max-shard-size", "5 apples"], "is no size of a file"),
+        (["export", "{run}", "b", "--max-shard-size", "5 apples"], "is not a size of a file"),
     ],
 )
 def test_bad_input_is_explained_in_one_line(command, written, argv, words):

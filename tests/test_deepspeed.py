@@ -497,7 +497,7 @@ PLAIN = {"train_batch_size": 4}
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both set"),
         ({"train_micro_batch_size_per_gpu": 3}, "4 is not 3 x 0 x 2 ranks"),
         ({"gradient_clipping": -1}, "a number from 0 on"),
-        ({"communication_data_type": "fp8"}, "'fp8' in the DeepSpeed configuration is no dtype"),
+        ({"communication_data_type": "fp8"}, "'fp8' in the DeepSpeed configuration is not a dtype"),
         ({"zero_optimization": {"zero_hpz_partition_size": 2, "stage": 2}}, "stage 3. Leave it out"),
         ({"gradient_allreduce_op": "max"}, "choose mean or sum"),
         ({"pipeline": {"stages": 2}}, "Pipeline parallelism is not offered"),

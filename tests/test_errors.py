@@ -401,7 +401,7 @@ def a_report_of_nothing() -> Steps:
     read_run(Path("nowhere"))
 
 
-@mistake(ConfigError, r"optimizer=\{'tape': 1\}\): 'tape' is no tier of optimizer", "Name one of 'cpu', 'disk'")
+@mistake(ConfigError, r"optimizer=\{'tape': 1\}\): 'tape' is not a tier of optimizer", "Name one of 'cpu', 'disk'")
 def a_tier_that_does_not_exist() -> Steps:
     yield
     Offload(optimizer={"tape": 1}, folder="nowhere")
@@ -425,13 +425,13 @@ def a_fraction_in_words() -> Steps:
     Offload(activations={"disk": "1"}, folder="nowhere")  # type: ignore[dict-item]
 
 
-@mistake(ConfigError, "offload_policy='cpu' is no policy", r"Pass Offload\(...\) or CPUOffloadPolicy\(\)")
+@mistake(ConfigError, "offload_policy='cpu' is not a policy", r"Pass Offload\(...\) or CPUOffloadPolicy\(\)")
 def a_policy_in_words() -> Steps:
     yield
     fully_shard(linear(), offload_policy="cpu")  # type: ignore[arg-type]
 
 
-@mistake(ConfigError, r"offload_policy\['0'\]=1.0 is no policy", "or leave it out")
+@mistake(ConfigError, r"offload_policy\['0'\]=1.0 is not a policy", "or leave it out")
 def a_number_for_a_policy() -> Steps:
     yield
     policies: Any = {"0": 1.0}
@@ -482,7 +482,7 @@ def a_budget_and_fractions() -> Steps:
     Offload(budget=1000, optimizer={"disk": 0.5}, folder="nowhere")
 
 
-@mistake(ConfigError, r"Offload\(budget\)='a lot' is no size of memory", "such as '500MB'")
+@mistake(ConfigError, r"Offload\(budget\)='a lot' is not a size of memory", "such as '500MB'")
 def a_budget_in_other_words() -> Steps:
     yield
     Offload(budget="a lot")
@@ -2063,7 +2063,7 @@ def a_style_that_is_not_known() -> Steps:
     cut(linear(), lambda model: {"up": "moe"}, mock.Mock())
 
 
-@mistake(ConfigError, "--mesh dp2,dp: dp is no axis with its size", "Write it as pp2,dp2,tp2", ranks=0)
+@mistake(ConfigError, "--mesh dp2,dp: dp is not an axis with its size", "Write it as pp2,dp2,tp2", ranks=0)
 def an_axis_without_a_size() -> Steps:
     yield
     parity(mesh="dp2,dp")
@@ -2562,7 +2562,7 @@ def a_fifo_in_place_of_a_recorded_run() -> Steps:
         read_run(Path(folder))
 
 
-@mistake(ConfigError, "ours.toml: is no TOML", ranks=0)
+@mistake(ConfigError, "ours.toml: not valid TOML", ranks=0)
 def a_description_that_is_no_toml() -> Steps:
     yield from described_by("=")
 

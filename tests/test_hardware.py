@@ -89,7 +89,7 @@ def test_an_unknown_name_lists_the_known_ones():
         ('like = "h100-80"\nflops = 1', r"flops: unknown"),
         ('like = "h100-80"\n[link]\nspeed = 1', r"speed.*docs/plan.md"),
         ('like = "h100-81"', r"h100-81: no hardware of that name"),
-        ("like = ", r"is no TOML"),
+        ("like = ", r"not valid TOML"),
     ],
 )
 def test_a_wrong_description_is_reported_with_its_remedy(tmp_path, text, reported):

@@ -428,7 +428,7 @@ def test_a_model_whose_weights_wait_goes_on_from_a_checkpoint_of_ddp(tmp_path):
 
 def test_what_cannot_be_read_straight_is_refused(tmp_path, monkeypatch):
     llama().save_pretrained(tmp_path / "llama")
-    with pytest.raises(ConfigError, match="is no folder with a config"):
+    with pytest.raises(ConfigError, match="is not a folder with a config"):
         from_pretrained(AutoModelForCausalLM, tmp_path / "nowhere")
     halved = loading.WeightConverter("attn.qkv", ["q_proj", "k_proj"], operations=[loading.Chunk(dim=0)])
     with monkeypatch.context() as patch:

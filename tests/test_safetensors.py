@@ -618,7 +618,7 @@ class Stateful(nn.Linear):
 
 def test_what_cannot_be_exported_is_named(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(CheckpointError, match=r"the model: _extra_state are no tensors, and a safetensors file"):
+    with pytest.raises(CheckpointError, match=r"the model: _extra_state are not tensors, and a safetensors file"):
         export_safetensors(Stateful(2, 2), out)
     with pytest.raises(CheckpointError, match=r"2 tensors of the model are on the meta device, such as weight"):
         export_safetensors(nn.Linear(2, 2, device="meta"), out)
@@ -643,7 +643,7 @@ def test_sizes_are_read_from_words():
         2 * 10**12,
     ]
     for odd in (0, -1, "5 apples", "", "1.2.3GB", "GB", 0.5):
-        with pytest.raises(ConfigError, match="is no size of a file"):
+        with pytest.raises(ConfigError, match="is not a size of a file"):
             parse_size(odd, "size", "a file")
 
 

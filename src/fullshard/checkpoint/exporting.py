@@ -142,7 +142,7 @@ def export_stored(
 
 def _no_tensors(where: object, names: Iterable[str]) -> str:
     return (
-        f"{where}: {', '.join(names)} are no tensors, and a safetensors file holds nothing else. Leave them out of "
+        f"{where}: {', '.join(names)} are not tensors, and a safetensors file can only hold tensors. Leave them out of "
         "the state dict."
     )
 

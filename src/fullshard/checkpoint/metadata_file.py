@@ -258,7 +258,7 @@ class _Interpreter:
             raise _refused("a key has no value")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in (str, _Object):  # hashing others would require recursion or be impossible
-                raise _refused("a key is no name")
+                raise _refused("a key is not a string")
             target[key] = value
 
     def _set_one(self) -> None:

@@ -127,7 +127,7 @@ Key = tuple[int, int]
 
 @dataclass(eq=False)
 class Block:
-    """Memory that this rank writes and its neighbours read."""
+    """Memory that this rank writes and its peers read."""
 
     number: int
     memory: Memory
@@ -138,7 +138,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Published:
-    """The memory and offset of data that a neighbour has published."""
+    """The memory and offset of data that a peer has published."""
 
     rank: int
     block: int
@@ -193,7 +193,7 @@ class HostPeers:
         return list(self._blocks.values())
 
     def take(self, nbytes: int, *, patiently: bool = False) -> Block:
-        """Return a block of at least `nbytes`, contents undefined. It is free again when all neighbours have read it.
+        """Return a block of at least `nbytes`, contents undefined. It is free again when all peers have read it.
 
         Args:
             patiently: wait a moment for a block that is being read, before allocating a new one.
@@ -247,7 +247,7 @@ class HostPeers:
     def publish(
         self, key: Key, block: Block, byte_offsets: Mapping[int, int] | None = None, fingerprint: bytes = b""
     ) -> None:
-        """Notify every neighbour that the data of `key` is in `block`, at the neighbour's offset in `byte_offsets`.
+        """Notify every peer that the data of `key` is in `block`, at the peer's offset in `byte_offsets`.
 
         Args:
             fingerprint: sent along; the peers get it with `next_fingerprints`.
@@ -258,17 +258,17 @@ class HostPeers:
             self._send(other, _HEAD.pack(_PUBLISH, block.number, *key, byte_offset) + fingerprint)
 
     def published(self, key: Key) -> list[Published]:
-        """Wait for the data of all neighbours for `key`, and return it. Call `have_read` when it was read.
+        """Wait for the data of all peers for `key`, and return it. Call `have_read` when it was read.
 
         Raises:
-            PeerGoneError: a neighbour has ended.
-            DistError: a neighbour has not published within the time-out.
+            PeerGoneError: a peer has ended.
+            DistError: a peer has not published within the time-out.
         """
         self._wait_for_all(lambda other: key in other.published)
         return [other.published.pop(key) for other in self._others.values()]
 
     def have_all_published(self, key: Key) -> bool:
-        """Return True if all neighbours have published data for `key`, so that `published` does not wait."""
+        """Return True if all peers have published data for `key`, so that `published` does not wait."""
         self._receive_all()
         return all(key in other.published for other in self._others.values())
 
@@ -278,7 +278,7 @@ class HostPeers:
             self._send(self._others[one.rank], _HEAD.pack(_READ, one.block, 0, 0, 0))
 
     def signal(self, key: Key, fingerprint: bytes = b"") -> None:
-        """Notify every neighbour that this rank has reached `key`.
+        """Notify every peer that this rank has reached `key`.
 
         Args:
             fingerprint: sent along; the peers get it with `next_fingerprints`.
@@ -287,7 +287,7 @@ class HostPeers:
             self._send(other, _HEAD.pack(_SIGNAL, 0, *key, 0) + fingerprint)
 
     def when_signalled(self, key: Key, act: Callable[[], None]) -> None:
-        """Call `act` as soon as this rank is notified that every neighbour has reached `key`."""
+        """Call `act` as soon as this rank is notified that every peer has reached `key`."""
         self._receive_all()
         self._acts[key] = act
         self._act(key)
@@ -299,11 +299,11 @@ class HostPeers:
             self._acts.pop(key)()
 
     def await_signals(self, key: Key) -> None:
-        """Wait until every neighbour has reached `key` and the registered action has run.
+        """Wait until every peer has reached `key` and the registered action has run.
 
         Raises:
-            PeerGoneError: a neighbour has ended.
-            DistError: a neighbour has not reached `key` within the time-out.
+            PeerGoneError: a peer has ended.
+            DistError: a peer has not reached `key` within the time-out.
         """
         self._wait_for_all(lambda other: key not in self._acts or key in other.signals)
 
@@ -330,10 +330,10 @@ class HostPeers:
         return [first.blocks.pop(one.block) for one in published]
 
     def next_fingerprints(self) -> dict[int, bytes]:
-        """Wait for every neighbour's next fingerprint, and return them by rank.
+        """Wait for every peer's next fingerprint, and return them by rank.
 
         Raises:
-            PeerGoneError: a neighbour has ended.
+            PeerGoneError: a peer has ended.
             DistError: a fingerprint has not arrived within the time-out.
         """
         self._wait_for_all(lambda other: bool(other.fingerprints))
@@ -367,7 +367,7 @@ class HostPeers:
             pass
 
     def _receive(self, timeout_s: float) -> bool:
-        """Process one message of each neighbour that has sent some, or wait for one. Return True if any arrived."""
+        """Process one message of each peer that has sent some, or wait for one. Return True if any arrived."""
         ready = self._epoll.poll(min(max(0.0, timeout_s), _POLL_S))
         for descriptor, _ in ready:
             self._take_message(self._by_descriptor[descriptor])
@@ -449,7 +449,7 @@ class CannotShareError(Exception):
 
 
 def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: float) -> HostPeers:
-    """Connect to this rank's neighbours. All ranks of the group must call it, and all of them succeed or raise.
+    """Connect to this rank's peers. All ranks of the group must call it, and all of them succeed or raise.
 
     Args:
         rank: this rank.

@@ -113,7 +113,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         super().leave(last)
 
     def close(self) -> None:
-        """Close the connections to the neighbours, if there are any."""
+        """Close the connections to the peers, if there are any."""
         peers = vars(self).get("peers")
         if peers is not None:
             peers.close()
@@ -141,7 +141,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
     def gather_in_common(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
         peers = self.peers
-        assert peers is not None, "memory in common is for neighbours"
+        assert peers is not None, "only ranks of one host share memory"
         collective, _ = self._next_key(tag)
         free, written = (collective, tag), (collective, tag + 1)
         local = [whole.view(self.world, -1)[self.rank] for whole in wholes]

@@ -199,7 +199,7 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
     found = getattr(returned, "loss", returned)
     if not isinstance(found, Tensor):
         raise ConfigError(
-            f"{type(model).__name__} returned {type(returned).__name__}, which is no tensor and has no loss. Pass "
+            f"{type(model).__name__} returned {type(returned).__name__}, which is not a tensor and has no loss. Pass "
             "loss=lambda model, batch: ..."
         )
     return found if found.ndim == 0 else found.float().mean()

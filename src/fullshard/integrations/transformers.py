@@ -274,8 +274,8 @@ def from_pretrained(
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"from_pretrained: {folder} is no folder with a config.json and safetensors files. Download the model, or "
-            "let save_pretrained write one."
+            f"from_pretrained: {folder} is not a folder with a config.json and safetensors files. Download the model, "
+            "or let save_pretrained write one."
         )
     config, unknown = transformers.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
     if unknown:

@@ -257,7 +257,7 @@ def _read(name: str, visited: tuple[str, ...]) -> dict[str, Any]:
     try:
         stated = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name}: is no TOML: {error}.") from error
+        raise ConfigError(f"{name}: not valid TOML: {error}.") from error
     return _with_base(stated, (*visited, name))
 
 

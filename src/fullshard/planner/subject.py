@@ -171,7 +171,7 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         ) from error
     kind = stated.pop("model_type", None) if isinstance(stated, dict) else None
     if kind is None:
-        raise ConfigError(f"--config {config}: says no model_type, so it is no configuration of transformers.")
+        raise ConfigError(f"--config {config}: says no model_type, so it is not a configuration of transformers.")
     try:
         described = transformers.AutoConfig.for_model(kind, **stated)
         described.use_cache = False
@@ -239,8 +239,8 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
     found = getattr(returned, "loss", returned)
     if not isinstance(found, Tensor):
         raise ConfigError(
-            f"{name} returned {type(returned).__name__}, which is no tensor and has no loss. Name a function of model "
-            "and batch by --loss my_training:loss."
+            f"{name} returned {type(returned).__name__}, which is not a tensor and has no loss. Name a function of "
+            "model and batch by --loss my_training:loss."
         )
     return found if found.ndim == 0 else found.float().mean()
 

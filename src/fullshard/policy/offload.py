@@ -220,7 +220,9 @@ def _check_fractions(name: str, fractions: Mapping[str, float], tiers: tuple[str
     given = f"Offload({name}={dict(fractions)})"
     unknown = [tier for tier in fractions if tier not in tiers]
     if unknown:
-        raise ConfigError(f"{given}: {unknown[0]!r} is no tier of {name}. Name one of {', '.join(map(repr, tiers))}.")
+        raise ConfigError(
+            f"{given}: {unknown[0]!r} is not a tier of {name}. Name one of {', '.join(map(repr, tiers))}."
+        )
     if any(not 0 <= fraction <= 1 for fraction in fractions.values()) or sum(fractions.values()) > 1:
         raise ConfigError(f"{given}: fractions are of the whole, each from 0 to 1, and no more than 1 together.")
 
@@ -251,7 +253,7 @@ def check_policy(policy: object, name: str = "offload_policy") -> None:
     """Raise `ConfigError` if `policy`, passed as the argument `name`, is not an offload policy."""
     if not isinstance(policy, OffloadPolicy):
         raise ConfigError(
-            f"{name}={policy!r} is no policy. Pass Offload(...) or CPUOffloadPolicy() of fullshard, or leave it out."
+            f"{name}={policy!r} is not a policy. Pass Offload(...) or CPUOffloadPolicy() of fullshard, or leave it out."
         )
 
 

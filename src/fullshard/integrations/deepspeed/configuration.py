@@ -216,7 +216,7 @@ def _compute_dtype(found: Mapping[str, Any]) -> torch.dtype:
 
 def _dtype(name: Any) -> torch.dtype:
     if not isinstance(name, str) or name.lower() not in _DTYPES:
-        raise ConfigError(f"{name!r} in the DeepSpeed configuration is no dtype. Write fp32, fp16 or bf16.")
+        raise ConfigError(f"{name!r} in the DeepSpeed configuration is not a dtype. Write fp32, fp16 or bf16.")
     return _DTYPES[name.lower()]
 
 

@@ -193,7 +193,7 @@ def sizes_of_mesh(text: str) -> dict[str, int]:
         size = word.removeprefix(name)
         if name not in _AXES or not size or name in sizes:
             raise ConfigError(
-                f"--mesh {text}: {word} is no axis with its size, or one too many. Write it as pp2,dp2,tp2, of "
+                f"--mesh {text}: {word} is not an axis with its size, or one too many. Write it as pp2,dp2,tp2, of "
                 f"{', '.join(_AXES)}."
             )
         sizes[name] = int(size)
