@@ -833,7 +833,7 @@ def test_what_cannot_be_a_loss_is_answered(models):
     class Nothing(nn.Module):
         def forward(self, x: Tensor) -> None: ...
 
-    with pytest.raises(ConfigError, match="returned NoneType, which is no tensor"):
+    with pytest.raises(ConfigError, match="returned NoneType, which is not a tensor"):
         own_loss(Nothing(), torch.ones(1))
 
 
