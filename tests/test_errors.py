@@ -825,6 +825,18 @@ def step_with_operations_that_dtensor_lacks() -> Steps:
     optimizer.step()
 
 
+@mistake(ConfigError, "Rprop cannot step DTensors, as 1 sharded parameters are", r"step_shards\(optimizer\)")
+def step_a_replicated_scalar_by_masks() -> Steps:
+    layer = nn.Linear(16, 16)
+    layer.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+    model = fully_shard(layer, strategy="ddp")
+    optimizer = torch.optim.Rprop(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    yield
+    optimizer.step()
+
+
 class Blocks(BlockStates):
     """Block states of an optimizer that encodes all states."""
 

@@ -23,6 +23,7 @@ from small_models import (
     trained,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +36,7 @@ from fullshard import (
     clip_grad_norm_,
     fully_shard,
     recording,
+    summon_full_params,
 )
 from fullshard.checkpoint import load, save
 from fullshard.optim import Muon, step_shards
@@ -569,6 +571,26 @@ def save_while_unsharded() -> None:
     assert_same(state, expected)
     optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, state))
     assert_same(full_optim_state_dict(model, optimizer, rank0_only=False), expected)
+
+
+def save_by_torch_while_unsharded() -> None:
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(5, 6)), nn.Linear(6, 3)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    expected = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    model.unshard()
+    assert_same(get_optimizer_state_dict(model, optimizer), expected)
+    loss = model(torch.ones(2, 5)).sum()
+    optimizer.state_dict()  # in use: not resharded
+    loss.backward()
+    with summon_full_params(model):
+        optimizer.state_dict()
+        assert model[1].weight.shape == (3, 6) and not isinstance(model[1].weight, DTensor)
+
+
+def test_states_are_saved_by_torch_alone_while_parameters_are_unsharded():
+    run_ranks(2, save_by_torch_while_unsharded)
 
 
 def test_states_are_saved_and_loaded_while_parameters_are_unsharded():

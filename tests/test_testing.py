@@ -171,6 +171,8 @@ def test_a_warning_is_an_error_on_the_ranks_if_it_is_one_here():
     ("arguments", "stated"),
     [
         ((0, own_rank), "world=0"),
+        ((own_rank, 2), r"world=<function own_rank .*run_ranks\(2, function\)"),
+        ((1, 3), "function=3 cannot be called"),
         ((2, lambda: 1), "top level"),
         ((2, run_layer, lambda: 1, 2), "top level"),
     ],

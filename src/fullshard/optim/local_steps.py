@@ -181,7 +181,9 @@ def _check_steps_shards(optimizer: Optimizer) -> None:
     """
     kind, sharded, blocks = type(optimizer), _cut_params(optimizer), block_states(optimizer)
     if blocks is not None and blocks.draws:  # replicas must also draw identical numbers
-        sharded = [item for group in optimizer.param_groups for item in group["params"] if isinstance(item, DTensor)]
+        sharded = [item for item in _params(optimizer) if isinstance(item, DTensor)]
+    if kind is torch.optim.Rprop:  # it writes by masks, which torch does not do to DTensors without a dimension
+        sharded = sharded or [item for item in _params(optimizer) if isinstance(item, DTensor) and not item.ndim]
     if not sharded or hasattr(optimizer.step, _MARK):
         return
     if kind is torch.optim.Adafactor:  # the others' sums are taken by operations on DTensors

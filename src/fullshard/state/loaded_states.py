@@ -2,7 +2,7 @@
 rank's part is refused.
 
 An optimizer is often made and loaded before this package sees it. So its states are checked in its first step. After
-that a hook of the optimizer checks loaded states.
+that hooks of the optimizer check loaded states, and reshard before states are saved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from fullshard._compat import holds_tensors
 from fullshard.comm.mesh import check_own_part
+from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import Managed, managed_by
+from fullshard.engine.unit import Form
 from fullshard.errors import StateError
 from fullshard.state.block_states import BlockStates, block_states
 from fullshard.state.optim_state import placed_like
@@ -42,6 +44,17 @@ def accept_whole_states(optimizer: Optimizer) -> None:
             optimizer.state[param] = values
     _accepting.add(optimizer)
     optimizer.register_load_state_dict_pre_hook(_take_own)
+    optimizer.register_state_dict_pre_hook(_show_shards)
+
+
+def _show_shards(optimizer: Optimizer) -> None:
+    """Reshard units that the user has unsharded: `torch.distributed.checkpoint` looks for these parameters in the
+    model. A pre-hook of `state_dict`.
+    """
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    for unit in dict.fromkeys(managed.unit for managed in map(_sharded, params) if managed is not None):
+        if unit.form is not Form.SHARDED and not (unit.state.is_summoned or is_in_use(unit)):
+            unit.hand_over_shards()
 
 
 def _take_own(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

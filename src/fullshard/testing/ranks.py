@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from fullshard.device.current import count_devices, set_current_device, usual_device_type
 from fullshard.errors import ConfigError, FullshardError
+from fullshard.policy.arguments import check_callable, check_type, is_number
 
 __all__ = ["RankFailure", "Ranks", "RanksFailed", "loopback_store", "run_ranks"]
 
@@ -102,10 +103,11 @@ class Ranks:
     """
 
     def __init__(self, world: int, *, timeout: float = 60.0, backend: str = "gloo") -> None:
+        check_type("world", world, int, "the number of ranks first, and then the function: run_ranks(2, function)")
         if world < 1:
             raise ConfigError(f"run_ranks: world={world}, but there must be at least one rank.")
-        if timeout <= 0:
-            raise ConfigError(f"run_ranks: timeout={timeout}, but it must be a positive number of seconds.")
+        if not (is_number(timeout) and timeout > 0):
+            raise ConfigError(f"run_ranks: timeout={timeout!r}, but it must be a positive number of seconds.")
         self._world, self._timeout, self._backend = world, timeout, backend
         self._ranks: list[_Rank] = []
         self._store: dist.TCPStore | None = None
@@ -113,6 +115,7 @@ class Ranks:
 
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
         """Call `function` as `run_ranks` does, with the same results and errors."""
+        check_callable("function", function, "a function, followed by its arguments")
         job = _Job.make(self._world, function, args, self._timeout, self._backend)
         try:
             if self._ranks:
