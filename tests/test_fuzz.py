@@ -48,7 +48,15 @@ def test_models_stored_in_half_precision_and_written_inputs_are_compared_too():
 
 
 TRAINED_LATER = [{"do": "freeze", "trained": True}, {"do": "step", "micro": 2, "sync": "each"}]
+TWICE = {"kind": "parallel", "children": [{"kind": "batch norm"}], "unit": {}}
+LEAF = {"kind": "parallel", "children": [TWICE, {"kind": "linear"}], "recompute": "reentrant", "unit outside": True}
 PLAIN_CASES = {
+    "a unit adds its gradients of a leaf first": {
+        "ranks": 1,
+        "width": 48,
+        "model": {"kind": "sequence", "children": [{"kind": "linear"}, LEAF]},
+        "loop": [{"do": "step"}],
+    },
     "a loaded model has no gradients": {
         "loop": [{"do": "step", "keep grads": True}, {"do": "checkpointed", "into": "ddp"}, {"do": "step"}]
     },

@@ -556,6 +556,7 @@ class Plain(Driver):
         units = [module for modules, _ in built.units for module in modules]
         root_only = self.program.get("interface") == "wrapper"
         for module in dict.fromkeys([*units, built.model]):
+            module.register_forward_pre_hook(as_units_see)
             if (
                 policy.param_dtype is not None
                 and policy.cast_forward_inputs
@@ -781,6 +782,18 @@ def part_of_state(value: Any, param: nn.Parameter, count: int, index: int, dim: 
         return value
     is_like_param = value.shape == param.shape and param.ndim > 0
     return part_at(value, count, index, dim).clone() if is_like_param else value.clone()
+
+
+def as_units_see(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the inputs that the modules of a unit get: a view of a leaf that requires a gradient.
+
+    Gradients of the view are added up before those of other uses of the leaf. In these models only
+    reentrant checkpoints make leaves.
+    """
+    first = args[0]
+    if torch.is_grad_enabled() and isinstance(first, Tensor) and first.is_leaf and first.requires_grad:
+        return first.view_as(first), *args[1:]
+    return args
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
