@@ -1,9 +1,9 @@
-"""The README's table of steps, made of the files in `benchmarks/results` that `fullshard bench --json` has written.
+"""Print the table of steps in docs/benchmarks.md from the files in `benchmarks/results`.
 
     python benchmarks/summary.py
 
-Numbers are those of `zero3`: its step time over that of others in the same round (medians), and the most memory that a
-rank's process needed above its start.
+`fullshard bench --json` writes the files. The table shows the step time of `zero3` over that of other systems in the
+same round (medians), and the peak memory of a rank's process above its start.
 """
 
 import json
@@ -29,7 +29,7 @@ OTHERS = {
 
 
 def table() -> str:
-    """Format a table in Markdown."""
+    """Return the table in Markdown."""
     found = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in COLUMNS}
     rows = [["", *COLUMNS.values()], ["---"] * (1 + len(COLUMNS))]
     for name, words in OTHERS.items():
@@ -42,7 +42,9 @@ def table() -> str:
     for name in (FULLSHARD, "torch-ddp", "torch-fsdp2"):
         words = "memory of a process" if name == FULLSHARD else f"the same of {OTHERS[name]}"
         rows.append([words, *(_megabytes(result["systems"].get(name)) for result in found.values())])
-    links = [f"[numbers](benchmarks/results/{name}.json), [bars](benchmarks/results/{name}.png)" for name in COLUMNS]
+    links = [
+        f"[numbers](../benchmarks/results/{name}.json), [bars](../benchmarks/results/{name}.png)" for name in COLUMNS
+    ]
     rows.append(["all of it", *links])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

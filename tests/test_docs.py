@@ -217,7 +217,7 @@ def test_moving_over_covers_all_that_torch_has():
 
 
 def test_the_table_of_steps_states_what_was_measured():
-    assert runpy.run_path(str(ROOT / "benchmarks/summary.py"))["table"]() in page("README.md")
+    assert runpy.run_path(str(ROOT / "benchmarks/summary.py"))["table"]() in page("docs/benchmarks.md")
 
 
 class TwoBlocks(nn.Module):
