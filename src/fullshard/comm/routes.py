@@ -15,18 +15,21 @@ from fullshard.tape.context import Kept
 
 __all__ = ["collectives_for", "collectives_of", "register_backend"]
 
+# On devices without streams. On devices with streams, all of these backends queue their own collectives.
 _routes: dict[str, type[Collectives]] = {
     "gloo": SharedMemoryCollectives,
     **dict.fromkeys(("nccl", "xccl", "ucc", "hccl", "mccl", "fake"), NativeCollectives),
 }
+_registered: dict[str, type[Collectives]] = {}  # on every device
 
 
 def register_backend(backend: str, kind: type[Collectives]) -> None:
-    """Use collectives of `kind` for process groups with the backend `backend`.
+    """Use collectives of `kind` for process groups with the backend `backend`, on every device.
 
-    `NativeCollectives` fits all backends with coalesced collectives on a queue, such as NCCL.
+    `NativeCollectives` fits all backends with coalesced collectives on a queue, such as NCCL. Call this on every rank,
+    before the first model is sharded.
     """
-    _routes[backend] = kind
+    _registered[backend] = kind
 
 
 def _close(collectives: Collectives) -> None:
@@ -59,10 +62,13 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
     config = dist.get_backend_config(group)  # such as "gloo", or "cpu:gloo,cuda:nccl"
     by_device = dict(pair.split(":", 1) for pair in config.split(",")) if ":" in config else {}
     backend = by_device.get(device.type, by_device.get("cpu", config))
+    if backend in _registered:
+        return _registered[backend]
     if backend not in _routes:
+        known = ", ".join([*_routes, *_registered])
         raise ConfigError(
-            f"process group with backend {backend!r} for {device.type} tensors: known are {', '.join(_routes)}. Make "
-            "it with one of these, or say by fullshard.comm.routes.register_backend how it moves data."
+            f"process group with backend {backend!r} for {device.type} tensors: known are {known}. Create it with one "
+            "of these, or call fullshard.comm.routes.register_backend to define how this backend moves data."
         )
     accelerator = accelerator_for(device)
     if accelerator.has_streams:
