@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import page, rows, section
 from rich.console import Console
-from test_docs import page, rows, section
 
 import fullshard.bench.command
 import fullshard.bench.rounds

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from run_states import OPTIMIZERS, learn
 from shared_ranks import run_ranks
 from small_models import Chain, Layer, adamw, batch, chain, inputs, loss_of, shard, small_gpt, trained, wholes
-from test_optim_state import OPTIMIZERS, learn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim import lr_scheduler

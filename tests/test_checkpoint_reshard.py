@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parallel_stacks import mesh_of, parallel, stack
+from parallel_stacks import shard as shard_stack
+from run_states import everything
 from shared_ranks import run_ranks
-from small_models import SmallGPT, batch, gathered, loss_of, shard, small_gpt, trained, whole, wholes
-from test_tensor_parallel import mesh_of, parallel, stack
-from test_tensor_parallel import shard as shard_stack
+from small_models import SmallGPT, batch, loss_of, shard, small_gpt, trained, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -55,18 +56,6 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Parameters and states whole, and the options of each parameter."""
-    named = sharded_optim_state_dict(model, optimizer)
-    states = {f"{fqn} {name}": item for fqn, of_fqn in named["state"].items() for name, item in of_fqn.items()}
-    options = {
-        fqn: {name: value for name, value in group.items() if name != "params"}
-        for group in named["param_groups"]
-        for fqn in group["params"]
-    }
-    return {"params": wholes(model), "states": gathered(states), "options": options}
 
 
 def write_all(folder: Path, strategies: list[str]) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from experts import InOneProcess, Model, loss_of, model_of, place, tokens_of, whole_grads, wholes
+from pages import page, rows, section
 from shared_ranks import run_ranks
-from test_docs import page, rows, section
 from test_meshes import batch_of, on_all_axes, perceptrons
 from test_parity_meshes import compared
 from torch import Tensor, nn

@@ -7,12 +7,12 @@ import runpy
 import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from pages import ROOT, code_blocks, page, rows, section
 from shared_ranks import run_ranks
 from test_floors import PACKAGE, PUBLIC, ROOMS
 from torch import Tensor, nn
@@ -25,30 +25,7 @@ from fullshard.policy.strategy import resolve_placements
 
 T = TypeVar("T")
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def page(name: str) -> str:
-    return (ROOT / name).read_text()
-
-
-def section(text: str, heading: str) -> str:
-    """Return the text under `## heading`."""
-    return re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
-
-
-def rows(text: str) -> list[list[str]]:
-    """Return the cells of every table row in `text` but headings, without backticks."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
-    rules = [i for i, row in enumerate(cells) if set("".join(row)) <= set("-: ")]
-    heads = {*rules, *(i - 1 for i in rules)}
-    return [row for i, row in enumerate(cells) if i not in heads]
-
-
-def code_blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

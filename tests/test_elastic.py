@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from hosts import Host, torchrun, wait_for
-from test_train_loop import metrics, this_rank
-from test_train_resume import wait_for_step, weights
+from training_runs import metrics, this_rank, wait_for_step, weights
 
 from fullshard.checkpoint.keeper import MEMORY
 from fullshard.errors import ConfigError

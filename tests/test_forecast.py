@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from small_models import Chain, Layer, chain, inputs
-from test_train_loop import QUICK, this_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from training_runs import QUICK, this_rank
 
 from fullshard import dry, fully_shard, predict_beside
 from fullshard.cli import main

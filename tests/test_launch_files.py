@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1ClusterTrainingRuntime, TrainerV1alpha1TrainJob
+from pages import ROOT, code_blocks, page
 from small_models import torch_before
-from test_docs import ROOT, code_blocks, page
 from torch.distributed.run import get_args_parser
 
 from fullshard.train.check import check

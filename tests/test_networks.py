@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from hosts import INTERFACE, SOURCE, Host, run_on_hosts, sent_bytes, torchrun, wait_for
+from pages import ROOT, page, rows, section
 from small_models import adamw, shard, small_gpt, train
-from test_docs import ROOT, page, rows, section
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

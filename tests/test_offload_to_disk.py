@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from run_states import everything
 from shared_ranks import run_ranks
 from small_models import (
     BLOCKS,
@@ -33,7 +34,6 @@ from small_models import (
     trained,
     wholes,
 )
-from test_checkpoint_reshard import everything
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor

@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import code_blocks, page, rows, section
 from shared_ranks import run_ranks
 from small_models import ONE_AXIS, whole, whole_grads, wholes
-from test_docs import code_blocks, page, rows, section
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh

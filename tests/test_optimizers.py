@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pages import code_blocks, page, section
 from shared_ranks import run_ranks
 from small_models import Chain, Layer, agree_with_plain, chain, inputs, leave, whole, wholes
-from test_docs import code_blocks, page, section
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from hosts import SOURCE, NoHosts, two_hosts
+from pages import ROOT
 from slurm import Slurm, slurm_on
-from test_docs import ROOT
 from test_elastic import TRAIN, losses, options, resumed
-from test_train_resume import wait_for_step
+from training_runs import wait_for_step
 
 RECIPE = ROOT / "docs" / "launch" / "slurm.sh"
 STEPS = 60

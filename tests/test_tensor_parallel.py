@@ -5,7 +5,6 @@ import math
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +12,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from parallel_stacks import (
+    HIDDEN,
+    LENGTH,
+    SEQUENCES,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Stack,
+    mesh_of,
+    parallel,
+    shard,
+    stack,
+)
 from shared_ranks import run_ranks
 from small_models import memory_is_shared, torch_before, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fullshard import (
     FullOptimStateDictConfig,
@@ -38,76 +50,7 @@ from fullshard.checkpoint import load, save
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
-VOCABULARY, WIDTH, HEAD, HIDDEN, SEQUENCES, LENGTH = 131, 96, 16, 192, 4, 8
 STEPS = range(3)  # units share memory from the third step on
-
-
-class Block(nn.Module):
-    """Attention and a perceptron, whose heads and hidden units tensor parallelism divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-        self.down.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.attention_norm(x)
-        q, k, v = (f(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    """A language model of an odd vocabulary: tensor parallelism cuts it into parts of different sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def stack() -> Stack:
-    """Return a new model, with the same weights on every call."""
-    torch.manual_seed(0)
-    return Stack()
-
-
-def parallel(mesh: DeviceMesh, *, sequence: bool, model: Stack | None = None) -> Stack:
-    """Return the model with its matrices placed on `mesh`. With `sequence` norms are, too, and activations are cut."""
-    model = model or stack()
-    held = Shard(1) if sequence else Replicate()  # activations between modules
-    into, back = partial(ColwiseParallel, input_layouts=held), partial(RowwiseParallel, output_layouts=held)
-    matrices = {"q": into(), "k": into(), "v": into(), "out": back(), "up": into(), "down": back()}
-    norms = {"attention_norm": SequenceParallel(), "norm": SequenceParallel()} if sequence else {}
-    for block in model.blocks:
-        parallelize_module(block, mesh, {**matrices, **norms})
-    ends = {"embedding": back(input_layouts=Replicate()), "head": into(output_layouts=Replicate())}
-    return parallelize_module(model, mesh, {**ends, **({"norm": SequenceParallel()} if sequence else {})})
-
-
-def shard(model: Stack, mesh: DeviceMesh, **options: Any) -> Any:
-    """Make each block a unit, and the model the root."""
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def mesh_of(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tp")[-len(shape) :])
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:

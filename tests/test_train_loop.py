@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks
+from training_runs import QUICK, losses, metrics, this_rank
 
 from fullshard import CheckpointError, ConfigError, DiskError, Offload, fully_shard
 from fullshard.disk.pace import pace_of
@@ -25,39 +24,18 @@ from fullshard.train.evaluate import validation_loss
 from fullshard.train.loop import resolved, train
 from fullshard.train.options import parse_settings
 from fullshard.train.predicting import Machine, disk_lines, disk_traffic, forecast_run, machine_of
-from fullshard.train.ranks import Rank
 from fullshard.train.settings import TrainSettings
 from fullshard.train.sharding import ShardedGPT, sharded_gpt
 from fullshard.train.text import find_text, write_text
 from fullshard.train.trained import trained_gpt, trained_settings
 
-QUICK = [
-    *("--text", __file__, "--size", "nano", "--steps", "3", "--seq", "16", "--warmup", "1", "--lr", "0.01"),
-    *("--log-every", "1", "--validate-every", "2", "--validate-bytes", "300", "--sample-bytes", "8", "--batch", "4"),
-]
-TIMES = ("seconds", "tokens_per_s")
 FULL = "/dev/full"  # every write fails as on a full disk
-
-
-def this_rank() -> Rank:
-    index, world = dist.get_rank(), dist.get_world_size()
-    return Rank(index=index, world=world, local_index=index, local_world=world, device=torch.device("cpu"))
 
 
 def run_training(out: Path, argv: list[str]) -> None:
     rank = this_rank()
     settings = parse_settings([*QUICK, *argv, "--out", str(out)])
     train(settings, check(settings, rank.world), rank)
-
-
-def metrics(out: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run, less what a clock has measured."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in metrics(out) if line["kind"] in ("step", "validation")]
 
 
 def trained(world: int, out: Path, *argv: str) -> Path:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from safetensors.torch import load_file
-from test_train_loop import QUICK, losses, metrics, this_rank
+from training_runs import QUICK, losses, metrics, this_rank, wait_for_step, weights
 
 from fullshard.checkpoint import latest
 from fullshard.checkpoint.manifest import Manifest
@@ -53,10 +51,6 @@ def ran(world: int, out: Path, *argv: str, stop_at: int | None = None) -> Path:
     codes = run_ranks(world, run_training, out, [*SAVING, *argv], stop_at)
     assert codes == [0 if stop_at is None else PREEMPTED] * world
     return out
-
-
-def weights(out: Path) -> dict[str, Any]:
-    return load_file(out / "model.safetensors")
 
 
 def reported(out: Path) -> list[dict[str, Any]]:
@@ -310,17 +304,6 @@ def start(out: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def wait_for_step(out: Path, least: int) -> int:
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline:
-        lines = (out / "metrics.jsonl").read_text().splitlines() if (out / "metrics.jsonl").exists() else []
-        steps = [json.loads(line)["step"] for line in lines if '"kind": "step"' in line and line.endswith("}")]
-        if steps and steps[-1] >= least:
-            return steps[-1]
-        time.sleep(0.1)
-    raise AssertionError(f"{out} did not come to step {least}")
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.slow)])
