@@ -170,3 +170,9 @@ def test_public_names_are_the_documented_ones(module):
 @pytest.mark.parametrize("module", DOCUMENTED)
 def test_public_names_exist_and_are_explained(module):
     assert [name for name, thing in public_things(module) if not is_explained(thing)] == []
+
+
+@pytest.mark.parametrize("module", ["fullshard", "fullshard.optim"])
+def test_other_names_raise_attribute_errors(module):
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
+        _ = import_module(module).nothing

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "fullshard"
 PUBLIC = "__init__"  # the public names: an import from the bare package
 ROOMS: dict[str, list[str] | None] = {
     "errors": None,
+    "_lazy": None,
     "versions": None,
     "required": None,
     "regular_files": None,

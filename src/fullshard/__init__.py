@@ -6,6 +6,9 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
 """
 
+from typing import TYPE_CHECKING
+
+from fullshard._lazy import lazy_names
 from fullshard.errors import (
     CheckpointError,
     ConfigError,
@@ -29,8 +32,6 @@ from fullshard.fully_shard import (
 )
 from fullshard.liveness.watchdog import set_collective_timeout
 from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
-from fullshard.plan.background import predict_beside
-from fullshard.plan.explain import explain
 from fullshard.policy.meshes import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from fullshard.policy.offload import CPUOffload, CPUOffloadPolicy, Offload, OffloadPolicy
 from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
@@ -41,7 +42,6 @@ from fullshard.policy.switches import (
     share_memory_between_ranks,
     share_memory_between_units,
 )
-from fullshard.report.recording import RunReport, report
 from fullshard.state.state_dict import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -55,10 +55,32 @@ from fullshard.state.state_dict import (
     StateDictSettings,
     StateDictType,
 )
-from fullshard.state.streaming import stream_weights
-from fullshard.state.summon import summon_full_params
 from fullshard.tape.recorder import recording
-from fullshard.wrapper import BackwardPrefetch, FullyShardedDataParallel
+
+if TYPE_CHECKING:
+    from fullshard.plan.background import predict_beside
+    from fullshard.plan.explain import explain
+    from fullshard.report.recording import RunReport, report
+    from fullshard.state.streaming import stream_weights
+    from fullshard.state.summon import summon_full_params
+    from fullshard.wrapper import BackwardPrefetch, FullyShardedDataParallel
+else:
+    # Import the package `report`, which is empty, and remove it from this namespace. Otherwise a later import of one of
+    # its modules would set `fullshard.report` to the package, and hide the function of that name.
+    import fullshard.report as _report_package
+
+    del report, _report_package
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "fullshard.plan.background": ["predict_beside"],
+            "fullshard.plan.explain": ["explain"],
+            "fullshard.report.recording": ["RunReport", "report"],
+            "fullshard.state.streaming": ["stream_weights"],
+            "fullshard.state.summon": ["summon_full_params"],
+            "fullshard.wrapper": ["BackwardPrefetch", "FullyShardedDataParallel"],
+        },
+    )
 
 __version__ = "0.1.0"
 

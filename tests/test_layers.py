@@ -1,0 +1,77 @@
+"""`import fullshard` loads the core, which needs torch only; everything else is loaded when it is used."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "fullshard"
+PLUG_INS = {"checkpoint", "dry", "integrations", "plan", "report", "testing", "wrapper"}
+APPLICATIONS = {"bench", "cli", "command_line", "planner", "train"}
+MAX_MODULES = 121
+MAX_LINES = 24_000
+
+LIST = """
+import json, sys
+{program}
+print(json.dumps({{name: getattr(module, "__file__", None) for name, module in sys.modules.items()}}))
+"""
+
+
+def loaded_by(program: str) -> dict[str, str | None]:
+    """Return the modules that a new process has loaded after `program`, and their files."""
+    command = [sys.executable, "-W", "ignore", "-c", LIST.format(program=program)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, str | None]:
+    return loaded_by("import fullshard")
+
+
+def own(modules: dict[str, str | None]) -> dict[str, Path]:
+    return {name: Path(file or "") for name, file in modules.items() if name.partition(".")[0] == "fullshard"}
+
+
+def third_party(modules: dict[str, str | None]) -> set[str]:
+    """Return the packages of `modules` that were installed, by the names that programs import."""
+    tops = {name.partition(".")[0] for name, file in modules.items() if file is not None and "site-packages" in file}
+    return tops - {"fullshard"}
+
+
+def test_importing_the_package_loads_no_plug_in_and_no_application(loaded):
+    """The file `report/__init__.py` is empty; see `fullshard/__init__.py`."""
+    files = {file.relative_to(PACKAGE).as_posix() for file in own(loaded).values()} - {"report/__init__.py"}
+    rooms = {file.partition("/")[0].removesuffix(".py") for file in files}
+    assert rooms & (PLUG_INS | APPLICATIONS) == set()
+    assert len((PACKAGE / "report" / "__init__.py").read_text().splitlines()) == 1
+
+
+def test_importing_the_package_loads_few_modules_and_lines(loaded):
+    lines = sum(len(file.read_text().splitlines()) for file in own(loaded).values())
+    assert len(own(loaded)) <= MAX_MODULES
+    assert lines <= MAX_LINES
+
+
+def test_importing_the_package_loads_no_third_party_package_but_torch(loaded):
+    """Compare with a process that imports the same modules of torch, since these import packages, too."""
+    of_torch = [name for name in loaded if name.partition(".")[0] == "torch" and loaded[name] is not None]
+    program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    command = [sys.executable, "-W", "ignore", "-c", LIST.format(program=program), *of_torch]
+    alone = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert "torch" in third_party(alone)
+    assert third_party(loaded) - third_party(alone) == set()
+
+
+def test_names_are_loaded_on_first_access(loaded):
+    """A submodule that has the name of a function must not replace it."""
+    program = "import fullshard.report.page, fullshard\nassert fullshard.report.__name__ == 'report'"
+    assert "fullshard.report.recording" not in loaded
+    assert "fullshard.report.recording" in loaded_by(program + "\nfrom fullshard import report, RunReport")
+
+
+@pytest.mark.parametrize("package", ["fullshard", "fullshard.optim"])
+def test_names_are_listed_before_they_are_loaded(package):
+    loaded_by(f"import {package} as package\nassert set(package.__all__) <= set(dir(package))")
