@@ -76,11 +76,35 @@ class Now:
     rank = 0
 
 
+class CastsInput:
+    """Casts the input to the dtype of the module's parameters, so that any two modules can follow each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        module: Any = self
+        return super().forward(x.to(next(module.parameters()).dtype))  # type: ignore[misc]
+
+
+class Linear(nn.Linear):
+    """A layer whose bias may have another dtype than its weight, which may be tied to one of another dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        return F.linear(x.to(weight.dtype), weight, None if self.bias is None else self.bias.to(weight.dtype))
+
+
+class LayerNorm(CastsInput, nn.LayerNorm):
+    pass
+
+
+class BatchNorm(CastsInput, nn.BatchNorm1d):
+    pass
+
+
 class Mlp(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
+        self.up = Linear(width, hidden)
+        self.down = Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(x)))
@@ -120,6 +144,7 @@ class Own(nn.Module):
         self.child = child
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.weight.dtype)
         return self.child(F.linear(x, self.weight)) + F.linear(x, self.weight.t())
 
 
@@ -321,7 +346,8 @@ class Aux(nn.Module):
     def __init__(self, width: int, child: nn.Module) -> None:
         super().__init__()
         self.child = child
-        self.probe = nn.Linear(width, 3)
+        self.probe = Linear(width, 3)
+        self.aux: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.child(x)
@@ -384,7 +410,7 @@ class Builder:
         children = [self._node(child) for child in node.get("children", [])]
         child = children[0] if len(children) == 1 else nn.Sequential(*children)
         if kind == "tied":
-            linear = nn.Linear(width, width)
+            linear = Linear(width, width)
             other = self._labelled.get(node["to"])
             if isinstance(other, nn.Linear):
                 linear.weight = other.weight
@@ -392,13 +418,13 @@ class Builder:
         if kind == "again":
             return self._labelled.get(node["to"]) or nn.Identity()
         made: dict[str, Callable[[], nn.Module]] = {
-            "linear": lambda: nn.Linear(width, width, bias=node.get("bias", True)),
+            "linear": lambda: Linear(width, width, bias=node.get("bias", True)),
             "mlp": lambda: Mlp(width, node.get("hidden", 5)),
-            "norm": lambda: nn.LayerNorm(width),
-            "batch norm": lambda: nn.BatchNorm1d(width),
+            "norm": lambda: LayerNorm(width),
+            "batch norm": lambda: BatchNorm(width),
             "scale": lambda: Scale(width),
             "lookup": lambda: Lookup(width, node.get("rows", 5)),
-            "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(width, width)),
+            "weight norm": lambda: nn.utils.parametrizations.weight_norm(Linear(width, width)),
             "unused": lambda: Unused(width, node.get("rows", 5)),
             "counted": lambda: Counted(width),
             "shape": lambda: Shape(node.get("how", "view")),
@@ -466,6 +492,13 @@ def loss_of(program: Json, model: nn.Module, step: int, micro: int, rank: int) -
         x = x.clone().requires_grad_()  # a leaf that is not a view: `unbind` returns views that must not be written
     loss = (model(x) - target).float().square().mean()
     return loss + sum(module.aux.float() for module in model.modules() if isinstance(module, Aux))
+
+
+def forget_losses(model: nn.Module) -> None:
+    """Delete the auxiliary losses of the last forward: a tensor with a graph cannot be copied."""
+    for module in model.modules():
+        if isinstance(module, Aux):
+            module.aux = None
 
 
 @contextmanager
@@ -701,7 +734,8 @@ class Plain(Driver):
             params[i].requires_grad_(action.get("trained", False))
 
     def copied(self, action: Json) -> None:
-        copy.deepcopy(self.copies[0])  # fails where an attribute keeps a tensor of the last forward
+        for made in self.copies:
+            forget_losses(made)
         self.model = copy.deepcopy(self.model)
         self.optimizer = self.new_optimizer()
 
@@ -968,6 +1002,7 @@ class Sharded(Driver):
     nothing = Plain.nothing
 
     def copied(self, action: Json) -> None:
+        forget_losses(self.model)
         self.model = copy.deepcopy(self.model)
         self.units = []
         self.optimizer = self.new_optimizer()

@@ -40,6 +40,10 @@ INNER = {
     "box": 1,
     "aux": 0.3,
 }
+FRESH = ("linear", "tied", "mlp", "lookup", "counted", "residual", "own")
+"""Modules whose output no other module reads, and no backward needs."""
+PASSES_FRESH = ("sequence", "residual", "dropped", "detached", "box", "aux")
+"""Modules that read their input only before or without a gradient of their children's input."""
 OPTIMIZERS: list[Json] = [
     {"name": "SGD"},
     {"name": "SGD", "momentum": 0.9, "nesterov": True},
@@ -92,7 +96,7 @@ class Generator:
         ranks = choose(self._ranks)
         program: Json = {"ranks": ranks, "width": choose((5, 6, 16, 48)), "seed": self.random.randrange(1000)}
         self._limit = choose((4, 8, 14))
-        nodes = [self.node(0) for _ in range(self.random.randint(1, 4))]
+        nodes = self.chain(0, self.random.randint(1, 4), fresh=True)
         nodes.insert(self.random.randint(0, len(nodes)), {"kind": "linear"})  # something is trained
         program["model"] = {"kind": "sequence", "children": nodes}
         program["strategy"] = choose(("ddp", "zero1", "zero2", "zero3", "zero3", "hsdp", "hsdp_zero2"))
@@ -147,7 +151,16 @@ class Generator:
             made["reduce_dtype"] = "bfloat16"
         return made
 
-    def node(self, depth: int) -> Json:
+    def chain(self, depth: int, count: int, fresh: bool) -> list[Json]:
+        """Return nodes that are called one after the other. `fresh` is as in `node`, for the first of them."""
+        nodes: list[Json] = []
+        for _ in range(count):
+            nodes.append(self.node(depth, fresh))
+            fresh = nodes[-1]["kind"] in FRESH and "recompute" not in nodes[-1]
+        return nodes
+
+    def node(self, depth: int, fresh: bool) -> Json:
+        """Return a random module. Only a `fresh` input, which nothing else reads, may be written in place."""
         self._size += 1
         is_leaf = depth >= 4 or self._size >= self._limit or self.chance(0.45)
         kind = self.weighted(LEAVES if is_leaf else INNER)
@@ -155,11 +168,17 @@ class Generator:
             kind = "linear"
         if kind in ("aux",) and "aux" in self._without:
             kind = "residual"
+        if kind == "batch norm" and self.with_precision:
+            kind = "norm"  # no kernel takes parameters in half precision and averages in float32
         node: Json = {"kind": kind}
         choose = self.random.choice
+        self.flags(node)
         if not is_leaf:
-            count = self.random.randint(1, 3) if kind in ("sequence", "parallel") else 1
-            node["children"] = [self.node(depth + 1) for _ in range(count)]
+            fresh = fresh and kind in PASSES_FRESH and "recompute" not in node
+            if kind == "parallel":
+                node["children"] = [self.node(depth + 1, False) for _ in range(self.random.randint(1, 3))]
+            else:
+                node["children"] = self.chain(depth + 1, self.random.randint(1, 3) if kind == "sequence" else 1, fresh)
         if kind == "linear":
             node |= {"label": str(self._size)} | ({} if self.chance(0.7) else {"bias": False})
             self._labels.append(node["label"])
@@ -170,7 +189,11 @@ class Generator:
         elif kind in ("lookup", "unused"):
             node["rows"] = choose((1, 3, 9))
         elif kind == "shape":
-            node["how"] = choose(("inplace", "inplace on input", "strides", "view", "same", "dropout"))
+            node["how"] = choose(
+                ("inplace", "inplace on input", "inplace on input", "strides", "view", "same", "dropout")
+            )
+            if node["how"] == "inplace on input" and (not fresh or "recompute" in node):
+                node["how"] = "inplace"
         elif kind == "repeat":
             node["times"] = choose((2, 3))
         elif kind == "dropped":
@@ -183,7 +206,6 @@ class Generator:
             node["how"] = choose([box for box in BOXES if "hidden" not in self._without or box not in HIDDEN])
             if self.chance(0.3):
                 node["since"] = 3
-        self.flags(node)
         return node
 
     def flags(self, node: Json) -> None:
@@ -218,6 +240,8 @@ class Generator:
             "reload": 0.7,
             "checkpointed": 1,
         }
+        if "unused" in str(program["model"]):  # torch's state dicts cannot be loaded where a state is missing
+            others.pop("reload")
         loop = [self.step(program)]
         for _ in range(self.random.randint(1, 6)):
             loop.append(self.step(program) if self.chance(0.6) else self.other(self.weighted(others), program))
