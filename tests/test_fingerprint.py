@@ -23,7 +23,7 @@ from fullshard import (
     fully_shard,
     summon_full_params,
 )
-from fullshard.checkpoint import export_safetensors, save
+from fullshard.checkpoint import async_save, export_safetensors, save
 from fullshard.comm.fingerprint import FINGERPRINT_NBYTES, fingerprint, mismatch
 from fullshard.state.optim_state import full_optim_state_dict
 from fullshard.tape.recorder import Origin, Phase
@@ -237,6 +237,7 @@ def first_rank_alone(call: str) -> str:
         "optim_state_dict": lambda: full_optim_state_dict(model, optimizer),
         "summon": lambda: summon_full_params(model).__enter__(),
         "save": lambda: save(tempfile.mkdtemp(), model=model, step=1),
+        "async_save": lambda: async_save(tempfile.mkdtemp(), model=model, step=1),
         "export": lambda: export_safetensors(model, tempfile.mkdtemp()),
     }
     with pytest.raises(RankMismatchError) as raised:
@@ -251,6 +252,7 @@ def first_rank_alone(call: str) -> str:
         ("optim_state_dict", "full_optim_state_dict()"),
         ("summon", "summon_full_params"),
         ("save", "saving;"),
+        ("async_save", "async_save;"),
         ("export", "exporting;"),
     ],
 )

@@ -135,6 +135,7 @@ class SafetyCopies:
         """
         doing = f"copying step {step} to the memory of the hosts"
         self._behind.wait()
+        default_ranks().meet("SafetyCopies.save")
         contents = self._ranks.do(doing, lambda: self._memory.copy(collect(model, optimizer, None, None, extra)))
         return self._behind.start(lambda: self._write(contents, step, doing))
 
