@@ -17,6 +17,7 @@ from small_models import all_but_one
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+from fullshard.device.current import count_devices
 from fullshard.errors import ConfigError, LayoutError
 from fullshard.testing import RanksFailed, assert_same, ranks, run_ranks
 
@@ -180,6 +181,30 @@ def test_a_warning_is_an_error_on_the_ranks_if_it_is_one_here():
 def test_callers_mistakes_are_reported_before_a_process_starts(arguments, stated):
     with pytest.raises(ConfigError, match=stated):
         run_ranks(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("backend", "stated"),
+    [
+        ("glo", "backend='glo' names 'glo', which is unknown. Pass one of gloo, fake"),
+        ("cpu:glo", "names 'glo', which is unknown"),
+        ("", "names '', which is unknown"),
+        (3, "backend=3 is a int. Pass the name of a backend, such as 'gloo'"),
+    ],
+)
+def test_a_backend_must_be_known(backend, stated):
+    with pytest.raises(ConfigError, match=stated):
+        run_ranks(1, own_rank, backend=backend)
+
+
+@pytest.mark.skipif(count_devices() > 0, reason="this machine has devices")
+def test_a_backend_that_needs_a_device_is_refused_without_one():
+    with pytest.raises(ConfigError, match=r"'nccl', but this machine has no device for it\. Pass one of gloo, fake"):
+        run_ranks(1, own_rank, backend="cpu:gloo,cuda:nccl")
+
+
+def test_a_backend_may_be_given_by_type_of_device():
+    assert run_ranks(2, own_rank, backend="cpu:gloo") == [0, 1]
 
 
 def test_a_timeout_must_be_positive():

@@ -46,6 +46,7 @@ _PRELOAD_IF_USED = (
     *("fullshard.checkpoint", "fullshard.train.loop"),
     *("numpy", "pytest", "hypothesis", "sklearn", "transformers.modeling_utils", "lightning.pytorch"),
 )
+_ON_CPU = ("gloo", "fake")  # backends that need no device
 _GRACE_S = 0.5  # after the first failure, for the other ranks to report theirs
 _TRACE_S = 2.0  # after a time-out, for the ranks to write their stacks
 
@@ -108,6 +109,7 @@ class Ranks:
             raise ConfigError(f"run_ranks: world={world}, but there must be at least one rank.")
         if not (is_number(timeout) and timeout > 0):
             raise ConfigError(f"run_ranks: timeout={timeout!r}, but it must be a positive number of seconds.")
+        _check_backend(backend)
         self._world, self._timeout, self._backend = world, timeout, backend
         self._ranks: list[_Rank] = []
         self._store: dist.TCPStore | None = None
@@ -156,6 +158,30 @@ class Ranks:
 
 
 # --------------------------------------------------------------------------------------------- the caller's side
+
+
+def _check_backend(backend: object) -> None:
+    """Raise if the ranks could not create a process group with `backend`.
+
+    Raises:
+        ConfigError: it has an unknown name, or needs a device that this machine does not have.
+    """
+    check_type("backend", backend, str, "the name of a backend, such as 'gloo'")
+    names = _backends_in(str(backend))
+    has_devices = count_devices() > 0
+    known = [*_ON_CPU, *(name for name in dist.Backend.backend_list if name not in (*_ON_CPU, "undefined"))]
+    usable = [name for name in known if name in _ON_CPU or (has_devices and dist.is_backend_available(name))]
+    refused = next((name for name in names if name not in usable), None)
+    if refused is not None:
+        lacks_device = refused in known and not has_devices
+        reason = "but this machine has no device for it" if lacks_device else "which is unknown"
+        allowed = ", ".join(usable)
+        raise ConfigError(f"run_ranks: backend={backend!r} names {refused!r}, {reason}. Pass one of {allowed}.")
+
+
+def _backends_in(backend: str) -> list[str]:
+    """Return the names in `backend`, which is one name, or pairs such as "cpu:gloo,cuda:nccl"."""
+    return [pair.rpartition(":")[2].lower() for pair in backend.split(",")]
 
 
 @dataclass(frozen=True)
@@ -353,7 +379,7 @@ def _run(job: _Job, rank: int, port: int) -> bytes:
     os.environ.update(job.environ)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_WORLD_SIZE=str(job.world))
     torch.set_num_threads(1)
-    if job.backend not in ("gloo", "fake"):
+    if not set(_backends_in(job.backend)) <= set(_ON_CPU):
         set_current_device(torch.device(usual_device_type(), rank % count_devices()))
     if not dist.is_initialized():
         _init_process_group(job, rank, port)
