@@ -8,10 +8,10 @@ limit. A part that fails or hangs is reported with the end of its output, and th
 one file, which is rewritten after each part.
 
 facts           the machine: GPU, driver, torch, NCCL, memory
-tests           `tests/test_gpu.py`: bits of plain PyTorch, a host that never waits, CUDA graphs, memory that stays
-late streams    `tests/test_late_streams.py`: whichever stream is delayed, on one rank and between ranks, bits are equal
+tests           bits of plain PyTorch, a host that never waits, CUDA graphs, constant memory (`test_gpu.py`)
+late streams    equal bits whichever stream is delayed, on one rank and between ranks (`test_late_streams.py`)
 prediction      memory and launches of a steady step, compared with those of a dry run of the engine
-several GPUs    `tests/test_gpu_ranks.py`: the laws of the first tests between two ranks and more, where there are GPUs
+several GPUs    the laws of `test_gpu.py` with two ranks and more (`test_gpu_ranks.py`)
 time            `one_gpu.py`: steps of FSDP2, DDP and plain PyTorch for comparison, in turn; ranks as threads
 
 By name only (`make gpu-check ARGS="--parts offload"`), and not run on any GPU so far:
@@ -79,12 +79,17 @@ def parts(*, dry: bool) -> list[Part]:
     several = "ranks learn the bits of plain PyTorch by NCCL"
     return [
         Part("facts", "torch reaches the GPU", (*one, "facts"), 20),
-        by_pytest("tests", "one rank learns the bits of plain PyTorch, in CUDA graphs too", "tests/test_gpu.py", 90),
         by_pytest(
-            "late streams", "whichever stream is delayed, the bits are the same", "tests/test_late_streams.py", 170
+            "tests", "one rank learns the bits of plain PyTorch, in CUDA graphs too", "tests/engine/test_gpu.py", 90
+        ),
+        by_pytest(
+            "late streams",
+            "whichever stream is delayed, the bits are the same",
+            "tests/engine/test_late_streams.py",
+            170,
         ),
         Part("prediction", "the tape tells a step's memory within 5 %", (*one, "prediction"), 70),
-        by_pytest("several GPUs", several, "tests/test_gpu_ranks.py", 100),
+        by_pytest("several GPUs", several, "tests/engine/test_gpu_ranks.py", 100),
         Part("time", "no step takes 5 % longer than FSDP2's", (*one, "steps", "1" if dry else "2"), 250),
     ]
 

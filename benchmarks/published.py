@@ -329,7 +329,7 @@ class Step:
     """A step of any number of blocks and microbatches, predicted from two steps of few blocks.
 
     Blocks are identical and so are microbatches: each additional one takes the same time.
-    `tests/test_published.py` compares this with whole tapes.
+    `tests/simulate/test_published.py` compares this with whole tapes.
     """
 
     parts: tuple[tuple[list[Entry], ...], ...]  # of either depth: before, in, and after the second microbatch

@@ -167,7 +167,11 @@ def torchrun(
     """
     first = first or hosts[0]
     more = f",{rendezvous}" if rendezvous else ""
-    common = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
+    common = {
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(SOURCE), *filter(None, sys.path)]),
+    }
     return [
         host.start(
             *(sys.executable, "-m", "torch.distributed.run"),

@@ -242,8 +242,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         return complete[-1]
 
     # -- private to accelerate ----------------------------------------------------------------------------------------
-    # Undocumented parts of accelerate are used here only. tests/test_integrations_accelerate.py names the version that
-    # they were checked with, and fails if one of them is gone.
+    # Undocumented parts of accelerate are used here only. tests/integrations/test_integrations_accelerate.py names the
+    # version that they were checked with, and fails if one of them is gone.
 
     def _with_optimizers(self) -> Iterator[tuple[nn.Module, Optimizer | None]]:
         """Yield each prepared model with its optimizer.

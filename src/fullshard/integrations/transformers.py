@@ -114,8 +114,9 @@ class _Sharding(transformers.Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     # -- private to transformers --------------------------------------------------------------------------------------
-    # Undocumented parts of transformers are used only here and below. tests/test_integrations_transformers.py names the
-    # version that they were checked with, and fails if one of them is gone or has other parameters.
+    # Undocumented parts of transformers are used only here and below.
+    # tests/integrations/test_integrations_transformers.py names the version that they were checked with, and fails if
+    # one of them is gone or has other parameters.
 
     @contextmanager
     def _making(self, plugin: ShardingPlugin) -> Iterator[None]:

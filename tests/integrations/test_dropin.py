@@ -10,7 +10,7 @@ import torch
 
 from fullshard.testing import run_ranks
 
-SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parent / "dropin").glob("*.py"))}
+SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "dropin").glob("*.py"))}
 # torch's older interface cannot be built on a machine without an accelerator, so it is not compared with here.
 WITH_A_PEER = [name for name in SCRIPTS if name.startswith("fully_shard")]
 REPEATING = {  # what others and other tests do, too

@@ -197,7 +197,7 @@ def test_a_printed_script_runs_alone(tmp_path):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1] / "src"),
+        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
     }
     ran = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr

@@ -90,7 +90,7 @@ def processes_of(networks: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_hosts_end_with_the_program_that_made_them(hosts, killed, tmp_path):
-    options = {"cwd": Path(__file__).parent, "env": {**os.environ, "TMPDIR": str(tmp_path)}}
+    options = {"cwd": Path(__file__).parents[1], "env": {**os.environ, "TMPDIR": str(tmp_path)}}
     command = [sys.executable, "-c", MAKES_HOSTS]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, **options) as program:
         networks = program.stdout.readline().split()

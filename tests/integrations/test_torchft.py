@@ -25,7 +25,7 @@ from fullshard import ConfigError, StateError, fully_shard
 from fullshard.testing import assert_same, run_ranks
 
 torchft = pytest.importorskip("torchft", reason="torchft is not installed", exc_type=ImportError)
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 clusters = [pytest.mark.clusters, pytest.mark.slow, pytest.mark.timeout(600)]
 
 

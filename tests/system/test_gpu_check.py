@@ -66,9 +66,9 @@ def test_limits_leave_ten_minutes():
 
 def test_tests_before_a_hang_are_reported():
     stated = (
-        "tests/test_gpu.py::test_a[late streams] PASSED    [ 10%]\n"
-        "tests/test_gpu.py::test_b FAILED [ 20%]\n"
-        "tests/test_gpu.py::test_c \n"
+        "tests/engine/test_gpu.py::test_a[late streams] PASSED    [ 10%]\n"
+        "tests/engine/test_gpu.py::test_b FAILED [ 20%]\n"
+        "tests/engine/test_gpu.py::test_c \n"
     )
     assert outcomes_in(stated) == {"test_a[late streams]": "PASSED", "test_b": "FAILED"}
     assert verdict_of(None, outcomes_in(stated), is_test=True) == HANGS

@@ -466,7 +466,7 @@ def test_a_library_that_is_missing_or_older_is_reported(monkeypatch):
 
 
 def test_the_page_documents_every_key():
-    page = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
     table = page.split("## Keys of `fsdp_config`")[1].split("\n## ")[0]
     reported = {
         name for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)

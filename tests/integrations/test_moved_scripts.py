@@ -19,7 +19,7 @@ import torch.distributed as dist
 import fullshard
 from fullshard.testing import run_ranks
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS = {
     "deepspeed": ("--deepspeed_config", str(EXAMPLES / "deepspeed" / "ds_config.json")),
     "lightning": ("--folder",),

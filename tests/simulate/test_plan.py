@@ -413,7 +413,7 @@ def test_the_report_has_every_field(plan, tmp_path):
     assert all(fields <= set(row) for row in report["simulated"])
     assert set(report["paste"]) == {"Python", "fullshard train"}
     text = page(plan)
-    assert "Plan: the trainer" in text and len(text) < 2e6  # drawn as `tests/test_page.py` says
+    assert "Plan: the trainer" in text and len(text) < 2e6  # drawn as `tests/report/test_page.py` says
 
 
 # ------------------------------------------------------------------------------------------------- lines to paste
@@ -522,7 +522,7 @@ def test_keys_for_the_trainer_are_its_own():
     for program in (hsdp, Program(strategy="hpz", offload=True), Program(strategy="zero3", cpu=0.3)):
         figures: Any = SimpleNamespace(candidate=Candidate(program=program, rows=2, microbatches=3))
         found = keys_for_the_trainer(subject, program, figures, 1.0)
-        reported = (Path(__file__).parent.parent / "docs/transformers.md").read_text()
+        reported = (Path(__file__).parents[2] / "docs/transformers.md").read_text()
         assert all(f"`{key}`" in reported for key in found["fsdp_config"])
         assert found["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["GPT2Block"]
 
@@ -839,7 +839,7 @@ def test_what_cannot_be_a_loss_is_answered(models):
 
 def measured_here():
     """The CPU that the results in the tree are of."""
-    results = Path(__file__).parents[1] / "benchmarks" / "results" / "predicted_time.json"
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "predicted_time.json"
     return described(json.loads(results.read_text())["here"])
 
 

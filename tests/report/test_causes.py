@@ -127,7 +127,7 @@ def test_memory_for_a_larger_batch_is_reported():
 
 
 def test_the_docs_page_has_every_rule_with_its_threshold():
-    lines = (Path(__file__).parent.parent / "docs" / "report.md").read_text().splitlines()
+    lines = (Path(__file__).parents[2] / "docs" / "report.md").read_text().splitlines()
     start = next(place for place, line in enumerate(lines) if line.startswith("| cause |"))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : start + 2 + len(RULES)]]
     assert [row[0] for row in rows] == [rule.cause for rule in RULES]

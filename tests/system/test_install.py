@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MAKES = ("Makefile", "pyproject.toml", "constraints.txt")
 
 # A stand-in for Python and pip in an environment: prints the packages to install, and fails on request.

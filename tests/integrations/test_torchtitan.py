@@ -11,7 +11,7 @@ import pytest
 
 from fullshard.testing import run_ranks
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed"),

@@ -13,14 +13,14 @@ from fullshard.testing import run_ranks
 from fullshard.train.run_folder import lines_of
 
 ray_runs = pytest.importorskip("ray_runs", reason="ray is not installed", exc_type=ImportError)
-EXAMPLES = Path(__file__).parent.parent / "examples" / "ray"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "ray"
 pytestmark = [pytest.mark.clusters, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run_by_itself(*command: str) -> str:
     """Return the output of a command that creates its own Ray cluster."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=560, check=False
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "src" / "fullshard"
+PACKAGE = Path(__file__).parents[2] / "src" / "fullshard"
 PUBLIC = "__init__"  # the public names: an import from the bare package
 ROOMS: dict[str, list[str] | None] = {
     "errors": None,

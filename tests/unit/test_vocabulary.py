@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 INSTEAD = {  # in names; words of public names are allowed in these alone
     "lane": "stream",
     "lanes": "streams",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "src" / "fullshard"
+PACKAGE = Path(__file__).parents[2] / "src" / "fullshard"
 PLUG_INS = {"checkpoint", "dry", "integrations", "plan", "report", "testing", "wrapper"}
 APPLICATIONS = {"bench", "cli", "command_line", "planner", "train"}
 MAX_MODULES = 121

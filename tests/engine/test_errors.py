@@ -2716,7 +2716,7 @@ ELSEWHERE = {
     *("checkpoint/keeper.py", "checkpoint/safety_copy.py"),
     *("checkpoint/manifest.py", "checkpoint/metadata_file.py", "regular_files.py"),
 }
-# Functions whose mistakes are made in tests/test_hostile_files.py and tests/test_rank_files.py.
+# Functions whose mistakes are made in tests/checkpoint/test_hostile_files.py and tests/checkpoint/test_rank_files.py.
 FUNCTIONS_ELSEWHERE = {
     "checkpoint/container.py": {"check_files", "_start_of_tensor"},
     "checkpoint/opening.py": {"accounts"},

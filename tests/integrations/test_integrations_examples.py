@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fullshard.integrations.accelerate import plugin_from_config_file
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 CONFIGURATION = EXAMPLES / "accelerate" / "fsdp.yaml"

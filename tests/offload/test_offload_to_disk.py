@@ -673,7 +673,7 @@ def straight(folder: Path) -> Any:
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_run_killed_while_it_streams_goes_on_from_a_whole_step(tmp_path, kills):
     """Each kill is within a read or a write, after half of its bytes."""
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     reported = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), str(kills), str(random.Random(kills).random())[2:]],
         env={**os.environ, **paths, "OMP_NUM_THREADS": "1"},

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fullshard.cli import main
 from fullshard.testing import run_ranks
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 # In workers, warnings are errors as they are here; torchrun itself would tell that it sets the number of threads.
 TORCHRUN_ENV = {**os.environ, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
 

@@ -477,7 +477,7 @@ def check_called_identically(peer: Any, own_part: Any, name: str) -> None:
 @pytest.mark.parametrize("module", ["torch.distributed.fsdp", "torch.distributed.fsdp.wrap"])
 def test_every_public_name_of_torch_s_is_there_and_called_as_there(module):
     """Names, functions, what makes the classes, and their methods; docs/moving_over.md names the methods that are
-    missing, and tests/test_docs.py holds that.
+    missing, and tests/unit/test_docs.py holds that.
     """
     peer = importlib.import_module(module)
     own_part = importlib.import_module(module.replace("torch.distributed.fsdp", "fullshard"))

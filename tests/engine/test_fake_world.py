@@ -25,7 +25,7 @@ from fullshard.tape.recorder import Origin, Phase
 
 WORLD = 512
 ORIGIN = Origin("test", Phase.IDLE)
-BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "one_gpu.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "one_gpu.py"
 
 
 def make_large_world() -> None:
