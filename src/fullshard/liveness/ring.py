@@ -6,7 +6,8 @@ Only a greeting and a farewell are sent, so a slow rank is never considered lost
 [Note: where a rank listens]
 Only the previous rank connects. If it is on the same host, the socket is bound to the loopback address, and other hosts
 cannot reach it. Otherwise it is bound to the address that this host uses to reach the store. So ranks first exchange
-their hosts through the store. A connection that does not begin with the token from the store is closed.
+their hosts through the store. A connection that does not begin with the token from the store is closed. Any user of the
+host can connect, so the ring never waits for a message of a connection: it looks whether the token has arrived.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import secrets
 import socket
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 
 from fullshard.liveness.store import PatientStore
 
 __all__ = ["Ring", "host_identity"]
 
 _FAREWELL = b"."
-_PATIENCE_S = 5.0  # for one connection to be made
+_PATIENCE_S = 5.0  # for one connection to be made, and for its token
+_MOST_STRANGERS = 64  # connections without a token at a time; the oldest is closed for the next one
+_BACKLOG = 1024
 _IDLE_S, _PROBE_S = 2, 1  # the system probes after 2 s without data from the other host, then every second
 _LOOPBACK = "127.0.0.1"
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # the resulting errors of the system
@@ -63,6 +67,7 @@ class Ring:
         self._server: socket.socket | None = None
         self._to_next: socket.socket | None = None
         self._from_previous: socket.socket | None = None
+        self._strangers: dict[socket.socket, float] = {}  # accepted, without a token so far; and when each is closed
         self._host = ""  # unknown
         with suppress(OSError):
             self._host = host_identity()
@@ -88,8 +93,7 @@ class Ring:
             connection.sendall(token.encode())
             self._to_next = connection
         if self._from_previous is None and self._server is not None:
-            with suppress(BlockingIOError):
-                self._greet(self._server.accept()[0])
+            self._accept(self._server)
         return self._to_next is not None and self._from_previous is not None
 
     def _listen(self, host_of_previous: str) -> None:
@@ -97,20 +101,39 @@ class Ring:
         is_here = bool(self._host) and host_of_previous == self._host
         address = _LOOPBACK if is_here else _own_address(self._way)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._server = socket.create_server((address, 0), family=family)
+        self._server = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._server.setblocking(False)
         self._store.set(_key(self._rank), f"{address} {self._server.getsockname()[1]} {self._token.decode()}")
 
-    def _greet(self, connection: socket.socket) -> None:
-        connection.settimeout(_PATIENCE_S)
-        token = b""
+    def _accept(self, server: socket.socket) -> None:
+        """Accept connections, and keep the one that has sent the token. Does not wait."""
+        with suppress(BlockingIOError):
+            for _ in range(_BACKLOG):
+                connection, _ = server.accept()
+                connection.setblocking(False)
+                self._strangers[connection] = monotonic() + _PATIENCE_S
+                self._greet_strangers()
+                if len(self._strangers) > _MOST_STRANGERS:
+                    self._close_stranger(next(iter(self._strangers)))
+        self._greet_strangers()
+
+    def _greet_strangers(self) -> None:
+        """Look for the token. A part of it is not compared, since the answer would help to guess the rest."""
+        for connection, deadline in list(self._strangers.items()):
+            token = _received(connection, len(self._token))
+            if self._from_previous is None and secrets.compare_digest(token or b"", self._token):
+                connection.recv(len(self._token))
+                _find_silence(connection, self._silence_s)
+                self._from_previous = connection
+                del self._strangers[connection]
+            elif token is None or len(token) == len(self._token) or self._from_previous or monotonic() > deadline:
+                self._close_stranger(connection)
+
+    def _close_stranger(self, connection: socket.socket) -> None:
+        del self._strangers[connection]
         with suppress(OSError):
-            token = connection.recv(len(self._token), socket.MSG_WAITALL)
-        if secrets.compare_digest(token, self._token):
-            _find_silence(connection, self._silence_s)
-            self._from_previous = connection
-        else:
-            connection.close()  # a stranger
+            connection.recv(len(self._token))  # otherwise closing would reset the connection
+        connection.close()
 
     def lost_previous(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds. Return True if the previous rank's process ended without a farewell."""
@@ -135,7 +158,7 @@ class Ring:
 
     def leave(self, *, farewell: bool) -> None:
         """Close the connections; without a farewell the next rank takes this one for lost."""
-        for connection in (self._to_next, self._from_previous, self._server):
+        for connection in (self._to_next, self._from_previous, self._server, *self._strangers):
             if connection is not None:
                 with suppress(OSError):
                     if farewell and connection is self._to_next:
@@ -160,6 +183,16 @@ def _own_address(way: tuple[str, int] | None) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])
+
+
+def _received(connection: socket.socket, nbytes: int) -> bytes | None:
+    """Return up to `nbytes` that have arrived, and leave them there; None if the connection is closed."""
+    try:
+        return connection.recv(nbytes, socket.MSG_PEEK) or None
+    except BlockingIOError:
+        return b""
+    except OSError:
+        return None
 
 
 def _find_silence(connection: socket.socket, silence_s: int) -> None:
