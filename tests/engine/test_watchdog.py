@@ -224,9 +224,9 @@ def check_lost(ends: list[Ended], places: dict[int, str]) -> None:
 
 
 def test_a_loss_ends_ranks_that_wait_to_save():
-    """For the process group of the first save, whose store would let them wait for 30 minutes."""
+    """Before they make the process group of the first save, whose store would let them wait for 30 minutes."""
     ends = run(IN_RING + KILL, SAVES, destinations="start_save()")
-    check_lost(ends, dict.fromkeys((0, 2), "in making of a process group for saves"))
+    check_lost(ends, dict.fromkeys((0, 2), "was in async_save"))
 
 
 @pytest.mark.slow
