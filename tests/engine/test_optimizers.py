@@ -17,7 +17,7 @@ from pages import code_blocks, page, section
 from shared_ranks import run_ranks
 from small_models import Chain, Layer, agree_with_plain, chain, inputs, leave, whole, wholes
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -67,6 +67,60 @@ def every_optimizer_agrees(names: Sequence[str]) -> None:
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_optimizer_of_torch_gives_the_bits_of_plain_training(world):
     run_ranks(world, every_optimizer_agrees, list(ELEMENTWISE), timeout=120)
+
+
+class Turns(nn.Module):
+    """Complex parameters, of which the ranks have unequal parts along the last dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.vector = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.matrix = nn.Parameter(torch.randn(48, 5, dtype=torch.complex64))
+        self.scalar = nn.Parameter(torch.randn((), dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(x.to(torch.complex64) @ self.matrix * self.vector * self.scalar)
+
+
+def turned(shard: Any, make: Make, how: str) -> Any:
+    """Return the parameters after some steps, with a hook of the optimizer or a closure in some of them."""
+    model = Turns()
+    if shard is not leave:
+        shard(model, shard_placement_fn=lambda param: Shard(1) if param.ndim == 2 else None)
+    optimizer = make(list(model.parameters()))
+    results: list[Any] = []
+    if how == "hook":
+        optimizer.register_step_post_hook(lambda *_: results.append(None))
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(inputs(step)).square().mean()
+        loss.backward()
+        is_closure = how == "closures" or (how == "closure later" and step == 2)
+        results.append(optimizer.step(lambda found=loss: found.detach()) if is_closure else optimizer.step())
+    return [wholes(model), results]
+
+
+def complex_parameters_agree() -> None:
+    for name, make in ELEMENTWISE.items():
+        if "fused" not in name:
+            agree_with_plain(partial(turned, make=make, how="plain"), "zero1", "zero3")
+    for how in ("closures", "closure later", "hook"):
+        agree_with_plain(partial(turned, make=ELEMENTWISE["AdamW"], how=how), "zero3")
+    model = Turns()
+    fully_shard(model)
+    model(inputs()).square().mean().backward()
+    optimizer = Careful(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"Careful cannot step vector, a complex parameter.*step_shards"):
+        optimizer.step()
+    before = wholes(model)["vector"]
+    step_shards(optimizer).step()
+    assert before is not None and not torch.equal(before, wholes(model)["vector"])
+
+
+def test_complex_parameters_in_unequal_parts_are_stepped():
+    """A `DTensor` of these gives optimizers a copy when they view it as real numbers, and their writes are lost."""
+    run_ranks(2, complex_parameters_agree)
 
 
 # -- made before sharding ---------------------------------------------------------------------------------------------

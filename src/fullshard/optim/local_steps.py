@@ -73,9 +73,11 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Prepare a step, or take it. Return other arguments for the optimizer's own step, or None for those given."""
     if optimizer in trials:
-        return
+        return None
+    replaced = None
     if optimizer not in _stepping:
         _give_back(optimizer)
         point_to_shards(optimizer)
@@ -86,8 +88,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         note_outside(optimizer)
         choose_for_budget(optimizer)
         _step_shards(optimizer)
-        _step_in_place_of(optimizer, args, kwargs)
+        replaced = _step_in_place_of(optimizer, args, kwargs)
     _note_step()
+    return replaced
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -252,6 +255,8 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
             may_wait = not (args or kwargs or has_step_hooks(optimizer)) and type(optimizer) in _ELEMENTWISE
             step_all = partial(_step_separately, optimizer, disk, on_cpu, may_wait=may_wait)
             return _step_outside_of_graphs(optimizer, step_all, inner, args, kwargs)
+        if _complex_without_view(optimizer) is not None:
+            return _step_outside_of_graphs(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
         if block_states(optimizer) is not None and not torch.compiler.is_compiling():  # their kernels take no DTensors
             return _step_in_chunks(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
         # A closure, or a hook of the user, must see the parameters that the user knows.
@@ -520,31 +525,59 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         module.set_rng_state(state)
 
 
-def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _complex_without_view(optimizer: Optimizer) -> DTensor | None:
+    """Return a complex parameter that an optimizer of torch cannot step as a `DTensor`, if `optimizer` has one.
+
+    Optimizers view complex tensors as real ones. A `DTensor` that ranks have unequal parts of along its last dim is
+    gathered for that, so what is written to the view is lost. One without a dim raises `RuntimeError`.
+    """
+    for param in _params(optimizer):
+        if param.is_complex() and isinstance(param, DTensor):
+            last = param.ndim - 1
+            for axis, placement in enumerate(param.placements):
+                is_cut = isinstance(placement, Shard) and placement.dim == last
+                if last < 0 or (is_cut and param.shape[last] % param.device_mesh.size(axis)):
+                    return param
+    return None
+
+
+def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Step `optimizer` in parts, if it has any, when its own step begins, and remove its parameters until that is over.
 
-    With a closure, its own step is used: all its states are in memory then, and are written to the disk afterwards. The
+    With a closure, its own step is used: all its states are in memory then, and are written to the disk afterwards. But
+    it is not used for complex parameters that have no view: the arguments returned give it the closure's result. The
     user's hooks, which may exist on some ranks only, do not matter: they are called here, around all parts.
     """
     disk = None if isinstance(optimizer, ChunkedSteps) else states_on_disk(optimizer)
-    on_cpu = _on_cpu(optimizer)
-    if disk is None and not on_cpu:
-        return
+    on_cpu, complex_param = _on_cpu(optimizer), _complex_without_view(optimizer)
+    if disk is None and not on_cpu and complex_param is None:
+        return None
     if type(optimizer) not in _BY_PARAMETER and not hasattr(optimizer.step, _MARK):
+        if complex_param is not None and (managed := managed_by(complex_param)) is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__} cannot step {managed.param.fqn}, a complex parameter of shape "
+                f"{tuple(complex_param.shape)}: as a DTensor over {complex_param.device_mesh.size()} ranks it has no "
+                "view as real numbers, so torch would lose what the optimizer writes. If it treats elements by "
+                "themselves, have it step each rank's plain shards: optimizer = "
+                "fullshard.optim.step_shards(optimizer)."
+            )
         if disk is None:
-            return
+            return None
         raise ConfigError(
             f"{type(optimizer).__name__} is to have states on a disk, as Offload says, but may need all parameters at "
             "once. Use an optimizer of torch.optim that is known to step each by itself, such as AdamW, or Muon of "
             "fullshard.optim; or, if it treats elements by themselves, fullshard.optim.step_shards(optimizer)."
         )
     _given[optimizer] = [group["params"] for group in optimizer.param_groups]
-    if len(args) == 1 and not kwargs:  # the optimizer is one
-        step_all = partial(_step_separately, optimizer, disk, on_cpu, may_wait=False)
-        _step_outside_of_graphs(optimizer, step_all, type(optimizer).step, (), {})
-        _withheld[optimizer] = withhold_step_hooks(optimizer)
-        for group in optimizer.param_groups:
-            group["params"] = []
+    has_closure = len(args) > 1 or bool(kwargs)  # the optimizer is one
+    if has_closure and complex_param is None:
+        return None
+    step_all = partial(_step_separately, optimizer, disk, on_cpu, may_wait=False)
+    result = _step_outside_of_graphs(optimizer, step_all, type(optimizer).step, args[1:], kwargs)
+    _withheld[optimizer] = withhold_step_hooks(optimizer)
+    for group in optimizer.param_groups:
+        group["params"] = []
+    return ((optimizer, lambda: result), {}) if has_closure else None
 
 
 def _nothing() -> None:
