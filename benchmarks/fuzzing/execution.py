@@ -135,6 +135,77 @@ class Lookup(nn.Module):
         return x + self.table((x.detach()[:, 0].float() * 7).long() % self.rows).to(x.dtype)
 
 
+def heads_of(width: int) -> int:
+    return 2 if width % 2 == 0 else 1
+
+
+class Attention(nn.Module):
+    """Attention between rows. Its output layer is never called: torch reads the weights of that."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, heads_of(width), batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(self.attention.in_proj_weight.dtype)
+        return x + self.attention(y, y, y, need_weights=False)[0]
+
+
+class Encoder(nn.Module):
+    """A layer of torch that, in evaluation, reads the weights of its children instead of calling them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(width, heads_of(width), 7, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.to(self.layer.linear1.weight.dtype)[None])[0]
+
+
+class Recurrent(nn.Module):
+    """A module that keeps its weights in a list, besides."""
+
+    def __init__(self, width: int, how: str) -> None:
+        super().__init__()
+        self.cell = getattr(nn, how)(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.cell(x.to(self.cell.weight_ih_l0.dtype))[0]
+
+
+class Convolution(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(1, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x.to(self.inner.weight.dtype)[:, None]).mean(1)
+
+
+class Complex(nn.Module):
+    """Complex parameters, which mixed precision does not cast."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(width, width, dtype=torch.complex64) / width)
+        self.turn = nn.Parameter(torch.randn(width, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x.to(self.matrix.dtype) * self.turn) @ self.matrix
+        return x + (y.real - 0.5 * y.imag).to(x.dtype)
+
+
+class Integers(nn.Module):
+    """A frozen parameter of integers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(2 * width).reshape(2, width), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.01 * self.table.sum(0).to(x.dtype)
+
+
 class Own(nn.Module):
     """A parameter that is used by the module that also calls a child."""
 
@@ -375,7 +446,8 @@ class Builder:
         self.ignored: list[nn.Parameter] = []
         self.model: nn.Module = Model(self._node(program.get("model", {"kind": "linear"})))
         if "dtype" in program:
-            self.model.to(getattr(torch, program["dtype"]))
+            dtype = getattr(torch, program["dtype"])
+            self.model._apply(lambda t: cast(t, dtype))  # `to` would cast complex parameters as well
 
     def _node(self, node: Json) -> nn.Module:
         module = made = self._made(node)
@@ -425,6 +497,12 @@ class Builder:
             "scale": lambda: Scale(width),
             "lookup": lambda: Lookup(width, node.get("rows", 5)),
             "weight norm": lambda: nn.utils.parametrizations.weight_norm(Linear(width, width)),
+            "attention": lambda: Attention(width),
+            "encoder": lambda: Encoder(width),
+            "recurrent": lambda: Recurrent(width, node.get("how", "GRU")),
+            "convolution": lambda: Convolution(node.get("channels", 3)),
+            "complex": lambda: Complex(width),
+            "integers": lambda: Integers(width),
             "unused": lambda: Unused(width, node.get("rows", 5)),
             "counted": lambda: Counted(width),
             "shape": lambda: Shape(node.get("how", "view")),
@@ -492,6 +570,17 @@ def loss_of(program: Json, model: nn.Module, step: int, micro: int, rank: int) -
         x = x.clone().requires_grad_()  # a leaf that is not a view: `unbind` returns views that must not be written
     loss = (model(x) - target).float().square().mean()
     return loss + sum(module.aux.float() for module in model.modules() if isinstance(module, Aux))
+
+
+def can_be_trained(param: Tensor) -> bool:
+    """True unless `param` is of integers."""
+    return param.is_floating_point() or param.is_complex()
+
+
+def has_all_states(optimizer: torch.optim.Optimizer) -> bool:
+    """True if all parameters have a state, or none: torch's state dicts cannot be loaded where one is missing."""
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    return len({bool(optimizer.state.get(param)) for param in params}) < 2
 
 
 def forget_losses(model: nn.Module) -> None:
@@ -613,6 +702,8 @@ class Plain(Driver):
             self.pending[i] = grad.clone() if self.pending[i] is None else self.pending[i] + grad
             own.grad = None
 
+        if not can_be_trained(own):
+            return
         is_trained = own.requires_grad
         own.requires_grad_().register_post_accumulate_grad_hook(collect)
         own.requires_grad_(is_trained)
@@ -714,7 +805,7 @@ class Plain(Driver):
 
     def edit(self, action: Json) -> None:
         with torch.no_grad():
-            for param in self.model.parameters():
+            for param in filter(can_be_trained, self.model.parameters()):
                 param.mul_(0.875)
 
     def summon(self, action: Json) -> None:
@@ -730,7 +821,9 @@ class Plain(Driver):
     def freeze(self, action: Json) -> None:
         params = list(self.model.parameters())
         i = action.get("which", 0) % len(params)
-        if i not in self.ignored:  # no rank averages the gradients of these, so ranks would train different models
+        if (
+            can_be_trained(params[i]) and i not in self.ignored
+        ):  # no rank averages the gradients of these, so ranks would train different models
             params[i].requires_grad_(action.get("trained", False))
 
     def copied(self, action: Json) -> None:
@@ -744,6 +837,8 @@ class Plain(Driver):
 
     def reload(self, action: Json) -> None:
         """See that torch's state dicts of the plain model can be loaded."""
+        if not has_all_states(self.optimizer):
+            return
         model, optimizer = copy.deepcopy(dcp.get_state_dict(self.model, self.optimizer))
         dcp.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
@@ -974,7 +1069,7 @@ class Sharded(Driver):
     def edit(self, action: Json) -> None:
         self.reshard_all()  # writes to unsharded parameters are lost with a warning
         with torch.no_grad():
-            for param in self.model.parameters():
+            for param in filter(can_be_trained, self.model.parameters()):
                 param.mul_(0.875)
 
     def reshard_all(self) -> None:
@@ -1027,6 +1122,8 @@ class Sharded(Driver):
 
     def reload(self, action: Json) -> None:
         """Save and load by torch's state dicts of model and optimizer."""
+        if not has_all_states(self.optimizer):
+            return
         options = dcp.StateDictOptions(full_state_dict=action.get("full", False))
         model, optimizer = copy.deepcopy(dcp.get_state_dict(self.model, self.optimizer, options=options))
         self.lose_values()

@@ -22,6 +22,12 @@ LEAVES = {
     "scale": 1,
     "lookup": 1,
     "weight norm": 0.5,
+    "attention": 0.7,
+    "encoder": 0.5,
+    "recurrent": 0.5,
+    "convolution": 0.7,
+    "complex": 0.7,
+    "integers": 0.5,
     "unused": 1,
     "counted": 1,
     "shape": 2,
@@ -111,7 +117,9 @@ class Generator:
             program["dtype"] = choose(("bfloat16", "float64"))
         self.interface(program)
         optimizers = OPTIMIZERS
-        if ranks > 1 and program["strategy"] != "ddp":  # a fused kernel of torch rounds the last elements differently
+        if (ranks > 1 and program["strategy"] != "ddp") or '"complex"' in json.dumps(
+            program["model"]
+        ):  # a fused kernel of torch rounds the last elements differently
             optimizers = [optimizer for optimizer in OPTIMIZERS if "fused" not in optimizer]
         program["optimizer"] = choose(optimizers) | ({"two groups": True} if self.chance(0.2) else {})
         for key, probability in (("input needs grad", 0.1), ("broadcast_buffers", 0.1), ("check finite", 0.1)):
@@ -194,6 +202,10 @@ class Generator:
             )
             if node["how"] == "inplace on input" and (not fresh or "recompute" in node):
                 node["how"] = "inplace"
+        elif kind == "recurrent":
+            node["how"] = choose(("GRU", "LSTM", "RNN"))
+        elif kind == "convolution":
+            node["channels"] = choose((1, 3, 4))
         elif kind == "repeat":
             node["times"] = choose((2, 3))
         elif kind == "dropped":
@@ -240,8 +252,6 @@ class Generator:
             "reload": 0.7,
             "checkpointed": 1,
         }
-        if "unused" in str(program["model"]):  # torch's state dicts cannot be loaded where a state is missing
-            others.pop("reload")
         loop = [self.step(program)]
         for _ in range(self.random.randint(1, 6)):
             loop.append(self.step(program) if self.chance(0.6) else self.other(self.weighted(others), program))
@@ -283,7 +293,7 @@ class Generator:
         if do == "checkpointed" and self.chance(0.5) and "replicas" not in program:
             action["into"] = choose(("ddp", "zero1", "zero2", "zero3"))
         flags = {"unshard": ("async", "no wait", "leave"), "summon": ("write",), "evaluate": ("inference",)}
-        flags |= {"checkpointed": ("async",)}
+        flags |= {"checkpointed": ("async",), "reload": ("full",)}
         for flag in flags.get(do, ()):
             if self.chance(0.4):
                 action[flag] = True
