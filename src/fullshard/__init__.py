@@ -33,37 +33,24 @@ from fullshard.fully_shard import (
 from fullshard.liveness.watchdog import set_collective_timeout
 from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
 from fullshard.policy.meshes import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-from fullshard.policy.offload import CPUOffload, CPUOffloadPolicy, Offload, OffloadPolicy
-from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
-from fullshard.policy.strategy import Placement, Placements, ShardingStrategy
+from fullshard.policy.offload import CPUOffloadPolicy, Offload, OffloadPolicy
+from fullshard.policy.precision import MixedPrecisionPolicy
+from fullshard.policy.strategy import Placement, Placements
 from fullshard.policy.switches import (
     check_finite_gradients,
     compare_ranks,
     share_memory_between_ranks,
     share_memory_between_units,
 )
-from fullshard.state.state_dict import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
 from fullshard.tape.recorder import recording
 
 if TYPE_CHECKING:
+    from fullshard.fsdp1 import *  # noqa: F403  # its `__all__` is public here, too
     from fullshard.plan.background import predict_beside
     from fullshard.plan.explain import explain
     from fullshard.report.recording import RunReport, report
     from fullshard.state.streaming import stream_weights
     from fullshard.state.summon import summon_full_params
-    from fullshard.wrapper import BackwardPrefetch, FullyShardedDataParallel
 else:
     # Import the package `report`, which is empty, and remove it from this namespace. Otherwise a later import of one of
     # its modules would set `fullshard.report` to the package, and hide the function of that name.
@@ -73,20 +60,35 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "fullshard.fsdp1": [
+                "BackwardPrefetch",
+                "CPUOffload",
+                "FullOptimStateDictConfig",
+                "FullStateDictConfig",
+                "FullyShardedDataParallel",
+                "LocalOptimStateDictConfig",
+                "LocalStateDictConfig",
+                "MixedPrecision",
+                "OptimStateDictConfig",
+                "OptimStateKeyType",
+                "ShardedOptimStateDictConfig",
+                "ShardedStateDictConfig",
+                "ShardingStrategy",
+                "StateDictConfig",
+                "StateDictSettings",
+                "StateDictType",
+            ],
             "fullshard.plan.background": ["predict_beside"],
             "fullshard.plan.explain": ["explain"],
             "fullshard.report.recording": ["RunReport", "report"],
             "fullshard.state.streaming": ["stream_weights"],
             "fullshard.state.summon": ["summon_full_params"],
-            "fullshard.wrapper": ["BackwardPrefetch", "FullyShardedDataParallel"],
         },
     )
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
     "CPUOffloadPolicy",
     "CheckpointError",
     "ConfigError",
@@ -94,22 +96,14 @@ __all__ = [
     "DiskError",
     "FSDPMeshInfo",
     "FSDPModule",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullshardError",
-    "FullyShardedDataParallel",
     "HSDPMeshInfo",
     "LayoutError",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
     "MissingLibraryError",
-    "MixedPrecision",
     "MixedPrecisionPolicy",
     "NonFiniteError",
     "Offload",
     "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
     "Placement",
     "Placements",
     "RankLostError",
@@ -117,12 +111,6 @@ __all__ = [
     "RunReport",
     "ShardPlacementResult",
     "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "StateError",
     "UnshardHandle",
     "check_finite_gradients",

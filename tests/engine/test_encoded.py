@@ -478,7 +478,7 @@ def test_unknown_encodings_are_refused_by_name(policy):
         policy(gather_wire="int4")
     with pytest.raises(ConfigError, match=r"\(reduce_wire=torch.bfloat16\): one of 'bf16', 'int8', 'int4' is needed"):
         policy(reduce_wire=torch.bfloat16)
-    with pytest.raises(ConfigError, match="what travels encoded is summed in float32"):
+    with pytest.raises(ConfigError, match="encoded gradients are summed in float32"):
         policy(reduce_wire="int8", reduce_dtype=torch.bfloat16)
 
 

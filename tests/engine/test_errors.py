@@ -1237,7 +1237,7 @@ def a_dtype_by_name() -> Steps:
 @mistake(
     ConfigError,
     "keep_low_precision_grads=True is not supported",
-    "Leave it False; reduce_dtype sets what travels",
+    "Leave it False, and set reduce_dtype",
     ranks=0,
 )
 def low_precision_gradients() -> Steps:
@@ -1251,7 +1251,7 @@ def unknown_transport() -> Steps:
     MixedPrecisionPolicy(gather_wire="int3")
 
 
-@mistake(ConfigError, "reduce_wire='int8', reduce_dtype=torch.bfloat16", "Leave reduce_dtype out", ranks=0)
+@mistake(ConfigError, "reduce_wire='int8', reduce_dtype=torch.bfloat16", "Leave out reduce_dtype or reduce_wire", ranks=0)
 def encoded_and_summed_in_low_precision() -> Steps:
     yield
     MixedPrecisionPolicy(reduce_wire="int8", reduce_dtype=torch.bfloat16)
@@ -2704,7 +2704,7 @@ def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
 SOURCE = Path(fullshard.__file__).parent
 # Files and folders with mistakes tested separately: those of commands, liveness, shared memory, exports, safety
 # copies, disks and offloaded data, runs in ranks, integrations, benches, predictions,
-# trials of optimizers, batches.
+# trials of optimizers, batches, names of packages.
 ELSEWHERE = {
     *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
     *("optim/elementwise.py", "testing/parity/batches.py", "testing/parity/plain.py"),
@@ -2714,7 +2714,7 @@ ELSEWHERE = {
     *("plan/prediction.py", "plan/forecast.py", "plan/background.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py"),
     *("checkpoint/keeper.py", "checkpoint/safety_copy.py"),
-    *("checkpoint/manifest.py", "checkpoint/metadata_file.py", "regular_files.py"),
+    *("checkpoint/manifest.py", "checkpoint/metadata_file.py", "regular_files.py", "_lazy.py"),
 }
 # Functions whose mistakes are made in tests/checkpoint/test_hostile_files.py and tests/checkpoint/test_rank_files.py.
 FUNCTIONS_ELSEWHERE = {

@@ -103,7 +103,7 @@ ROOMS: dict[str, list[str] | None] = {
     "wrap": None,
     "sharding": None,
     "fully_shard": None,
-    "wrapper": None,
+    "fsdp1": ["precision", "wrapper", "__init__"],
     "plan": None,  # which shards a model to measure what that costs
     "report": [
         "run",

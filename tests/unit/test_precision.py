@@ -1,5 +1,7 @@
 """The dtype of each number: a contract that follows from a policy, and policies that reject invalid combinations."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -62,6 +64,31 @@ def test_low_precision_gradients_cannot_be_kept():
     """The optimizer needs gradients in its parameters' dtype: the argument is refused, not ignored."""
     with pytest.raises(ConfigError, match="keep_low_precision_grads=True is not supported"):
         MixedPrecision(keep_low_precision_grads=True)
+
+
+ONLY_FSDP1 = {  # the wrapper itself applies these
+    "buffer_dtype",
+    "keep_low_precision_grads",
+    "cast_root_forward_inputs",
+    "_module_classes_to_ignore",
+}
+VALUES = {
+    "param_dtype": BF16,
+    "reduce_dtype": FP32,
+    "cast_forward_inputs": True,
+    "gather_wire": "int8",
+    "reduce_wire": "bf16",
+}
+
+
+def test_mixed_precision_passes_on_every_field_of_the_policy():
+    """A field that is added to one of the classes fails here until `VALUES` or the sets name it."""
+    names = {field.name for field in fields(MixedPrecision)}
+    assert names == ONLY_FSDP1 | set(VALUES)
+    assert {field.name for field in fields(MixedPrecisionPolicy)} - names == {"output_dtype"}
+    assert MixedPrecision(**VALUES).policy() == MixedPrecisionPolicy(**VALUES)
+    default = MixedPrecisionPolicy(cast_forward_inputs=False)
+    assert all(getattr(default, name) != value for name, value in VALUES.items())
 
 
 def test_policies_are_values():

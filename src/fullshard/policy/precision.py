@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import nn
 
 from fullshard.errors import ConfigError
-from fullshard.policy.arguments import check_flags, check_iterable
+from fullshard.policy.arguments import check_flags
 from fullshard.policy.strategy import Placement, Placements
 
 __all__ = [
     "GATHER_ENCODINGS",
     "REDUCE_ENCODINGS",
     "DtypeContract",
-    "MixedPrecision",
     "MixedPrecisionPolicy",
+    "check_encoding",
     "check_encodings",
+    "check_floating",
     "is_castable",
 ]
 
@@ -109,9 +110,9 @@ class MixedPrecisionPolicy:
     reduce_wire: str | None = None
 
     def __post_init__(self) -> None:
-        _check_floating(self, ("param_dtype", "reduce_dtype", "output_dtype"))
+        check_floating(self, ("param_dtype", "reduce_dtype", "output_dtype"))
         check_flags(cast_forward_inputs=self.cast_forward_inputs)
-        _check_encoding(self)
+        check_encoding(self)
 
     def contract(self, stored: torch.dtype, grad: torch.dtype | None = None) -> DtypeContract:
         """Return the dtypes of parameters that are stored as `stored`. Integers and 8-bit floats are never cast.
@@ -135,74 +136,49 @@ class MixedPrecisionPolicy:
         )
 
 
-@dataclass(frozen=True)
-class MixedPrecision:
-    """The dtypes of a `FullyShardedDataParallel` module, with torch's names.
-
-    Args:
-        param_dtype: The dtype of unsharded floating-point parameters, and so of the all-gather and of compute.
-        reduce_dtype: The dtype of the gradient reduction. If None, `param_dtype`.
-        buffer_dtype: The dtype that floating-point buffers are cast to once.
-        keep_low_precision_grads: Must be False: an optimizer sees gradients in the dtype of its parameters.
-        cast_forward_inputs: Whether every unit casts its floating-point inputs to `param_dtype`.
-        cast_root_forward_inputs: Whether the root casts its inputs if `cast_forward_inputs` is False.
-        _module_classes_to_ignore: Modules of these classes become separate units that compute in full precision.
-        gather_wire: See `MixedPrecisionPolicy`. Not in torch.
-        reduce_wire: See `MixedPrecisionPolicy`. Not in torch.
+def check_floating(policy: object, names: Sequence[str]) -> None:
+    """Raise if one of the attributes `names` of `policy` is neither None nor a floating-point dtype of 16 bits or more.
 
     Raises:
-        ConfigError: A dtype is not a floating-point dtype, `keep_low_precision_grads` is True, or
-            `MixedPrecisionPolicy` does not support an encoding.
+        ConfigError: See above.
     """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    keep_low_precision_grads: bool = False
-    cast_forward_inputs: bool = False
-    cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (nn.modules.batchnorm._BatchNorm,)
-    gather_wire: str | None = None
-    reduce_wire: str | None = None
-
-    def __post_init__(self) -> None:
-        _check_floating(self, ("param_dtype", "reduce_dtype", "buffer_dtype"))
-        check_flags(
-            cast_forward_inputs=self.cast_forward_inputs,
-            cast_root_forward_inputs=self.cast_root_forward_inputs,
-            keep_low_precision_grads=self.keep_low_precision_grads,
-        )
-        check_iterable("_module_classes_to_ignore", self._module_classes_to_ignore, "a list of module classes")
-        _check_encoding(self)
-        if self.keep_low_precision_grads:
-            raise ConfigError(
-                "keep_low_precision_grads=True is not supported: parameters keep their own dtype in the shards, and "
-                "an optimizer needs gradients of that dtype. Leave it False; reduce_dtype sets what travels."
-            )
-
-
-def _check_floating(policy: object, names: Sequence[str]) -> None:
     for name in names:
         dtype = getattr(policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and is_castable(dtype)):
             raise ConfigError(
                 f"{type(policy).__name__}({name}={dtype!r}): a floating-point torch.dtype is needed, of 16 bits or "
-                "more, such as torch.bfloat16, or None to keep the dtype that is there."
+                "more, such as torch.bfloat16, or None to keep the existing dtype."
             )
 
 
-def _check_encoding(policy: MixedPrecision | MixedPrecisionPolicy) -> None:
+class _Encoded(Protocol):
+    """A policy that can encode messages."""
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None: ...
+    @property
+    def gather_wire(self) -> str | None: ...
+    @property
+    def reduce_wire(self) -> str | None: ...
+
+
+def check_encoding(policy: _Encoded) -> None:
+    """Raise if `policy` names an unknown encoding, or one that does not go with its `reduce_dtype`.
+
+    Raises:
+        ConfigError: See above.
+    """
     for name, known in (("gather_wire", GATHER_ENCODINGS), ("reduce_wire", REDUCE_ENCODINGS)):
         encoding = getattr(policy, name)
         if encoding is not None and encoding not in known:
             raise ConfigError(
                 f"{type(policy).__name__}({name}={encoding!r}): one of {', '.join(map(repr, known))} is needed, or "
-                "None to send numbers as they are."
+                "None to send unencoded values."
             )
     if policy.reduce_wire is not None and policy.reduce_dtype not in (None, torch.float32):
         raise ConfigError(
-            f"{type(policy).__name__}(reduce_wire={policy.reduce_wire!r}, reduce_dtype={policy.reduce_dtype}): what "
-            "travels encoded is summed in float32. Leave reduce_dtype out, or reduce_wire."
+            f"{type(policy).__name__}(reduce_wire={policy.reduce_wire!r}, reduce_dtype={policy.reduce_dtype}): "
+            "encoded gradients are summed in float32. Leave out reduce_dtype or reduce_wire."
         )
 
 

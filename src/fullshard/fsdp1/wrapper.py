@@ -31,11 +31,12 @@ from fullshard.engine.registry import clean_fqn, is_unit, process_groups_along, 
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole_methods import checked_methods
 from fullshard.errors import ConfigError, StateError
+from fullshard.fsdp1.precision import MixedPrecision
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.policy.arguments import check_callable, check_flags, check_iterable, check_type
 from fullshard.policy.offload import CPUOffload
 from fullshard.policy.options import ShardOptions
-from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
+from fullshard.policy.precision import MixedPrecisionPolicy
 from fullshard.policy.strategy import Placements, ShardingStrategy, resolve_placements
 from fullshard.sharding import copy_sharded, shard_unit
 from fullshard.state import optim_state
@@ -164,7 +165,7 @@ class FullyShardedDataParallel(nn.Module):
             (module,),
             ShardOptions(
                 placements=resolve_placements(strategy),
-                precision=_policy(mixed_precision),
+                precision=MixedPrecisionPolicy() if mixed_precision is None else mixed_precision.policy(),
                 offload=(cpu_offload or CPUOffload()).policy,
                 prefetches_forward=forward_prefetch,
                 backward_prefetch="" if backward_prefetch is None else backward_prefetch.value,
@@ -740,15 +741,3 @@ def _mesh(
     if group is not None and group is not dist.group.WORLD:
         return DeviceMesh.from_group(group, device.type)
     return default_mesh(device.type, replicated=resolve_placements(strategy).replicated)
-
-
-def _policy(precision: MixedPrecision | None) -> MixedPrecisionPolicy:
-    if precision is None:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(
-        param_dtype=precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        cast_forward_inputs=precision.cast_forward_inputs,
-        gather_wire=precision.gather_wire,
-        reduce_wire=precision.reduce_wire,
-    )

@@ -1,0 +1,41 @@
+"""The interface of torch's first FSDP: the wrapper class, and the classes that its arguments and state dicts take.
+
+All of these names can be imported from `fullshard`, too.
+"""
+
+from fullshard.fsdp1.precision import MixedPrecision
+from fullshard.fsdp1.wrapper import BackwardPrefetch, FullyShardedDataParallel
+from fullshard.policy.offload import CPUOffload
+from fullshard.policy.strategy import ShardingStrategy
+from fullshard.state.state_dict import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
