@@ -1251,7 +1251,7 @@ def unknown_transport() -> Steps:
     MixedPrecisionPolicy(gather_wire="int3")
 
 
-@mistake(ConfigError, "reduce_wire='int8', reduce_dtype=torch.bfloat16", "Leave out reduce_dtype or reduce_wire", ranks=0)
+@mistake(ConfigError, "reduce_wire='int8', reduce_dtype=torch.bfloat16", "Leave out reduce_dtype", ranks=0)
 def encoded_and_summed_in_low_precision() -> Steps:
     yield
     MixedPrecisionPolicy(reduce_wire="int8", reduce_dtype=torch.bfloat16)
