@@ -252,7 +252,7 @@ def poison_freed(model: nn.Module) -> None:
     """
     dist.barrier()
     for unit in units_in(model):
-        if not unit.occupies_slot:
+        if not unit.residency.memory.is_occupied:
             storage = unit.slot.storage
             assert storage.nbytes() == 0 or unit.slot.shared
             torch.empty(0).set_(storage).fill_(torch.nan)

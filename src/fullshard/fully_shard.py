@@ -304,7 +304,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Return once the module has its unsharded parameters."""
         for unit in self._units:
-            unit.wait_unshard()
+            unit.residency.wait_unshard()
 
 
 class FSDPModule:
@@ -340,8 +340,8 @@ class FSDPModule:
     def reshard(self) -> None:
         """Put the shards back into the modules, and free the unsharded parameters."""
         unit = unit_of(_module(self))
-        unit.state.is_unsharded_by_hand = False
-        unit.hand_over_shards()
+        unit.residency.is_unsharded_by_hand = False
+        unit.residency.hand_over_shards()
         accelerator_for(unit.device).end_pass()
 
     @contextmanager
@@ -357,13 +357,13 @@ class FSDPModule:
         """Set whether backward reduces gradients over the ranks: False for all microbatches of a step but the last."""
         check_flags(requires_gradient_sync=requires_gradient_sync)
         for unit in self._units(recurse):
-            unit.state.syncs_gradients = requires_gradient_sync
+            unit.settings.syncs_gradients = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward also reduces over the replicate axis, or keeps sums over the shard axis for later."""
         check_flags(requires_all_reduce=requires_all_reduce)
         for unit in self._units(recurse):
-            unit.state.syncs_replicas = requires_all_reduce
+            unit.settings.syncs_replicas = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether parameters without a gradient are reduced as zeros, which is needed if only some ranks use them.
@@ -373,19 +373,19 @@ class FSDPModule:
         """
         check_flags(reduce_scatter_unused_params=reduce_scatter_unused_params)
         for unit in self._units(recurse):
-            unit.state.reduces_unused = reduce_scatter_unused_params
+            unit.settings.reduces_unused = reduce_scatter_unused_params
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free the unsharded parameters between forward and backward, or keep them."""
         check_flags(reshard_after_forward=reshard_after_forward)
         for unit in self._units(recurse):
-            unit.state.reshard_after_forward = reshard_after_forward
+            unit.settings.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free the unsharded parameters after backward, or keep them so that a further microbatch gathers nothing."""
         check_flags(reshard_after_backward=reshard_after_backward)
         for unit in self._units(recurse):
-            unit.state.reshard_after_backward = reshard_after_backward
+            unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accept scripts written for torch, without effect: every backward ends with its reductions finished."""
@@ -418,7 +418,7 @@ class FSDPModule:
         Switch it off only where backward reads no parameter, as that of an embedding: it would read freed memory.
         """
         check_flags(unshard_in_backward=unshard_in_backward)
-        unit_of(_module(self)).state.unshards_in_backward = unshard_in_backward
+        unit_of(_module(self)).settings.unshards_in_backward = unshard_in_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients by `factor` instead of the number of the root's ranks.
@@ -429,7 +429,7 @@ class FSDPModule:
         """
         if not is_number(factor) or not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor({factor!r}): a positive number is needed.")
-        unit_of(_module(self)).state.gradient_divisor = factor
+        unit_of(_module(self)).settings.gradient_divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -464,7 +464,7 @@ class FSDPModule:
                 f"set_all_reduce_hook(stream=...): {replicated} has a replicate axis, and the hook runs on the stream "
                 "of its all-reduce. Leave stream out."
             )
-        unit.state.all_reduce_hook = hook if stream is None else functools.partial(on_stream, stream, hook)
+        unit.settings.all_reduce_hook = hook if stream is None else functools.partial(on_stream, stream, hook)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Refused: torch's interface is for one send and one receive buffer, and there are none here.
@@ -524,7 +524,7 @@ class FSDPModule:
 
         On a CPU, which has no streams, the step is over when it returns, and nothing waits.
         """
-        runtime_of(_module(self)).residency.after_optimizer = event
+        runtime_of(_module(self)).scheduler.after_optimizer = event
 
     def reset_iter_state(self) -> None:
         """Clean up after a failed forward or backward: all units are sharded, and none is in use.
@@ -560,11 +560,11 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Start the gathers of these units at this one's forward, instead of the next one in the recorded order."""
-        unit_of(_module(self)).state.next_forward = _units_of(modules)
+        unit_of(_module(self)).settings.next_forward = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Start the gathers of these units at this one's backward, instead of the next one in the recorded order."""
-        unit_of(_module(self)).state.next_backward = _units_of(modules)
+        unit_of(_module(self)).settings.next_backward = _units_of(modules)
 
     def _units(self, recurse: bool) -> list[Unit]:
         check_flags(recurse=recurse)
@@ -634,7 +634,7 @@ def take_part(module: nn.Module) -> Tensor:
         StateError: the module is not a unit, or its unused parameters are not reduced.
     """
     check_type("module", module, nn.Module, "a unit")
-    lacking = [unit for unit in units_in(module) if unit.is_trained and not unit.state.reduces_unused]
+    lacking = [unit for unit in units_in(module) if unit.is_trained and not unit.settings.reduces_unused]
     if lacking:
         raise StateError(
             f"take_part({type(module).__name__}): {lacking[0].name} is reduced with its last gradient, which other "

@@ -233,7 +233,7 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     _check_whole(module, units)
     for unit in units:
         check_idle(unit, "to be copied")
-        unit.reshard()
+        unit.residency.reshard()
         unit.check_replacements()
         memo[id(unit)] = None
         for param in unit.params:
@@ -355,7 +355,7 @@ def _shard_identically(unit: Unit, memo: dict[Any, Any]) -> None:
         shard_placement_fn=placed_identically,
         device=unit.device,
     )
-    made.state.take_switches(unit.state)
+    made.settings = unit.settings.copy()
     if not unit.is_meta:
         # Parameters may have been frozen since they were grouped, so the order of the copies may differ.
         copies = {(owner.module, owner.name): param for param in made.params for owner in param.owners}

@@ -178,7 +178,7 @@ def kept_after_passing_by() -> list[list[bool]]:
     for is_of_all in (False, True):
         hidden = model(inputs())
         loss_of(model.head(hidden if is_of_all else hidden.detach())).backward()
-        kept.append([unit.occupies_slot for unit in units_in(model)])
+        kept.append([unit.residency.memory.is_occupied for unit in units_in(model)])
     return kept
 
 

@@ -143,7 +143,8 @@ def copy_all_that_is_awkward() -> None:
     assert copied.embedding.weight.mark == "tied"
     assert not isinstance(copied.extra.weight, DTensor)
     assert copied.extra.weight is not model.extra.weight
-    assert [u.state.syncs_gradients for u in units_in(copied)] == [u.state.syncs_gradients for u in units_in(model)]
+    before, after = ([unit.settings.syncs_gradients for unit in units_in(each)] for each in (model, copied))
+    assert after == before
     holder = copy.deepcopy(nn.ModuleDict({"model": model, "head": nn.Linear(2, 2)}))
     assert_same(wholes(holder["model"]), wholes(model))
     with torch.device("meta"):

@@ -16,7 +16,7 @@ from torch.func import grad, jacrev, jvp, vmap
 
 from fullshard import fully_shard
 from fullshard.engine.registry import units_in
-from fullshard.engine.unit import Form
+from fullshard.engine.residency import AT_REST
 from fullshard.policy.switches import switches
 from fullshard.testing import assert_same
 
@@ -95,19 +95,19 @@ def learn_as_plain(strategy: str) -> None:
     for name, transform in TRANSFORMS.items():
         model = sharded(strategy)
         assert_same(learn(model, name), learn(Field(), name), name=name)
-        assert all(unit.form is Form.SHARDED for unit in units_in(model))
+        assert all(unit.residency.state in AT_REST for unit in units_in(model))
         transform(model, torch.ones(2, 3))
         model.state_dict()
         model(torch.ones(2, 3)).sum().backward()
-        assert all(unit.form is Form.SHARDED for unit in units_in(model))
+        assert all(unit.residency.state in AT_REST for unit in units_in(model))
         transform(model, torch.ones(2, 3))
         model.state_dict()
         model.derives = False
         with torch.no_grad():
             vmap(model)(torch.ones(2, 3))
             model(torch.ones(2, 3))
-        assert all(unit.form is Form.SHARDED for unit in units_in(model))  # nothing of an evaluation stays
-        assert not any(unit.state.awaits_backward for unit in units_in(model))
+        assert all(unit.residency.state in AT_REST for unit in units_in(model))  # nothing of an evaluation stays
+        assert not any(unit.residency.awaits_backward for unit in units_in(model))
     dist.barrier()
 
 
@@ -150,7 +150,7 @@ def learn_with_penalty_as_plain(strategy: str) -> None:
             model = sharded(strategy)
             assert_same(learn_with_penalty(model), expected)
             model(torch.ones(2, 3)).sum().backward()
-            assert all(unit.form is Form.SHARDED for unit in units_in(model))
+            assert all(unit.residency.state in AT_REST for unit in units_in(model))
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])

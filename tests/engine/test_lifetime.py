@@ -160,12 +160,12 @@ def leave_shared_memory() -> None:
         for a, b in permutations(units.values(), 2)
         if a.slot is b.slot and a.unsharded_nbytes and b.unsharded_nbytes
     )
-    leaver.move(Slot(torch.device("cpu")))
+    leaver.residency.move(Slot(torch.device("cpu")))
     assert not stayer.slot.is_referenced
     waiting = stayer.module(torch.ones(2, 64, requires_grad=True))
     assert stayer.slot.is_referenced
     with pytest.raises(StateError, match="a graph that waits for its backward has views of it"):
-        stayer.move(Slot(torch.device("cpu")))
+        stayer.residency.move(Slot(torch.device("cpu")))
     waiting.sum().backward()
     assert not stayer.slot.is_referenced
 

@@ -502,8 +502,8 @@ def is_common(scenario: Scenario) -> bool:
 
 REDUNDANT = {
     "Batch.take_back": "the reduce stream sends what it has received itself; on a CPU the host must wait",
-    "Unit.hand_over_shards": "the next gather waits for compute in any case; the next forward need not",
-    "Unit.notice_step": "compute has waited for that gather when it was asked for between steps",
+    "Residency.hand_over_shards": "the next gather waits for compute in any case; the next forward need not",
+    "Residency.notice_step": "compute has waited for that gather when it was asked for between steps",
     "Buffers.take": "reads from disks are not on the tape",
 }
 """Callers whose call of a function that waits is not needed on streams, and why it is there."""

@@ -49,7 +49,7 @@ from fullshard import (
 from fullshard.device.accelerator import pretending_to_capture
 from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
-from fullshard.engine.unit import Form
+from fullshard.engine.residency import AT_REST
 from fullshard.tape.recorder import Phase
 from fullshard.testing import assert_same
 
@@ -132,7 +132,7 @@ def fail_and_look(phase: str) -> None:
         model.layers[1].fails = ""
         with torch.no_grad():
             model(inputs())
-        assert {unit.form for unit in units_in(model)} == {Form.SHARDED}
+        assert all(unit.residency.state in AT_REST for unit in units_in(model))
         assert runtime_of(model).phase is Phase.IDLE
 
 
@@ -891,9 +891,9 @@ def look_after_each_step() -> None:
             assert all(isinstance(param, DTensor) for param in model.parameters())
             cut = [param.placements[-1].is_shard() for param in model.parameters()]
             assert set(cut) == {strategy != "ddp"}
-            assert {unit.form for unit in units_in(model)} == {Form.SHARDED}
+            assert all(unit.residency.state in AT_REST for unit in units_in(model))
             assert all(unit.slot.occupant is None for unit in units_in(model) if not unit.keeps_unsharded)
-            assert all(unit.state.users == 0 for unit in units_in(model))
+            assert all(unit.residency.users == 0 for unit in units_in(model))
             assert all(param.unsharded.grad is None for unit in units_in(model) for param in unit.params)
             optimizer.zero_grad()
             assert all(param.grad is None for param in model.parameters())

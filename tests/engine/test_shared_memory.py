@@ -497,7 +497,7 @@ def leave_on_one_rank() -> str:
     model = chain(fully_shard)
     steps(model, range(3))
     if dist.get_rank() == 1:
-        units_in(model)[2].move(Slot(torch.device("cpu")))
+        units_in(model)[2].residency.move(Slot(torch.device("cpu")))
     with pytest.raises(RankMismatchError) as raised:
         steps(model, range(2))
     return str(raised.value)

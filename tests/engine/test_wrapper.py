@@ -628,7 +628,7 @@ def reset_after_a_failure() -> None:
     model.reset_iter_state()
     model.zero_grad()
     assert runtime_of(model).phase is Phase.IDLE
-    assert all(unit.state.users == 0 for unit in units_in(model))
+    assert all(unit.residency.users == 0 for unit in units_in(model))
     assert_same(learn(model), expected)
     handle = model.layers[2].register_forward_hook(lambda *_: model.reset_iter_state())
     with pytest.raises(StateError, match="reset_iter_state within a forward or backward"):

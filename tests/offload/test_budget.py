@@ -225,7 +225,7 @@ def test_the_root_goes_to_the_disk_last(tmp_path):
     with dry.world(2), dry.taped(streams="cpu"):
         model = layers(Offload(budget="1GB", folder=tmp_path))
         root, *others = units_in(model)
-        root.state.is_root = True
+        root.is_root = True
         assert on_disk_in_turn([root, *others]) == [*others, root]
 
 

@@ -22,7 +22,7 @@ from fullshard.checkpoint.plain import plain_copy
 from fullshard.device.current import finish_copies
 from fullshard.engine.hooks import check_idle
 from fullshard.engine.registry import clean_fqn, units_in
-from fullshard.engine.unit import Form
+from fullshard.engine.residency import AT_REST
 from fullshard.state.optim_state import StateTemplate, params_by_fqn, sharded_optim_state_dict
 
 __all__ = ["restore_snapshot", "snapshot"]
@@ -57,7 +57,7 @@ def snapshot(
         ConfigError: The optimizer has a parameter that is not in the model.
     """
     for unit in units_in(model):
-        if unit.form is Form.SHARDED and not unit.state.is_summoned:
+        if unit.residency.state in AT_REST:
             unit.check_replacements()
     taken: dict[str, Any] = {"model": {fqn: _copied(tensor) for fqn, tensor in _own_tensors(model).items()}}
     if optimizer is not None:
@@ -99,7 +99,7 @@ def restore_snapshot(
     units = units_in(model)
     for unit in units:
         check_idle(unit, "to be restored from a snapshot")
-        unit.reshard()
+        unit.residency.reshard()
         unit.check_replacements()
     tensors = _own_tensors(model)
     _check_fits(taken, tensors, model, optimizer, scheduler)

@@ -103,7 +103,7 @@ def tiers_of(units: Sequence[Unit]) -> dict[Unit, str]:
     that are offloaded the longest have the most time for their transfers. The root is last, since its backward is
     first.
     """
-    ordered = sorted(units, key=lambda unit: unit.state.is_root)
+    ordered = sorted(units, key=lambda unit: unit.is_root)
     tiers: dict[Unit, str] = {}
     for fractions in {tuple(sorted(unit.options.activations.items())) for unit in units}:
         identical = [unit for unit in ordered if tuple(sorted(unit.options.activations.items())) == fractions]
@@ -207,7 +207,7 @@ class Activations:
     def end_backward(self) -> None:
         """Note that a backward has ended without an error."""
         self.backwards += 1
-        self.held_whole = self.held_whole or not all(unit.state.syncs_gradients for unit in self._units)
+        self.held_whole = self.held_whole or not all(unit.settings.syncs_gradients for unit in self._units)
         self._look_at_disks()
 
     def _look_at_disks(self) -> None:

@@ -45,11 +45,11 @@ class Expected:
 
         `serial` is the number of the last backward.
         """
-        self.open = [item for item in self.open if item.serial == serial or not (top.state.is_root or top is item.top)]
+        self.open = [item for item in self.open if item.serial == serial or not (top.is_root or top is item.top)]
 
     def begin_forward(self, top: Unit, serial: int) -> None:
         """Note that the outermost forward of `top` begins, after the backward with number `serial`."""
-        self.forward = OrderTracker(self._orders.get(top.state.number, ()))
+        self.forward = OrderTracker(self._orders.get(top.number, ()))
         self.open = [*self.open[1 - _MOST_OPEN :], OpenForward(top, serial)]
 
     def end_forward(self, top: Unit) -> None:
@@ -57,11 +57,11 @@ class Expected:
         if not self.open[-1].left:  # none of it was to be differentiated
             self.open.pop()
         self.forward_order = tuple(self.forward.visited)
-        self._orders[top.state.number] = self.forward_order
+        self._orders[top.number] = self.forward_order
 
     def begin_backward(self) -> None:
         """Note that a backward begins."""
-        self._left = tuple(unit.state.number for forward in self.open for unit in forward.left if unit.param_groups)
+        self._left = tuple(unit.number for forward in self.open for unit in forward.left if unit.param_groups)
         self.backward = OrderTracker(self._backward_orders.get(self._left, self._left[::-1]))
 
     def end_backward(self) -> None:
@@ -87,16 +87,16 @@ class Expected:
 
     def ahead_in_forward(self, unit: Unit) -> list[Unit]:
         """Return the units to gather ahead, now that forward is at `unit`."""
-        return self._ahead(unit, self.forward, unit.state.next_forward)
+        return self._ahead(unit, self.forward, unit.settings.next_forward)
 
     def ahead_in_backward(self, unit: Unit) -> list[Unit]:
         """Return the units to gather ahead, now that backward is at `unit`."""
-        ahead = self._ahead(unit, self.backward, unit.state.next_backward)
-        return [item for item in ahead if item.state.unshards_in_backward]
+        ahead = self._ahead(unit, self.backward, unit.settings.next_backward)
+        return [item for item in ahead if item.settings.unshards_in_backward]
 
     def _ahead(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
         if unit.param_groups:  # else it gathers nothing, and only some ranks may call it
-            order.record(unit.state.number)
+            order.record(unit.number)
         if chosen is not None:
             return chosen
         return [self._units[number] for number in order.following(unit.options.prefetch_depth)]

@@ -18,7 +18,6 @@ from fullshard._compat import (
 )
 from fullshard.engine.own_hooks import is_own_hook, own_hook
 from fullshard.engine.registry import register, register_as, unit_of, units_in, unregister
-from fullshard.engine.residency import check_not_summoned
 from fullshard.engine.runtime import Runtime, cast_outputs, runtime_or_none
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
@@ -119,20 +118,20 @@ def is_in_use(unit: Unit) -> bool:
     runtime = runtime_or_none(unit)
     if runtime is not None and runtime.is_interrupted:
         runtime.recover()
-    return unit.state.users > 0
+    return unit.residency.users > 0
 
 
 @contextmanager
 def without_sync(units: Sequence[Unit]) -> Iterator[None]:
     """Return a context that disables communication in backward through `units`, and restores their settings."""
-    before = [unit.state.syncs_gradients for unit in units]
+    before = [unit.settings.syncs_gradients for unit in units]
     for unit in units:
-        unit.state.syncs_gradients = False
+        unit.settings.syncs_gradients = False
     try:
         yield
     finally:
         for unit, syncs in zip(units, before, strict=True):
-            unit.state.syncs_gradients = syncs
+            unit.settings.syncs_gradients = syncs
 
 
 def zero_shard_grads(module: nn.Module, set_to_none: bool) -> None:
@@ -154,7 +153,7 @@ def check_idle(unit: Unit, doing: str) -> None:
     Raises:
         StateError: it is in forward or backward, or its parameters are summoned.
     """
-    check_not_summoned(unit)
+    unit.residency.check_not_summoned()
     if is_in_use(unit):
         raise StateError(f"{unit.name or 'the root'} was {doing} within its forward or backward. Do it between steps.")
 
@@ -179,7 +178,7 @@ def changing_shards(unit: Unit, function: Callable[..., Any] | None = None) -> I
         )
     units = (unit, *unit.borrowed)  # tied weights are changed through any module that has them
     for unit in units:
-        unit.reshard()
+        unit.residency.reshard()
     yield
     for unit in units:
         unit.adopt()

@@ -43,7 +43,7 @@ class Microbatches:
     def begin(self, *, counts: bool) -> None:
         """Note that a microbatch begins, with shards after the last optimizer step. Count it if `counts`."""
         for unit in self._units:
-            unit.notice_step()
+            unit.residency.notice_step()
         if counts:
             self._count()
         if torch.is_grad_enabled():
@@ -60,7 +60,7 @@ class Microbatches:
 
     def note_end(self) -> None:
         """Note that a backward is over: buffers may need a broadcast before the next microbatch."""
-        self._buffers_differ = self._buffers_differ or any(unit.state.syncs_gradients for unit in self._units)
+        self._buffers_differ = self._buffers_differ or any(unit.settings.syncs_gradients for unit in self._units)
 
     def begin_again(self) -> None:
         """Reset the count, as before a step."""

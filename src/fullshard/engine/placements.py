@@ -38,7 +38,7 @@ def placements_of(units: Sequence[Unit]) -> dict[Unit, StatePlacement]:
             there = _pays_on_disk(identical) if is_open else [unit for unit in identical if unit.is_on_disk]
             requested = _requested(identical, policy, there)
             placements |= {
-                unit: unit.destination if unit.state.runtime is not None else requested[unit] for unit in identical
+                unit: unit.destination if unit.runtime is not None else requested[unit] for unit in identical
             }
     return placements
 
@@ -61,7 +61,7 @@ def on_disk_in_turn(units: Sequence[Unit]) -> list[Unit]:
 
     The root is last: it is likely the largest, and would need the largest buffers.
     """
-    return sorted((unit for unit in units if unit.is_on_disk), key=lambda unit: unit.state.is_root)
+    return sorted((unit for unit in units if unit.is_on_disk), key=lambda unit: unit.is_root)
 
 
 def _pays_on_disk(units: Sequence[Unit]) -> list[Unit]:

@@ -29,12 +29,12 @@ class ReductionQueue:
 
     def start(self, unit: Unit) -> None:
         """Start to reduce the whole gradients of `unit`, or hold them back if no step will follow."""
-        unit.state.arrived_grads.clear()
+        unit.arrived_grads.clear()
         if switches.checks_finite:
             self._tallies += tally(unit)
         if unit.holds_grads_back:
             unit.hold_grads()
-        elif unit.has_whole_grads or unit.awaits_second_sum or (unit.state.reduces_unused and unit.is_trained):
+        elif unit.has_whole_grads or unit.awaits_second_sum or (unit.settings.reduces_unused and unit.is_trained):
             # One at a time: gradients of an unlimited number of units would take memory without a bound.
             self.finish(all_but=0 if unit in self._under_way else 1)
             self._under_way[unit] = unit.start_reduce(Phase.POST_BACKWARD)

@@ -1,169 +1,391 @@
-"""Unsharding and resharding of a root's units: when each is gathered and freed, and what its gather waits for."""
+"""The state of a unit: whether its parameters are sharded, being gathered or unsharded, and what changes that.
+
+[Note: states of a unit]
+`Residency` is the only class that writes the state. Each state says what the modules show and whether the unit occupies
+the memory of its unsharded parameters (its slot, see `device/memory.py`):
+
+    state           modules show            memory
+    META            shards without values   free (or kept, where it is kept between steps)
+    SHARDED         shards                  free
+    GATHERING       shards                  being filled
+    BROKEN          shards                  as GATHERING, but the wait for its gather failed
+    UNSHARDED       unsharded parameters    filled
+    KEPT            shards                  occupied: used again without a gather unless shards have changed
+    DEFERRED_FREE   shards                  as KEPT, until the next gather has started
+    SUMMONED        the user's own copies   as in the state before
+
+    SHARDED, KEPT or DEFERRED_FREE -> GATHERING -> UNSHARDED -> KEPT (-> DEFERRED_FREE) -> SHARDED
+
+`start_unshard` leads to GATHERING, `finish_gather` and `wait_unshard` to UNSHARDED, and `reshard` back to SHARDED, or
+to KEPT with `keep=True`. A unit whose parameters are whole between steps is KEPT instead of SHARDED. A wait that failed
+is repeated when the unit is needed next. It raises again, unless it was only interrupted. `forget_gather` ends this.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
 
+import torch
+
+from fullshard.comm.transport import Pending
+from fullshard.device.memory import Slot
 from fullshard.device.streams import Mark, Streams
-from fullshard.engine.order import OrderTracker
-from fullshard.engine.reduction_queue import ReductionQueue
-from fullshard.engine.slot_sharing import SlotSharing
-from fullshard.engine.unit import Form, Unit
+from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.unit_plans import are_on_meta
+from fullshard.engine.unsharded_memory import UnshardedMemory
 from fullshard.errors import StateError
-from fullshard.tape.recorder import Phase
+from fullshard.policy.options import ShardOptions
+from fullshard.policy.strategy import Placement
+from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder, noting_wait
 
-__all__ = ["Residency", "check_not_summoned"]
+__all__ = ["ACTIVE", "AT_REST", "TRANSITIONS", "Residency", "UnitState"]
+
+
+class UnitState(Enum):
+    """The state of a unit. See [Note: states of a unit]."""
+
+    __hash__ = object.__hash__  # that of `Enum` is a function in Python
+
+    META = "on the meta device"
+    SHARDED = "sharded"
+    GATHERING = "being gathered"
+    BROKEN = "broken"
+    UNSHARDED = "unsharded"
+    KEPT = "kept"
+    DEFERRED_FREE = "to be freed"
+    SUMMONED = "summoned"
+
+
+_META, _SHARDED, _GATHERING, _BROKEN = UnitState.META, UnitState.SHARDED, UnitState.GATHERING, UnitState.BROKEN
+_UNSHARDED, _KEPT, _DEFERRED_FREE = UnitState.UNSHARDED, UnitState.KEPT, UnitState.DEFERRED_FREE
+_SUMMONED = UnitState.SUMMONED
+
+TRANSITIONS: dict[UnitState, tuple[UnitState, ...]] = {
+    _META: (_SHARDED, _KEPT, _SUMMONED),
+    _SHARDED: (_GATHERING, _SUMMONED, _META, _KEPT),  # to KEPT: a gather could not be started in memory that it has
+    _GATHERING: (_UNSHARDED, _BROKEN, _KEPT),  # to KEPT: what was gathered was refused, or the gather forgotten
+    _BROKEN: (_UNSHARDED, _KEPT),
+    _UNSHARDED: (_KEPT,),
+    _KEPT: (_GATHERING, _DEFERRED_FREE, _SHARDED, _SUMMONED, _META),
+    _DEFERRED_FREE: (_GATHERING, _SHARDED, _KEPT, _META),
+    _SUMMONED: (_SHARDED, _KEPT, _META),
+}
+"""The states that may follow each state."""
+
+AT_REST = (_META, _SHARDED, _KEPT, _DEFERRED_FREE)
+"""The states in which modules show shards, and no gather is pending."""
+
+ACTIVE = (_GATHERING, _BROKEN, _UNSHARDED)
+"""The states in which the unit is unsharded, or about to be."""
+
+_UNDER_WAY = (_GATHERING, _BROKEN)
+_OCCUPIED = (_KEPT, _DEFERRED_FREE)
+
+
+class Resident(Protocol):
+    """A unit, as its residency sees it."""
+
+    name: str
+    options: ShardOptions
+    keeps_unsharded: bool
+    param_groups: list[ParamGroup]
+
+    @property
+    def streams(self) -> Streams:
+        """The streams of the device that computes."""
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """True if shards are on the CPU, where the optimizer steps them."""
+
+    def origin(self, phase: Phase) -> Origin:
+        """Return the origin of events of this unit in `phase`."""
+
+    def show_sharded(self) -> None:
+        """Show the modules the sharded parameters."""
+
+    def show_unsharded(self, *, renewed: bool) -> None:
+        """Show the modules the unsharded parameters. `renewed` ones are other objects than before."""
+
+    def check_replacements(self) -> None:
+        """Adopt weights that were tied, and refuse parameters that were replaced."""
+
+    def check_materialized(self) -> None:
+        """Raise if any parameter has no values yet."""
+
+    def adopt(self) -> None:
+        """Adopt parameters that were moved or cast."""
 
 
 class Residency:
-    """The forms of a root's units.
+    """The state of one unit. See [Note: states of a unit].
 
     Args:
-        units: the root's, by number.
-        reductions: those of the units.
+        unit: the unit.
+        memory: of its unsharded parameters.
     """
 
-    def __init__(self, units: Sequence[Unit], reductions: ReductionQueue) -> None:
-        self._units = units
-        self._reductions = reductions
-        self.after_optimizer: Mark | None = None  # the next forward waits for it
-        self.slots = SlotSharing(units)
-        self._late: list[tuple[Unit, Phase]] = []  # to be freed once the next gather has started
-        self._clock = 0
+    def __init__(self, unit: Resident, memory: UnshardedMemory) -> None:
+        self._unit = unit
+        self.memory = memory
+        self.state = self._found_at_rest()
+        self.users = 0  # forwards and backwards that need the unit unsharded at the moment
+        self.is_unsharded_by_hand = False  # by `unshard()`, until it is resharded
+        self.is_used_without_forward = False  # unsharded by `unshard()`, and no forward of the unit has begun since
+        self.awaits_backward = False  # until the next backward is over, since no hook reports the end of its use
+        self.written_in: set[Phase] = set()  # passes with writes to shards before the unit was needed
+        self._pending: list[Pending] = []
+        self._gathered: Mark | None = None
+        self._stale: list[ParamGroup] = []
+        self.deferred: list[Callable[[], None]] = []  # steps that change shards, to be run when these are needed
+        self._shown: list[int] = []  # versions of shards that gathers are ordered after
+        self._keeps_secondary = unit.options.placements.parameters is Placement.GROUPED
+
+    def _become(self, state: UnitState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise StateError(
+                f"{self._unit.name or 'the root'} is {self.state.value} and cannot become {state.value}. This is a "
+                "fault of fullshard: please report it with the calls that led to it."
+            )
+        self.state = state
+
+    def _found_at_rest(self) -> UnitState:
+        if are_on_meta([param_group.plan for param_group in self._unit.param_groups]):
+            return _META
+        return _KEPT if self.memory.is_occupied else _SHARDED
+
+    def note_layout(self) -> None:
+        """Note that shards or unsharded parameters have other memory now. The unit is at rest."""
+        if self.state is not _SUMMONED and (found := self._found_at_rest()) is not self.state:
+            self._become(found)
+
+    # -- unshard ------------------------------------------------------------------------------------------------------
+
+    def start_unshard(self, phase: Phase) -> None:
+        """Start the all-gather of the unsharded parameters, unless they are gathered or being gathered."""
+        if self.state in ACTIVE:
+            return
+        unit = self._unit
+        unit.check_replacements()
+        groups = unit.param_groups
+        if not all(param_group.holds_its_shards for param_group in groups):
+            unit.adopt()  # a part of the module was moved or cast alone
+        if self.state is _META:
+            unit.check_materialized()
+        is_allocated = self.state in _OCCUPIED
+        if not is_allocated:
+            self.memory.allocate(groups)
+            self._note("allocate", phase, self.memory.nbytes)
+        stale = [param_group for param_group in groups if not param_group.gather.is_current]
+        streams = unit.streams
+        secondary_nbytes, separate_nbytes = self.secondary_nbytes, self._separate_nbytes
+        origin, in_common = unit.origin(phase), self.memory.slot.is_common
+        try:
+            with torch.no_grad(), acting_for(origin, "messages"), streams.gather.queueing():
+                self._pending = [param_group.start_gather(origin, in_common=in_common) for param_group in stale]
+                self._gathered = streams.gather.mark()
+        except BaseException:
+            if not is_allocated:
+                self._become(_KEPT)
+            raise
+        if self.secondary_nbytes > secondary_nbytes and not self._keeps_secondary:
+            self._note("allocate", phase, self.secondary_nbytes - secondary_nbytes)
+        if self._separate_nbytes > separate_nbytes:
+            self._note("allocate", phase, self._separate_nbytes - separate_nbytes)
+        self._stale = stale
+        self._become(_GATHERING)
+
+    def wait_unshard(self) -> bool:
+        """Wait for the all-gather, and show the modules the unsharded parameters.
+
+        Gather again if shards were written to since the gather started, for example by a hook of an earlier module.
+
+        Returns:
+            True if they were.
+        """
+        if self.finish_gather():
+            return False
+        self.reshard(keep=True)
+        self.settle()
+        streams = self._unit.streams
+        streams.gather.wait(streams.compute.mark())
+        self.start_unshard(Phase.IDLE)
+        self.finish_gather()
+        return True
+
+    def finish_gather(self) -> bool:
+        """Wait for the pending all-gather, and show the modules the gathered parameters.
+
+        Returns:
+            True if these are the present values.
+        """
+        if self.state not in _UNDER_WAY:
+            return True
+        unit = self._unit
+        streams = unit.streams
+        try:
+            for pending in self._pending:
+                pending.wait()
+        except BaseException:
+            if self.state is _GATHERING:
+                self._become(_BROKEN)
+            raise
+        with noting_wait(streams.compute, unit.origin(Phase.FORWARD)):
+            streams.compute.wait(self._gathered)
+        stale, self._pending, self._gathered, self._stale = self._stale, [], None, []
+        try:
+            made = [param_group.finish_gather() for param_group in stale]
+        except BaseException:  # a class refused what was gathered
+            self._become(_KEPT)
+            raise
+        self._become(_UNSHARDED)
+        unit.show_unsharded(renewed=any(made))
+        return all(param_group.gather.is_current for param_group in stale)
+
+    def forget_gather(self) -> None:
+        """Reset to sharded, without the pending gather, which other ranks did not start."""
+        if self.state in _UNDER_WAY:
+            self._pending, self._gathered, self._stale = [], None, []
+            self._become(_KEPT)
+        for param_group in self._unit.param_groups:
+            param_group.gather.note_changed_shards()
+
+    # -- reshard ------------------------------------------------------------------------------------------------------
+
+    def reshard(self, phase: Phase = Phase.IDLE, *, keep: bool = False) -> None:
+        """Show the modules the sharded parameters, and free the unsharded ones.
+
+        Args:
+            phase: for the record.
+            keep: leave the unsharded parameters in memory: they are gathered again only if shards have changed.
+        """
+        if self.state in _UNDER_WAY:
+            self.finish_gather()
+        unit = self._unit
+        if self.state is _UNSHARDED:
+            unit.show_sharded()
+            self._become(_KEPT)
+        self.awaits_backward = self.awaits_backward and keep
+        if self.state in _OCCUPIED and not (keep or unit.keeps_unsharded):
+            nbytes = self.memory.nbytes + self._separate_nbytes
+            self.memory.slot.free()
+            for param_group in unit.param_groups:
+                param_group.release()
+            self._become(_SHARDED)
+            self._note("free", phase, nbytes)
+        if phase is not Phase.FORWARD:
+            self.release_secondary(phase)
+
+    def defer_free(self) -> None:
+        """Note that the unit, which is kept, is freed when the next gather has started."""
+        if self.state is _KEPT and not self._unit.keeps_unsharded:
+            self._become(_DEFERRED_FREE)
+
+    def keep(self) -> None:
+        """Note that the unit stays in memory if it was to be freed."""
+        if self.state is _DEFERRED_FREE:
+            self._become(_KEPT)
+
+    def hand_over_shards(self) -> None:
+        """Reshard. The host may write to shards in its memory when this returns."""
+        self.reshard()
+        self.await_copies_of_shards()
+
+    def await_copies_of_shards(self) -> None:
+        """Make the host wait until the gather stream has read the shards, if these are in host memory."""
+        if self._unit.is_on_cpu and self.state is not _META:
+            streams = self._unit.streams
+            streams.host.wait(streams.gather.mark())
+
+    def release_secondary(self, phase: Phase) -> None:
+        """Free the secondary shards, which are kept from forward to backward."""
+        if self._keeps_secondary:
+            return
+        nbytes = self.secondary_nbytes
+        for param_group in self._unit.param_groups:
+            param_group.gather.release_secondary()
+        if nbytes:
+            self._note("free", phase, nbytes)
+
+    def move(self, slot: Slot) -> None:
+        """Use `slot` for the unsharded parameters. No pending graph may have a view of the present one.
+
+        Raises:
+            StateError: a graph with a pending backward still has views of the present storage.
+        """
+        assert self.state in AT_REST, "only a sharded unit moves"
+        self.memory.move(slot, self._unit.param_groups)
+        self.note_layout()
+
+    # -- the user's copies --------------------------------------------------------------------------------------------
+
+    def summon(self) -> None:
+        """Note that the modules have whole parameters of the user's. The unit was resharded before."""
+        self._become(_SUMMONED)
+
+    def end_summon(self) -> None:
+        """Note that the modules show the sharded parameters again."""
+        self._become(self._found_at_rest())
+
+    def check_not_summoned(self) -> None:
+        """Raise if the unit's parameters are summoned.
+
+        Raises:
+            StateError: they are.
+        """
+        if self.state is _SUMMONED:
+            raise StateError(
+                f"{self._unit.name or 'the root'} is needed within summon_full_params: its parameters are in the "
+                "user's hands, and changes to them are not in place yet. Leave the context first."
+            )
+
+    # -- changes of shards --------------------------------------------------------------------------------------------
+
+    def notice_step(self) -> None:
+        """Gather parameters again that are kept, or were unsharded manually, if they may have changed since."""
+        groups = self._unit.param_groups
+        stepped = [param_group for param_group in groups if param_group.gradients.take_step_notice()]
+        if stepped and self.state in _UNDER_WAY:
+            self.finish_gather()
+            streams = self._unit.streams
+            streams.gather.wait(streams.compute.mark())  # which has unpacked the received data
+        for param_group in stepped:
+            param_group.gather.note_changed_shards()
+        if self.state is _UNSHARDED and not all(param_group.gather.is_current for param_group in groups):
+            self.reshard(keep=True)
+
+    def note_shown_shards(self) -> None:
+        """Note that gathers are ordered after all writes to shards so far."""
+        self._shown = [param_group.gather.version for param_group in self._unit.param_groups]
 
     @property
-    def _streams(self) -> Streams:
-        return self._units[0].streams
+    def shows_its_shards(self) -> bool:
+        """True if no write to shards is known since. (Fused optimizers write without a trace between steps.)"""
+        return self._shown == [param_group.gather.version for param_group in self._unit.param_groups]
 
-    def tick(self) -> int:
-        """Return the number of the present event."""
-        self._clock += 1
-        return self._clock
-
-    def hold(self, unit: Unit) -> None:
-        """Note that a forward or backward needs `unit`, and those whose parameters it borrows, until `release`."""
-        for held in (unit, *unit.borrowed):
-            held.state.users += 1
-
-    def release(self, unit: Unit) -> None:
-        """Note that a forward or backward that needed `unit` is over."""
-        for held in (unit, *unit.borrowed):
-            held.state.users = max(0, held.state.users - 1)
-
-    def unshard(self, unit: Unit, phase: Phase) -> None:
-        """Unshard `unit`, and those whose parameters it borrows, for the next compute work."""
-        self.start_unshard(unit, phase)
-        for lender in unit.borrowed:  # the call before may have added one: a weight tied after sharding
-            self.start_unshard(lender, phase)
-        for item in (unit, *unit.borrowed):
-            if item.wait_unshard():
-                item.written_in.add(phase)
-
-    def start_unshard(self, unit: Unit, phase: Phase) -> None:
-        """Start to gather `unit`, unless it is unsharded or being gathered."""
-        if unit.form is not Form.SHARDED:
+    def settle(self) -> None:
+        """Run all deferred steps."""
+        if not self.deferred:
             return
-        check_not_summoned(unit)
-        shows_its_shards = unit.shows_its_shards  # as steps that are taken only now say nothing of writes by users
-        unit.settle()
-        if self._reductions.has_hooks(unit):  # they may step with an earlier use's gradients before this use
-            self._reductions.finish()
-        if phase is Phase.IDLE:
-            unit.notice_step()
-        if phase is Phase.IDLE:
-            self.show_compute_s_work()
-        elif self._streams.gather.is_stream:
-            if not shows_its_shards:
-                unit.written_in.add(phase)
-                self.show_compute_s_work()
-            elif unit.written_in:
-                unit.written_in.discard(phase)
-        if not unit.can_occupy_slot and not unit.keeps_unsharded:
-            self._make_room(unit)
-        unit.start_unshard(phase)
-        self.slots.note_unsharded(unit, self.tick())
-        self._free_late()
+        steps, self.deferred = self.deferred, []
+        for step in steps:
+            step()
+        self.note_shown_shards()  # the CPU's own work comes before whatever it queues
 
-    def prefetch(self, units: Iterable[Unit], phase: Phase) -> None:
-        """Start to gather those of `units` that can be gathered now.
+    # -- bytes --------------------------------------------------------------------------------------------------------
 
-        If the shards of a unit were written to in the last pass, before the unit was needed, it is gathered when it is
-        needed: the same hook may write to them again, which must not happen while a gather reads them.
-        """
-        needed_in = Phase.FORWARD if phase is Phase.FORWARD else Phase.PRE_BACKWARD
-        for unit in units:
-            may_move = unit.can_occupy_slot or unit.keeps_unsharded
-            if needed_in in unit.written_in or unit.form is not Form.SHARDED or not may_move:
-                continue
-            if not self._reductions.has_hooks(unit):
-                self.start_unshard(unit, phase)
+    @property
+    def secondary_nbytes(self) -> int:
+        """Bytes of the secondary shards that are in memory, where groups of ranks keep parameters together."""
+        return sum(param_group.gather.secondary_nbytes for param_group in self._unit.param_groups)
 
-    def order_writes_after(self, unit: Unit) -> None:
-        """Make later writes to the shards of `unit` wait until the gather has read them."""
-        self._streams.compute.wait(self._streams.gather.mark())
-        unit.await_copies_of_shards()
+    @property
+    def _separate_nbytes(self) -> int:
+        return sum(param_group.present_separate_nbytes for param_group in self._unit.param_groups)
 
-    def show_compute_s_work(self) -> None:
-        """Make later gathers wait for all compute work queued so far, which may have changed the shards."""
-        self._streams.compute.wait(self.after_optimizer)
-        self.after_optimizer = None
-        if self._streams.gather.is_stream:
-            self._streams.gather.wait(self._streams.compute.mark())
-            for unit in self._units:
-                unit.note_shown_shards()
-
-    def reshard(self, unit: Unit, phase: Phase, *, keep: bool = False) -> None:
-        """Free `unit`; or `keep` it in memory for its next use."""
-        unit.state.is_unsharded_by_hand = unit.state.awaits_backward = False
-        unit.reshard(phase, keep=keep)
-        if not keep:
-            self.slots.note_freed(unit, self.tick())
-
-    def free(self, unit: Unit, phase: Phase, order: OrderTracker) -> None:
-        """Reshard `unit`, which is not in use. Free it now if the gather of the next unit has started, or else later.
-
-        A gather waits until compute has finished with all units that were freed before it. So if the next unit in
-        `order` is not known, this one is freed after the next gather has started. That gather then overlaps with this
-        unit's compute.
-        """
-        is_late = self._streams.gather.is_stream and not self._is_next_under_way(order)
-        self.reshard(unit, phase, keep=is_late)
-        if is_late:
-            self._late.append((unit, phase))
-
-    def forget_late(self) -> None:
-        """Forget the units that wait for the next gather. The caller frees them."""
-        self._late.clear()
-
-    def _is_next_under_way(self, order: OrderTracker) -> bool:
-        """True if the next unit is unsharded or being gathered, or there is none."""
-        coming = order.following(1)
-        return self._units[coming[0]].form is not Form.SHARDED if coming else order.is_at_end
-
-    def _free_late(self) -> None:
-        late, self._late = self._late, []
-        for unit, phase in late:
-            if unit.form is Form.SHARDED:
-                self.reshard(unit, phase)
-
-    def _make_room(self, unit: Unit) -> None:
-        """Provide memory for `unit` although a unit that shares its slot is unsharded."""
-        other = next((other for other in self._units if other is unit.slot.occupant), None)
-        held = other is None or other.state.is_unsharded_by_hand or other.state.awaits_backward
-        if other is not None and other.state.users == 0 and not held:
-            self.reshard(other, Phase.IDLE)  # prefetched, or kept for later: it can be gathered again
-        if not unit.can_occupy_slot:
-            self.slots.give_own_memory(unit)
-
-
-def check_not_summoned(unit: Unit) -> None:
-    """Raise if the unit's parameters are summoned.
-
-    Raises:
-        StateError: they are.
-    """
-    if unit.state.is_summoned:
-        raise StateError(
-            f"{unit.name or 'the root'} is needed within summon_full_params: its parameters are in the user's "
-            "hands, and changes to them are not in place yet. Leave the context first."
-        )
+    def _note(self, name: str, phase: Phase, nbytes: int) -> None:
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.add(Event(name, self._unit.origin(phase), nbytes=nbytes)).finish()

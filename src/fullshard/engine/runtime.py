@@ -46,9 +46,10 @@ from fullshard.engine.nested import keepers_among, map_tensors, tensors_in
 from fullshard.engine.placements import placements_of
 from fullshard.engine.reduction_queue import ReductionQueue
 from fullshard.engine.registry import name_units, own_modules
-from fullshard.engine.residency import Residency, check_not_summoned
+from fullshard.engine.residency import ACTIVE, AT_REST, UnitState
 from fullshard.engine.sharded_param import ShardedParam
-from fullshard.engine.unit import Form, Unit
+from fullshard.engine.unit import Unit
+from fullshard.engine.unshard_scheduler import UnshardScheduler
 from fullshard.errors import RankMismatchError, StateError
 from fullshard.liveness.watchdog import watch
 from fullshard.policy.precision import is_castable
@@ -71,7 +72,7 @@ class Runtime:
     def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
         self.units = list(units)
         for unit in units:
-            unit.state.is_root = root in unit.modules
+            unit.is_root = root in unit.modules
         for unit, destination in placements_of(units).items():
             unit.move_to(destination)
         self.phase = Phase.IDLE
@@ -91,11 +92,11 @@ class Runtime:
         self._postponed: list[Unit] = []  # to be gathered ahead once the backward of the present unit is over
         self.expected = Expected(self.units)
         self.reductions = ReductionQueue(self.units)
-        self.residency = Residency(self.units, self.reductions)
+        self.scheduler = UnshardScheduler(self.units, self.reductions)
         self.microbatches = Microbatches(self.units)
         name_units(root, units)
         for unit in units:
-            if unit.form is Form.SHARDED and not unit.state.is_summoned:
+            if unit.residency.state in AT_REST:
                 unit.check_replacements()
         number_parameters(root)
         drop_if_stale()  # drops state of an earlier default process group
@@ -103,8 +104,8 @@ class Runtime:
         check_ranks_agree(units)
         data_ranks = units[0].axes.ranks
         for number, unit in enumerate(units):
-            unit.state.number, unit.state.runtime = number, self
-            unit.state.data_ranks = data_ranks
+            unit.number, unit.runtime = number, self
+            unit.data_ranks = data_ranks
             unit.keepers = keepers_among(module for _, module in own_modules(unit.modules))
         _warn_of_divisors(units, data_ranks)
         self.activations = Activations(units)
@@ -129,7 +130,7 @@ class Runtime:
 
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Unshard `unit`, and return the inputs for its forward."""
-        check_not_summoned(unit)
+        unit.residency.check_not_summoned()
         recomputing = in_backward()
         if self.finalizes_by_hand:
             return self._before_forward_by_hand(unit, args, kwargs, begins=not self._stack and not recomputing)
@@ -137,13 +138,13 @@ class Runtime:
             self._begin_forward(unit)
         args, kwargs = self.prepare_inputs(unit, args, kwargs)
         within = None if recomputing else self.expected.open[-1]
-        call = ForwardCall(self, unit, self.residency.tick(), within) if torch.is_grad_enabled() else None
+        call = ForwardCall(self, unit, self.scheduler.tick(), within) if torch.is_grad_enabled() else None
         self._stack.append((unit, call))
-        if recomputing and unit.state.users == 0:
+        if recomputing and unit.residency.users == 0:
             self._free_recomputed(unit)
-        self.residency.hold(unit)
-        unit.state.is_used_without_forward = False
-        self.residency.unshard(unit, Phase.FORWARD)
+        self.scheduler.hold(unit)
+        unit.residency.is_used_without_forward = False
+        self.scheduler.unshard(unit, Phase.FORWARD)
         if not recomputing:
             self._prefetch_forward(unit)
         elif self.phase is Phase.BACKWARD:
@@ -158,20 +159,20 @@ class Runtime:
         """Unshard `unit` until the next backward is over. Transforms of functions (`torch.func`) have no other event
         for its end. Call it outside of them.
         """
-        check_not_summoned(unit)
+        unit.residency.check_not_summoned()
         if not self._stack and self.phase is not Phase.IDLE and not in_backward():
             self.recover()
-        self.residency.show_compute_s_work()
+        self.scheduler.show_compute_s_work()
         for needed in (unit, *unit.borrowed):
-            needed.notice_step()
-            needed.state.awaits_backward = needed.state.awaits_backward or torch.is_grad_enabled()
-        self.residency.unshard(unit, Phase.FORWARD)
+            needed.residency.notice_step()
+            needed.residency.awaits_backward = needed.residency.awaits_backward or torch.is_grad_enabled()
+        self.scheduler.unshard(unit, Phase.FORWARD)
 
     def after_transformed_forward(self, unit: Unit) -> None:
         """Free `unit` if no backward can need it. Call it outside of transforms."""
         for done in (unit, *unit.borrowed):
-            if done.state.users == 0 and not done.state.awaits_backward:
-                self.residency.reshard(done, Phase.FORWARD)
+            if done.residency.users == 0 and not done.residency.awaits_backward:
+                self.scheduler.reshard(done, Phase.FORWARD)
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """Free `unit` if its strategy says so, and return the output for the caller."""
@@ -187,8 +188,8 @@ class Runtime:
             self._watch_outputs_by_hand(unit, output)
             return output
         if call is not None:
-            call.watch_outputs(output, self.residency.tick())
-        unit.state.finished_modules.add(id(module))
+            call.watch_outputs(output, self.scheduler.tick())
+        unit.finished_modules.add(id(module))
         if call is not None and call.within is not None:
             call.within.left.append(unit)
         self._leave(unit)
@@ -206,10 +207,10 @@ class Runtime:
         self.phase = Phase.FORWARD
         self.disks.begin_pass()
         self._is_in_pipeline = in_pipeline_stage()
-        self.residency.show_compute_s_work()
+        self.scheduler.show_compute_s_work()
         if is_capturing(self._device):
-            for unit in [unit for unit in self.units if unit.state.users == 0]:
-                self.residency.reshard(unit, Phase.IDLE)  # to be filled within the graph, in memory of the graph
+            for unit in [unit for unit in self.units if unit.residency.users == 0]:
+                self.scheduler.reshard(unit, Phase.IDLE)  # to be filled within the graph, in memory of the graph
         self.expected.close_passed_by(top, self.serial)
         self._begin_microbatch()
         self.expected.begin_forward(top, self.serial)
@@ -220,19 +221,19 @@ class Runtime:
 
     def _end_forward(self, top: Unit, *, raised: bool) -> None:
         for unit in self.units:
-            unit.settle()  # units without a forward
+            unit.residency.settle()  # units without a forward
         self._await_copies_of_shards()
         self.expected.end_forward(top)
-        self.residency.forget_late()
+        self.scheduler.forget_late()
         for unit in self.units:
             unit.forget_ahead()
-            unit.state.finished_modules.clear()
-            over = not torch.is_grad_enabled() and unit.state.reshard_after_forward is not False
-            if unit.state.users == 0 and not unit.state.awaits_backward:
-                keep = not (over or unit.form is Form.GATHERING or unit.reshards_after_forward)
-                self.residency.reshard(unit, Phase.FORWARD, keep=keep)
+            unit.finished_modules.clear()
+            over = not torch.is_grad_enabled() and unit.settings.reshard_after_forward is not False
+            if unit.residency.users == 0 and not unit.residency.awaits_backward:
+                keep = not (over or unit.residency.state is UnitState.GATHERING or unit.reshards_after_forward)
+                self.scheduler.reshard(unit, Phase.FORWARD, keep=keep)
                 if over:
-                    unit.release_secondary(Phase.FORWARD)
+                    unit.residency.release_secondary(Phase.FORWARD)
         accelerator_for(self._device).end_pass()
         self.phase = Phase.IDLE
         if raised:
@@ -246,16 +247,16 @@ class Runtime:
             self._streams.host.wait(self._streams.gather.mark())
 
     def _leave(self, unit: Unit) -> None:
-        self.residency.release(unit)
-        complete = len(unit.state.finished_modules) == len(unit.modules)
+        self.scheduler.release(unit)
+        complete = len(unit.finished_modules) == len(unit.modules)
         if complete:
-            unit.state.finished_modules.clear()
+            unit.finished_modules.clear()
         for done in ((unit,) if complete else ()) + tuple(unit.borrowed):
-            if done.state.users == 0 and done.reshards_after_forward and not done.state.awaits_backward:
+            if done.residency.users == 0 and done.reshards_after_forward and not done.residency.awaits_backward:
                 if in_backward():
                     self._recomputed.append(done)  # if it is the last of its checkpoint, its backward comes next
                 else:
-                    self.residency.free(done, Phase.FORWARD, self.expected.forward)
+                    self.scheduler.free(done, Phase.FORWARD, self.expected.forward)
 
     def prepare_inputs(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the inputs of a forward of `unit` on its device and in its input dtype."""
@@ -297,7 +298,7 @@ class Runtime:
             self._creates_graph = torch.is_grad_enabled()
             self.expected.begin_backward()
             on_backward_end(self.finish_backward)
-            self.residency.show_compute_s_work()
+            self.scheduler.show_compute_s_work()
         return self.serial
 
     def before_backward(self, call: ForwardCall) -> None:
@@ -307,12 +308,12 @@ class Runtime:
         self.expected.arrive_at(call.within)
         self._calls.append(call)
         self._free_recomputed(unit)
-        self.residency.hold(unit)
-        if unit.state.unshards_in_backward:
-            self.residency.unshard(unit, Phase.PRE_BACKWARD)
+        self.scheduler.hold(unit)
+        if unit.settings.unshards_in_backward:
+            self.scheduler.unshard(unit, Phase.PRE_BACKWARD)
         if self._creates_graph:
             for held in (unit, *unit.borrowed):
-                held.state.awaits_backward = True
+                held.residency.awaits_backward = True
         if self._is_in_pipeline and unit.trainable:
             self._reached = self._reached or unit
         self._prefetch_backward(unit)
@@ -325,14 +326,14 @@ class Runtime:
                 self._holds_at_end = True
                 on_backward_end(self.hold_grads)
             return
-        is_observed = unit.state.unshards_in_backward and not unit.state.is_used_without_forward
-        if is_observed and unit.form is not Form.UNSHARDED and not unit.has_valid_values:
+        is_observed = unit.settings.unshards_in_backward and not unit.residency.is_used_without_forward
+        if is_observed and unit.residency.state is not UnitState.UNSHARDED and not unit.has_valid_values:
             raise read_while_sharded(param.fqn, unit.name)
         self.begin_backward()
         self.reductions.complete_arrived()
-        unit.state.arrived_grads.add(id(param))
+        unit.arrived_grads.add(id(param))
         self._has_grads = True
-        if len(unit.state.arrived_grads) == unit.trainable and not unit.state.reduces_unused:
+        if len(unit.arrived_grads) == unit.trainable and not unit.settings.reduces_unused:
             self.reductions.start(unit)
 
     def end_calls_since(self, time: int) -> None:
@@ -347,15 +348,15 @@ class Runtime:
         self._calls.remove(call)
         self._ended.append(call)
         unit = call.unit
-        self.residency.release(unit)
-        if unit.state.users == 0 and unit.state.reduces_unused:  # only this moment occurs on every rank
+        self.scheduler.release(unit)
+        if unit.residency.users == 0 and unit.settings.reduces_unused:  # only this moment occurs on every rank
             self.reductions.start_before_end(unit)
-        elif unit.state.users == 0 and self._ends_held_grads(unit):
+        elif unit.residency.users == 0 and self._ends_held_grads(unit):
             self.reductions.start(unit)
         for done in (unit, *unit.borrowed):
-            if done.state.users == 0 and not (done.state.awaits_backward or self._stays_after_backward(done)):
-                self.residency.free(done, Phase.POST_BACKWARD, self.expected.backward)
-        self.residency.prefetch(self._postponed, Phase.BACKWARD)
+            if done.residency.users == 0 and not (done.residency.awaits_backward or self._stays_after_backward(done)):
+                self.scheduler.free(done, Phase.POST_BACKWARD, self.expected.backward)
+        self.scheduler.prefetch(self._postponed, Phase.BACKWARD)
         self._postponed = []
         self._note_backward()
 
@@ -363,7 +364,7 @@ class Runtime:
         """True if gradients held back of `unit` can be reduced before the end of the backward: these gradients were the
         last, though some were computed in earlier backwards only.
         """
-        some = unit.holds_grads and len(unit.state.arrived_grads) > 0
+        some = unit.holds_grads and len(unit.arrived_grads) > 0
         return (
             some
             and not unit.holds_grads_back
@@ -389,15 +390,15 @@ class Runtime:
         self.reductions.finish_all()
         self._calls.clear()
         self._ended.clear()
-        self.residency.forget_late()
+        self.scheduler.forget_late()
         self._recomputed.clear()
         for unit in self.units:
-            unit.state.users = 0
-            if not (self._creates_graph and unit.state.awaits_backward):
+            unit.residency.users = 0
+            if not (self._creates_graph and unit.residency.awaits_backward):
                 self._reshard_after_backward(unit)
         self._end_backward()
         self.expected.end_backward()
-        self.residency.slots.end_backward(self.expected.backward, awaits_more=bool(self.expected.open))
+        self.scheduler.slots.end_backward(self.expected.backward, awaits_more=bool(self.expected.open))
         tallies = self.reductions.take_tallies()
         self._check_whole()
         self.disks.end_pass(self.activations.disk_failures)
@@ -406,11 +407,11 @@ class Runtime:
         self.reductions.check_finite(tallies)
 
     def _reshard_after_backward(self, unit: Unit) -> None:
-        unneeded = unit.form is Form.GATHERING and not self._is_kept_for_backward(unit)
-        self.residency.reshard(unit, Phase.POST_BACKWARD, keep=self._stays_after_backward(unit) and not unneeded)
+        unneeded = unit.residency.state is UnitState.GATHERING and not self._is_kept_for_backward(unit)
+        self.scheduler.reshard(unit, Phase.POST_BACKWARD, keep=self._stays_after_backward(unit) and not unneeded)
 
     def _stays_after_backward(self, unit: Unit) -> bool:
-        return not unit.state.reshard_after_backward or self._is_kept_for_backward(unit)
+        return not unit.settings.reshard_after_backward or self._is_kept_for_backward(unit)
 
     def _is_kept_for_backward(self, unit: Unit) -> bool:
         """True if `unit` stays unsharded for a pending backward."""
@@ -461,19 +462,19 @@ class Runtime:
         self._stack.clear()
         self._calls.clear()
         self._ended.clear()
-        self.residency.forget_late()
+        self.scheduler.forget_late()
         self._recomputed.clear()
         self.reductions.abandon()
         self._is_open = self._has_forward = self._holds_at_end = False
         self._reached, self._has_grads = None, False
         self.expected.open.clear()
         for unit in self.units:
-            unit.state.users = 0
-            unit.state.arrived_grads.clear()
-            unit.state.finished_modules.clear()
+            unit.residency.users = 0
+            unit.arrived_grads.clear()
+            unit.finished_modules.clear()
             if self.phase is Phase.BACKWARD:
                 unit.drop_grads()
-            self.residency.reshard(unit, Phase.IDLE)
+            self.scheduler.reshard(unit, Phase.IDLE)
         self.phase = Phase.IDLE
 
     def forget(self) -> None:
@@ -498,7 +499,7 @@ class Runtime:
         broken = [collective for collective in collectives if collective.broken is not None]
         if broken:
             for unit in self.units:
-                unit.forget_gather()
+                unit.residency.forget_gather()
             for item in broken:
                 item.renew()
             self.recover()
@@ -521,11 +522,11 @@ class Runtime:
 
     def start_unshard_by_hand(self, unit: Unit) -> None:
         """Start to gather `unit` for the user. Between steps, the optimizer may write to shards next."""
-        self.residency.start_unshard(unit, Phase.IDLE)
-        unit.state.is_used_without_forward = True
-        unit.state.is_unsharded_by_hand = True
+        self.scheduler.start_unshard(unit, Phase.IDLE)
+        unit.residency.is_used_without_forward = True
+        unit.residency.is_unsharded_by_hand = True
         if self.phase is Phase.IDLE and not self._is_open:
-            self.residency.order_writes_after(unit)
+            self.scheduler.order_writes_after(unit)
 
     def unshard_all(self) -> None:
         """Start to gather all units for the next forwards and backwards. The first call begins the step."""
@@ -533,24 +534,24 @@ class Runtime:
             self._is_open = True
             if torch.is_grad_enabled():  # otherwise no `finalize_backward` follows, which reports failures to all ranks
                 self.disks.begin_pass()
-            self.residency.show_compute_s_work()
+            self.scheduler.show_compute_s_work()
             self._begin_microbatch()
         for unit in self.units:
-            if unit.form is Form.SHARDED:
-                self.residency.start_unshard(unit, Phase.FORWARD)
-                unit.state.is_unsharded_by_hand = True  # no other unit takes its memory
+            if unit.residency.state not in ACTIVE:
+                self.scheduler.start_unshard(unit, Phase.FORWARD)
+                unit.residency.is_unsharded_by_hand = True  # no other unit takes its memory
 
     def wait_for_all(self) -> None:
         """Unshard all units: the modules show whole parameters."""
         self.unshard_all()
         for unit in self.units:
-            unit.wait_unshard()
+            unit.residency.wait_unshard()
 
     def reshard_all(self) -> None:
         """Free units that the strategy or the user does not keep from forward to backward. The step continues."""
         for unit in self.units if self._is_open else ():
             if unit.frees_in_step:
-                self.residency.reshard(unit, Phase.FORWARD)
+                self.scheduler.reshard(unit, Phase.FORWARD)
 
     def _before_forward_by_hand(self, unit: Unit, args: Any, kwargs: Any, *, begins: bool) -> tuple[Any, Any]:
         if begins:
@@ -561,14 +562,14 @@ class Runtime:
             self._has_forward = True
         prepared = self.prepare_inputs(unit, args, kwargs)
         self._stack.append((unit, None))
-        self.residency.unshard(unit, Phase.FORWARD)
+        self.scheduler.unshard(unit, Phase.FORWARD)
         _note(unit, Phase.FORWARD)
         self.activations.enter(unit)
         return prepared
 
     def _watch_outputs_by_hand(self, unit: Unit, output: Any) -> None:
         def before_backward(_: Tensor) -> None:
-            self.residency.unshard(unit, Phase.PRE_BACKWARD)
+            self.scheduler.unshard(unit, Phase.PRE_BACKWARD)
             _note(unit, Phase.BACKWARD)
 
         for tensor in tensors_in(output):
@@ -605,9 +606,9 @@ class Runtime:
 
     def _prefetch_forward(self, unit: Unit) -> None:
         ahead = self.expected.ahead_in_forward(unit)
-        if unit.options.prefetches_forward or unit.state.next_forward is not None:
-            self.residency.prefetch(ahead, Phase.FORWARD)
-            for later in self.expected.beyond(unit, self.expected.forward, unit.state.next_forward):
+        if unit.options.prefetches_forward or unit.settings.next_forward is not None:
+            self.scheduler.prefetch(ahead, Phase.FORWARD)
+            for later in self.expected.beyond(unit, self.expected.forward, unit.settings.next_forward):
                 later.read_ahead()
 
     def _prefetch_backward(self, unit: Unit) -> None:
@@ -619,16 +620,16 @@ class Runtime:
         ):
             ahead = []  # the first backward shows which shards the user's hooks write to, see `Residency.prefetch`
         if unit.options.backward_prefetch == "pre":
-            self.residency.prefetch(ahead, Phase.BACKWARD)
-            for later in self.expected.beyond(unit, self.expected.backward, unit.state.next_backward):
+            self.scheduler.prefetch(ahead, Phase.BACKWARD)
+            for later in self.expected.beyond(unit, self.expected.backward, unit.settings.next_backward):
                 later.read_ahead()
         self._postponed = ahead if unit.options.backward_prefetch == "post" else []
 
     def _free_recomputed(self, needed: Unit) -> None:
         """Free units that a checkpoint has recomputed, except for `needed`, which is needed immediately."""
         for unit in self._recomputed:
-            if unit.state.users == 0 and unit is not needed and not unit.state.awaits_backward:
-                self.residency.reshard(unit, Phase.FORWARD)
+            if unit.residency.users == 0 and unit is not needed and not unit.residency.awaits_backward:
+                self.scheduler.reshard(unit, Phase.FORWARD)
         self._recomputed.clear()
 
 
@@ -682,7 +683,7 @@ def runtime_of_last_backward() -> Runtime | None:
 
 def runtime_or_none(unit: Unit) -> Runtime | None:
     """Return the runtime that drives `unit`; None before the first forward of its root."""
-    return cast("Runtime | None", unit.state.runtime)
+    return cast("Runtime | None", unit.runtime)
 
 
 def _warn_of_divisors(units: Sequence[Unit], data_ranks: frozenset[int]) -> None:
@@ -690,7 +691,7 @@ def _warn_of_divisors(units: Sequence[Unit], data_ranks: frozenset[int]) -> None
     found = [
         (unit, group)
         for unit in units
-        if unit.state.gradient_divisor is None
+        if unit.settings.gradient_divisor is None
         for group in unit.param_groups
         if group.may_be_averaged_over_own_ranks(data_ranks)
     ]

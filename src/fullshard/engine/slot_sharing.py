@@ -48,18 +48,18 @@ class SlotSharing:
 
     def note_unsharded(self, unit: Unit, time: int) -> None:
         """Note that `unit` needs its memory from `time` on, if not from earlier."""
-        self._since.setdefault(unit.state.number, time)
+        self._since.setdefault(unit.number, time)
 
     def note_freed(self, unit: Unit, time: int) -> None:
         """Note that `unit` needs its memory no longer."""
-        start = self._since.pop(unit.state.number, None)
+        start = self._since.pop(unit.number, None)
         if start is not None:
-            self._intervals.append(Interval(unit.state.number, start, time))
+            self._intervals.append(Interval(unit.number, start, time))
 
     def give_own_memory(self, unit: Unit) -> None:
         """Give `unit` separate memory, since another unit needs its slot at the same time."""
         self._is_wished = False
-        unit.move(Slot(unit.device))
+        unit.residency.move(Slot(unit.device))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -85,7 +85,7 @@ class SlotSharing:
         if not (self._is_assigned or self._is_paused):
             self._backwards += 1
             units = [unit for unit in self._units if not unit.keeps_unsharded and unit.slot_nbytes]
-            is_in_order = not awaits_more and backward.agrees_on({unit.state.number for unit in units})
+            is_in_order = not awaits_more and backward.agrees_on({unit.number for unit in units})
             self._is_assigned = self._assign(units, is_in_order) or self._backwards == _MOST_BACKWARDS
         if not awaits_more:
             self._intervals.clear()
@@ -95,7 +95,7 @@ class SlotSharing:
         """Assign slots if the order was repeated on all ranks that may share memory. Return True if it was."""
         if not units or not (self._is_enabled or self._is_cpu):  # on a CPU other ranks may request it
             return is_in_order
-        nbytes = {unit.state.number: unit.slot_nbytes for unit in units}
+        nbytes = {unit.number: unit.slot_nbytes for unit in units}
         may_move = is_in_order and self._is_enabled and _are_unreferenced(units)
         local = [interval for interval in self._intervals if interval.unit in nbytes and may_move]
         assigned = assign_slots(local, nbytes)
@@ -108,7 +108,7 @@ class SlotSharing:
         storages = common or [None] * len(sizes)
         slots = [Slot(units[0].device, shared=True, common=storage) for storage in storages]
         for number in sorted(assigned, key=lambda number: -nbytes[number]):  # the largest sizes the slot
-            self._units[number].move(slots[assigned[number]])
+            self._units[number].residency.move(slots[assigned[number]])
         for slot in slots:
             slot.count_references()
         return True

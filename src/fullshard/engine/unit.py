@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,47 +14,36 @@ from torch import nn
 
 from fullshard._compat import holds_tensors
 from fullshard.comm.mesh import Axes
-from fullshard.comm.transport import Pending
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import MemoryKind, Slot
-from fullshard.device.streams import Mark, Streams
+from fullshard.device.streams import Streams
 from fullshard.disk.buffers import buffers_of
 from fullshard.engine.at_rest import accept_calls, refuse_calls
 from fullshard.engine.findings import DiskFailures
-from fullshard.engine.group_buffers import Region
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_transports import AxesCollectives, GroupTransports
 from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.payload_group import group_type
 from fullshard.engine.reduction import UnitReduction
+from fullshard.engine.residency import AT_REST, Residency, UnitState
 from fullshard.engine.sharded_param import Owner, ShardedParam, Source
 from fullshard.engine.unit_plans import (
-    are_on_meta,
     by_kind,
     check_one_dtype,
     contract_for,
     device_of,
-    nbytes_of,
     plan_for,
-    regions_of,
 )
-from fullshard.engine.unit_state import UnitState
+from fullshard.engine.unit_settings import UnitSettings
+from fullshard.engine.unsharded_memory import UnshardedMemory
 from fullshard.errors import ConfigError, StateError
 from fullshard.policy.offload import OffloadPolicy, StatePlacement
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
-from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder, allocating, noting_wait
+from fullshard.tape.recorder import Origin, Phase, acting_for, allocating
 
-__all__ = ["Form", "Unit"]
-
-
-class Form(Enum):
-    """The form of a unit's parameters at the moment."""
-
-    SHARDED = "sharded"  # shards; the unsharded storage is free, unless it is kept to be used again
-    GATHERING = "gathering"  # shards; the unsharded storage is being filled
-    UNSHARDED = "unsharded"  # unsharded parameters; the shards still exist
+__all__ = ["Unit"]
 
 
 class Unit:
@@ -95,32 +84,30 @@ class Unit:
             self.destination = StatePlacement.DEVICE
         if _goes_to_disk(options, sources, alongside=alongside):
             self.destination = StatePlacement.DISK
-        self.state = UnitState(options.reshard_after_forward)
-        self.form = Form.SHARDED
+        self.settings = UnitSettings(options.reshard_after_forward)
+        self.runtime: Any = None  # the `Runtime` of its root, set in the first forward
+        self.number = -1  # among the units of its root
+        self.is_root = False
+        self.data_ranks: frozenset[int] = frozenset()  # ranks of the root: a gradient is the mean over their data
+        self.arrived_grads: set[int] = set()  # parameters that have a gradient in this backward
+        self.finished_modules: set[int] = set()  # whose forward is over, where the unit has several
         self.keeps_unsharded = options.keeps_unsharded  # between steps
         self.microbatch = 0  # of the step, starting with 1
         self.trainable = 0  # number of parameters that a backward computes gradients for
         self.holds_grads = False  # whole gradients wait for a later microbatch's reduction
-        self._pending: list[Pending] = []
-        self._gathered: Mark | None = None
-        self._stale: list[ParamGroup] = []
-        self._defer: list[Callable[[], None]] = []
-        self._shown: list[int] = []  # versions of shards that gathers are ordered after
-        self.written_in: set[Phase] = set()  # passes with writes to shards before the unit was needed
         kinds = by_kind(sources)
         where = device_of(sources, device)
         memory = self._memory_found_on(where)
         plans = [plan_for(kind, options, where, memory) for kind in kinds]
-        self.slot = Slot(where)
         self.collectives = _collectives_along([axes, *(plan.axes for plan in plans)], device)
-        self._has_views = self._occupies_lastingly(self.slot)  # whether views of the slot exist
-        regions = self._occupy(self.slot, plans)
+        memory_of_unsharded = UnshardedMemory(self, where, keeps=self.keeps_unsharded)
+        regions = memory_of_unsharded.occupy(memory_of_unsharded.slot, plans)
         self.param_groups = [
             group_type(plan).of(kind, plan, GroupTransports.bind(plan, self.collectives[plan.axes]), region)
             for kind, plan, region in zip(kinds, plans, regions, strict=True)
         ]
-        self.slot.count_references()
-        self.slot_nbytes, self.is_meta = nbytes_of(plans), are_on_meta(plans)
+        memory_of_unsharded.slot.count_references()
+        self.residency = Residency(self, memory_of_unsharded)
         self.params = tuple(param for param_group in self.param_groups for param in param_group.params)
         ordered = (source for kind in kinds for source in kind)
         self._managed = [
@@ -129,11 +116,11 @@ class Unit:
         self._register_params()
         self._leaves = _leaves_alongside(self.modules, self.params)
         self.keepers: list[nn.Module] = []  # modules whose forward may set tensors as attributes, once a root is known
-        self._show_sharded()
+        self.show_sharded()
         _made.add(self)
 
     def __repr__(self) -> str:
-        return f"Unit({self.name!r}, {len(self.params)} parameters, {self.form.value})"
+        return f"Unit({self.name!r}, {len(self.params)} parameters, {self.residency.state.value})"
 
     def _register_params(self) -> None:
         for managed in self._managed:
@@ -147,6 +134,21 @@ class Unit:
         return self.slot_nbytes + sum(param_group.separate_nbytes for param_group in self.param_groups)
 
     @property
+    def slot_nbytes(self) -> int:
+        """Bytes of its slot that hold unsharded parameters."""
+        return self.residency.memory.nbytes
+
+    @property
+    def slot(self) -> Slot:
+        """The memory of its unsharded parameters, which units may take turns on."""
+        return self.residency.memory.slot
+
+    @property
+    def is_meta(self) -> bool:
+        """True if its shards have no memory yet."""
+        return self.residency.state is UnitState.META
+
+    @property
     def whole_nbytes(self) -> int:
         """Bytes of its parameters as they are stored, on all ranks of the shard axis together."""
         return sum(param.layout.spec.numel * param.sharded.itemsize for param in self.params)
@@ -158,18 +160,14 @@ class Unit:
         return sum(param.layout.spec.numel * param.sharded.itemsize for param in trained)
 
     @property
-    def _present_separate_nbytes(self) -> int:
-        return sum(param_group.present_separate_nbytes for param_group in self.param_groups)
-
-    @property
     def reshards_after_forward(self) -> bool:
         """The user's choice, else the strategy's. A root is not resharded: its backward comes next."""
-        return self.frees_in_step and not (self.state.is_root and self.state.reshard_after_forward is None)
+        return self.frees_in_step and not (self.is_root and self.settings.reshard_after_forward is None)
 
     @property
     def frees_in_step(self) -> bool:
         """The user's choice, else the strategy's, for a backward that may be far, as in a pipeline stage."""
-        choice = self.state.reshard_after_forward
+        choice = self.settings.reshard_after_forward
         return self.options.placements.parameters_in_step is not Placement.WHOLE if choice is None else choice
 
     @property
@@ -271,28 +269,7 @@ class Unit:
         """Return the origin of events of this unit in `phase`."""
         return Origin(self.name, phase, self.microbatch)
 
-    # -- unshard and reshard ------------------------------------------------------------------------------------------
-
-    @property
-    def can_occupy_slot(self) -> bool:
-        """True if no other unit occupies this one's slot."""
-        return self.slot.occupant in (None, self)
-
-    @property
-    def occupies_slot(self) -> bool:
-        """True if this unit occupies its slot: its unsharded parameters are in use, or are kept."""
-        return self.slot.occupant is self
-
-    def notice_step(self) -> None:
-        """Gather parameters again that are kept, or were unsharded manually, if they may have changed since."""
-        stepped = [param_group for param_group in self.param_groups if param_group.gradients.take_step_notice()]
-        if stepped and self.form is Form.GATHERING:
-            self.finish_gather()
-            self.streams.gather.wait(self.streams.compute.mark())  # which has unpacked the received data
-        for param_group in stepped:
-            param_group.gather.note_changed_shards()
-        if self.form is Form.UNSHARDED and not all(param_group.gather.is_current for param_group in self.param_groups):
-            self.reshard(keep=True)
+    # -- what modules show ---------------------------------------------------------------------------------------------
 
     def uses(self, unit: Unit) -> bool:
         """True if calls of this unit use parameters of `unit`: its own, or those that are tied to them."""
@@ -309,59 +286,9 @@ class Unit:
         return self.holds_grads or any(param_group.gradients.are_waiting for param_group in self.param_groups)
 
     @property
-    def _versions(self) -> list[int]:
-        return [param_group.gather.version for param_group in self.param_groups]
-
-    def note_shown_shards(self) -> None:
-        """Note that gathers are ordered after all writes to shards so far."""
-        self._shown = self._versions
-
-    @property
-    def shows_its_shards(self) -> bool:
-        """True if no write to shards is known since. (Fused optimizers write without a trace between steps.)"""
-        return self._shown == self._versions
-
-    def defer(self, step: Callable[[], None]) -> None:
-        """Defer `step`, which changes shards, until they are needed next."""
-        self._defer.append(step)
-
-    def settle(self) -> None:
-        """Run all deferred steps."""
-        if not self._defer:
-            return
-        steps, self._defer = self._defer, []
-        for step in steps:
-            step()
-        self.note_shown_shards()  # the CPU's own work comes before whatever it queues
-
-    @property
     def streams(self) -> Streams:
         """The streams of the device that computes."""
         return accelerator_for(self.device).streams
-
-    def start_unshard(self, phase: Phase) -> None:
-        """Start the all-gather of the unsharded parameters, unless they are gathered or being gathered."""
-        if self.form is not Form.SHARDED:
-            return
-        self.check_replacements()
-        if not all(param_group.holds_its_shards for param_group in self.param_groups):
-            self.adopt()  # a part of the module was moved or cast alone
-        if self.is_meta:
-            self.check_materialized()
-        self._allocate(phase)
-        stale = [param_group for param_group in self.param_groups if not param_group.gather.is_current]
-        streams = self.streams
-        secondary_nbytes, separate_nbytes = self.secondary_nbytes, self._present_separate_nbytes
-        origin, in_common = self.origin(phase), self.slot.is_common
-        with torch.no_grad(), acting_for(origin, "messages"), streams.gather.queueing():
-            self._pending = [param_group.start_gather(origin, in_common=in_common) for param_group in stale]
-            self._gathered = streams.gather.mark()
-        if self.secondary_nbytes > secondary_nbytes and not self._keeps_secondary:
-            self._note("allocate", phase, self.secondary_nbytes - secondary_nbytes)
-        if self._present_separate_nbytes > separate_nbytes:
-            self._note("allocate", phase, self._present_separate_nbytes - separate_nbytes)
-        self._stale = stale
-        self.form = Form.GATHERING
 
     def check_replacements(self) -> None:
         """Adopt weights that were tied after sharding, and refuse parameters that were replaced by others.
@@ -389,147 +316,44 @@ class Unit:
         if holds_tensors(param.local):  # its class gathers it for one module
             param.refuse_replacement(owner)
         lender = managed.unit
-        if lender is not self and lender.state.runtime is not self.state.runtime:
+        if lender is not self and lender.runtime is not self.runtime:
             param.refuse_replacement(owner)
         param.owners = [known for known in param.owners if known != owner]
         managed.param.owners.append(owner)
         owner.module._parameters[owner.name] = managed.param.shown
         if lender is not self and lender not in self.borrowed:
             self.borrowed.append(lender)
-            lender.state.users += self.state.users
+            lender.residency.users += self.residency.users
         self._leaves = _leaves_alongside(self.modules, self.params)
 
-    def wait_unshard(self) -> bool:
-        """Wait for the all-gather, and show the modules the unsharded parameters.
-
-        Gather again if shards were written to since the gather started, for example by a hook of an earlier module.
-
-        Returns:
-            True if they were.
-        """
-        if self.finish_gather():
-            return False
-        self.reshard(keep=True)
-        self.settle()
-        self.streams.gather.wait(self.streams.compute.mark())
-        self.start_unshard(Phase.IDLE)
-        self.finish_gather()
-        return True
-
-    def finish_gather(self) -> bool:
-        """Wait for the pending all-gather, and show the modules the gathered parameters.
-
-        Returns:
-            True if these are the present values.
-        """
-        if self.form is not Form.GATHERING:
-            return True
-        for pending in self._pending:
-            pending.wait()
-        with noting_wait(self.streams.compute, self.origin(Phase.FORWARD)):
-            self.streams.compute.wait(self._gathered)
-        stale, self._pending, self._gathered, self._stale = self._stale, [], None, []
-        self.form = Form.SHARDED  # should a class refuse what was gathered
-        made = [param_group.finish_gather() for param_group in stale]
-        if any(made):
-            self._register_params()
-        self.form = Form.UNSHARDED
-        self.trainable = sum(param.follow_requires_grad() for param in self.params)
-        for param in self.params:
-            param.show(param.unsharded)
-        accept_calls(self._leaves)
-        return all(param_group.gather.is_current for param_group in stale)
-
-    def hand_over_shards(self) -> None:
-        """Reshard. The host may write to shards in its memory when this returns."""
-        self.reshard()
-        self.await_copies_of_shards()
-
-    def await_copies_of_shards(self) -> None:
-        """Make the host wait until the gather stream has read the shards, if these are in host memory."""
-        if self.is_on_cpu and not self.is_meta:
-            self.streams.host.wait(self.streams.gather.mark())
-
-    def reshard(self, phase: Phase = Phase.IDLE, *, keep: bool = False) -> None:
-        """Show the modules the sharded parameters, and free the unsharded ones.
-
-        Args:
-            phase: for the record.
-            keep: leave the unsharded parameters in memory: they are gathered again only if shards have changed.
-        """
-        if self.form is Form.GATHERING:
-            self.finish_gather()
-        if self.form is Form.UNSHARDED:
-            self._show_sharded()
-            self.form = Form.SHARDED
-        self.state.awaits_backward = self.state.awaits_backward and keep
-        if self.occupies_slot and not (keep or self.keeps_unsharded):
-            nbytes = self.slot_nbytes + self._present_separate_nbytes
-            self.slot.free()
-            for param_group in self.param_groups:
-                param_group.release()
-            self._note("free", phase, nbytes)
-        if phase is not Phase.FORWARD:
-            self.release_secondary(phase)
-
-    def read_ahead(self) -> None:
-        """Start to read shards from a disk for a gather that will start soon."""
-        if self.is_on_disk and self.form is Form.SHARDED and not self.is_meta:
-            for param_group in self.param_groups:
-                param_group.gather.read_ahead()
-
-    def forget_ahead(self) -> None:
-        """Free what was read for a gather that did not start."""
-        if self.is_on_disk and self.form is Form.SHARDED:
-            for param_group in self.param_groups:
-                param_group.gather.forget_ahead()
-
-    def forget_gather(self) -> None:
-        """Reset to sharded, without the pending gather, which other ranks did not start."""
-        if self.form is Form.GATHERING:
-            self._pending, self._gathered, self._stale = [], None, []
-            self.form = Form.SHARDED
-        for param_group in self.param_groups:
-            param_group.gather.note_changed_shards()
-
-    def release_secondary(self, phase: Phase) -> None:
-        """Free the secondary shards, which are kept from forward to backward."""
-        if self._keeps_secondary:
-            return
-        nbytes = self.secondary_nbytes
-        for param_group in self.param_groups:
-            param_group.gather.release_secondary()
-        if nbytes:
-            self._note("free", phase, nbytes)
-
-    @property
-    def secondary_nbytes(self) -> int:
-        """Bytes of the secondary shards that are in memory, where groups of ranks keep parameters together."""
-        return sum(param_group.gather.secondary_nbytes for param_group in self.param_groups)
-
-    @property
-    def _keeps_secondary(self) -> bool:
-        return self.options.placements.parameters is Placement.GROUPED
-
-    def _allocate(self, phase: Phase) -> None:
-        if self.keeps_unsharded or self.occupies_slot:
-            return
-        self.slot.allocate(self, self.slot_nbytes, self.streams.gather)
-        if not self._has_views:
-            self._give_views()
-        self._note("allocate", phase, self.slot_nbytes)
-
-    def _note(self, name: str, phase: Phase, nbytes: int) -> None:
-        recorder = active_recorder()
-        if recorder is not None:
-            recorder.add(Event(name, self.origin(phase), nbytes=nbytes)).finish()
-
-    def _show_sharded(self) -> None:
+    def show_sharded(self) -> None:
+        """Show the modules the sharded parameters."""
         for param in self.params:
             if param.unsharded.requires_grad is not param.is_unsharded_trained:
                 param.keep_requires_grad()
             param.show(param.sharded)
         refuse_calls(self._leaves)
+
+    def show_unsharded(self, *, renewed: bool) -> None:
+        """Show the modules the unsharded parameters. `renewed` ones are other objects than before."""
+        if renewed:
+            self._register_params()
+        self.trainable = sum(param.follow_requires_grad() for param in self.params)
+        for param in self.params:
+            param.show(param.unsharded)
+        accept_calls(self._leaves)
+
+    def read_ahead(self) -> None:
+        """Start to read shards from a disk for a gather that will start soon."""
+        if self.is_on_disk and self.residency.state in AT_REST and not self.is_meta:
+            for param_group in self.param_groups:
+                param_group.gather.read_ahead()
+
+    def forget_ahead(self) -> None:
+        """Free what was read for a gather that did not start."""
+        if self.is_on_disk and self.residency.state in AT_REST:
+            for param_group in self.param_groups:
+                param_group.gather.forget_ahead()
 
     def check_materialized(self) -> None:
         """Raise if any parameter has no values yet.
@@ -545,55 +369,7 @@ class Unit:
                 "param_init_fn."
             )
 
-    # -- where unsharded parameters lie -------------------------------------------------------------------------------
-
-    def move(self, slot: Slot) -> None:
-        """Use `slot` for the unsharded parameters. The unit must be sharded, and no pending graph may have a view of
-        it.
-
-        Raises:
-            StateError: a graph with a pending backward still has views of the present storage.
-        """
-        assert self.form is Form.SHARDED, "only a sharded unit moves"
-        if self.slot.is_referenced:
-            raise StateError(
-                f"{self.name} and {self.slot.occupant!r} are needed whole at the same time, but share memory, since "
-                "they never were in the steps before, and a graph that waits for its backward has views of it. "
-                "Call fullshard.share_memory_between_units(False) before the first forward."
-            )
-        with self.slot.dropping_views():
-            for param_group in self.param_groups:
-                param_group.contained_in(None)
-        self.slot, self._has_views = slot, False
-        if self._occupies_lastingly(slot):
-            self._occupy(slot, [param_group.plan for param_group in self.param_groups])
-            self._give_views()
-        slot.count_references()
-        for param_group in self.param_groups:
-            param_group.gather.invalidate()
-
-    def _occupies_lastingly(self, slot: Slot) -> bool:
-        """True if `slot` has permanent memory. If not, views of it are made when memory is first allocated.
-
-        Making views needs memory for the whole unit, which a rank that only builds its shards may not have.
-        """
-        return self.keeps_unsharded or slot.shared
-
-    def _occupy(self, slot: Slot, plans: Sequence[GroupPlan]) -> Sequence[Region | None]:
-        """Return the groups' regions of `slot`; None for each unless it has permanent memory."""
-        if not self._occupies_lastingly(slot):
-            return [None] * len(plans)
-        occupant, slot.occupant = slot.occupant, None
-        slot.allocate(self, nbytes_of(plans), self.streams.compute)
-        slot.occupant = occupant if slot.shared else self
-        return regions_of(slot, plans)
-
-    def _give_views(self) -> None:
-        regions = regions_of(self.slot, [param_group.plan for param_group in self.param_groups])
-        for param_group, region in zip(self.param_groups, regions, strict=True):
-            param_group.contained_in(region)
-        self._has_views = True
-        self.slot.count_references()
+    # -- other memory or dtypes ---------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)  # what is made stays, whatever mode finds it
     @torch.no_grad()
@@ -622,7 +398,7 @@ class Unit:
         """
         assert not self.has_grads_waiting, "checked by the caller"
         self.options = replace(self.options, precision=replace(self.options.precision, reduce_dtype=dtype))
-        self.reshard()
+        self.residency.reshard()
         plans = []
         for param_group in self.param_groups:
             plan = param_group.plan
@@ -647,8 +423,8 @@ class Unit:
         was_on_disk, self.destination = self.is_on_disk, destination
         if self.is_meta or all(param_group.plan.memory == self._memory for param_group in self.param_groups):
             return
-        self.settle()
-        self.reshard()
+        self.residency.settle()
+        self.residency.reshard()
         grads = {param: param.grad for param in self.params if param.grad is not None}
         plans = [
             param_group.plan.changed(param_group.plan.contract, self.device, self._memory)
@@ -672,27 +448,25 @@ class Unit:
         if plans and plans[0].memory.device.type != "meta":
             self.device = plans[0].device
             self.collectives = _collectives_along(self.collectives, self.device)
-        with self.slot.dropping_views():
-            for param_group in self.param_groups:
-                param_group.contained_in(None)
+        memory = self.residency.memory
+        memory.drop_views(self.param_groups)
         is_new = slot is None
         if is_new:  # graphs that wait for a backward have views of the present one
             for param in self.params:
                 param.counters.renew()
         slot = slot or Slot(plans[0].device if plans else self.device)
         others = 0 if is_new else slot.others
-        regions = self._occupy(slot, plans)
+        regions = memory.occupy(slot, plans)
         for i, (param_group, plan, region) in enumerate(zip(self.param_groups, plans, regions, strict=True)):
             is_same = self.collectives == collectives and plan.needs_transports_of(param_group.plan)
             bound = param_group.transports if is_same else GroupTransports.bind(plan, self.collectives[plan.axes])
             if is_new:
                 bound.forget_errors()
             self.param_groups[i] = param_group.moved(plan, bound, region)
-        self.slot, self._has_views = slot, self._occupies_lastingly(slot)
         slot.count_references(others)
-        self.slot_nbytes, self.is_meta = nbytes_of(plans), are_on_meta(plans)
+        self.residency.note_layout()
         self._register_params()
-        self._show_sharded()
+        self.show_sharded()
 
     def _plan_as_found(self, param_group: ParamGroup) -> GroupPlan:
         """Return the plan of `param_group` with the present dtype and device of its shards."""
@@ -712,7 +486,7 @@ class Unit:
     @property
     def finishes_sums(self) -> bool:
         """True if a reduction now takes the second sum too: over the replicate axis, or across groups."""
-        return self.state.syncs_gradients and self.state.syncs_replicas
+        return self.settings.syncs_gradients and self.settings.syncs_replicas
 
     @property
     def awaits_second_sum(self) -> bool:
@@ -722,7 +496,7 @@ class Unit:
     @property
     def holds_grads_back(self) -> bool:
         """True if whole gradients wait until a later microbatch is synced, instead of being reduced now."""
-        return not self.state.syncs_gradients and self.options.placements.gradients is not Placement.GROUPED
+        return not self.settings.syncs_gradients and self.options.placements.gradients is not Placement.GROUPED
 
     @property
     def has_whole_grads(self) -> bool:
@@ -754,17 +528,17 @@ class Unit:
         """Start the reduction of whole gradients to those that the optimizer sees."""
         streams = self.streams
         self.holds_grads = False
-        finishes, origin, hook = self.finishes_sums, self.origin(phase), self.state.all_reduce_hook
-        divisor = self.state.gradient_divisor
+        finishes, origin, hook = self.finishes_sums, self.origin(phase), self.settings.all_reduce_hook
+        divisor = self.settings.gradient_divisor
         taken = [(param_group, param_group.gradients.take()) for param_group in self.param_groups]
         read = [dict(grads) for _, grads in taken]
         with torch.no_grad(), acting_for(origin, "messages"), streams.reduce.after(streams.compute):
             reductions = []
             for param_group, grads in taken:
-                if self.state.reduces_unused:
+                if self.settings.reduces_unused:
                     param_group.gradients.fill_missing(grads)
                 if grads or (finishes and param_group.awaits_second_sum):
-                    by = divisor or param_group.averaged_over(self.state.data_ranks)
+                    by = divisor or param_group.averaged_over(self.data_ranks)
                     reductions.append(
                         param_group.start_reduction(grads, divisor=by, finishes=finishes, origin=origin, hook=hook)
                     )
@@ -798,7 +572,7 @@ def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, alongside
             "whose values are in tensors of its own, which cannot rest on a disk. Give its unit a policy without "
             "parameters."
         )
-    identical = [unit for unit in _made if unit.state.runtime is None and unit.options.offload == options.offload]
+    identical = [unit for unit in _made if unit.runtime is None and unit.options.offload == options.offload]
     there = sum(unit.whole_nbytes for unit in identical if unit.is_on_disk)
     nbytes = sum(source.local.numel() * source.local.itemsize for source in sources)
     return there < fraction * (nbytes + sum(unit.whole_nbytes for unit in identical))

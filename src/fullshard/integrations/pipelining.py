@@ -108,7 +108,7 @@ class PipelineStage(pipelining.PipelineStage):
         fresh = [runtime for runtime in self._runtimes if not any(unit.has_grads_waiting for unit in runtime.units)]
         with ExitStack() as trial:
             for runtime in self._runtimes:
-                trial.enter_context(runtime.residency.slots.paused())
+                trial.enter_context(runtime.scheduler.slots.paused())
             result = super()._backward_metadata_inference(*args, **kwargs)
         for runtime in fresh:
             runtime.forget()

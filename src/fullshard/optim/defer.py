@@ -114,7 +114,7 @@ def defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter], run:
     """Defer the step of `params` by `run` until `unit` is needed next or one of them is accessed. The `optimizer` has
     no other parameters in that step.
     """
-    unit.defer(_Deferred(optimizer, params, run).take)
+    unit.residency.deferred.append(_Deferred(optimizer, params, run).take)
 
 
 def _own(value: Any) -> Any:

@@ -341,7 +341,7 @@ def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: 
     gradients += sum(param_group.error_feedback_nbytes for unit in units for param_group in unit.param_groups)
     optimizer.zero_grad()
     kept = [unit for unit in units if unit.keeps_unsharded]
-    groups = sum(unit.secondary_nbytes for unit in units)
+    groups = sum(unit.residency.secondary_nbytes for unit in units)
     copies = sum(param_group.plan.copy_nbytes for unit in units for param_group in unit.param_groups)
     on_disk = states_on_disk(optimizer)
     return Ledger(

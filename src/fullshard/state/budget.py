@@ -587,7 +587,7 @@ def _states_on_cpu(budget: _Budget, numbers: Sequence[int]) -> Tier:
 
 def _activations(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
     """Return the tier of activations, when the CPU already steps the units with numbers in `on_cpu`."""
-    needs, ordered = budget.needs, sorted(budget.units, key=lambda unit: unit.state.is_root)
+    needs, ordered = budget.needs, sorted(budget.units, key=lambda unit: unit.is_root)
     steps, taken = [], 0
     for number, unit in enumerate(ordered, 1):
         taken += budget.needs_of(unit).kept

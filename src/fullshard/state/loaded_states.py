@@ -19,7 +19,7 @@ from fullshard._compat import holds_tensors
 from fullshard.comm.mesh import check_own_part
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import Managed, managed_by
-from fullshard.engine.unit import Form
+from fullshard.engine.residency import ACTIVE
 from fullshard.errors import StateError
 from fullshard.state.block_states import BlockStates, block_states
 from fullshard.state.optim_state import placed_like
@@ -53,8 +53,8 @@ def _show_shards(optimizer: Optimizer) -> None:
     """
     params = (param for group in optimizer.param_groups for param in group["params"])
     for unit in dict.fromkeys(managed.unit for managed in map(_sharded, params) if managed is not None):
-        if unit.form is not Form.SHARDED and not (unit.state.is_summoned or is_in_use(unit)):
-            unit.hand_over_shards()
+        if unit.residency.state in ACTIVE and not is_in_use(unit):
+            unit.residency.hand_over_shards()
 
 
 def _take_own(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

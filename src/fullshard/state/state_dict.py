@@ -26,6 +26,7 @@ from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import managed_by
 from fullshard.engine.own_hooks import own_hook
 from fullshard.engine.registry import clean_fqn, process_groups_along, units_in
+from fullshard.engine.residency import UnitState
 from fullshard.engine.sharded_param import ShardedParam, full_copy
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
@@ -265,8 +266,9 @@ class _Hooks:
                 f"state dict within a forward or backward of {self._unit.name or 'the root'}: its parameters are "
                 "in use. Save and load between steps."
             )
-        self._unit.hand_over_shards()
-        if self._outermost is None and not self._unit.state.is_summoned:  # loading may replace parameters itself
+        self._unit.residency.hand_over_shards()
+        is_summoned = self._unit.residency.state is UnitState.SUMMONED
+        if self._outermost is None and not is_summoned:  # loading may replace parameters itself
             self._unit.check_replacements()
 
     @own_hook
@@ -318,7 +320,7 @@ class _Hooks:
             keys[:] = [clean_fqn(key) for key in keys]
         if module is self._outermost:
             self._outermost = None
-            if not self._unit.state.is_summoned:
+            if self._unit.residency.state is not UnitState.SUMMONED:
                 self._unit.adopt()
 
 

@@ -75,7 +75,7 @@ def stream_weights(
     for unit in units:
         check_idle(unit, "streamed")
         unit.check_materialized()
-        unit.reshard()
+        unit.residency.reshard()
         unit.check_replacements()
     weights = _weights(model, dtype, rename or (lambda name: name))
     twice = [name for name, count in Counter(weight.name for weight in weights).items() if count > 1]

@@ -14,6 +14,7 @@ from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import managed_by
 from fullshard.engine.registry import is_unit, units_in, unwrapped
+from fullshard.engine.residency import UnitState
 from fullshard.engine.sharded_param import ShardedParam, full_copy
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
@@ -83,14 +84,14 @@ def summon_full_params(
                 "are in use. Call it between steps."
             )
         unit.check_materialized()
-        if not unit.state.is_summoned:
-            unit.reshard()
+        if unit.residency.state is not UnitState.SUMMONED:
+            unit.residency.reshard()
             unit.check_replacements()
     meet(units, "summon_full_params")
     wish = _Wish(writeback, offload_to_cpu, with_grads, shows=not rank0_only or is_first_rank(module))
     with ExitStack() as stack:
         for unit in units:
-            if not unit.state.is_summoned:
+            if unit.residency.state is not UnitState.SUMMONED:
                 stack.enter_context(_unsharded(unit, wish))
         yield
 
@@ -110,21 +111,21 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
 
 @contextmanager
 def _unsharded(unit: Unit, wish: _Wish) -> Iterator[None]:
-    unit.reshard()
+    unit.residency.reshard()
     device = torch.device("cpu") if wish.offload else unit.device
     found = ((param, _summoned(param, device, unit.device, wish)) for param in unit.params if param.owners)
     summoned = [(param, whole, param.version) for param, whole in found if whole is not None]
     encoded = {param: (whole, whole._version) for param, whole, _ in summoned if param.is_encoded}
     for param, whole, _ in summoned:
         param.show(whole)
-    unit.state.is_summoned = True
+    unit.residency.summon()
     try:
         yield
     finally:
         present = [(param, param.shown, version) for param, _, version in summoned]
         for param, _, _ in summoned:
             param.show(param.sharded)
-        unit.state.is_summoned = False
+        unit.residency.end_summon()
         if wish.writeback:
             for param, whole, version in present:
                 if param in encoded:

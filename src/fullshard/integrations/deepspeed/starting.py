@@ -127,7 +127,7 @@ def _shard(model: nn.Module, settings: Configuration, device: torch.device, poli
     )
     if not settings.averages:
         for unit in units_in(model):
-            unit.state.gradient_divisor = 1.0
+            unit.settings.gradient_divisor = 1.0
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:

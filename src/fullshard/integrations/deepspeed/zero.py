@@ -15,6 +15,7 @@ from fullshard.comm.routes import collectives_for
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import check_idle
 from fullshard.engine.managed import Managed, managed_by
+from fullshard.engine.residency import UnitState
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError
 from fullshard.integrations.deepspeed.refused import missing
@@ -64,19 +65,19 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
         for item in gathered:
             _coordinates(item, modifier_rank)
     units = list(dict.fromkeys(item.unit for item in gathered))
-    outermost = [unit for unit in units if not unit.state.is_summoned]
+    outermost = [unit for unit in units if unit.residency.state is not UnitState.SUMMONED]
     for unit in outermost:
         check_idle(unit, "to be gathered")
         unit.check_materialized()
     meet(units, "GatheredParameters")
     wholes = [_show_whole(item) for item in gathered]
     for unit in outermost:
-        unit.state.is_summoned = True
+        unit.residency.summon()
     try:
         yield
     finally:
         for unit in outermost:
-            unit.state.is_summoned = False
+            unit.residency.end_summon()
         for element, (_, shard) in zip(gathered, wholes, strict=True):
             torch.utils.swap_tensors(element.param.sharded, shard)
             element.param.show(element.param.sharded)
@@ -87,7 +88,7 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
 
 def _show_whole(item: Managed) -> tuple[nn.Parameter, nn.Parameter]:
     """Return the parameter in the modules, and the old content of the user's object, which is unsharded now."""
-    item.unit.reshard()
+    item.unit.residency.reshard()
     param, trained = item.param, item.param.sharded.requires_grad
     shard = dtensor_like(param.local.to(item.unit.device), param.dtensor)  # which may be offloaded
     whole = nn.Parameter(full_copy(shard), requires_grad=trained)

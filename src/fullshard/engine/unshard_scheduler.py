@@ -1,0 +1,161 @@
+"""Unsharding and resharding of a root's units: when each is gathered and freed, and what its gather waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fullshard.device.streams import Mark, Streams
+from fullshard.engine.order import OrderTracker
+from fullshard.engine.reduction_queue import ReductionQueue
+from fullshard.engine.residency import ACTIVE
+from fullshard.engine.slot_sharing import SlotSharing
+from fullshard.engine.unit import Unit
+from fullshard.tape.recorder import Phase
+
+__all__ = ["UnshardScheduler"]
+
+
+class UnshardScheduler:
+    """Decides when the units of a root are gathered and freed, and what their gathers wait for.
+
+    Args:
+        units: the root's, by number.
+        reductions: those of the units.
+    """
+
+    def __init__(self, units: Sequence[Unit], reductions: ReductionQueue) -> None:
+        self._units = units
+        self._reductions = reductions
+        self.after_optimizer: Mark | None = None  # the next forward waits for it
+        self.slots = SlotSharing(units)
+        self._late: list[tuple[Unit, Phase]] = []  # to be freed once the next gather has started
+        self._clock = 0
+
+    @property
+    def _streams(self) -> Streams:
+        return self._units[0].streams
+
+    def tick(self) -> int:
+        """Return the number of the present event."""
+        self._clock += 1
+        return self._clock
+
+    def hold(self, unit: Unit) -> None:
+        """Note that a forward or backward needs `unit`, and those whose parameters it borrows, until `release`."""
+        for held in (unit, *unit.borrowed):
+            held.residency.users += 1
+
+    def release(self, unit: Unit) -> None:
+        """Note that a forward or backward that needed `unit` is over."""
+        for held in (unit, *unit.borrowed):
+            held.residency.users = max(0, held.residency.users - 1)
+
+    def unshard(self, unit: Unit, phase: Phase) -> None:
+        """Unshard `unit`, and those whose parameters it borrows, for the next compute work."""
+        self.start_unshard(unit, phase)
+        for lender in unit.borrowed:  # the call before may have added one: a weight tied after sharding
+            self.start_unshard(lender, phase)
+        for item in (unit, *unit.borrowed):
+            if item.residency.wait_unshard():
+                item.residency.written_in.add(phase)
+
+    def start_unshard(self, unit: Unit, phase: Phase) -> None:
+        """Start to gather `unit`, unless it is unsharded or being gathered."""
+        residency = unit.residency
+        if residency.state in ACTIVE:
+            return
+        residency.check_not_summoned()
+        shows_its_shards = residency.shows_its_shards  # as steps that are taken only now say nothing of users' writes
+        residency.settle()
+        if self._reductions.has_hooks(unit):  # they may step with an earlier use's gradients before this use
+            self._reductions.finish()
+        if phase is Phase.IDLE:
+            residency.notice_step()
+        if phase is Phase.IDLE:
+            self.show_compute_s_work()
+        elif self._streams.gather.is_stream:
+            if not shows_its_shards:
+                residency.written_in.add(phase)
+                self.show_compute_s_work()
+            elif residency.written_in:
+                residency.written_in.discard(phase)
+        if not residency.memory.can_occupy and not unit.keeps_unsharded:
+            self._make_room(unit)
+        residency.start_unshard(phase)
+        self.slots.note_unsharded(unit, self.tick())
+        self._free_late()
+
+    def prefetch(self, units: Iterable[Unit], phase: Phase) -> None:
+        """Start to gather those of `units` that can be gathered now.
+
+        If the shards of a unit were written to in the last pass, before the unit was needed, it is gathered when it is
+        needed: the same hook may write to them again, which must not happen while a gather reads them.
+        """
+        needed_in = Phase.FORWARD if phase is Phase.FORWARD else Phase.PRE_BACKWARD
+        for unit in units:
+            residency = unit.residency
+            may_move = residency.memory.can_occupy or unit.keeps_unsharded
+            if needed_in in residency.written_in or residency.state in ACTIVE or not may_move:
+                continue
+            if not self._reductions.has_hooks(unit):
+                self.start_unshard(unit, phase)
+
+    def order_writes_after(self, unit: Unit) -> None:
+        """Make later writes to the shards of `unit` wait until the gather has read them."""
+        self._streams.compute.wait(self._streams.gather.mark())
+        unit.residency.await_copies_of_shards()
+
+    def show_compute_s_work(self) -> None:
+        """Make later gathers wait for all compute work queued so far, which may have changed the shards."""
+        self._streams.compute.wait(self.after_optimizer)
+        self.after_optimizer = None
+        if self._streams.gather.is_stream:
+            self._streams.gather.wait(self._streams.compute.mark())
+            for unit in self._units:
+                unit.residency.note_shown_shards()
+
+    def reshard(self, unit: Unit, phase: Phase, *, keep: bool = False) -> None:
+        """Free `unit`; or `keep` it in memory for its next use."""
+        unit.residency.is_unsharded_by_hand = unit.residency.awaits_backward = False
+        unit.residency.reshard(phase, keep=keep)
+        if not keep:
+            self.slots.note_freed(unit, self.tick())
+
+    def free(self, unit: Unit, phase: Phase, order: OrderTracker) -> None:
+        """Reshard `unit`, which is not in use. Free it now if the gather of the next unit has started, or else later.
+
+        A gather waits until compute has finished with all units that were freed before it. So if the next unit in
+        `order` is not known, this one is freed after the next gather has started. That gather then overlaps with this
+        unit's compute.
+        """
+        is_late = self._streams.gather.is_stream and not self._is_next_under_way(order)
+        self.reshard(unit, phase, keep=is_late)
+        if is_late:
+            unit.residency.defer_free()
+            self._late.append((unit, phase))
+
+    def forget_late(self) -> None:
+        """Forget the units that wait for the next gather. The caller frees them."""
+        for unit, _ in self._late:
+            unit.residency.keep()
+        self._late.clear()
+
+    def _is_next_under_way(self, order: OrderTracker) -> bool:
+        """True if the next unit is unsharded or being gathered, or there is none."""
+        coming = order.following(1)
+        return self._units[coming[0]].residency.state in ACTIVE if coming else order.is_at_end
+
+    def _free_late(self) -> None:
+        late, self._late = self._late, []
+        for unit, phase in late:
+            if unit.residency.state not in ACTIVE:
+                self.reshard(unit, phase)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Provide memory for `unit` although a unit that shares its slot is unsharded."""
+        other = next((other for other in self._units if other is unit.slot.occupant), None)
+        held = other is None or other.residency.is_unsharded_by_hand or other.residency.awaits_backward
+        if other is not None and other.residency.users == 0 and not held:
+            self.reshard(other, Phase.IDLE)  # prefetched, or kept for later: it can be gathered again
+        if not unit.residency.memory.can_occupy:
+            self.slots.give_own_memory(unit)

@@ -1,0 +1,107 @@
+"""The memory of a unit's unsharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from fullshard.device.memory import Slot
+from fullshard.device.streams import Streams
+from fullshard.engine.group_buffers import Region
+from fullshard.engine.group_plan import GroupPlan
+from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.unit_plans import nbytes_of, regions_of
+from fullshard.errors import StateError
+
+__all__ = ["UnshardedMemory"]
+
+
+class Occupant(Protocol):
+    """A unit, as far as its memory depends on it."""
+
+    name: str
+
+    @property
+    def streams(self) -> Streams:
+        """The streams of the device that computes."""
+
+
+class UnshardedMemory:
+    """A slot, and the regions of the unit's parameter groups in it.
+
+    Args:
+        unit: the unit, as the occupant of the slot.
+        device: the device of the slot.
+        keeps: whether the unit keeps its memory between steps.
+    """
+
+    def __init__(self, unit: Occupant, device: torch.device, *, keeps: bool) -> None:
+        self._unit = unit
+        self._keeps = keeps
+        self.slot = Slot(device)
+        self.nbytes = 0
+        self._has_views = False  # the parameter groups have views of the slot
+
+    @property
+    def can_occupy(self) -> bool:
+        """True if no other unit occupies the slot."""
+        return self.slot.occupant in (None, self._unit)
+
+    @property
+    def is_occupied(self) -> bool:
+        """True if this unit occupies the slot: its unsharded parameters are in use, or are kept."""
+        return self.slot.occupant is self._unit
+
+    def occupy(self, slot: Slot, plans: Sequence[GroupPlan]) -> Sequence[Region | None]:
+        """Use `slot` from now on. Return the groups' regions in it; None for each unless it has permanent memory.
+
+        Views of other memory are made when it is first allocated. Making them needs memory for the whole unit, which a
+        rank that only builds its shards may not have.
+        """
+        self.slot, self.nbytes = slot, nbytes_of(plans)
+        self._has_views = self._keeps or slot.shared
+        if not self._has_views:
+            return [None] * len(plans)
+        occupant, slot.occupant = slot.occupant, None
+        slot.allocate(self._unit, self.nbytes, self._unit.streams.compute)
+        slot.occupant = occupant if slot.shared else self._unit
+        return regions_of(slot, plans)
+
+    def allocate(self, groups: Sequence[ParamGroup]) -> None:
+        """Occupy the slot, which must be free or this unit's, and give the groups views of it."""
+        self.slot.allocate(self._unit, self.nbytes, self._unit.streams.gather)
+        if not self._has_views:
+            self._has_views = True
+            self._give(groups, regions_of(self.slot, [group.plan for group in groups]))
+            self.slot.count_references()
+
+    def move(self, slot: Slot, groups: Sequence[ParamGroup]) -> None:
+        """Use `slot` instead of the present one. No pending graph may have a view of that.
+
+        Raises:
+            StateError: a graph with a pending backward still has views of the present storage.
+        """
+        if self.slot.is_referenced:
+            raise StateError(
+                f"{self._unit.name} and {self.slot.occupant!r} are needed whole at the same time, but share memory, "
+                "since they never were in the steps before, and a graph that waits for its backward has views of it. "
+                "Call fullshard.share_memory_between_units(False) before the first forward."
+            )
+        self.drop_views(groups)
+        regions = self.occupy(slot, [group.plan for group in groups])
+        if self._has_views:
+            self._give(groups, regions)
+        slot.count_references()
+        for group in groups:
+            group.gather.invalidate()
+
+    def drop_views(self, groups: Sequence[ParamGroup]) -> None:
+        """Take the views of the slot from the groups."""
+        with self.slot.dropping_views():
+            self._give(groups, [None] * len(groups))
+
+    def _give(self, groups: Sequence[ParamGroup], regions: Sequence[Region | None]) -> None:
+        for group, region in zip(groups, regions, strict=True):
+            group.contained_in(region)
