@@ -1,12 +1,14 @@
 """The record of a run: parts that add up to the clock, the engine's actions, and a small file per rank."""
 
 import json
+import math
 import os
 import random
 import shutil
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -30,9 +32,11 @@ from fullshard.plan.ledger import measure_ledger
 from fullshard.plan.memory import State
 from fullshard.report import recording as recording_module
 from fullshard.report import steps as steps_module
+from fullshard.report.causes import find_causes
 from fullshard.report.rank_file import RankFile, lines_in, path_of
 from fullshard.report.reading import read_run
 from fullshard.report.run import PARTS, Run
+from fullshard.report.shown import shown as as_shown
 from fullshard.report.steps import PAUSE, StepRecorder, StepTaken
 from fullshard.report.usage import Usage
 from fullshard.tape.recorder import Event, Origin, Phase, Recorder
@@ -415,6 +419,51 @@ def test_damaged_lines_are_reported_and_other_lines_are_read(trained, tmp_path, 
     assert np.array_equal(read_run(folder).step_s, whole.step_s, equal_nan=True)
     (record,) = caplog.records
     assert f"{path}: damaged and left out: line 3 (1 in all)." == record.message
+
+
+ODD_VALUES = [None, True, -1, 0.5, math.nan, 10**30, "9", "<b>", "\x1b[31m", [], [None], {}, {"a": 1}, 2**31]
+
+
+def places_in(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield place
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in pairs:
+        yield from places_in(item, (*place, key))
+
+
+def with_odd_values(folder: Path, draw: random.Random) -> None:
+    """Replace, remove or rename a few values in the files of the run in `folder`."""
+    for _ in range(draw.randint(1, 3)):
+        path = path_of(folder, draw.randrange(2))
+        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+        kind = draw.choice(sorted({line["kind"] for line in lines if len(line) > 1}))
+        line = draw.choice([line for line in lines if line["kind"] == kind])
+        *way, last = draw.choice([place for place in places_in(line) if place and place != ("kind",)])
+        parent = line
+        for key in way:
+            parent = parent[key]
+        how = draw.randrange(4)
+        if how < 2:
+            parent[last] = draw.choice(ODD_VALUES)
+        elif how == 2:
+            del parent[last]
+        elif isinstance(parent, dict):
+            parent["x"] = parent.pop(last)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_any_value_at_any_place_of_a_log_is_shown_or_left_out(trained, tmp_path, caplog):
+    """An odd type, a missing field, or a world of two billion ranks gave bare errors of Python, or a hang."""
+    left_out = 0
+    for case in range(150):
+        folder = copied(trained, tmp_path / str(case))
+        with_odd_values(folder, random.Random(case))
+        caplog.clear()
+        with suppress(fullshard.ConfigError):
+            run = read_run(folder)
+            as_shown(run, find_causes(run))
+        left_out += bool(caplog.records)
+    assert left_out > 50
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_our_own(trained, tmp_path):

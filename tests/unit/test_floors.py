@@ -114,6 +114,7 @@ ROOMS: dict[str, list[str] | None] = {
         "memory_watch",
         "running_out",
         "facts",
+        "line_schema",
         "rank_file",
         "destinations",
         "reading",

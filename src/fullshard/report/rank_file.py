@@ -32,6 +32,7 @@ from typing import Any, TextIO
 
 from fullshard.errors import ConfigError
 from fullshard.regular_files import open_regular, shown
+from fullshard.report.line_schema import is_valid_line
 
 __all__ = ["FOLDER", "RankFile", "finite", "is_closed", "lines_in", "parsed", "path_of", "rank_files"]
 
@@ -126,7 +127,7 @@ def lines_in(path: Path) -> Iterator[dict[str, Any]]:
         elif (spans := _SPANS.match(line)) is not None:
             yield {"kind": "spans", "n": int(spans[1]), "line": line}
         elif (found := parsed(line)) is not None:
-            yield found
+            yield found | {"line": line} if found["kind"] == "spans" else found
         else:
             damaged.append(number)
     if units:
@@ -156,21 +157,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
         found = json.loads(line)
     except (ValueError, RecursionError):  # the disk was full, or a host failed
         return None
-    if not isinstance(found, dict):
-        return None
-    kind = found.get("kind")
-    types = _FIELDS.get(kind, {}) if isinstance(kind, str) else None
-    if types is None or not all(isinstance(found.get(name), type_) for name, type_ in types.items()):
-        return None
-    return found
-
-
-_FIELDS: dict[str, dict[str, type]] = {
-    "start": {"rank": dict, "world": int, "first_step": int, "facts": dict, "name": str},
-    "step": {"n": int, "p": list},
-    "told": {"n": int, "v": dict},
-    "spans": {"n": int, "names": list, "units": list, "v": list},
-}
+    return found if is_valid_line(found) else None
 
 
 def is_closed(path: Path) -> bool:
