@@ -23,7 +23,7 @@ train: $(PACKAGE)  ## train a byte-level GPT, sharded over every core; options: 
 	@$(BIN)/fullshard train $(ARGS)
 
 bench: $(BENCH)  ## measure training steps beside those of every peer that is installed; make bench ARGS="--size 34m"
-	@$(BIN)/fullshard bench $(ARGS)
+	@$(BIN)/python -m benchmarks.bench $(ARGS)
 
 test: lint  ## linters, strict types and all tests but the slow ones
 	$(BIN)/python -m pytest $(ARGS)

@@ -8,7 +8,7 @@ and reproducible. Times alone depend on assumed speeds (`fullshard.plan.costs.Co
 
 Each transformer block is a unit, and the root has all other parameters. Parameters are stored in fp32 (the frozen ones
 of `lora` in bf16), computed in bf16 and summed in fp32. AdamW is fused. Each rank has one sequence of 4096 tokens
-(GPT-2: of 1024); nothing is recomputed. What is counted is the second step: see `fullshard.bench.comparison.Counts`.
+(GPT-2: of 1024); nothing is recomputed. What is counted is the second step: see `benchmarks.bench.comparison.Counts`.
 
 Bytes copied are those that copies (casts, clones, concatenations, copies in and out of messages) write in the step. Off
 come those of the same step of the plain model in bf16, and those that must be: a cast of this rank's shards for every
@@ -24,11 +24,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.bench`
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.bench.comparison import SYSTEMS, Counts, StepTape, Task, cast, plain_step, sharded_step
+from benchmarks.bench.comparison import SYSTEMS, Counts, StepTape, Task, cast, plain_step, sharded_step
 
 RANK = 16  # of adapters
 FULLSHARD, PEER = "fullshard", "fsdp2"

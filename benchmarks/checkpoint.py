@@ -26,19 +26,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.bench`
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from fullshard.bench import peers
-from fullshard.bench.model import SIZES
-from fullshard.bench.sharded import fully_sharded
-from fullshard.bench.spread import ratios
-from fullshard.bench.team import Team
-from fullshard.bench.trainer import Build
-from fullshard.bench.turns import Span
-from fullshard.bench.workload import Workload
+from benchmarks.bench import peers
+from benchmarks.bench.model import SIZES
+from benchmarks.bench.sharded import fully_sharded
+from benchmarks.bench.spread import ratios
+from benchmarks.bench.team import Team
+from benchmarks.bench.trainer import Build
+from benchmarks.bench.turns import Span
+from benchmarks.bench.workload import Workload
 from fullshard.checkpoint import async_save, load, save
 from fullshard.checkpoint.keeper import MEMORY
 from fullshard.checkpoint.safety_copy import SafetyCopies

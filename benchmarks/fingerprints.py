@@ -9,15 +9,19 @@ less) and in wall time, over the median step. `--pairwise` has ranks exchange me
 import argparse
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.bench`
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.bench.model import SIZES
+from benchmarks.bench.sharded import fully_sharded
+from benchmarks.bench.workload import Workload
 from fullshard import compare_ranks, share_memory_between_ranks
-from fullshard.bench.model import SIZES
-from fullshard.bench.sharded import fully_sharded
-from fullshard.bench.workload import Workload
 
 
 def main() -> None:

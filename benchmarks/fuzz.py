@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+
 from benchmarks.fuzzing.generation import FEATURES, Generator
 from benchmarks.fuzzing.judging import EQUAL, INVALID, REFUSED, Pool, Verdict, script_of, shrink
 

@@ -38,6 +38,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.bench`
+
 ROOT = Path(__file__).parents[1]
 NEEDS = "torch", "numpy", "pytest"
 HOLDS, FAILS, HANGS, LEFT_OUT = "holds", "fails", "hangs", "left out"
@@ -251,19 +253,19 @@ def in_process(what: str, world: str) -> Any:
 
 
 def workload_of(world: int, device_type: str) -> Any:
-    from fullshard.bench.model import Shape
-    from fullshard.bench.workload import Workload
+    from benchmarks.bench.model import Shape
+    from benchmarks.bench.workload import Workload
 
     shape = Shape(vocab=8192, width=1024, layers=8, heads=16, seq=512, batch=4)
     return Workload(shape=shape, world=world, dtype="bf16", device_type=device_type)
 
 
 def sharded(workload: Any, model: Any, mesh: Any) -> Any:
-    """The trainer of `model`, sharded over `mesh`: as in `fullshard.bench`, but for the mesh, which no tape has."""
+    """The trainer of `model`, sharded over `mesh`: as in `benchmarks.bench`, but for the mesh, which no tape has."""
     import torch
 
+    from benchmarks.bench.trainer import Trainer
     from fullshard import MixedPrecisionPolicy, fully_shard
-    from fullshard.bench.trainer import Trainer
 
     policy = MixedPrecisionPolicy(param_dtype=workload.compute_dtype, reduce_dtype=torch.float32)
     for module in (*model.blocks, model):
@@ -276,8 +278,8 @@ def predicted(world: int) -> dict[str, Any]:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
+    from benchmarks.bench.model import Model
     from fullshard import dry
-    from fullshard.bench.model import Model
     from fullshard.plan.allocator import allocator_use
     from fullshard.tape.tape import HOST, Collective, Operation
 

@@ -43,13 +43,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.bench`
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.bench.model import Block, Model, Shape
 from fullshard import Offload, dry, fully_shard
-from fullshard.bench.model import Block, Model, Shape
 from fullshard.disk.speed import DiskSpeed, measure
 from fullshard.plan.process import process_memory
 from fullshard.testing import run_ranks

@@ -19,6 +19,7 @@ The last line is the result as JSON.
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,13 +28,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.bench`
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.bench.model import Model, Shape
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, OffloadPolicy, clip_grad_norm_, dry, fully_shard
-from fullshard.bench.model import Model, Shape
 from fullshard.optim import local_steps
 from fullshard.plan.timeline import lay_out
 from fullshard.versions import versions

@@ -29,7 +29,10 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.bench`
 
 import torch
 import torch.distributed as dist
@@ -38,11 +41,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fullshard.bench import peers
-from fullshard.bench.model import Model, Shape
-from fullshard.bench.sharded import fully_sharded
-from fullshard.bench.trainer import Trainer
-from fullshard.bench.workload import Workload
+from benchmarks.bench import peers
+from benchmarks.bench.model import Model, Shape
+from benchmarks.bench.sharded import fully_sharded
+from benchmarks.bench.trainer import Trainer
+from benchmarks.bench.workload import Workload
 from fullshard.device.accelerator import accelerator_for
 
 GPU = torch.cuda.is_available()

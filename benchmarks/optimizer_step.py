@@ -8,15 +8,19 @@ and, held off by a hook of the user's, as `DTensor`s: in turn, in processor time
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.bench`
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fullshard.bench.model import SIZES
-from fullshard.bench.sharded import fully_sharded
-from fullshard.bench.workload import Workload
+from benchmarks.bench.model import SIZES
+from benchmarks.bench.sharded import fully_sharded
+from benchmarks.bench.workload import Workload
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ import json
 import os
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,18 +32,20 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.bench`
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.bench.model import SIZES, Model, Shape
+from benchmarks.bench.team import Team
+from benchmarks.bench.trainer import Trainer
+from benchmarks.bench.turns import Span
+from benchmarks.bench.workload import Workload
 from fullshard import MixedPrecisionPolicy, dry, fully_shard
 from fullshard._compat import fake_store
-from fullshard.bench.model import SIZES, Model, Shape
-from fullshard.bench.team import Team
-from fullshard.bench.trainer import Trainer
-from fullshard.bench.turns import Span
-from fullshard.bench.workload import Workload
 from fullshard.plan.calibration import calibrate
 from fullshard.plan.costs import Costs, costs_of
 from fullshard.plan.cpu_costs import core_seconds, step_seconds

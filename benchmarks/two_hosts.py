@@ -22,15 +22,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.bench`
+
 import torch
 import torch.distributed as dist
 
+from benchmarks.bench import peers
+from benchmarks.bench.model import Shape
+from benchmarks.bench.sharded import fully_sharded
+from benchmarks.bench.trainer import Build
+from benchmarks.bench.workload import Workload
 from fullshard import Placement, Placements
-from fullshard.bench import peers
-from fullshard.bench.model import Shape
-from fullshard.bench.sharded import fully_sharded
-from fullshard.bench.trainer import Build
-from fullshard.bench.workload import Workload
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from hosts import sent_bytes, torchrun, two_hosts, wait_for

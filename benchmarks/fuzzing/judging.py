@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fullshard
 from benchmarks.fuzzing import execution
 from benchmarks.fuzzing.execution import Json, Outcome, first_difference, is_finite, run_plain, run_sharded
-
-import fullshard
 from fullshard.testing.ranks import Ranks, RanksFailed
 
 EQUAL, REFUSED, INVALID = "equal", "refused", "invalid"

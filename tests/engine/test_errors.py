@@ -2703,10 +2703,10 @@ def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
 
 SOURCE = Path(fullshard.__file__).parent
 # Files and folders with mistakes tested separately: those of commands, liveness, shared memory, exports, safety
-# copies, disks and offloaded data, runs in ranks, integrations, benches, predictions,
+# copies, disks and offloaded data, runs in ranks, integrations, predictions,
 # trials of optimizers, batches, names of packages.
 ELSEWHERE = {
-    *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
+    *("cli", "command_line.py", "required.py", "train", "integrations", "planner"),
     *("optim/elementwise.py", "testing/parity/batches.py", "testing/parity/plain.py"),
     *("testing/ranks.py", "testing/same.py", "disk", "engine/offloaded.py", "engine/activations.py"),
     "engine/findings.py",

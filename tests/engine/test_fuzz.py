@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+
 from benchmarks.fuzzing.generation import Generator
 from benchmarks.fuzzing.judging import EQUAL, REFUSED, WRONG, Pool, script_of, shrink
-
 from fullshard.comm import pairwise, shared_memory
 from fullshard.liveness import watchdog
 

@@ -283,7 +283,7 @@ WAITS_KNOWN = {
     **dict.fromkeys(("checkpoint/saving.py", "train/loop.py"), "PendingSave.wait"),
     "liveness": "the watchdog itself",
     **dict.fromkeys(("plan/background.py", "plan/speeds_of_ranks.py", "planner", "train/what_ifs.py"), "own processes"),
-    **dict.fromkeys(("bench", "testing", "report/watching.py"), "own processes and threads"),
+    **dict.fromkeys(("testing", "report/watching.py"), "own processes and threads"),
 }
 STORE = re.compile(r"(^|[._])store$")
 SOURCE = Path(fullshard.__file__).parent

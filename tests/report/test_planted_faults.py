@@ -4,6 +4,7 @@ cores do is planted by `benchmarks/planted_faults.py` alone, which prints the ta
 """
 
 import pytest
+
 from benchmarks.planted_faults import FAULTS, HEALTHY, PLANTS, answers
 
 MEASURED = [fault for fault in FAULTS if not fault.of_cores]

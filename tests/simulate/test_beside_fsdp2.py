@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.bench.comparison import SYSTEMS, StepTape, Task, cast, plain_step, sharded_step
+from benchmarks.bench.peers import fsdp2_on_dry_streams, shard_by_fsdp2
 from fullshard import dry
-from fullshard.bench.comparison import SYSTEMS, StepTape, Task, cast, plain_step, sharded_step
-from fullshard.bench.peers import fsdp2_on_dry_streams, shard_by_fsdp2
 from fullshard.errors import StateError
 from fullshard.tape.tape import Collective, Operation
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from benchmarks import published
 from benchmarks.published import Comparison, Shape, Step, Task, as_in_2023, mpt_rows, second_step, summary
-
 from fullshard.plan.costs import costs_of
 from fullshard.plan.timeline import lay_out
 from fullshard.tape.tape import Collective, Operation

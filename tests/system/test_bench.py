@@ -1,4 +1,4 @@
-"""`fullshard bench`: the same losses from every system, honest arithmetic, memory that is counted right, and processes
+"""`make bench`: the same losses from every system, honest arithmetic, memory that is counted right, and processes
 that sleep, fail and end as they should. Nothing here depends on how fast anything is.
 """
 
@@ -25,22 +25,22 @@ from hypothesis import strategies as st
 from pages import page, rows, section
 from rich.console import Console
 
-import fullshard.bench.command
-import fullshard.bench.rounds
-import fullshard.bench.settings
-from fullshard.bench.floor import FloorSeconds, FloorTurn
-from fullshard.bench.model import SIZES
-from fullshard.bench.picture import draw
-from fullshard.bench.progress import shown
-from fullshard.bench.report import BenchReport, Failure, SystemResult
-from fullshard.bench.rounds import Plan, largest_difference, measure
-from fullshard.bench.spread import Spread, ratios
-from fullshard.bench.systems import SYSTEMS, chosen_systems
-from fullshard.bench.team import Team, TeamFailed
-from fullshard.bench.training import Training
-from fullshard.bench.turns import Span
-from fullshard.bench.workload import Workload
-from fullshard.cli import main
+import benchmarks.bench.command
+import benchmarks.bench.rounds
+import benchmarks.bench.settings
+from benchmarks.bench.__main__ import main
+from benchmarks.bench.floor import FloorSeconds, FloorTurn
+from benchmarks.bench.model import SIZES
+from benchmarks.bench.picture import draw
+from benchmarks.bench.progress import shown
+from benchmarks.bench.report import BenchReport, Failure, SystemResult
+from benchmarks.bench.rounds import Plan, largest_difference, measure
+from benchmarks.bench.spread import Spread, ratios
+from benchmarks.bench.systems import SYSTEMS, chosen_systems
+from benchmarks.bench.team import Team, TeamFailed
+from benchmarks.bench.training import Training
+from benchmarks.bench.turns import Span
+from benchmarks.bench.workload import Workload
 from fullshard.plan.memory_used import PeakMemory, process_bytes
 from fullshard.testing import run_ranks
 
@@ -70,7 +70,7 @@ def test_every_system_that_is_installed_has_the_losses_of_one_process(tmp_path, 
     """On two ranks every sum has two terms, so that there is one way to add them: all systems have the same bits."""
     file = tmp_path / "result.json"
     argv = ["--size", "tiny", "--ranks", "2", "--rounds", "2", "--steps", "2", "--warmup", "1", "--json", str(file)]
-    assert main(["bench", *argv]) == 0
+    assert main(argv) == 0
 
     reported = json.loads(file.read_text())
     names = chosen_systems("all", 2)
@@ -387,7 +387,7 @@ def test_a_system_that_dies_is_left_out_and_the_others_go_on():
 
 def test_a_system_for_which_no_memory_is_left_is_not_started(monkeypatch):
     frees = iter([1 << 40, 1 << 10])
-    monkeypatch.setattr(fullshard.bench.rounds, "available_bytes", lambda: next(frees))
+    monkeypatch.setattr(benchmarks.bench.rounds, "available_bytes", lambda: next(frees))
     report = measure(plan("fullshard-zero3", "torch-ddp"), lambda stage, what: None)
     assert [system.name for system in report.systems] == ["fullshard-zero3"]
     assert re.search(
@@ -403,7 +403,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise AssertionError("it has begun to measure")
 
-    monkeypatch.setattr(fullshard.bench.command, "measure", refuse)
+    monkeypatch.setattr(benchmarks.bench.command, "measure", refuse)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(argv, words, nothing_starts, capsys):
-    assert main(["bench", *argv]) == 2
+    assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("fullshard: ")
@@ -441,9 +441,11 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, words, nothing_starts, caps
 
 
 def test_what_is_not_installed_is_refused_by_name_and_left_out_of_all(nothing_starts, monkeypatch, capsys):
-    found: Callable[[str], object] = fullshard.bench.systems.find_spec
-    monkeypatch.setattr(fullshard.bench.systems, "find_spec", lambda name: None if name == "deepspeed" else found(name))
-    assert main(["bench", "--systems", "all,deepspeed-zero3"]) == 2
+    found: Callable[[str], object] = benchmarks.bench.systems.find_spec
+    monkeypatch.setattr(
+        benchmarks.bench.systems, "find_spec", lambda name: None if name == "deepspeed" else found(name)
+    )
+    assert main(["--systems", "all,deepspeed-zero3"]) == 2
     assert "deepspeed-zero3 needs deepspeed, which is not installed" in capsys.readouterr().err
     assert not any(name.startswith("deepspeed") for name in chosen_systems("all", 2))
     assert made_up(result("torch-ddp", 1.0)).not_installed == ["deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3"]
@@ -452,34 +454,42 @@ def test_what_is_not_installed_is_refused_by_name_and_left_out_of_all(nothing_st
 
 def test_a_picture_needs_matplotlib(nothing_starts, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", "--picture", str(tmp_path / "bars.png")]) == 2
+    assert main(["--picture", str(tmp_path / "bars.png")]) == 2
     assert "pip install 'fullshard[bench]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_each_rank_needs_a_gpu_of_its_own(nothing_starts, monkeypatch, capsys):
-    assert torch.cuda.is_available() or main(["bench", "--device", "cuda"]) == 2
+    assert torch.cuda.is_available() or main(["--device", "cuda"]) == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert main(["bench", "--ranks", "3"]) == 2
+    assert main(["--ranks", "3"]) == 2
     assert "--ranks 3: there are 2 GPUs" in capsys.readouterr().err
-    monkeypatch.setattr(fullshard.bench.settings, "cores_of_machine", lambda: 8)
-    workload = fullshard.bench.settings.BenchSettings().plan().workload
+    monkeypatch.setattr(benchmarks.bench.settings, "cores_of_machine", lambda: 8)
+    workload = benchmarks.bench.settings.BenchSettings().plan().workload
     assert (workload.world, workload.threads, workload.device_type) == (2, 4, "cuda")
 
 
 def test_a_failure_is_exit_code_1(monkeypatch, capsys):
     failed = made_up(result("torch-ddp", 1.0), failed={"torch-fsdp1": Failure(reason="no", details="")})
-    monkeypatch.setattr(fullshard.bench.command, "measure", lambda plan, report: failed)
-    assert main(["bench", "--size", "tiny"]) == 1
+    monkeypatch.setattr(benchmarks.bench.command, "measure", lambda plan, report: failed)
+    assert main(["--size", "tiny"]) == 1
     assert "torch-fsdp1 failed: no" in capsys.readouterr().out
 
     def fail(plan: Plan, report: object) -> None:
         raise TeamFailed("rank 0: ValueError: no", "Traceback\n")
 
-    monkeypatch.setattr(fullshard.bench.command, "measure", fail)
-    assert main(["bench", "--size", "tiny"]) == 1
+    monkeypatch.setattr(benchmarks.bench.command, "measure", fail)
+    assert main(["--size", "tiny"]) == 1
     assert capsys.readouterr().err == "fullshard: there is nothing to compare with: rank 0: ValueError: no\nTraceback\n"
+
+
+def test_a_full_disk_is_one_line_that_names_the_file(tmp_path, monkeypatch, capsys):
+    full = tmp_path / "full.json"
+    full.symlink_to("/dev/full")
+    monkeypatch.setattr(benchmarks.bench.command, "measure", lambda plan, report: made_up(result("torch-ddp", 1.0)))
+    assert main(["--size", "tiny", "--json", str(full)]) == 2
+    assert f"{full}: cannot be written (No space left on device)" in capsys.readouterr().err
 
 
 def test_the_page_names_every_system():
@@ -489,7 +499,7 @@ def test_the_page_names_every_system():
 
 def test_help_explains_every_option(capsys):
     with pytest.raises(SystemExit) as end:
-        main(["bench", "--help"])
+        main(["--help"])
     assert end.value.code == 0
     out = capsys.readouterr().out
     for option in ("--size", "--mlp-ratio", "--dtype", "--systems", "--rounds", "--json", "--picture"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from benchmarks import gpu_check
 from benchmarks.gpu_check import FAILS, HANGS, HOLDS, LEFT_OUT, Part, check, outcomes_in, parts, verdict_of
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,11 +234,6 @@ def parity_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fullshard.testing.parity.command.rows_of", lambda *_: [])
 
 
-def bench_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = SimpleNamespace(tables=list, stated="", as_dict=dict, systems=[], failed={})
-    monkeypatch.setattr("fullshard.bench.command.measure", lambda *_: report)
-
-
 def calibration_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fullshard.cli.calibrate.calibrate", lambda *_, **__: {"name": "here"})
 
@@ -251,7 +245,6 @@ def calibration_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         (["plan", *PLAN, "--why", "zero3", "--json", "{full}"], None),
         (["plan", *PLAN, "--html", "{full}"], None),
         (["parity", *PLAN[-4:], "--json", "{full}"], parity_of_nothing),
-        (["bench", "--json", "{full}"], bench_of_nothing),
         (["calibrate", "--out", "{full}"], calibration_of_nothing),
     ],
 )

@@ -155,13 +155,9 @@ ROOMS: dict[str, list[str] | None] = {
         "settings",
         "command",
     ],
-    "bench": None,
     "cli": None,
 }
 FORBIDDEN = "torch.distributed.fsdp"
-# `fullshard bench` measures torch's sharding as a peer. That one file may import it, and only inside the functions that
-# are measured, so that nothing of it is loaded, let alone used, by anything else.
-PEERS = "bench/peers.py"
 PEERS_NAMES = {"integrations/deepspeed/utils.py"}  # which scripts import by that name
 EMPTY_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}
 
@@ -184,12 +180,6 @@ def imported_names(path: Path, package: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, FORBIDDEN
 
 
-def late_lines(path: Path) -> set[int]:
-    """Return the lines of the file that are inside functions, and so not run by importing it."""
-    functions = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef))
-    return {line for function in functions for line in range(function.lineno + 1, (function.end_lineno or 0) + 1)}
-
-
 def complaints(package: Path, rooms: Mapping[str, Sequence[str] | None]) -> list[str]:
     """Return the errors in imports and file names of `package`, one line each."""
     place = {room: number for number, room in enumerate(rooms)}
@@ -204,10 +194,9 @@ def complaints(package: Path, rooms: Mapping[str, Sequence[str] | None]) -> list
         files = {file: number for number, file in enumerate(rooms[room] or ())}
         if files and path.stem not in files and path.stem != PUBLIC:
             found.append(f"{here}: has no place in its room; add '{path.stem}' to ROOMS['{room}']")
-        exempt = late_lines(path) if path.relative_to(package).as_posix() == PEERS else set()
         for line, name in imported_names(path, package):
             target = target_room(name, package.name, place)
-            if (name == FORBIDDEN or name.startswith(FORBIDDEN + ".")) and line not in exempt:
+            if name == FORBIDDEN or name.startswith(FORBIDDEN + "."):
                 found.append(f"{here}:{line}: imports {name}; fullshard is its own engine")
             if target is not None and place.get(target, len(place)) > place[room]:
                 found.append(f"{here}:{line}: imports {name}, which stands higher; move one of the two")
@@ -280,20 +269,16 @@ def test_a_folder_is_one_room(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "source", "allowed"),
+    "source",
     [
-        (PEERS, "def f():\n    from torch.distributed.fsdp import fully_shard", True),
-        (PEERS, "def f():\n    def g():\n        import torch.distributed.fsdp.wrap", True),
-        (PEERS, "from torch.distributed.fsdp import fully_shard", False),
-        (PEERS, "def f(): ...\n\nimport torch.distributed.fsdp", False),
-        ("bench/other.py", "def f():\n    from torch.distributed.fsdp import fully_shard", False),
-        ("peers.py", "def f():\n    from torch.distributed.fsdp import fully_shard", False),
+        "from torch.distributed.fsdp import fully_shard",
+        "def f():\n    def g():\n        import torch.distributed.fsdp.wrap",
+        "import torch\n\ntorch.distributed.fsdp",
     ],
 )
-def test_peers_are_imported_in_one_file_and_late(tmp_path, file, source, allowed):
-    found = complaints(house(tmp_path, {file: source}), dict.fromkeys(["bench", "peers"]))
-    assert [line for line in found if "own engine" in line] == found
-    assert (found == []) == allowed
+def test_the_sharding_of_torch_is_imported_nowhere(tmp_path, source):
+    (line,) = complaints(house(tmp_path, {"box.py": source}), {"box": None})
+    assert "own engine" in line
 
 
 def test_files_need_a_floor_and_a_name(tmp_path):

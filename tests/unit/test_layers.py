@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "fullshard"
 PLUG_INS = {"checkpoint", "dry", "fsdp1", "integrations", "plan", "report", "testing"}
-APPLICATIONS = {"bench", "cli", "command_line", "planner", "train"}
+APPLICATIONS = {"cli", "command_line", "planner", "train"}
 MAX_MODULES = 121
 MAX_LINES = 24_000
 

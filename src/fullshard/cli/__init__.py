@@ -8,7 +8,7 @@ import importlib
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fullshard.command_line import near_matches
@@ -40,21 +40,27 @@ SUBCOMMANDS = {
         "fullshard.cli.checkpoint.command", "list, inspect, verify, export and compare checkpoints"
     ),
     "report": Subcommand("fullshard.cli.report", "write the page of a run: why it is slow, or out of memory"),
-    "bench": Subcommand("fullshard.bench.command", "measure training steps beside those of other libraries"),
     "disk": Subcommand("fullshard.cli.disk", "measure a folder's disk, and say what offloading to it will cost"),
     "calibrate": Subcommand("fullshard.cli.calibrate", "measure this machine, for predictions of steps on it"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (`sys.argv` if None). The exit code is 2 for invalid input, and 1 for an unusable checkpoint
-    or disk; one line on stderr explains it. It is 141 if the reader of stdout has closed the pipe.
+    """Run the command line (`sys.argv` if None) and return its exit code. See `exit_code_of`."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: dispatch(arguments))
+
+
+def exit_code_of(command: Callable[[], int]) -> int:
+    """Run `command` and return its exit code.
+
+    The code is 2 for invalid input, and 1 for an unusable checkpoint or disk; one line on stderr explains it. It is 141
+    if the reader of stdout has closed the pipe.
     """
-    argv = sys.argv[1:] if argv is None else argv
     atexit.register(gc.freeze)  # otherwise the garbage collection of torch at exit takes a second
     try:
         try:
-            return _exit_code(argv)
+            return _without_tracebacks(command)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # otherwise a closed pipe is detected after this function
@@ -72,9 +78,9 @@ def _is_closed_pipe(descriptor: int) -> bool:
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
-def _exit_code(argv: Sequence[str]) -> int:
+def _without_tracebacks(command: Callable[[], int]) -> int:
     try:
-        return dispatch(argv)
+        return command()
     except (ConfigError, CheckpointError, DiskError) as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks find the same error; one reports it
             print(f"fullshard: {shown(str(error), lines=True)}", file=sys.stderr)

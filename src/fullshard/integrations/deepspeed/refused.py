@@ -14,7 +14,7 @@ class MissingNameError(ConfigError, AttributeError):
 _INSTEAD = {
     "PipelineEngine": "Stages of torch.distributed.pipelining can be sharded by fullshard.fully_shard.",
     "PipelineModule": "Stages of torch.distributed.pipelining can be sharded by fullshard.fully_shard.",
-    "autotuning": "fullshard bench measures strategies beside one another.",
+    "autotuning": "`make bench` measures strategies in turn, and `fullshard plan` predicts them.",
     "compression": "Quantise the model with another library, before or after training.",
     "inference": "Export the weights (fullshard checkpoint export), and serve them with an inference engine.",
     "init_inference": "Export the weights (fullshard checkpoint export), and serve them with an inference engine.",

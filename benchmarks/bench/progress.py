@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from fullshard.bench.rounds import Report
+from benchmarks.bench.rounds import Report
 
 __all__ = ["shown"]
 

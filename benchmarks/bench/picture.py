@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fullshard.bench.floor import FLOOR
-from fullshard.bench.report import BenchReport
-from fullshard.bench.spread import Spread
+from benchmarks.bench.floor import FLOOR
+from benchmarks.bench.report import BenchReport
+from benchmarks.bench.spread import Spread
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fullshard.bench.workload import Workload
+from benchmarks.bench.workload import Workload
 from fullshard.plan.memory_used import Memory, PeakMemory
 
 __all__ = ["Plain"]

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from fullshard.bench.model import Model
-from fullshard.bench.workload import Workload
+from benchmarks.bench.model import Model
+from benchmarks.bench.workload import Workload
 
 __all__ = ["Build", "Trainer"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.bench.model import Model
+from benchmarks.bench.trainer import Build, Trainer
+from benchmarks.bench.workload import Workload
 from fullshard import MixedPrecisionPolicy, Placements, fully_shard
-from fullshard.bench.model import Model
-from fullshard.bench.trainer import Build, Trainer
-from fullshard.bench.workload import Workload
 from fullshard.policy.strategy import resolve_placements
 
 __all__ = ["REPLICAS", "fully_sharded"]

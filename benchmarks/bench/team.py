@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.bench.workload import Workload
+from benchmarks.bench.workload import Workload
 from fullshard.errors import FullshardError
 from fullshard.testing.ranks import loopback_store
 
@@ -31,7 +31,13 @@ __all__ = ["Team", "TeamFailed"]
 
 _LOOPBACK = "127.0.0.1"
 # Modules that the fork server imports once for all ranks: the first DTensor imports torch._dynamo.
-_PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.optim", "torch._dynamo", "fullshard.bench.training")
+_PRELOAD = (
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.optim",
+    "torch._dynamo",
+    "benchmarks.bench.training",
+)
 
 
 class TeamFailed(FullshardError):  # noqa: N818  # says what happened

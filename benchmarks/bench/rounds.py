@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from fullshard.bench.floor import FLOOR, Floor, FloorSeconds
-from fullshard.bench.plain import Plain
-from fullshard.bench.report import BenchReport, Failure, SystemResult
-from fullshard.bench.team import Team, TeamFailed
-from fullshard.bench.training import WATCHED_STEPS, Training
-from fullshard.bench.turns import Span
-from fullshard.bench.workload import Workload
+from benchmarks.bench.floor import FLOOR, Floor, FloorSeconds
+from benchmarks.bench.plain import Plain
+from benchmarks.bench.report import BenchReport, Failure, SystemResult
+from benchmarks.bench.team import Team, TeamFailed
+from benchmarks.bench.training import WATCHED_STEPS, Training
+from benchmarks.bench.turns import Span
+from benchmarks.bench.workload import Workload
 from fullshard.device.host_memory import available_bytes
 from fullshard.plan.memory_used import Memory
 from fullshard.train.bytes_table import in_bytes

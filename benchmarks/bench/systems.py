@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from fullshard.bench import peers
-from fullshard.bench.sharded import REPLICAS, fully_sharded
-from fullshard.bench.trainer import Build
+from benchmarks.bench import peers
+from benchmarks.bench.sharded import REPLICAS, fully_sharded
+from benchmarks.bench.trainer import Build
 from fullshard.command_line import near_matches
 from fullshard.errors import ConfigError
 

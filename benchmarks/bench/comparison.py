@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.bench import peers
 from fullshard import MixedPrecisionPolicy, dry, fully_shard
-from fullshard.bench import peers
 from fullshard.plan.costs import Costs
 from fullshard.plan.timeline import Timeline, lay_out
 from fullshard.tape.recorder import Origin, Phase, note_origin

@@ -1,4 +1,4 @@
-"""The settings of `fullshard bench`, and the values that follow from them."""
+"""The settings of `make bench`, and the values that follow from them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from fullshard.bench.model import SIZES, Shape
-from fullshard.bench.rounds import Plan
-from fullshard.bench.systems import ALL, SYSTEMS, chosen_systems
-from fullshard.bench.workload import DTYPES, OPTIMIZERS, Workload
+from benchmarks.bench.model import SIZES, Shape
+from benchmarks.bench.rounds import Plan
+from benchmarks.bench.systems import ALL, SYSTEMS, chosen_systems
+from benchmarks.bench.workload import DTYPES, OPTIMIZERS, Workload
 from fullshard.command_line import MaybeInt, MaybePath, MaybeStr
 from fullshard.device.host_memory import available_bytes
 from fullshard.errors import ConfigError

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.bench.model import Block, Model
-from fullshard.bench.trainer import Build, Trainer
-from fullshard.bench.workload import OPTIMIZERS, Workload
+from benchmarks.bench.model import Block, Model
+from benchmarks.bench.trainer import Build, Trainer
+from benchmarks.bench.workload import OPTIMIZERS, Workload
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.streams import Mark
 from fullshard.dry.streams import DryAccelerator, DryStream

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from benchmarks.bench.systems import SYSTEMS
+from benchmarks.bench.turns import Turn, timed
+from benchmarks.bench.workload import Workload
 from fullshard._compat import storage_watch
-from fullshard.bench.systems import SYSTEMS
-from fullshard.bench.turns import Turn, timed
-from fullshard.bench.workload import Workload
 from fullshard.plan.memory_used import Memory, PeakMemory
 
 __all__ = ["WATCHED_STEPS", "Prepared", "Training"]

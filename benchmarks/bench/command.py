@@ -1,4 +1,4 @@
-"""`fullshard bench`: measure in turns, and show the tables. The exit code is 0 if every system could train."""
+"""`make bench`: measure in turns, and show the tables. The exit code is 0 if every system could train."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from fullshard.bench.picture import check_picture, draw
-from fullshard.bench.progress import shown
-from fullshard.bench.report import WIDTH
-from fullshard.bench.rounds import measure
-from fullshard.bench.settings import BenchSettings, OutputSettings
-from fullshard.bench.team import TeamFailed
+from benchmarks.bench.picture import check_picture, draw
+from benchmarks.bench.progress import shown
+from benchmarks.bench.report import WIDTH
+from benchmarks.bench.rounds import measure
+from benchmarks.bench.settings import BenchSettings, OutputSettings
+from benchmarks.bench.team import TeamFailed
 from fullshard.command_line import check_writable, dumps_with_options, parse
 from fullshard.regular_files import writing
 
@@ -22,7 +22,7 @@ MEASURED, FAILED, INTERRUPTED = 0, 1, 130
 
 _DESCRIPTION = (
     "Measure training steps of this library and of every peer that is installed, in turn, on the same model and the "
-    "same data: time, memory, and how far the losses are from those of one plain process, beside what this machine "
+    "same data: time, memory, and how far the losses are from those of one plain process, and what this machine "
     "allows at best. The exit code is 0 if every system could train, 1 if one could not."
 )
 
@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: An option is invalid. Nothing has been started then.
     """
-    settings = parse(BenchSettings, argv, prog="fullshard bench", description=_DESCRIPTION)
+    settings = parse(BenchSettings, argv, prog="python -m benchmarks.bench", description=_DESCRIPTION)
     plan, output = settings.plan(), settings.output
     _check_output(output)
     console = Console()

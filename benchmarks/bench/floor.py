@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.bench.turns import Span, timed
-from fullshard.bench.workload import Workload
+from benchmarks.bench.turns import Span, timed
+from benchmarks.bench.workload import Workload
 
 __all__ = ["FLOOR", "Floor", "FloorSeconds", "FloorTurn"]
 

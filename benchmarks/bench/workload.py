@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.bench.model import Model, Shape
+from benchmarks.bench.model import Model, Shape
 
 __all__ = ["DTYPES", "OPTIMIZERS", "OptimizerCall", "Workload"]
 

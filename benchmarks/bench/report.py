@@ -14,10 +14,10 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from fullshard.bench.floor import FLOOR, FloorSeconds
-from fullshard.bench.spread import Spread, ratios
-from fullshard.bench.systems import FULLSHARD, SYSTEMS
-from fullshard.bench.workload import Workload
+from benchmarks.bench.floor import FLOOR, FloorSeconds
+from benchmarks.bench.spread import Spread, ratios
+from benchmarks.bench.systems import FULLSHARD, SYSTEMS
+from benchmarks.bench.workload import Workload
 from fullshard.train.bytes_table import in_bytes
 from fullshard.versions import versions
 

@@ -1,1 +1,0 @@
-"""The benchmark behind `fullshard bench`: this library and other systems in turn, on the same model and data."""
