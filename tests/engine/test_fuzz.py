@@ -79,6 +79,11 @@ PLAIN_CASES = {
         "precision": {"param_dtype": "bfloat16"},
         "loop": [{"do": "step"}, {"do": "unshard", "leave": True}, {"do": "step"}],
     },
+    "gradients of inputs are no reason to reduce": {
+        "penalty": True,
+        "input needs grad": True,
+        "loop": [{"do": "step", "micro": 2}],
+    },
     "optimizers are made of sharded parameters": {
         "optimizer": {"name": "Adadelta"},
         "loop": [{"do": "step"}, {"do": "unshard", "leave": True}, {"do": "optimizer_state"}, {"do": "reload"}],

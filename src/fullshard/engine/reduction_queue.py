@@ -63,10 +63,10 @@ class ReductionQueue:
             else:
                 reduction.free_whole_grads()
 
-    def finish_all(self) -> None:
-        """Finish the reductions of all units, including those that were not started yet."""
+    def finish_all(self, *, starts_others: bool = True) -> None:
+        """Finish the reductions of all units, including those that were not started yet if `starts_others`."""
         for unit in reversed(self._units):
-            if unit not in self._early:
+            if starts_others and unit not in self._early:
                 self.start(unit)
         self.finish()
         self._early.clear()

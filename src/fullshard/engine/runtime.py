@@ -387,7 +387,10 @@ class Runtime:
 
     def finish_backward(self) -> None:
         """Finish the backward after the last node: reductions, unused parameters, unsharded units."""
-        self.reductions.finish_all()
+        # Gradients of inputs only, as of a gradient penalty: the backward of the graph made here gives the others, and
+        # what is held back is added to them first, as without sharding.
+        makes_graph_only = self._creates_graph and not self._has_grads
+        self.reductions.finish_all(starts_others=not makes_graph_only)
         self._calls.clear()
         self._ended.clear()
         self.scheduler.forget_late()
