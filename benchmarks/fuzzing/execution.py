@@ -568,8 +568,18 @@ def loss_of(program: Json, model: nn.Module, step: int, micro: int, rank: int) -
     x, target = torch.randn(2, ROWS, width).to(dtype)
     if program.get("input needs grad"):
         x = x.clone().requires_grad_()  # a leaf that is not a view: `unbind` returns views that must not be written
-    loss = (model(x) - target).float().square().mean()
-    return loss + sum(module.aux.float() for module in model.modules() if isinstance(module, Aux))
+    autocast = program.get("autocast")
+    with nullcontext() if autocast is None else torch.autocast("cpu", getattr(torch, autocast)):
+        y = model(x)
+    loss = (y - target).float().square().mean()
+    for module in model.modules():
+        if isinstance(module, Aux) and module.aux is not None:
+            loss = loss + module.aux.float()
+    if program.get("penalty") and loss.requires_grad:
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True, allow_unused=True)
+        if slope is not None:
+            loss = loss + slope.float().square().sum()
+    return loss
 
 
 def can_be_trained(param: Tensor) -> bool:
@@ -588,6 +598,34 @@ def forget_losses(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Aux):
             module.aux = None
+
+
+def add_hooks(program: Json, model: nn.Module) -> None:
+    """Register the hooks of the user on the modules of `model`, before anything is sharded."""
+    modules = list(model.modules())[1:]
+    for hook in program.get("hooks", []):
+        module = modules[hook.get("module", 0) % len(modules)]
+        if hook["on"] == "forward pre":
+            module.register_forward_pre_hook(lambda _, args: scaled(args, 0.97))
+        elif hook["on"] == "forward":
+            module.register_forward_hook(lambda _, args, output: scaled(output, 1.03))
+        elif hook["on"] == "backward":
+            module.register_full_backward_hook(lambda _, inner, outer: scaled(inner, 0.9))
+        elif hook["on"] == "backward pre":
+            module.register_full_backward_pre_hook(lambda _, outer: scaled(outer, 1.1))
+
+
+def scaled(value: Any, factor: float) -> Any:
+    """Return a tensor, or a tuple of tensors and other values, multiplied by `factor`."""
+    if isinstance(value, tuple):
+        return tuple(scaled(item, factor) for item in value)
+    return value * factor if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def halves_gradients(program: Json, params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters whose gradients are halved by a hook when they are accumulated."""
+    places = [hook.get("module", 0) for hook in program.get("hooks", []) if hook["on"] == "accumulated"]
+    return [params[i] for i in sorted({place % len(params) for place in places}) if params[i].requires_grad]
 
 
 @contextmanager
@@ -653,6 +691,7 @@ class Plain(Driver):
         self.use(program.get("strategy", "zero3"))
         self.model = Builder(program).model
         self.copies = [self.computing(Builder(program)) for _ in range(self.ranks)]
+        self.halved = {id(param) for param in halves_gradients(program, list(self.model.parameters()))}
         self.optimizer = self.new_optimizer()
         self.policy = policy_of(program)
         self.buffers_differ = True
@@ -671,6 +710,7 @@ class Plain(Driver):
 
     def computing(self, built: Builder) -> nn.Module:
         """Return the copy that computes for one rank: parameters in the compute dtype, units that cast."""
+        add_hooks(self.program, built.model)
         policy = policy_of(self.program)
         for param in built.model.parameters():
             if not any(param is item for item in built.ignored):
@@ -769,6 +809,8 @@ class Plain(Driver):
                 whole = [torch.zeros_like(found) if sums[i] is None else sums[i] for sums in pending]
                 mean = mean_of(whole, self.summed_first).to(param.dtype)
                 param.grad = mean if param.grad is None else param.grad + mean
+                if id(param) in self.halved:
+                    param.grad.mul_(0.5)
         for sums in pending:
             sums[:] = [None] * len(sums)
 
@@ -797,6 +839,8 @@ class Plain(Driver):
         self.hand_over()
         self.pending = [None for _ in self.model.parameters()]
         for rank, made in enumerate(self.copies):
+            for micro in range(action.get("after", 0)):
+                self.loss(made, micro + 1, rank, {}).backward()
             with booming(made, action):
                 loss_of(self.program, made, self.number, 0, rank).backward()
                 self.buffers_differ = True  # nothing failed: the module is not called
@@ -860,7 +904,7 @@ class Plain(Driver):
             self.use(action["into"])
         self.optimizer_state(action)
 
-    state_dicts = unshard = nothing
+    state_dicts = unshard = saved = nothing
 
 
 def step_in_parts(optimizer: torch.optim.Optimizer, count: int, dim: int | None) -> None:
@@ -967,8 +1011,43 @@ class Sharded(Driver):
         return step_shards(optimizer) if isinstance(optimizer, torch.optim.Rprop) else optimizer
 
     def sharded(self, strategy: str) -> nn.Module:
-        """Return the program's model under `strategy`."""
-        program, built = self.program, Builder(self.program)
+        """Return the program's model under `strategy`, with the user's hooks and its initial values."""
+        program, start = self.program, self.program.get("start")
+        if program.get("interface") == "wrapper" and self.ignored and start in META:
+            start = None  # a script has to initialize ignored parameters itself
+        with torch.device("meta") if start in META else nullcontext():
+            built = Builder(program)
+        add_hooks(program, built.model)
+        if start == "synchronized" and self.rank > 0:
+            ignored = {id(param) for param in built.ignored}
+            with torch.no_grad():
+                for tensor in [*built.model.parameters(), *built.model.buffers()]:
+                    if id(tensor) not in ignored:
+                        tensor.zero_()
+        model = self.wrapped(built, strategy, start)
+        if start in META and not self.is_wrapper_of(model):
+            self.start_from_meta(model, start)
+        for param in halves_gradients(program, list(model.parameters())):
+            param.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(0.5))
+        return model
+
+    def start_from_meta(self, model: nn.Module, how: str) -> None:
+        """Give a model on the meta device the program's values."""
+        plain = Builder(self.program).model
+        if how == "assigned":
+            model.load_state_dict(plain.state_dict(), assign=True)
+            return
+        model.to_empty(device="cpu")
+        if how == "loaded":
+            model.load_state_dict(plain.state_dict())
+            return
+        with summon_full_params(model), torch.no_grad():
+            for tensor, value in zip(tensors_of(model), tensors_of(plain), strict=True):
+                tensor.copy_(value)
+
+    def wrapped(self, built: Builder, strategy: str, start: str | None) -> nn.Module:
+        """Shard the built model."""
+        program = self.program
         self.units = [module for modules, _ in built.units for module in modules]
         policy = policy_of(program)
         self.compute_dtypes = [policy.contract(param.dtype).compute for param in built.model.parameters()]
@@ -985,6 +1064,8 @@ class Sharded(Driver):
                 ignored_states=built.ignored or None,
                 forward_prefetch=program.get("forward prefetch", False),
                 limit_all_gathers=program.get("limit", True),
+                sync_module_states=start == "synchronized",
+                param_init_fn=init_like(built.model, Builder(program).model) if start in META else None,
                 **options,
             )
         options |= {"mesh": mesh, "strategy": GROUPED.get(strategy, strategy), "mp_policy": policy}
@@ -1004,9 +1085,13 @@ class Sharded(Driver):
         )
         return Offload(**options, folder=self.folder if needs_folder else None) if options else None
 
+    @staticmethod
+    def is_wrapper_of(model: nn.Module) -> bool:
+        return isinstance(model, FullyShardedDataParallel)
+
     @property
     def is_wrapper(self) -> bool:
-        return isinstance(self.model, FullyShardedDataParallel)
+        return self.is_wrapper_of(self.model)
 
     def snapshot(self, name: str) -> None:
         for i, (key, param) in enumerate(self.model.named_parameters()):
@@ -1061,10 +1146,15 @@ class Sharded(Driver):
         self.record("forward", loss_of(self.program, self.model, self.number, 0, self.rank).detach())
 
     def boom(self, action: Json) -> None:
+        for micro in range(action.get("after", 0)):
+            with self.model.no_sync():
+                Plain.loss(self, self.model, micro + 1, self.rank, {}).backward()
         with booming(self.model, action):
             loss_of(self.program, self.model, self.number, 0, self.rank).backward()
         self.optimizer.zero_grad()
         self.has_failed = True
+        if "after" in action:  # or the next step would add gradients of these microbatches
+            self.reshard_all()
 
     def edit(self, action: Json) -> None:
         self.reshard_all()  # writes to unsharded parameters are lost with a warning
@@ -1120,6 +1210,16 @@ class Sharded(Driver):
         self.lose_values()
         self.model.load_state_dict(states)
 
+    def saved(self, action: Json) -> None:
+        """Save the rank's state dicts by `torch.save`, and load them."""
+        path = Path(self.folder, f"{self.rank}.pt")
+        self.reshard_all()
+        torch.save([self.model.state_dict(), self.optimizer.state_dict()], path)
+        self.lose_values()
+        model, optimizer = torch.load(path, mmap=action.get("mmap", False))
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
     def reload(self, action: Json) -> None:
         """Save and load by torch's state dicts of model and optimizer."""
         if not has_all_states(self.optimizer):
@@ -1156,6 +1256,29 @@ class Sharded(Driver):
         with torch.no_grad():
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
                 tensor.zero_()
+
+
+META = ("loaded", "assigned", "summoned")
+"""Ways to give values to a model that was built on the meta device. The wrapper is given a function instead."""
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def init_like(model: nn.Module, plain: nn.Module) -> Callable[[nn.Module], None]:
+    """Return a function that gives a module of `model`, on the meta device, the values of the same one of `plain`."""
+    values = dict(zip(model.modules(), plain.modules(), strict=True))
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        own = zip(module.parameters(recurse=False), values[module].parameters(recurse=False), strict=True)
+        buffers = zip(module.buffers(recurse=False), values[module].buffers(recurse=False), strict=True)
+        with torch.no_grad():
+            for tensor, value in [*own, *buffers]:
+                tensor.copy_(value)
+
+    return init
 
 
 def part(tensor: Tensor) -> Part:
@@ -1244,7 +1367,7 @@ def cut(tensor: Tensor, cuts: list[tuple[int, int, int]]) -> Tensor:
 def difference(own: Tensor | None, plain: Tensor | None) -> str | None:
     if own is None or plain is None:
         return None if own is plain else f"{describe(own)} instead of {describe(plain)}"
-    if (own.dtype, own.shape) != (plain.dtype, plain.shape):
+    if (own.dtype, own.shape, own.device) != (plain.dtype, plain.shape, plain.device):
         return f"{describe(own)} instead of {describe(plain)}"
     own, plain = own.detach(), plain.detach()
     differs = differing(own, plain)
@@ -1255,7 +1378,7 @@ def difference(own: Tensor | None, plain: Tensor | None) -> str | None:
 
 
 def describe(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else f"{tensor.dtype} of {tuple(tensor.shape)}"
+    return "None" if tensor is None else f"{tensor.dtype} of {tuple(tensor.shape)} on {tensor.device}"
 
 
 def is_finite(records: Records) -> bool:

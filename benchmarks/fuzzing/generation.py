@@ -6,7 +6,7 @@ import json
 import random
 from typing import Any
 
-from benchmarks.fuzzing.execution import BOXES
+from benchmarks.fuzzing.execution import BOXES, META
 
 Json = dict[str, Any]
 
@@ -107,7 +107,7 @@ class Generator:
         program["model"] = {"kind": "sequence", "children": nodes}
         program["strategy"] = choose(("ddp", "zero1", "zero2", "zero3", "zero3", "hsdp", "hsdp_zero2"))
         if program["strategy"].startswith("hsdp"):
-            program["replicas"] = choose([item for item in (1, 2, 4) if ranks % item == 0])
+            program["replicas"] = choose([item for item in (1, 2, 3, 4) if ranks % item == 0])
         if ranks == 4 and self.chance(0.15):
             program |= {"strategy": choose(("hpz", "hfsdp"))}
             program.pop("replicas", None)
@@ -129,6 +129,9 @@ class Generator:
             program["share units"] = self.chance(0.3)
         if self.chance(0.15):
             program["no shared memory"] = True
+        self.extras(program)
+        if any(key in program for key in ("precision", "dtype", "autocast")):  # oneDNN has no LSTM in half precision
+            program["model"] = json.loads(json.dumps(program["model"]).replace('"LSTM"', '"GRU"'))
         program["loop"] = self.loop(program)
         return one_call(program) if "reentrant" in str(program) else program
 
@@ -146,6 +149,28 @@ class Generator:
             program["offload"] = self.random.choice(OFFLOADS)
         if self.chance(0.08):
             program["shard dim 1"] = True
+
+    def extras(self, program: Json) -> None:
+        """Add hooks of the user, a penalty, autocast, or another way to start."""
+        choose, model = self.random.choice, json.dumps(program["model"])
+        if self.chance(0.15):
+            kinds = ["accumulated"]
+            if not self.with_precision:  # hooks of users and casts of units have an order
+                kinds += ["forward pre", "forward"]
+            if "recompute" not in model and "inplace" not in model:  # the views of backward hooks must not be written
+                kinds += ["backward", "backward pre"]
+            program["hooks"] = [
+                {"on": choose(kinds), "module": self.random.randrange(20)} for _ in range(self.random.randint(1, 3))
+            ]
+        has_second = not any(f'"{kind}"' in model for kind in ("attention", "encoder", "recompute"))
+        if has_second and self.chance(0.08):
+            program |= {"penalty": True, "input needs grad": True}
+        if not self.with_precision and "dtype" not in program and self.chance(0.05):
+            program["autocast"] = choose(("bfloat16", "float16"))
+        if self.chance(0.1):
+            program["start"] = choose(META)
+        elif program.get("interface") == "wrapper" and self.chance(0.2):
+            program["start"] = "synchronized"
 
     def precision(self) -> Json:
         choose = self.random.choice
@@ -251,7 +276,10 @@ class Generator:
             "optimizer_state": 0.7,
             "reload": 0.7,
             "checkpointed": 1,
+            "saved": 0.7,
         }
+        if any(hook["on"] == "accumulated" for hook in program.get("hooks", [])):  # a copied parameter has no hooks
+            others.pop("copied")
         loop = [self.step(program)]
         for _ in range(self.random.randint(1, 6)):
             loop.append(self.step(program) if self.chance(0.6) else self.other(self.weighted(others), program))
@@ -290,10 +318,12 @@ class Generator:
             action["which"] = self.random.randrange(20)
         if do == "freeze" and self.chance(0.5):
             action["trained"] = True
+        if do == "boom" and self.chance(0.4):
+            action["after"] = choose((1, 2))
         if do == "checkpointed" and self.chance(0.5) and "replicas" not in program:
             action["into"] = choose(("ddp", "zero1", "zero2", "zero3"))
         flags = {"unshard": ("async", "no wait", "leave"), "summon": ("write",), "evaluate": ("inference",)}
-        flags |= {"checkpointed": ("async",), "reload": ("full",)}
+        flags |= {"checkpointed": ("async",), "reload": ("full",), "saved": ("mmap",)}
         for flag in flags.get(do, ()):
             if self.chance(0.4):
                 action[flag] = True
