@@ -117,6 +117,35 @@ def test_rooms_are_those_of_the_tree():
     assert set(ROOMS) == files | folders
 
 
+def state_of_modules() -> set[tuple[str, str]]:
+    """Return the file and name of each value that a module keeps and that is neither a constant nor a class nor a
+    logger. Constants have names in capitals. `Kept` mappings are left out, since `kept()` lists them.
+    """
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            name = target.id if isinstance(target, ast.Name) else ""
+            if not name or name != name.lower() or name.startswith("__") or not made_here(node.value):
+                continue
+            found.add((path.relative_to(PACKAGE).as_posix(), name))
+    return found
+
+
+def made_here(value: ast.expr | None) -> bool:
+    """Return True if `value` makes an object that can change."""
+    containers = ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
+    kind = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+    return isinstance(value, containers) or (bool(kind) and kind not in {"logging.getLogger", "Kept"})
+
+
+def test_the_state_of_the_process_is_listed():
+    table = rows(section(page("docs/design.md"), "State of the process"))
+    listed = [(file, name) for _, names, file in table for name in names.split(", ")]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == state_of_modules()
+
+
 @pytest.mark.parametrize(
     ("name", "heading"), [("README.md", "Strategies"), ("docs/strategies.md", "Where things live")]
 )

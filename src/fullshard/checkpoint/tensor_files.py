@@ -71,8 +71,8 @@ def _code_of(dtype: torch.dtype) -> str | None:
         return None
 
 
-_nothing = numpy.zeros(1, numpy.uint8)
-_ZERO = _nothing.ctypes.data
+_NOTHING = numpy.zeros(1, numpy.uint8)
+_ZERO = _NOTHING.ctypes.data
 _DTYPES = {_code_of(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
