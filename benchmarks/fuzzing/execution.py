@@ -1212,7 +1212,7 @@ class Sharded(Driver):
 
     def saved(self, action: Json) -> None:
         """Save the rank's state dicts by `torch.save`, and load them."""
-        path = Path(self.folder, f"{self.rank}.pt")
+        path = Path(self.folder, f"{self.number}-{self.rank}.pt")  # tensors may be mapped to files of earlier actions
         self.reshard_all()
         torch.save([self.model.state_dict(), self.optimizer.state_dict()], path)
         self.lose_values()
@@ -1224,7 +1224,8 @@ class Sharded(Driver):
         """Save and load by torch's state dicts of model and optimizer."""
         if not has_all_states(self.optimizer):
             return
-        options = dcp.StateDictOptions(full_state_dict=action.get("full", False))
+        has_tensors = bool(self.optimizer.state)  # torch fails otherwise, for plain models also
+        options = dcp.StateDictOptions(full_state_dict=action.get("full", False) and has_tensors)
         model, optimizer = copy.deepcopy(dcp.get_state_dict(self.model, self.optimizer, options=options))
         self.lose_values()
         dcp.set_state_dict(
