@@ -23,11 +23,15 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Placement, Placements, clip_grad_norm_, dry, fully_shard
 from fullshard.device.accelerator import accelerator_for, pretending_to_capture
-from fullshard.dry.streams import OF_TORCH
+from fullshard.disk.files import ALIGNMENT, aligned_buffer
+from fullshard.disk.space import Scratch
+from fullshard.dry.streams import LAG, OF_TORCH
 from fullshard.engine import activations
 from fullshard.engine.hooks import runtime_of
+from fullshard.engine.offloaded import Store
 from fullshard.optim import Muon
 from fullshard.policy.offload import Offload
+from fullshard.state.on_disk import BUFFERS
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Allocation, Collective, Free, Operation, Recorded, Waited
 
@@ -184,6 +188,15 @@ def dropping_a_graph(model: Any) -> None:
         dropped = model(inputs(number)).float().square().mean()
         del dropped
         loss.backward()
+
+
+def dropping_forwards(model: Any) -> None:
+    """Forwards whose graphs are dropped at once, after each number of layers."""
+    for number in range(2):
+        model(inputs(number))
+        for layer in model.layers:
+            layer(inputs(number))
+    model(inputs()).float().square().mean().backward()
 
 
 def writing_in_hooks(model: Any) -> None:
@@ -427,6 +440,7 @@ LOOPS: dict[str, tuple[Loop, type[Layer]]] = {
     "hooks between uses": (stepping_between_uses, Layer),
     "data between uses": (updating_data_between_uses, Layer),
     "graph dropped": (dropping_a_graph, Layer),
+    "forwards dropped": (dropping_forwards, Layer),
     "writing in hooks": (writing_in_hooks, Layer),
     "checkpointing": (plainly, Checkpointed),
     "shared gradients": (plainly, TwiceUsed),
@@ -460,11 +474,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "states offloaded": {"offload_policy": Offload(optimizer={"cpu": 0.6})},
     "all offloaded bf16": {"mp_policy": BF16, "offload_policy": ALL},
     "activations": {"offload_policy": Offload(activations={"cpu": 1.0})},
+    "activations on disk": {"offload_policy": Offload(activations={"disk": 1.0}, folder=tempfile.gettempdir())},
+    "states on disk": {"offload_policy": Offload(optimizer={"disk": 1.0}, folder=tempfile.gettempdir())},
     "disk": {"offload_policy": Offload(parameters={"disk": 1.0}, folder=tempfile.gettempdir())},
     "disk bf16": {"mp_policy": BF16, "offload_policy": Offload(parameters={"disk": 1.0}, folder=tempfile.gettempdir())},
 }
 # Offload everything, a little at a time: a storage of the layers here has 1 to 5 KB.
-OFFLOADED = {"SMALLEST_BYTES": 1, "WINDOW_BYTES": 12_000}
+OFFLOADED = {"SMALLEST_BYTES": 1, "WINDOW_BYTES": 16_384}
 COMMON_LOOPS = ("steps", "accumulation", "replicas withheld", "failing backward")
 COMMON_OPTIONS = ("", "bf16", "offload", "states offloaded", "disk")
 
@@ -484,14 +500,14 @@ def tape_of(strategy: str, loop: str, option: str, *, values: bool = True, rank:
 
 
 def tape_of_run(
-    strategy: str, run: Loop, layer: type[Layer], option: str, *, values: bool = True, rank: int = 0
+    strategy: str, run: Loop, layer: type[Layer], option: str, *, values: bool = True, rank: int = 0, layers: int = 3
 ) -> dry.Tape:
     with dry.world(8, rank=rank), mock.patch.multiple(activations, **OFFLOADED):
         mesh = {"mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))}
         with dry.taped(values=values) as tape:
             options = {"strategy": GROUPED.get(strategy, strategy), **OPTIONS[option]}
             shard = partial(fully_shard, **options, **(mesh if "hsdp" in strategy else {}))
-            run(chain(shard, Chain([layer(48) for _ in range(3)])))
+            run(chain(shard, Chain([layer(48) for _ in range(layers)])))
     return tape
 
 
@@ -501,12 +517,20 @@ def is_common(scenario: Scenario) -> bool:
 
 
 REDUNDANT = {
-    "Batch.take_back": "the reduce stream sends what it has received itself; on a CPU the host must wait",
-    "Residency.hand_over_shards": "the next gather waits for compute in any case; the next forward need not",
-    "Residency.notice_step": "compute has waited for that gather when it was asked for between steps",
-    "Buffers.take": "reads from disks are not on the tape",
+    "Batch.take_back: self._wait()": "the reduce stream sends what it has received itself; on a CPU the host must wait",
+    "Residency.hand_over_shards: self.reshard()": "the next gather waits for compute; the next forward need not",
+    "Residency.notice_step: self.finish_gather()": "compute has waited for that gather, which began between steps",
+    "Buffers.take: small.settle()": "its memory is freed, which torch and the work in progress keep",
+    "Store._buffer: self._free[size] = [item for item in given if not item.is_free]": "its memory is freed, as above",
+    "Store._drop: self._leave_buffer(offloaded)": "the write is over; its error is raised there",
+    "Store._read_ahead: self._bring_back(earlier)": "the read is over; its error is raised there",
+    "Store.get: self._read_ahead(offloaded)": "what is read is waited for as well",
+    "StatesOnDisk._write: chunk.buffer = chunk.new_buffer(nbytes) if filled else self._take_buffer(chunk, number, "
+    "nbytes)": "see `test_buffers_of_states_are_written_before_they_are_filled`",
+    "Extent.write: self._writes.wait(start, end)": "see `test_writes_to_the_same_blocks_are_in_order`",
+    "OnDisk.__torch_dispatch__.<locals>.stored: value.store(memory[id(value)][1])": "its error is raised there",
 }
-"""Callers whose call of a function that waits is not needed on streams, and why it is there."""
+"""Calls of functions that wait that are not needed on streams, by function and line, and why they are there."""
 
 
 class Sites(NamedTuple):
@@ -521,7 +545,18 @@ class Sites(NamedTuple):
     @property
     def needless(self) -> set[str]:
         needless = {site for site in self.met - self.needed if not site.startswith(OF_TORCH)}
-        return {site for site in needless if site.split(" in ")[-1] not in REDUNDANT or "called by" not in site}
+        return {site for site in needless if not any(call in REDUNDANT for call in calls_of(site))}
+
+
+def calls_of(site: str) -> Iterator[str]:
+    """Yield the function and the line that call the function of a wait."""
+    _, _, caller = site.partition(", called by ")
+    place, _, function = caller.partition(" in ")
+    file, _, line = place.partition(":")
+    for path in Path(fullshard.__file__).parent.rglob(file) if file else ():
+        lines = path.read_text().splitlines()
+        if int(line) <= len(lines):
+            yield f"{function}: {lines[int(line) - 1].strip()}"
 
 
 @cache
@@ -593,6 +628,11 @@ def test_every_wait_is_needed():
         ("zero3", "writing before backward", ""),
         ("zero3", "steps", "activations"),
         ("zero3", "failing backward", "activations"),
+        ("zero3", "forwards dropped", "activations"),
+        ("zero3", "steps", "activations on disk"),
+        ("zero3", "graph dropped", "activations on disk"),
+        ("zero3", "failing backward", "activations on disk"),
+        ("zero3", "steps", "states on disk"),
     )
     sites = looked_through(rare)
     for strategy in ("ddp", "zero3", "hsdp"):
@@ -626,7 +666,7 @@ class Source(ast.NodeVisitor):
     visit_FunctionDef = visit_ClassDef  # noqa: N815  # the name is of `ast`
 
     def visit_Call(self, node: ast.Call) -> None:
-        if re.search(r"streams\.\w+\.(wait|after)$|\w\.(synchronize|query)$", ast.unparse(node.func)):
+        if re.search(WAITS, ast.unparse(node.func)):
             self.waits.append((node.lineno, ".".join(self._around)))
         self.generic_visit(node)
 
@@ -636,26 +676,29 @@ class Source(ast.NodeVisitor):
         self.generic_visit(node)
 
 
+WAITS = r"streams\.\w+\.(wait|after)$|\w\.(synchronize|query)$|\b_?(writing|reading|work)\.(wait|settle)$"
+"""Functions that wait for a stream or a disk, or ask whether it is ready."""
 RECEIVERS = {
     "UnitReduction.finish": "reduction",
     "UnitReduction.abandon": "reduction",
     "UnitReduction.free_whole_grads": "reduction",
     "Buffer.settle": "found|small",
     "Store.put": "store",
+    "ShardsInMemory.fill": "chunk.shards",
+    "_Writes.settle": "writes",
 }
 """Receivers of calls of functions that wait, if other classes have functions of the same name."""
 NOT_MET = {
-    "Unit.notice_step by Residency.start_unshard": "the unit is sharded there, and no gather is pending",
-    "Unit.wait_unshard by Runtime.wait_for_all": "see `test_a_gather_is_repeated_after_the_write`",
-    "Unit.wait_unshard by Residency.unshard": "see `test_a_gather_is_repeated_after_the_write`",
-    "Unit.finish_gather by Unit.finish_gather": "the method of a group",
+    "Residency.notice_step by UnshardScheduler.start_unshard": "the unit is sharded there, and no gather is pending",
+    "Residency.wait_unshard by Runtime.wait_for_all": "see `test_a_gather_is_repeated_after_the_write`",
+    "Residency.wait_unshard by UnshardScheduler.unshard": "see `test_a_gather_is_repeated_after_the_write`",
+    "Residency.finish_gather by Residency.finish_gather": "the method of a group",
     "UnitReduction.abandon by UnitReduction.abandon": "the method of a group's reduction",
     "UnitReduction.free_whole_grads by UnitReduction.free_whole_grads": "the method of a group's reduction",
     "UnitReduction.free_whole_grads by UnitReduction.complete_if_arrived": "the method of a group's reduction",
-    "_Buffer.is_free by Store._buffer": "activations on a disk",
-    "Store._write_those_sent by Store.put": "activations on a disk",
-    "Store._finish_leaving by Store.put": "activations on a disk",
-    "Store._clear_left by Store.put": "activations on a disk",
+    "Store._clear_left by Store.get": "it waits for disks with wait=True only",
+    "_Writes.settle by Scratch._take_back": "for the number of free bytes, which nothing reads or writes",
+    "Store._clear_left by Store.put": "see `test_buffers_that_a_disk_writes_are_waited_for`",
 }
 """Waits by the function and its caller that no scenario meets, and why."""
 
@@ -663,8 +706,10 @@ NOT_MET = {
 def waits_by_caller() -> Iterator[tuple[str, str]]:
     """Yield each wait for a stream, once per call of the function that it is in: both lines, and both functions."""
     package = Path(fullshard.__file__).parent
-    folders = ("engine", "optim", "state", "disk", "checkpoint", "integrations")
+    folders = ("engine", "optim", "state", "disk", "integrations")
+    skipped = ("files.py", "speed.py")  # the waits themselves, and a measurement
     sources = [Source(path) for folder in folders for path in (package / folder).glob("*.py")]
+    sources = [source for source in sources if source.file not in skipped]
     for source in sources:
         for line, function in source.waits:
             name = function.split(".")[-1]
@@ -694,14 +739,62 @@ def writing_while_all_are_gathered(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("run", "caller"),
-    [(writing_in_a_new_hook, "Residency.unshard"), (writing_while_all_are_gathered, "Runtime.wait_for_all")],
+    [(writing_in_a_new_hook, "UnshardScheduler.unshard"), (writing_while_all_are_gathered, "Runtime.wait_for_all")],
 )
 def test_a_gather_is_repeated_after_the_write(run, caller):
     """The first gather is discarded, so that it may race with the write. The second one follows the write."""
     tape = tape_of_run("zero3", run, Layer, "")
-    (site,) = {wait.site for wait in tape.of(Waited) if f"Unit.wait_unshard, called by {caller}" in by_names(wait.site)}
+    (site,) = {
+        wait.site for wait in tape.of(Waited) if f"Residency.wait_unshard, called by {caller}" in by_names(wait.site)
+    }
     assert {(race.first_stream, race.second_stream) for race in dry.races(tape)} == {("gather", "compute")}
     assert "compute" in {race.first_stream for race in dry.races(tape, without=site)}
+
+
+def test_buffers_that_a_disk_writes_are_waited_for():
+    """Storages that no graph refers to take part in the window until they are written."""
+
+    def run(_: Any) -> None:
+        order: list[Any] = []
+        store = Store(torch.device("cpu"), Scratch(Path(tempfile.gettempdir()), "dropped"), 3 * ALIGNMENT)
+        first = store.put(torch.ones(2048), order)
+        for _ in range(LAG):
+            torch.ones(1).add_(1)
+        second = store.put(torch.ones(8), order)  # starts to write the first
+        del first, second
+        store.put(torch.ones(2048), order)  # needs its buffer
+
+    tape = tape_of_run("zero3", run, Layer, "")
+    assert not dry.races(tape)
+    sites = {wait.site for wait in tape.of(Waited) if "Store.put: self._clear_left(wait=True)" in calls_of(wait.site)}
+    (site,) = (site for site in sites if site.startswith(place_of("work.settle()", "engine/offloaded.py")))
+    assert dry.races(tape, without=site)  # another one is for storages that no disk writes
+
+
+def place_of(text: str, path: str) -> str:
+    """Return the line with `text` in a file of the package, as in the site of a wait."""
+    lines = (Path(fullshard.__file__).parent / path).read_text().splitlines()
+    return f"{Path(path).name}:{[line.strip() for line in lines].index(text) + 1} "
+
+
+def test_buffers_of_states_are_written_before_they_are_filled():
+    """A first step with more portions of equal size than buffers."""
+    tape = tape_of_run("zero3", lambda model: step(model, sgd(model), 0), Layer, "states on disk", layers=BUFFERS + 1)
+    assert not dry.races(tape)
+    (site,) = {wait.site for wait in tape.of(Waited) if wait.site.endswith("in StatesOnDisk._write")}
+    assert dry.races(tape, without=site)
+
+
+def test_writes_to_the_same_blocks_are_in_order():
+    def run(_: Any) -> None:
+        extent = Scratch(Path(tempfile.gettempdir()), "twice").take(ALIGNMENT)
+        for _ in range(2):
+            extent.write(aligned_buffer(ALIGNMENT))
+
+    tape = tape_of_run("zero3", run, Layer, "")
+    assert not dry.races(tape)
+    (site,) = {wait.site for wait in tape.of(Waited) if wait.site.endswith("in Extent.write")}
+    assert len(dry.races(tape, without=site)) == 1
 
 
 def by_names(site: str) -> str:
@@ -716,6 +809,23 @@ def test_every_wait_is_needed_by_some_loop_of_all():
     for strategy, common in itertools.product(STRATEGIES, (True, False)):
         sites |= looked_through(of_strategy(strategy, common=common))
     assert not sites.needless
+
+
+def test_an_event_is_over_after_some_operations_or_a_wait():
+    with dry.taped(values=True) as tape:
+        streams = accelerator_for(torch.device("cpu")).streams
+        first, second = streams.gather.mark(), streams.gather.mark()
+        assert not first.query()
+        second.synchronize()
+        assert first.query() and second.query()
+        third = streams.gather.mark()
+        for _ in range(LAG):
+            assert not third.query()
+            torch.ones(1)
+        assert third.query()
+    assert [wait.queried for wait in tape.of(Waited)] == [False, True]  # the host knew of the first
+    with dry.taped():  # of predictions
+        assert accelerator_for(torch.device("cpu")).streams.gather.mark().query()
 
 
 def two_accesses(*between: Any) -> dry.Tape:

@@ -92,6 +92,13 @@ class Accelerator:
         """Return a context for work of the host on its own memory, without tensors for the device."""
         return nullcontext()
 
+    def note_disk_transfer(self, memory: Tensor, file: object, offset: int, *, reads: bool) -> Mark | None:
+        """Note that a thread fills `memory` from a file (`reads`), or writes it there. Return a mark after that.
+
+        None if works end without events.
+        """
+        return None
+
     def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return a new 1-D buffer in host memory; `pinned` if copies to and from it must not block the host."""
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pinned)

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from fullshard._compat import FakeTensor
+from fullshard.device.streams import Mark
 from fullshard.disk.folder import free_bytes, made, why_unfit
 from fullshard.disk.pace import DiskPace, pace_of
 from fullshard.errors import DiskError
@@ -86,28 +87,45 @@ class DiskWork:
     def __init__(self, parts: Sequence[Future[None]], pace: DiskPace | None = None) -> None:
         self._parts = parts
         self._pace = pace
+        self._marks: tuple[Mark, ...] = ()
         self.was_awaited = False
         """True if the program has waited for its end. Unlike `done`, it does not depend on timing."""
 
     @classmethod
     def of_all(cls, works: Iterable[DiskWork]) -> DiskWork:
         """Return all of `works` as one."""
-        return cls([part for work in works for part in work._parts])
+        works = list(works)
+        made = cls([part for work in works for part in work._parts])
+        made._marks = tuple(mark for work in works for mark in work._marks)
+        return made
+
+    def mark_with(self, mark: Mark | None) -> None:
+        """Set the mark at its end in a dry run, where `mark` decides when it is over, and not the disk."""
+        self._marks = () if mark is None else (mark,)
 
     @property
     def done(self) -> bool:
         """True once it has ended, successfully or not."""
+        if self._marks:
+            if not all(mark.query() for mark in self._marks):
+                return False
+            wait(self._parts)
         return all(part.done() for part in self._parts)
 
     @property
     def is_well(self) -> bool:
         """True once it has ended successfully."""
-        return all(part.done() and part.exception() is None for part in self._parts)
+        return self.done and all(part.exception() is None for part in self._parts)
 
     def settle(self) -> None:
         """Wait until it has ended, successfully or not. Errors are ignored because its result is not needed."""
         wait(self._parts)
+        self._reach_marks()
         self.was_awaited = True
+
+    def _reach_marks(self) -> None:
+        for mark in self._marks:
+            mark.synchronize()
 
     def wait(self) -> None:
         """Wait until it has ended. The caller can use the tensor again afterwards, even after an error.
@@ -118,6 +136,7 @@ class DiskWork:
         if self._pace is not None and not self.done:
             with self._pace.waiting():
                 wait(self._parts)
+        self._reach_marks()
         self.was_awaited = True
         for part in self._parts:
             part.result()

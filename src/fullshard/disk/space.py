@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from fullshard._compat import FakeTensor
+from fullshard.device.accelerator import accelerator_for
+from fullshard.device.streams import Mark
 from fullshard.device.travel import travel
 from fullshard.disk.files import DiskFile, DiskWork, aligned
 
@@ -107,7 +109,13 @@ class Extent:
         """
         self._writes.wait(start, start + into.numel())
         travel.note("disk", self.state, arrived=into.numel())
-        return self._file.read(self._offset + start, into)
+        work = self._file.read(self._offset + start, into)
+        work.mark_with(self._note(into, start, reads=True))
+        return work
+
+    def _note(self, memory: Tensor, start: int, *, reads: bool) -> Mark | None:
+        accelerator = accelerator_for(memory.device)
+        return accelerator.note_disk_transfer(memory, self._scratch, self._offset + start, reads=reads)
 
     def write(self, source: Tensor, start: int = 0) -> DiskWork:
         """Start to write the aligned buffer `source`. Later reads of these bytes wait for it.
@@ -119,6 +127,7 @@ class Extent:
         self._writes.wait(start, end)
         travel.note("disk", self.state, passed=source.numel())
         work = self._file.write(self._offset + start, source)
+        work.mark_with(self._note(source, start, reads=False))
         self.version += 1
         self._writes.add(start, end, work)
         return work

@@ -2,11 +2,12 @@
 
 from fullshard.dry.races import Race, races
 from fullshard.dry.run import run, taped, world
-from fullshard.tape.tape import Allocation, Collective, Free, Operation, Recorded, Tape, Waited
+from fullshard.tape.tape import Allocation, Collective, DiskTransfer, Free, Operation, Recorded, Tape, Waited
 
 __all__ = [
     "Allocation",
     "Collective",
+    "DiskTransfer",
     "Free",
     "Operation",
     "Race",

@@ -5,7 +5,8 @@ waited for an event that the other recorded after its access. Freed memory retur
 on, which can reuse it immediately. So when that stream allocates next, every access of the other streams to the freed
 memory must come before. When another stream uses the new memory, all work queued so far on the allocating stream must
 come before, too. (torch's own CUDA stream sanitizer forgets memory when it is freed and cannot see that.) The host
-counts as a stream: it reads what copies to its memory have written, and writes memory that others still read.
+counts as a stream: it reads what copies to its memory have written, and writes memory that others still read. So does
+each read from a disk, and each write to one.
 
 Vector clocks (Fidge, 1988; Mattern, 1989) keep the order of accesses. A stream counts its own work and keeps the counts
 of the other streams that it is known to follow. Recording an event copies the counts. Waiting for the event takes the
@@ -19,7 +20,18 @@ from dataclasses import dataclass
 
 from fullshard.dry.storages import GIVEN
 from fullshard.tape.recorder import Origin
-from fullshard.tape.tape import HOST, Access, Allocation, Collective, Free, Operation, Recorded, Tape, Waited
+from fullshard.tape.tape import (
+    HOST,
+    Access,
+    Allocation,
+    Collective,
+    DiskTransfer,
+    Free,
+    Operation,
+    Recorded,
+    Tape,
+    Waited,
+)
 
 __all__ = ["Race", "races"]
 
@@ -57,6 +69,7 @@ class _Use:
     time: int
     access: Access
     writes: bool
+    keeps: bool = False  # the memory stays allocated until it has ended
 
 
 _Uses = dict[tuple[str, int, int, bool], _Use]
@@ -88,7 +101,7 @@ class _Reader:
 
     def read(self, entry: object) -> None:
         match entry:
-            case Operation() | Collective():
+            case Operation() | Collective() | DiskTransfer():
                 self._use(entry)
             case Recorded():
                 self._marks[entry.mark] = dict(self._clock(entry.stream))
@@ -106,17 +119,20 @@ class _Reader:
             _join(clock, self._clocks[HOST])
         return clock
 
-    def _use(self, entry: Operation | Collective) -> None:
+    def _use(self, entry: Operation | Collective | DiskTransfer) -> None:
         clock, stream = self._clock(entry.stream), entry.stream
         clock[stream] = clock.get(stream, 0) + 1
         accesses = [(access, False) for access in entry.reads] + [(access, True) for access in entry.writes]
         for access, writes in accesses:
             if access.nbytes == 0:
                 continue
-            use = _Use(entry.name, stream, entry.origin, clock[stream], access, writes)
+            use = _Use(entry.name, stream, entry.origin, clock[stream], access, writes, isinstance(entry, DiskTransfer))
             uses = self._uses[access.storage]
-            for other in uses.values():
-                if _conflict(use, other) and clock.get(other.stream, 0) < other.time:
+            for key, other in list(uses.items()):
+                if clock.get(other.stream, 0) >= other.time:
+                    if writes and access.start <= other.access.start and other.access.stop <= access.stop:
+                        del uses[key]  # whatever follows this write follows that access, too
+                elif _conflict(use, other):
                     self._report("both use", other, use)
             uses[stream, access.start, access.stop, writes] = use
 
@@ -136,7 +152,7 @@ class _Reader:
     def _free(self, entry: Free) -> None:
         uses = self._uses.pop(entry.storage, {})
         if entry.stream not in (HOST, GIVEN):  # PyTorch waits before it reuses pinned memory
-            self._freed[entry.stream] += [use for use in uses.values() if use.stream != entry.stream]
+            self._freed[entry.stream] += [use for use in uses.values() if use.stream != entry.stream and not use.keeps]
 
     def _report(self, what: str, first: _Use, second: _Use) -> None:
         self.found.append(

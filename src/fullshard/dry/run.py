@@ -24,7 +24,7 @@ from fullshard._compat import (
 )
 from fullshard.device.accelerator import pretending
 from fullshard.dry.gpu_kernels import as_on_gpu
-from fullshard.dry.streams import DryAccelerator
+from fullshard.dry.streams import LAG, DryAccelerator
 from fullshard.dry.watch import Watch
 from fullshard.engine.hooks import without_sync
 from fullshard.engine.registry import units_in
@@ -82,7 +82,8 @@ def taped(
     Args:
         streams: "gpu" to simulate an accelerator with streams and memory separate from the host's; "cpu" for none.
         values: Whether tensors are real. If False, tensors have shapes but no memory, whatever their size, and
-            collectives are not executed.
+            collectives are not executed. If True, the simulated device is some operations behind the host, so that an
+            event can be found unfinished.
         host_bytes: The host memory in bytes that this rank may use alongside a simulated accelerator.
             `Offload(budget=...)` respects it. None means no limit.
 
@@ -91,7 +92,7 @@ def taped(
     """
     if streams not in ("gpu", "cpu"):
         raise ConfigError(f'streams={streams!r}: "gpu" or "cpu" is needed.')
-    accelerator = DryAccelerator(Tape(), has_streams=streams == "gpu", host_bytes=host_bytes)
+    accelerator = DryAccelerator(Tape(), has_streams=streams == "gpu", host_bytes=host_bytes, lag=LAG if values else 0)
     with ExitStack() as stack:
         stack.callback(accelerator.storages.forget)
         stack.enter_context(pretending(accelerator))

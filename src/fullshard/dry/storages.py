@@ -32,6 +32,7 @@ class Storages:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._known: dict[int, _Known] = {}
+        self._files: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._reported: dict[Access, Access] = {}  # one `Access` per byte range, shared by all uses of the same tensor
         self._last = 0
 
@@ -75,6 +76,13 @@ class Storages:
         touched = numel * size if numel < stop - start else None
         access = Access(known.number, start * size, stop * size, touched)
         return self._reported.setdefault(access, access)
+
+    def access_to_file(self, file: object, start: int, stop: int) -> Access:
+        """Return a byte range of `file`, which has the number of a storage."""
+        if file not in self._files:
+            self._last += 1
+            self._files[file] = self._last
+        return Access(self._files[file], start, stop)
 
     def forget(self) -> None:
         """Stop recording."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from fullshard.device.accelerator import Accelerator
 from fullshard.device.streams import STREAMS, Mark, Stream, Streams
 from fullshard.dry.storages import Storages
-from fullshard.tape.tape import HOST, Recorded, Tape, Waited
+from fullshard.tape.tape import HOST, DiskTransfer, Recorded, Tape, Waited
 
 __all__ = ["OF_TORCH", "DryAccelerator", "DryStream"]
 
@@ -23,23 +23,31 @@ _PACKAGE = Path(__file__).parent.parent
 OF_TORCH = "torch: "
 """Prefix of `Waited.site` if torch itself makes the host wait."""
 
-_SEAM = tuple(str(_PACKAGE / room) for room in ("device", "dry"))
+_SEAM = tuple(str(_PACKAGE / room) for room in ("device", "dry", "disk/files.py"))
+
+
+LAG = 6
+"""Operations that a simulated device is behind the host.
+
+An event is over when the host has queued that many operations since, or has waited for it or for a later event of the
+same stream.
+"""
 
 
 class _DryMark:
     """A point in the work of a simulated stream."""
 
-    def __init__(self, number: int, host: DryStream) -> None:
-        self.number = number
-        self._host = host
+    def __init__(self, number: int, stream: str, time: int, accelerator: DryAccelerator) -> None:
+        self.number, self.stream, self.time = number, stream, time
+        self._accelerator = accelerator
 
     def query(self) -> bool:
-        """Return True: simulated work is complete as soon as it is queued."""
-        return True
+        """Return True if the event is over, see LAG. The host knows then that the work before it is complete."""
+        return self._accelerator.is_over(self)
 
     def synchronize(self) -> None:
         """Make the host wait for this event."""
-        self._host.wait(self)
+        self._accelerator.streams.host.wait(self)
 
 
 class DryStream(Stream):
@@ -59,7 +67,7 @@ class DryStream(Stream):
 
     def wait(self, mark: Mark | None) -> None:
         if isinstance(mark, _DryMark):
-            self._accelerator.note_wait(mark.number, self.name)
+            self._accelerator.note_wait(mark, self.name)
 
 
 class DryAccelerator(Accelerator):
@@ -69,16 +77,21 @@ class DryAccelerator(Accelerator):
         tape: The trace to record to.
         has_streams: Whether to simulate an accelerator. If False, only the memory of a CPU is recorded.
         host_bytes: The host memory in bytes that this rank may use. None means no limit.
+        lag: The number of operations that the device is behind the host. If 0, each event is over immediately.
     """
 
     is_dry = True
 
-    def __init__(self, tape: Tape, *, has_streams: bool = True, host_bytes: int | None = None) -> None:
+    def __init__(self, tape: Tape, *, has_streams: bool = True, host_bytes: int | None = None, lag: int = LAG) -> None:
         self.has_streams = has_streams
         self.tape = tape
         self.stream = STREAMS[0]
         self._host_bytes = host_bytes
+        self._lag = lag
         self._marks = 0
+        self._reached: dict[str, int] = {}  # by stream, the last event that the host has waited for
+        self._transfers = 0  # from and to disks
+        self.queued = 0  # operations
         self.storages = Storages(tape)
 
     @cached_property
@@ -109,6 +122,18 @@ class DryAccelerator(Accelerator):
     def memory_of(self, tensor: Tensor) -> Hashable:
         return HOST if self.storages.is_host(tensor) else self.stream
 
+    def note_disk_transfer(self, memory: Tensor, file: object, offset: int, *, reads: bool) -> Mark | None:
+        if not self.has_streams:
+            return None
+        if not self.storages.is_host(memory):  # on a device it is copied to or from host memory, and the host waits
+            self.hold_host(self.stream, "aten.copy_", queried=True)
+        self._transfers += 1
+        on_disk = (self.storages.access_to_file(file, offset, offset + memory.nbytes),)
+        in_memory, stream = (self.storages.access(memory),), f"disk {self._transfers}"
+        name, read, written = ("read", on_disk, in_memory) if reads else ("write", in_memory, on_disk)
+        self.tape.note(DiskTransfer(name, stream, self.tape.origin, read, written))
+        return self._mark(stream)
+
     def _copied(self, tensor: Tensor, stream: str) -> Tensor:
         with self.on_stream(stream):
             copied = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -136,32 +161,44 @@ class DryAccelerator(Accelerator):
     def mark(self, stream: str) -> Mark:
         """Record an event on the stream called `stream` and return it."""
         self._check_current(stream)
+        return self._mark(stream)
+
+    def _mark(self, stream: str) -> _DryMark:
         self._marks += 1
         self.tape.note(Recorded(self._marks, stream, self.tape.origin))
-        host = self.streams.host
-        assert isinstance(host, DryStream)
-        return _DryMark(self._marks, host)
+        return _DryMark(self._marks, stream, self.queued, self)
 
-    def note_wait(self, mark: int, stream: str, site: str = "") -> None:
+    def note_wait(self, mark: _DryMark, stream: str, site: str = "", *, queried: bool = False) -> None:
         """Record that `stream` waits for `mark`. `site` is the line that requested it, the caller if empty."""
         self._check_current(stream)
-        self.tape.note(Waited(mark, stream, site or _site(), self.tape.origin))
+        if stream == HOST:
+            self._reached[mark.stream] = max(mark.number, self._reached.get(mark.stream, 0))
+        self.tape.note(Waited(mark.number, stream, site or _site(), self.tape.origin, queried))
+
+    def is_over(self, mark: _DryMark) -> bool:
+        """Return True if the host knows, or learns now, that the work before `mark` is complete."""
+        if mark.number <= self._reached.get(mark.stream, 0):
+            return True
+        if self.queued - mark.time < self._lag:
+            return False
+        self.note_wait(mark, HOST, queried=True)
+        return True
 
     def _check_current(self, stream: str) -> None:
         """Raise if `stream` is not current. Compute uses the current stream, unless another stream is entered."""
         assert stream != STREAMS[0] or self.stream in (stream, HOST), (
-            f"compute was asked for within stream {self.stream}"
+            f"compute was requested within stream {self.stream}"
         )
 
-    def hold_host(self, stream: str, operation: str) -> None:
-        """Record that an operation of torch makes the host wait for `stream`."""
-        self._marks += 1
-        self.tape.note(Recorded(self._marks, stream, self.tape.origin))
-        self.note_wait(self._marks, HOST, f"{OF_TORCH}{operation}")
+    def hold_host(self, stream: str, operation: str, *, queried: bool = False) -> None:
+        """Record that an operation of torch makes the host wait for `stream`. See `Waited` for `queried`."""
+        self.note_wait(self._mark(stream), HOST, f"{OF_TORCH}{operation}", queried=queried)
 
 
 def _site() -> str:
     """Return the line that requests a wait and the line that calls its function, both outside of the device layer.
+
+    A line within a comprehension belongs to the function around it.
 
     The format is "file:line in function, called by file:line in function". The caller is included because a method that
     several callers share counts as several sites.
@@ -170,7 +207,10 @@ def _site() -> str:
     while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith((*_SEAM, "<")):
         frame = frame.f_back
     assert frame is not None, "somebody asks"
-    site, caller = _line(frame), frame.f_back
+    site = _line(frame)
+    while frame.f_back is not None and frame.f_code.co_name in ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"):
+        frame = frame.f_back
+    caller = frame.f_back
     is_own = caller is not None and caller.f_code.co_filename.startswith(str(_PACKAGE))
     if frame.f_code.co_name == "__del__":  # the garbage collector calls it from an arbitrary line
         is_own = False
@@ -179,4 +219,4 @@ def _site() -> str:
 
 def _line(frame: FrameType) -> str:
     code = frame.f_code
-    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}"
+    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname.split('.<locals>.<')[0]}"

@@ -130,6 +130,7 @@ class Watch(TorchDispatchMode):
         origin, copies = self._tape.origin, name in _COPIES
         crosses = copies and self._crosses(given)
         self._tape.note(Operation(name, stream, origin, reads, writes, flops, copies, dtype, skipped, crosses))
+        self._accelerator.queued += 1
         if self._accelerator.has_streams and stream != HOST and self._holds_host(name, crosses, args, kwargs):
             self._accelerator.hold_host(stream, name)
         return result

@@ -320,11 +320,12 @@ class Store:
         streams = accelerator_for(self.device).streams
         for _ in range(len(self._left)):
             left = self._left.popleft()
-            if not wait and not all(work.done for work in left.works):
+            if wait:
+                for work in left.works:
+                    work.settle()
+            elif not all(work.done for work in left.works):
                 self._left.append(left)
                 continue
-            for work in left.works:
-                work.settle()
             for _, mark in left.on_device:
                 streams.compute.wait(mark)
             if left.buffer is not None:
@@ -349,7 +350,8 @@ class Store:
                 self._free[nbytes].remove(buffer)
                 return buffer
         if self.scratch is not None:  # a few are enough, of sizes that are in use
-            self._free = {size: [item for item in given if not item.is_free] for size, given in self._free.items()}
+            for size, given in self._free.items():
+                self._free[size] = [item for item in given if not item.is_free]
         made = _Buffer(self._new_memory(nbytes))
         self._buffers.add(made)
         return made

@@ -172,7 +172,7 @@ class _Layout:
             case Recorded():
                 self.now += self._costs.host_mark_s
                 self._marks[entry.mark] = self._reached(entry.stream)
-            case Waited():
+            case Waited() if not entry.queried:
                 self.now += self._costs.host_mark_s
                 self._wait(entry.stream, self._marks.get(entry.mark, _Point()))
 

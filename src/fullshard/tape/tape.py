@@ -13,7 +13,19 @@ from typing import NamedTuple, TypeVar
 
 from fullshard.tape.recorder import Origin, Recorder
 
-__all__ = ["HOST", "Access", "Allocation", "Collective", "Entry", "Free", "Operation", "Recorded", "Tape", "Waited"]
+__all__ = [
+    "HOST",
+    "Access",
+    "Allocation",
+    "Collective",
+    "DiskTransfer",
+    "Entry",
+    "Free",
+    "Operation",
+    "Recorded",
+    "Tape",
+    "Waited",
+]
 
 
 HOST = "host"
@@ -114,18 +126,35 @@ class Recorded(NamedTuple):
     origin: Origin
 
 
+class DiskTransfer(NamedTuple):
+    """A read from a file, or a write to it, on a thread: `stream` is its own.
+
+    The range of the file is a byte range of a storage that is never allocated.
+    """
+
+    name: str
+    stream: str
+    origin: Origin
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+
+
 class Waited(NamedTuple):
-    """A stream waits for an event. `site` is the source line that requested the wait."""
+    """A stream waits for an event. `site` is the source line that requested the wait.
+
+    If `queried`, the host did not wait. It checked the event, which was over.
+    """
 
     mark: int
     stream: str
     site: str
     origin: Origin
+    queried: bool = False
 
 
-Entry = Operation | Collective | Allocation | Free | Recorded | Waited
+Entry = Operation | Collective | Allocation | Free | Recorded | DiskTransfer | Waited
 
-E = TypeVar("E", Operation, Collective, Allocation, Free, Recorded, Waited)
+E = TypeVar("E", Operation, Collective, Allocation, Free, Recorded, DiskTransfer, Waited)
 
 
 class Tape(Recorder):
