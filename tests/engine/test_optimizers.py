@@ -517,6 +517,11 @@ def refuse_what_needs_wholes(name: str) -> None:
         step_shards(optimizer).step()
         model(inputs()).square().mean().backward()
         optimizer.step(closure=None)  # as torch.distributed.checkpoint calls it
+        model(inputs()).square().mean().backward()
+        before = wholes(model)
+        with closing(SimpleNamespace(close=optimizer.register_step_pre_hook(lambda *_: None).remove)):
+            assert optimizer.step(lambda: 3.0) == 3.0
+        assert any(not torch.equal(value, before[name]) for name, value in wholes(model).items())
     else:
         with pytest.raises(ConfigError, match="takes sums over whole parameters"):
             step_shards(optimizer)

@@ -255,7 +255,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
             may_wait = not (args or kwargs or has_step_hooks(optimizer)) and type(optimizer) in _ELEMENTWISE
             step_all = partial(_step_separately, optimizer, disk, on_cpu, may_wait=may_wait)
             return _step_outside_of_graphs(optimizer, step_all, inner, args, kwargs)
-        if _complex_without_view(optimizer) is not None:
+        if type(optimizer) not in _ELEMENTWISE or _complex_without_view(optimizer) is not None:  # no DTensors at all
             return _step_outside_of_graphs(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
         if block_states(optimizer) is not None and not torch.compiler.is_compiling():  # their kernels take no DTensors
             return _step_in_chunks(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
