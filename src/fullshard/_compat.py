@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, FakeWork, ReduceScatterOptions
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import (
@@ -126,6 +126,7 @@ __all__ = [
     "weak_storage",
     "withhold_step_hooks",
     "without_step_hooks",
+    "without_weak_references",
 ]
 
 
@@ -229,6 +230,19 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
 def weak_storage(storage: torch.UntypedStorage) -> Any:
     """Return an object that keeps the address of `storage` from being reused, but not its memory alive."""
     return StorageWeakRef(storage)
+
+
+@contextmanager
+def without_weak_references(module: nn.Module) -> Iterator[None]:
+    """Context manager to swap parameters of `module` in: torch refuses that while a recurrent layer refers to them."""
+    if not isinstance(module, nn.RNNBase):
+        yield
+        return
+    module._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        module._init_flat_weights()
 
 
 def withhold_step_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:

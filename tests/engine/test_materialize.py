@@ -327,6 +327,35 @@ def test_a_forward_without_values_is_refused():
     run_ranks(2, start_without_values)
 
 
+def initialise_recurrent_layers() -> None:
+    """Such a layer refers weakly to its weights, and torch does not swap tensors that are referred to so."""
+    torch.manual_seed(0)
+    plain = nn.GRU(3, 4)
+
+    def replace(module: nn.Module) -> None:
+        for name, value in plain.named_parameters():
+            setattr(module, name, nn.Parameter(value.detach().clone()))
+
+    x = torch.ones(2, 3)
+    for init in (None, replace):
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            module = nn.GRU(3, 4)
+        model = FullyShardedDataParallel(module, param_init_fn=init)
+        assert_same(model(x)[0].detach(), plain(x)[0].detach())
+    with torch.device("meta"):
+        ignoring = nn.Sequential(nn.GRU(3, 4), nn.Linear(4, 4))
+    fully_shard(ignoring, ignored_params=set(ignoring[0].parameters()))
+    ignoring.to_empty(device="cpu")
+    values = {f"0.{name}": value for name, value in plain.state_dict().items()}
+    ignoring.load_state_dict(values | {"1.weight": torch.zeros(4, 4), "1.bias": torch.zeros(4)})
+    assert_same(ignoring[0](x)[0].detach(), plain(x)[0].detach())
+
+
+def test_recurrent_layers_are_initialised():
+    run_ranks(1, initialise_recurrent_layers)
+
+
 class Mute(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard._compat import dtensor_like
+from fullshard._compat import dtensor_like, without_weak_references
 from fullshard.comm.mesh import Axes
 from fullshard.engine.hooks import changing_shards
 from fullshard.engine.managed import is_ignored, managed_by
@@ -183,11 +183,12 @@ def _keeping_identity(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, param in own.items():
-            given = module._parameters[name]
-            if param.is_meta and given is not None and given is not param:
-                _swap(param, given)
-            module._parameters[name] = param
+        with without_weak_references(module):
+            for name, param in own.items():
+                given = module._parameters[name]
+                if param.is_meta and given is not None and given is not param:
+                    _swap(param, given)
+                module._parameters[name] = param
 
 
 def _on_meta(module: nn.Module, skip: set[int]) -> list[str]:
@@ -208,9 +209,10 @@ def allocate(model: nn.Module, device: torch.device) -> None:
                     local = torch.empty_like(param.local, device=unit.shard_device)
                     give(param.sharded, dtensor_like(local, param.dtensor))
     for module in model.modules():
-        for plain in module._parameters.values():
-            if plain is not None and plain.is_meta:
-                give(plain, torch.empty_like(plain, device=device))
+        with without_weak_references(module):
+            for plain in module._parameters.values():
+                if plain is not None and plain.is_meta:
+                    give(plain, torch.empty_like(plain, device=device))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
