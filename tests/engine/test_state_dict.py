@@ -497,6 +497,22 @@ def test_assigned_state_is_what_trains():
     run_ranks(2, load_by_assignment)
 
 
+def assign_to_a_module_in_two_places() -> None:
+    layer = nn.Linear(6, 6)
+    values = {name: torch.full_like(value, 0.5) for name, value in layer.state_dict().items()}
+    net = nn.Sequential(layer, layer)
+    fully_shard(net)
+    net.load_state_dict({f"{i}.{name}": value for i in range(2) for name, value in values.items()}, assign=True)
+    assert_same(whole_state(net)["1.weight"], values["weight"])
+    assert net[0].weight is net[1].weight
+    net(torch.ones(2, 6)).sum().backward()
+    assert isinstance(net[0].weight.grad, DTensor)
+
+
+def test_state_is_assigned_to_a_module_in_two_places():
+    run_ranks(2, assign_to_a_module_in_two_places)
+
+
 def assign_other_dtypes() -> None:
     for shard in (by_function, by_wrapper):
         net, plain = shard(model()), model()

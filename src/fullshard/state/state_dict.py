@@ -23,7 +23,7 @@ from fullshard._compat import dtensor_like
 from fullshard.comm.mesh import check_own_part
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import is_in_use
-from fullshard.engine.managed import managed_by
+from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.own_hooks import own_hook
 from fullshard.engine.registry import clean_fqn, process_groups_along, units_in
 from fullshard.engine.residency import UnitState
@@ -257,6 +257,7 @@ class _Hooks:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._outermost: nn.Module | None = None  # the module whose loading includes the others'
+        self._assigned: dict[tuple[int, str], Managed] = {}  # in this loading, by module and name
 
     @own_hook
     def before(self, module: nn.Module, *_: Any) -> None:
@@ -287,14 +288,18 @@ class _Hooks:
         self.before(module)
         if self._outermost is None:
             self._outermost = module
+            self._assigned.clear()  # of a loading that raised
             known = next((unit.params[0].dtensor.device_mesh for unit in units_in(module) if unit.params), None)
             for key, value in state.items():  # all of them before any is loaded
                 if isinstance(value, DTensor):
                     check_own_part(clean_fqn(key), value, known)
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
-            managed = None if param is None else managed_by(param)
+            # A module in two places of the model is loaded twice. The first time may have replaced its parameters.
+            place = id(module), name
+            managed = None if param is None else managed_by(param) or self._assigned.get(place)
             if managed is not None and isinstance(value, Tensor):
+                self._assigned[place] = managed
                 sharded = managed.param
                 if value.numel() == sharded.layout.spec.numel == 1 and not sharded.sharded.ndim:
                     value = value.reshape(())  # as torch saved scalars long ago
@@ -320,6 +325,7 @@ class _Hooks:
             keys[:] = [clean_fqn(key) for key in keys]
         if module is self._outermost:
             self._outermost = None
+            self._assigned.clear()
             if self._unit.residency.state is not UnitState.SUMMONED:
                 self._unit.adopt()
 
