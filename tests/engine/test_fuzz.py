@@ -84,6 +84,13 @@ PLAIN_CASES = {
         "input needs grad": True,
         "loop": [{"do": "step", "micro": 2}],
     },
+    "units that a graph needs do not move": {
+        "model": {"kind": "mlp", "unit": {}},
+        "penalty": True,
+        "input needs grad": True,
+        "autocast": "bfloat16",
+        "loop": [{"do": "step"}, {"do": "step"}],
+    },
     "optimizers are made of sharded parameters": {
         "optimizer": {"name": "Adadelta"},
         "loop": [{"do": "step"}, {"do": "unshard", "leave": True}, {"do": "optimizer_state"}, {"do": "reload"}],

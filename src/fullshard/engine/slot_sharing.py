@@ -80,14 +80,14 @@ class SlotSharing:
 
         Args:
             backward: the order in which units were needed.
-            awaits_more: whether a forward of this rank still waits for its backward.
+            awaits_more: whether a forward of this rank still waits for its backward, or units stay unsharded for one.
         """
         if not (self._is_assigned or self._is_paused):
             self._backwards += 1
             units = [unit for unit in self._units if not unit.keeps_unsharded and unit.slot_nbytes]
             is_in_order = not awaits_more and backward.agrees_on({unit.number for unit in units})
             self._is_assigned = self._assign(units, is_in_order) or self._backwards == _MOST_BACKWARDS
-        if not awaits_more:
+        if self._is_assigned or not awaits_more:
             self._intervals.clear()
             self._since.clear()
 
