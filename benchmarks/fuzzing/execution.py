@@ -1131,7 +1131,12 @@ class Sharded(Driver):
             else:
                 norm = fullshard.clip_grad_norm_(params, action["clip"])
             self.record("norm", norm.detach().clone())
-        self.optimizer.step()
+        if action.get("step hook"):
+            handle = self.optimizer.register_step_pre_hook(lambda *_: None)
+            self.optimizer.step()
+            handle.remove()
+        else:
+            self.optimizer.step(*[lambda: losses["loss 0"]] if action.get("closure") else ())
         if not action.get("keep grads"):
             target = self.model if action.get("zero model") else self.optimizer
             target.zero_grad(set_to_none=action.get("set_to_none", True))
@@ -1212,6 +1217,9 @@ class Sharded(Driver):
 
     def saved(self, action: Json) -> None:
         """Save the rank's state dicts by `torch.save`, and load them."""
+        dtypes = {param.dtype for param in self.model.parameters()}
+        if len(dtypes) > 1 and self.program.get("strategy") == "ddp":  # they share one storage, which torch refuses
+            return
         path = Path(self.folder, f"{self.number}-{self.rank}.pt")  # tensors may be mapped to files of earlier actions
         self.reshard_all()
         torch.save([self.model.state_dict(), self.optimizer.state_dict()], path)

@@ -300,6 +300,8 @@ class Generator:
             ("no_sync", 0.3),
             ("keep grads", 0.05),
             ("zero model", 0.2),
+            ("closure", 0.06),
+            ("step hook", 0.06),
         ):
             if self.chance(probability):
                 action[key] = True
