@@ -22,6 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Placement, Placements, clip_grad_norm_, dry, fully_shard
+from fullshard.checkpoint.contents import collect
+from fullshard.checkpoint.snapshot import snapshot
+from fullshard.checkpoint.staging import HostMemory
 from fullshard.device.accelerator import accelerator_for, pretending_to_capture
 from fullshard.disk.files import ALIGNMENT, aligned_buffer
 from fullshard.disk.space import Scratch
@@ -795,6 +798,39 @@ def test_writes_to_the_same_blocks_are_in_order():
     assert not dry.races(tape)
     (site,) = {wait.site for wait in tape.of(Waited) if wait.site.endswith("in Extent.write")}
     assert len(dry.races(tape, without=site)) == 1
+
+
+def taking_snapshots(model: Any) -> None:
+    """Snapshots with a metric in host memory that is being copied there."""
+    optimizer = sgd(model)
+    metric = accelerator_for(torch.device("cpu")).host_zeros(1, torch.float32, pinned=True)
+    for number in range(2):
+        step(model, optimizer, number)
+        metric.copy_(inputs(number)[0, :1], non_blocking=True)
+        snapshot(model=model, optimizer=optimizer, extra={"metric": metric})
+
+
+def copying_for_checkpoints(model: Any) -> None:
+    """Copies in host memory, which a thread writes to files while training continues."""
+    optimizer, memory = sgd(model), HostMemory()
+    for number in range(2):
+        step(model, optimizer, number)
+        contents = memory.copy(collect(model, optimizer, None, None, None))
+        for tensor in (*contents.sharded.values(), *contents.plain.values()):
+            tensor.clone()
+
+
+@pytest.mark.parametrize("option", ["", "offload", "states offloaded", "states on disk"])
+@pytest.mark.parametrize(
+    ("run", "name"), [(taking_snapshots, "snapshot"), (copying_for_checkpoints, "HostMemory.copy")]
+)
+def test_copies_for_checkpoints_are_complete_before_they_are_read(run, name, option):
+    """A snapshot of states on the device waits for each copy, and one of states in host memory at its end."""
+    tape = tape_of_run("zero3", run, Layer, option)
+    assert not dry.races(tape)
+    (site,) = {wait.site for wait in tape.of(Waited) if by_names(wait.site).split(", ")[0] == name}
+    is_needed = (name == "snapshot") == (option == "offload")
+    assert bool(dry.races(tape, without=site)) == is_needed
 
 
 def by_names(site: str) -> str:

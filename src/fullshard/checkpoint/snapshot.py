@@ -19,6 +19,7 @@ from fullshard._compat import tree_map
 from fullshard.checkpoint.contents import HasState
 from fullshard.checkpoint.fitting import Misfit
 from fullshard.checkpoint.plain import plain_copy
+from fullshard.device.accelerator import accelerator_for
 from fullshard.device.current import finish_copies
 from fullshard.engine.hooks import check_idle
 from fullshard.engine.registry import clean_fqn, units_in
@@ -148,7 +149,7 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _copied(tensor: Tensor) -> Tensor:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.detach().to("cpu", copy=True)
+    return accelerator_for(local.device).to_host(local.detach())
 
 
 def _copied_state(value: Any) -> Any:

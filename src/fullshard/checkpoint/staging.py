@@ -10,6 +10,7 @@ from torch import Tensor
 from fullshard._compat import dtensor_like
 from fullshard.checkpoint.contents import Contents
 from fullshard.checkpoint.plain import Path
+from fullshard.device.accelerator import accelerator_for
 from fullshard.device.current import finish_copies
 from fullshard.disk.space import Scratch
 from fullshard.disk.tensors import OnDisk
@@ -45,7 +46,8 @@ class HostMemory:
         tensor = tensor.detach()
         held = self._held.get(path)
         if isinstance(held, OnDisk) or held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+            with accelerator_for(tensor.device).on_host():
+                held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
         taken[path] = held.copy_(tensor, non_blocking=True)
         return held
 

@@ -84,6 +84,10 @@ class Accelerator:
         """Return `tensor`, or a copy of it in the memory of `other`."""
         return tensor.to(other.device)
 
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a copy of `tensor` in host memory. The host waits for it."""
+        return tensor.to("cpu", copy=True)
+
     def memory_of(self, tensor: Tensor) -> Hashable:
         """Return a value that identifies the memory of `tensor`, equal for all tensors that one kernel can use."""
         return tensor.device

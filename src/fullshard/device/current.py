@@ -64,6 +64,9 @@ def count_devices() -> int:
 
 def finish_copies() -> None:
     """Wait on the host for all work queued on the current stream, such as copies to host memory."""
+    simulated = accelerator_for(torch.device("cpu"))
+    if simulated.is_dry:
+        simulated.streams.host.wait(simulated.mark_here())
     if _found() is not None:
         torch.accelerator.current_stream().synchronize()
 

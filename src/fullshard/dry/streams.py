@@ -119,6 +119,9 @@ class DryAccelerator(Accelerator):
             return tensor
         return self._copied(tensor, HOST if to_host else self.stream)
 
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return self._copied(tensor, HOST) if self.has_streams else super().to_host(tensor)
+
     def memory_of(self, tensor: Tensor) -> Hashable:
         return HOST if self.storages.is_host(tensor) else self.stream
 
