@@ -78,11 +78,11 @@ class StepTape:
     races: int  # in both steps
 
     def copied_bytes(self) -> int:
-        """Bytes that copies write."""
+        """Return the bytes that copies write."""
         return sum(access.nbytes for operation in self._operations() if operation.copies for access in operation.writes)
 
     def needed_copies(self) -> int:
-        """Bytes that copies must write if the dtypes of storage, sums and compute differ.
+        """Return the bytes that copies must write if the dtypes of storage, sums and compute differ.
 
         A cast of this rank's shards for every gather of a unit, and one of every gradient.
         """
@@ -120,7 +120,7 @@ class StepTape:
         return len(self._operations()) + len(self._collectives())
 
     def copies_by_name(self) -> Counter[str]:
-        """Bytes that copies write, by operation, stream and phase."""
+        """Return the bytes that copies write, by operation, stream and phase."""
         found = Counter[str]()
         for operation in self._operations():
             if operation.copies:
@@ -135,7 +135,7 @@ class StepTape:
         return Counter(f"{item.name} on {item.stream}" for item in launched)
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
-        """The timeline of the step."""
+        """Return the timeline of the step."""
         return lay_out(self.entries, costs)
 
     def _operations(self) -> list[Operation]:

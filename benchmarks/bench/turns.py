@@ -25,7 +25,7 @@ class Span:
 
     @staticmethod
     def seconds(of_ranks: Iterable[Span]) -> float:
-        """Seconds from the start of the first rank until the end of the last."""
+        """Return the seconds from the start of the first rank until the end of the last."""
         spans = list(of_ranks)
         return max(span.end for span in spans) - min(span.start for span in spans)
 

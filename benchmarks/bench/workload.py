@@ -25,7 +25,7 @@ class OptimizerCall:
     arguments: dict[str, Any]
 
     def __call__(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """The optimizer over `params`."""
+        """Return the optimizer over `params`."""
         make: Callable[..., torch.optim.Optimizer] = self.kind
         return make(params, **self.arguments)
 
@@ -65,7 +65,7 @@ class Workload:
         return self.world * self.shape.batch * self.shape.seq
 
     def device(self, rank: int) -> torch.device:
-        """The device of `rank`."""
+        """Return the device of `rank`."""
         return torch.device("cuda", rank) if self.device_type == "cuda" else torch.device("cpu")
 
     def model(self, device: torch.device) -> Model:

@@ -135,7 +135,7 @@ R = TypeVar("R")
 
 
 def in_backward() -> bool:
-    """True if autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
+    """Return True if autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -158,17 +158,17 @@ def comm_hook_dtypes() -> dict[Callable[..., Any], torch.dtype | None]:
 
 
 def implicitly_replicates() -> bool:
-    """True within torch's `implicit_replication()`, which allows operations of plain tensors with `DTensor`s."""
+    """Return True within torch's `implicit_replication()`, which allows operations of plain tensors with `DTensor`s."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def next_node_number() -> int:
-    """Return the number of the next autograd node that this thread makes: `node._sequence_nr()`."""
+    """Return the number of the next autograd node that this thread creates: `node._sequence_nr()`."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def in_function_transform() -> bool:
-    """True within a transform of `torch.func`, such as `grad` and `vmap`, or under dual numbers of forward mode."""
+    """Return True within a transform of `torch.func`, such as `grad` and `vmap`, or under forward-mode dual numbers."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
@@ -179,7 +179,7 @@ def outside_of_function_transforms() -> AbstractContextManager[Any]:
 
 
 def in_pipeline_stage() -> bool:
-    """True if a stage of `torch.distributed.pipelining`, computing a microbatch, is among the callers.
+    """Return True if a stage of `torch.distributed.pipelining`, computing a microbatch, is among the callers.
 
     A stage that infers shapes does not count: it computes gradients of its inputs only, and never others.
     """
@@ -188,7 +188,7 @@ def in_pipeline_stage() -> bool:
 
 
 def in_backward_of_inputs() -> bool:
-    """True while `stage_backward_input` of `torch.distributed.pipelining` runs in any thread."""
+    """Return True while `stage_backward_input` of `torch.distributed.pipelining` runs in any thread."""
     module = sys.modules.get("torch.distributed.pipelining._backward")
     if module is None:
         return False
@@ -210,12 +210,12 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
-    """The hooks registered by `param.register_post_accumulate_grad_hook`."""
+    """Return the hooks registered by `param.register_post_accumulate_grad_hook`."""
     return tuple((param._post_accumulate_grad_hooks or {}).values())
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if a hook was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
+    """Return True if a hook was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
@@ -294,7 +294,7 @@ def storage_holders(tensor: Tensor) -> tuple[int, int]:
 
 
 def held_twice(tensors: list[Tensor]) -> bool:
-    """True if each of `tensors` has no references except for this list and one other holder."""
+    """Return True if each of `tensors` has no references except for this list and one other holder."""
     own = _own_references()
     return all(count <= own for count in _references(tensors))
 
@@ -311,7 +311,7 @@ def _references(tensors: list[Tensor]) -> list[int]:
 
 
 def shares_memory(tensor: Tensor) -> bool:
-    """True if another tensor shares the storage of `tensor`."""
+    """Return True if another tensor shares the storage of `tensor`."""
     return storage_references(tensor.untyped_storage()) > 2  # the tensor's own, and that of the handle just made
 
 
@@ -486,7 +486,7 @@ def at_start(local: Tensor) -> Tensor:
 
 
 def holds_tensors(tensor: Tensor) -> bool:
-    """True if `tensor` is of a subclass that wraps other tensors, such as quantised values and their scales."""
+    """Return True if `tensor` is of a subclass that wraps other tensors, such as quantized values and their scales."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
@@ -549,7 +549,7 @@ def explain_versions(explain: Callable[[int], Exception | None]) -> None:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """True if `tensor` has memory: it is neither on the meta device nor a fake."""
+    """Return True if `tensor` has memory: it is neither on the meta device nor a fake."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
@@ -619,7 +619,7 @@ def killed_after(patience_s: int) -> Iterator[dict[str, Any]]:
 
 
 def fake_tensors() -> QuickFakes:
-    """Return a context that makes tensors without memory. Real tensors used together with them are converted."""
+    """Return a context that creates tensors without memory. Real tensors used together with them are converted."""
     return QuickFakes()
 
 
@@ -647,7 +647,7 @@ def copyable_fakes() -> Iterator[None]:
 
 @contextmanager
 def initialising_without_values() -> Iterator[None]:
-    """Context manager that makes `nn.init.trunc_normal_` draw once. torch's draws until all values are in bounds."""
+    """Context manager that makes `nn.init.trunc_normal_` draw only once, instead of until all values are in bounds."""
     draws = torch.nn.init._no_grad_trunc_normal_
 
     def draw(
@@ -814,7 +814,7 @@ def finished_work() -> Any:
 
 
 def has_group(func: Any) -> bool:
-    """True if an operation of torch is one on a process group."""
+    """Return True if an operation of torch is one on a process group."""
     return any(argument.name in ("group_name", "process_group") for argument in func._schema.arguments)
 
 
@@ -831,13 +831,13 @@ def group_of(func: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], bool]:
 
 
 def are_real(tensors: Sequence[Tensor]) -> bool:
-    """True if `tensors` is not empty, and none of them is fake."""
+    """Return True if `tensors` is not empty, and none of them is fake."""
     return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 @cache
 def is_wrapper_type(cls: type) -> bool:
-    """True for tensors that wrap others, such as `DTensor`."""
+    """Return True for tensors that wrap others, such as `DTensor`."""
     return bool(is_traceable_wrapper_subclass_type(cls))
 
 

@@ -1,4 +1,4 @@
-"""Fast fake tensors: the result of an operation is computed by torch once, and then made again from a cache.
+"""Fast fake tensors: torch computes the result of an operation once, and a cache repeats it.
 
 Even for cached operations, torch's own `FakeTensorMode` takes longer than the rest of a dry run together, since it
 checks much that matters to its compiler only. Here views call their kernels directly. For other operations the results
@@ -51,7 +51,7 @@ class _Value:
 
 
 class QuickFakes(FakeTensorMode):
-    """Context manager that makes tensors without memory. Real tensors used together with them are converted."""
+    """Context manager that creates tensors without memory. Real tensors used together with them are converted."""
 
     _known: ClassVar[dict[Any, Any]] = {}  # results of operations by their arguments; None: torch computes them
 
@@ -130,7 +130,7 @@ class QuickFakes(FakeTensorMode):
         return True
 
     def _reported(self, result: Any, args: Sequence[Any]) -> Any:
-        """Describe how to make `result` again, as a tuple for several tensors. None if it cannot be made again."""
+        """Describe how to create `result` again, as a tuple for several tensors. None if this is not possible."""
         if not isinstance(result, tuple | list):
             return self._reported_one(result, args)
         each = [self._reported_one(item, args) for item in result]
@@ -177,7 +177,8 @@ class QuickFakes(FakeTensorMode):
 
 @cache
 def _is_known_from_shapes(func: Any) -> bool:
-    """True if what `func` gives follows from shapes, dtypes and what else is given, and is new memory or an argument.
+    """Return True if the result of `func` follows from shapes, dtypes and other arguments, and is new memory or an
+    argument.
 
     Or is a view of its first argument.
     """

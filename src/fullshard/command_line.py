@@ -48,7 +48,7 @@ _KINDS = {int: "a whole number", float: "a number"}
 
 
 def parse(settings: type[S], argv: Sequence[str], *, prog: str, description: str, defaults: Sequence[str] = ()) -> S:
-    """The settings that `argv` states; what it leaves out is as in `defaults`, which have been checked before.
+    """Return the settings in `argv`, with `defaults`, which have been checked before, for all others.
 
     Raises `ConfigError` for an unknown option and for a value of the wrong type, with one line that names both.
     `--help` prints the explanation of all options and raises `SystemExit(0)`.
@@ -87,21 +87,21 @@ def take_words(settings: type, argv: Sequence[str], names: Sequence[str], *, pro
 
 
 def option_types(settings: type) -> Mapping[str, type]:
-    """Every option name (without the leading dashes) with the type of its value."""
+    """Return the type of each option's value by name, without the leading dashes."""
     groups = get_type_hints(settings).values()
     hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
     return {name.replace("_", "-"): next(iter(get_args(hint)), hint) for name, hint in hints.items()}
 
 
 def check_name(settings: type, name: str, complaint: str, prog: str) -> None:
-    """Refuse a name that no option has."""
+    """Raise an error if no option has this name."""
     known = option_types(settings)
     if name not in known:
         raise ConfigError(f"{complaint}.{near_matches(name, known)} See {prog} --help for all of them.")
 
 
 def check_value(settings: type, name: str, value: str, where: str) -> None:
-    """Refuse a value that is not of the option's type."""
+    """Raise an error if a value does not have the type of the option."""
     kind = option_types(settings)[name]
     if kind not in _KINDS:
         return
@@ -114,19 +114,19 @@ def check_value(settings: type, name: str, value: str, where: str) -> None:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Refuse the value of an option if it is no file that can be written: before hours of work, not after them."""
+    """Raise an error if the path in the value of an option is not writable, before any other work."""
     with writing(path, option=f"--{name}"):
         path.open("a").close()
 
 
 def dumps_with_options(settings: DataclassInstance, report: Mapping[str, Any]) -> str:
-    """`report` as JSON, with the options that led to it."""
+    """Return `report` as JSON, together with the options."""
     options = {name: value for group in asdict(settings).values() for name, value in group.items()}
     return json.dumps({"options": options, **report}, indent=2, default=str, allow_nan=False) + "\n"
 
 
 def near_matches(word: str, known: Iterable[str]) -> str:
-    """' Did you mean ...?' for the known words that look like `word`; empty when none does."""
+    """Return ' Did you mean ...?' with the known words similar to `word`, or an empty text."""
     close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 

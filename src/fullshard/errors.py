@@ -1,4 +1,4 @@
-"""The exceptions that callers of fullshard can meet.
+"""The exceptions that fullshard raises.
 
 Every message contains the request, the finding (with names and numbers) and the remedy. Errors of users are raised on
 every rank and before the first collective, so that no rank waits for another.
@@ -58,11 +58,11 @@ class RankMismatchError(FullshardError, RuntimeError):
 
 
 class RankLostError(FullshardError, RuntimeError):
-    """Another rank's process is gone, so that this one's collective cannot be completed."""
+    """Another rank's process has ended, so a collective of this rank cannot complete."""
 
 
 class CheckpointError(FullshardError, RuntimeError):
-    """A checkpoint that cannot be written, cannot be read, is damaged, or is of another model."""
+    """A checkpoint that cannot be written or read, is damaged, or belongs to another model."""
 
 
 class DiskError(FullshardError, OSError):
@@ -74,7 +74,7 @@ class MissingLibraryError(FullshardError, ImportError):
 
 
 def same_calls() -> str:
-    """Return what to do about ranks that make different calls, for messages."""
+    """Return advice for ranks that make different calls, for messages."""
     return (
         "Every rank must call the same modules in the same order, in as many "
         "microbatches of a step, and get gradients for the same parameters; every rank, and not the first alone, must "
@@ -88,5 +88,5 @@ def same_calls() -> str:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Such as "rank 3" or "ranks 0, 2", for messages."""
+    """Return text such as "rank 3" or "ranks 0, 2", for messages."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -210,7 +210,7 @@ def shard_in_place(
     ignored_params: Iterable[nn.Parameter] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
 ) -> None:
-    """Make one unit of `modules` and give them the methods of `FSDPModule`. For the arguments see `shard_unit`."""
+    """Make one unit of `modules` and give them the methods of `FSDPModule`. For the arguments, see `shard_unit`."""
     shard_unit(modules, options, mesh=mesh, ignored_params=ignored_params, shard_placement_fn=shard_placement_fn)
     for module in modules:
         _gain_methods(module)
@@ -268,7 +268,7 @@ def replicate(
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Accept scripts written for torch: all roots on a device, such as stages of a pipeline, share its streams.
+    """Do nothing, for compatibility with torch: all roots on a device, such as pipeline stages, share its streams.
 
     So memory that one root has freed can be reused by another.
 
@@ -283,7 +283,7 @@ _NO_STAGING = "messages are sent from shards and gradients, and received where t
 
 @functools.cache
 def _warn_without_effect(name: str, reason: str) -> None:
-    """Log, once, that a switch of torch has no effect."""
+    """Log, once, that a setting of torch has no effect."""
     _log.warning("%s has no effect: %s.", name, reason)
 
 
@@ -302,7 +302,7 @@ class UnshardHandle:
         self._units = list(units)
 
     def wait(self) -> None:
-        """Return once the module has its unsharded parameters."""
+        """Wait until the parameters of the module are unsharded."""
         for unit in self._units:
             unit.residency.wait_unshard()
 
@@ -338,7 +338,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Put the shards back into the modules, and free the unsharded parameters."""
+        """Reshard the parameters, and free the unsharded ones."""
         unit = unit_of(_module(self))
         unit.residency.is_unsharded_by_hand = False
         unit.residency.hand_over_shards()
@@ -354,7 +354,9 @@ class FSDPModule:
             yield
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients over the ranks: False for all microbatches of a step but the last."""
+        """Set whether backward reduces gradients over the ranks. Pass False for all microbatches of a step but the
+        last.
+        """
         check_flags(requires_gradient_sync=requires_gradient_sync)
         for unit in self._units(recurse):
             unit.settings.syncs_gradients = requires_gradient_sync
@@ -376,19 +378,19 @@ class FSDPModule:
             unit.settings.reduces_unused = reduce_scatter_unused_params
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Free the unsharded parameters between forward and backward, or keep them."""
+        """Set whether to free the unsharded parameters between forward and backward."""
         check_flags(reshard_after_forward=reshard_after_forward)
         for unit in self._units(recurse):
             unit.settings.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Free the unsharded parameters after backward, or keep them so that a further microbatch gathers nothing."""
+        """Set whether to free the unsharded parameters after backward. If not, a further microbatch gathers nothing."""
         check_flags(reshard_after_backward=reshard_after_backward)
         for unit in self._units(recurse):
             unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accept scripts written for torch, without effect: every backward ends with its reductions finished."""
+        """Do nothing, for compatibility with torch: every backward finishes its reductions."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether backwards reduce nothing, and you call `finalize_backward` after the last one of each step.
@@ -413,7 +415,7 @@ class FSDPModule:
         return UnshardHandle([]) if async_op else None
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Gather this unit's parameters for its backward, or not.
+        """Set whether this unit's parameters are gathered for its backward.
 
         Switch it off only where backward reads no parameter, as that of an embedding: it would read freed memory.
         """
@@ -432,11 +434,11 @@ class FSDPModule:
         unit_of(_module(self)).settings.gradient_divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """Alias of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accept scripts written for torch, without effect: gradients are always summed, and divided afterwards."""
+        """Do nothing, for compatibility with torch: gradients are always summed, and divided afterwards."""
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook(sums)` with this unit's gradients when they are summed over its ranks.
@@ -467,23 +469,23 @@ class FSDPModule:
         unit.settings.all_reduce_hook = hook if stream is None else functools.partial(on_stream, stream, hook)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Refused: torch's interface is for one send and one receive buffer, and there are none here.
+        """Raise an error, because torch's interface is for one send and one receive buffer, which do not exist here.
 
         Raises:
-            ConfigError: always.
+            ConfigError: Always.
         """
         raise _custom_refused("set_custom_all_gather", comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refused: torch's interface is for one send and one receive buffer, and there are none here.
+        """Raise an error, because torch's interface is for one send and one receive buffer, which do not exist here.
 
         Raises:
-            ConfigError: always.
+            ConfigError: Always.
         """
         raise _custom_refused("set_custom_reduce_scatter", comm)
 
     def set_keep_unsharded_storage(self, enable: bool) -> None:
-        """Refuse to keep unsharded parameters at their addresses, as torch (after 2.13) does with True.
+        """Raise an error if `enable` is True, which fixes the addresses of unsharded parameters in torch (after 2.13).
 
         Raises:
             ConfigError: `enable` is True.
@@ -496,7 +498,7 @@ class FSDPModule:
             )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accept scripts written for torch, without effect: gradients are sent without staging buffers.
+        """Do nothing, for compatibility with torch: gradients are sent without staging buffers.
 
         Raises:
             ConfigError: `max_input_buffers` is not a positive number.
@@ -508,15 +510,15 @@ class FSDPModule:
         _warn_without_effect("set_reduce_scatter_max_input_buffers", "gradients are sent from where they lie")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accept scripts written for torch, without effect: staging buffers are not used."""
+        """Do nothing, for compatibility with torch: staging buffers are not used."""
         _warn_without_effect("set_allocate_memory_from_process_group_for_comm", _NO_STAGING)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Accept scripts written for torch, without effect: staging buffers are not used."""
+        """Do nothing, for compatibility with torch: staging buffers are not used."""
         _warn_without_effect("set_symm_mem_for_comm", _NO_STAGING)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accept scripts written for torch, without effect: gathers and reductions use the same process group."""
+        """Do nothing, for compatibility with torch: gathers and reductions use the same process group."""
         _warn_without_effect("set_separate_reduce_scatter_group", "one process group carries gathers and reductions")
 
     def set_post_optim_event(self, event: torch.Event) -> None:
@@ -559,11 +561,11 @@ class FSDPModule:
         abandon_step(_module(self))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Start the gathers of these units at this one's forward, instead of the next one in the recorded order."""
+        """Prefetch these units in this one's forward, instead of the next one in the recorded order."""
         unit_of(_module(self)).settings.next_forward = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Start the gathers of these units at this one's backward, instead of the next one in the recorded order."""
+        """Prefetch these units in this one's backward, instead of the next one in the recorded order."""
         unit_of(_module(self)).settings.next_backward = _units_of(modules)
 
     def _units(self, recurse: bool) -> list[Unit]:
@@ -572,7 +574,7 @@ class FSDPModule:
         return units_in(module) if recurse else [unit_of(module)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `nn.Module.zero_grad`. It reaches shards also while modules show unsharded parameters."""
+        """See `nn.Module.zero_grad`. It also resets gradients of shards while modules have unsharded parameters."""
         super().zero_grad(set_to_none)  # type: ignore[misc]  # as below
         zero_shard_grads(_module(self), set_to_none)
 
@@ -591,7 +593,7 @@ def _units_of(modules: Sequence[nn.Module]) -> list[Unit]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Unshard parameters for `module.method_name(...)`, such as `generate`, as for `forward`.
+    """Unshard parameters in `module.method_name(...)`, for example `generate`, as in `forward`.
 
     Modules that are not units are left alone.
 
@@ -657,7 +659,7 @@ def _zero_through(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _units_below(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost units within `module`."""
+    """Return the outermost units within `module`."""
     for child in module.children():
         if is_unit(child):
             yield child
@@ -666,7 +668,7 @@ def _units_below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Zeros(torch.autograd.Function):
-    """Identity of a tensor, whose backward gives the other arguments gradients of zeros."""
+    """The identity of a tensor, whose backward gives the other arguments gradients of zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *params: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Read files that anybody may have put there, and write files with errors of our own.
+"""Safe reads of untrusted files, and writes with the errors of this package.
 
 Only regular files are read, and none larger than the reader expects.
 
@@ -111,12 +111,12 @@ def reopened(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: str | os.PathLike[str], *, option: str = "", instead: str = "another file") -> Iterator[None]:
-    """Context manager in which a file is written.
+    """Context manager for writing a file, which converts errors of the system.
 
     Args:
         path: the file.
         option: the command-line option that names it, such as "--json".
-        instead: what the user can name instead.
+        instead: The alternative to suggest to the user.
 
     Raises:
         ConfigError: the system refused an operation in it, for example because the disk is full.

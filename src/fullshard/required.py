@@ -1,4 +1,4 @@
-"""The check that another library is installed and new enough, before anything of it is imported."""
+"""Checks that a library is installed and new enough, before anything is imported from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def require(library: str, oldest: str, *, extra: str) -> None:
     """Raise unless `library` is installed, as `oldest` or newer.
 
     Args:
-        library: its name in the package registry.
+        library: The name of the library in the package registry.
         oldest: the oldest version that this integration is tested with.
         extra: the optional extra of fullshard that brings it.
 
@@ -36,6 +36,6 @@ def require(library: str, oldest: str, *, extra: str) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers that a version begins with."""
+    """Return the leading numbers of a version."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, found[0].split("."))) if found else ()

@@ -108,8 +108,8 @@ def shard_unit(
 
 
 def _mark(modules: Iterable[nn.Module]) -> None:
-    """Mark `modules` like torch marks those that it shards. So transformers knows that all ranks must run them, in
-    `generate` up to the last token of any rank.
+    """Mark `modules` like torch marks sharded modules, so that transformers runs `generate` on all ranks up to the last
+    token.
     """
     for module in modules:
         module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
@@ -181,10 +181,10 @@ def _aligned_place(axes: Axes, dim: int | None, block: int, fqn: str, param: nn.
 
 
 def _check_together(fqn: str, axes: Axes, others: Axes) -> None:
-    """Refuse meshes for single parameters that one unit cannot combine with its own mesh.
+    """Raise an error if meshes for single parameters cannot be combined with the mesh of their unit.
 
     Raises:
-        ConfigError: they are of another kind of device, or the unit's ranks keep states in groups.
+        ConfigError: They have another device type, or the unit's ranks keep states in groups.
     """
     if others.mesh.device_type != axes.mesh.device_type:
         raise ConfigError(
@@ -291,7 +291,7 @@ def _check_whole(module: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def _copy_structure(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """`module` copied as if it were not sharded, with what `memo` has in place of parameters.
+    """Return a copy of `module` as if it were not sharded, with the entries of `memo` in place of parameters.
 
     A class that defines `__deepcopy__` copies its modules by that, as it does for plain modules: parametrized modules
     have no other way. The method of this package's wrapper comes back here, and is not called a second time.
@@ -310,7 +310,9 @@ def _copy_structure(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 
 def _copy_by(method: Callable[..., nn.Module], module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """The result of `method`, which sees the user's own class: it may make an instance of that."""
+    """Return the result of `method`, called while the module has the user's own class, of which it may create an
+    instance.
+    """
     cls = type(module)
     plain = vars(cls).get(PLAIN_CLASS, cls)
     module.__class__ = plain
@@ -324,7 +326,7 @@ def _copy_by(method: Callable[..., nn.Module], module: nn.Module, memo: dict[Any
 
 
 def _on_meta(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
-    """A parameter like the one that `param` was made of, without values."""
+    """Return a parameter like the original of `param`, without values."""
     local = torch.empty(param.layout.spec.shape, dtype=param.local.dtype, device="meta")
     made = nn.Parameter(param.view.make_unsharded(local), requires_grad=param.sharded.requires_grad)
     if param.grad_dtype is not None:
@@ -334,7 +336,7 @@ def _on_meta(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
 
 
 def _shard_identically(unit: Unit, memo: dict[Any, Any]) -> None:
-    """Make a unit of the copies of the modules of `unit`, with the values that it has now."""
+    """Make a unit of the copies of the modules of `unit`, with its current values."""
     modules = [memo[id(module)] for module in unit.modules]
     places = {
         id(memo[id(param.sharded)]): (param.layout.spec.dim, param_group.plan.axes)

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def versions() -> dict[str, str]:
-    """Versions by name; 'not installed' for fullshard where it runs from its sources alone."""
+    """Return versions by name; 'not installed' for fullshard if it runs from its sources."""
     return {
         "fullshard": _version("fullshard"),
         "torch": _version("torch"),

@@ -59,7 +59,7 @@ class WrapPolicy(ABC):
     """A rule that decides for each submodule whether it becomes a unit, and with which arguments."""
 
     def descends(self, module: nn.Module, numel: int) -> bool:
-        """True if modules below `module` may become units; `numel` elements in it belong to no unit so far.
+        """Return True if modules below `module` may become units; `numel` elements in it belong to no unit so far.
 
         If not, `module` does not become one either: it stays, undivided, in the unit above it.
         """
@@ -310,7 +310,7 @@ class _Walk:
         return chosen
 
     def can_be_unit(self, module: nn.Module, fqn: str) -> bool:
-        """True if `module` has a forward that can run. Raise if not, and if its parameters depend on it."""
+        """Return True if `module` has a forward that can run. Raise if not, and if its parameters depend on it."""
         if has_forward(module):
             return True
         if isinstance(module, nn.ParameterList | nn.ParameterDict) or self.free_numel(module) == 0:

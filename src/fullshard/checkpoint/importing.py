@@ -161,7 +161,7 @@ class _Taker:
         return self._stored.get(fqn) or self._aliases.get(fqn)
 
     def _are_identical(self, names: Sequence[str], value: Tensor) -> bool:
-        """Return True if this rank's shards of several tensors for one tied weight are bitwise equal."""
+        """Return True if this rank's shards of several tensors for one tied weight are bitwise identical."""
         spans = _own_spans(value)
         parts = [
             part.reshape(-1).view(torch.uint8) for _, part in self._files.read({name: (name, spans) for name in names})

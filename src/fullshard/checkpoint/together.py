@@ -69,7 +69,7 @@ class Ranks:
         return done[0]
 
     def once(self, doing: str, action: Callable[[], T]) -> T:
-        """The first rank's result of `action()`, on every rank. Only the first rank calls it.
+        """Return the first rank's result of `action()`, on every rank. Only the first rank calls it.
 
         Raises:
             CheckpointError: it raised there; the same error on every rank.
@@ -77,7 +77,7 @@ class Ranks:
         return self.share(doing, lambda: action() if self.leads else None)[0]  # type: ignore[return-value]  # 0 leads
 
     def share(self, doing: str, action: Callable[[], T]) -> list[T]:
-        """The results of `action()` on all ranks, in rank order, on every rank.
+        """Return the results of `action()` on all ranks, in rank order, on every rank.
 
         Raises:
             CheckpointError: it raised on some rank; the same error on every rank.
@@ -107,12 +107,12 @@ class Ranks:
 
 
 def default_ranks() -> Ranks:
-    """The ranks of the default process group, or this process alone where there is none."""
+    """Return the ranks of the default process group, or this process alone where there is none."""
     return Ranks(dist.group.WORLD if dist.is_initialized() else None)
 
 
 def reported_by(error: BaseException) -> str:
-    """The message of `error` for other ranks."""
+    """Return the message of `error` for other ranks."""
     text = str(error).strip()
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
@@ -125,14 +125,14 @@ def _outcome(action: Callable[[], T]) -> tuple[T | _Failed, BaseException | None
 
 
 def failure_of_group(doing: str, error: BaseException) -> CheckpointError:
-    """The error if ranks cannot reach each other."""
+    """Return the error if ranks cannot reach each other."""
     return CheckpointError(
         f"{doing}: another rank is gone, or does not answer ({reported_by(error)}). End the processes and start again."
     )
 
 
 def failure_of_some(doing: str, failed: Mapping[int, str], world: int) -> CheckpointError:
-    """The error on all ranks if some of them failed: without rank numbers if all failures are identical."""
+    """Return the error on all ranks if some of them failed: without rank numbers if all failures are identical."""
     if len(failed) == world and len(set(failed.values())) == 1:
         return CheckpointError(f"{doing}: {failed[0]}")
     by_message: dict[str, list[int]] = {}

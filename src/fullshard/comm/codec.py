@@ -97,7 +97,7 @@ def _numbers(transport: Tensor, numel: int) -> Tensor:
 
 
 class _Blockwise(Codec):
-    """Codes that are multiplied by their block's scale."""
+    """Codes that are scaled per block."""
 
     largest: float  # the code of a block's largest absolute value
     code_nbytes: int  # of a block
@@ -170,7 +170,7 @@ class _Blockwise(Codec):
         scratch.give(work)
 
     def _fields(self, transport: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Scales, of shape (rows, blocks), and codes, of shape (rows, blocks, bytes), in `transport`."""
+        """Return views of `transport`: scales, of shape (rows, blocks), and codes, of shape (rows, blocks, bytes)."""
         blocks = _blocks(numel)
         scales, codes = transport[:, : 4 * blocks], transport[:, 4 * blocks : (4 + self.code_nbytes) * blocks]
         return scales.view(torch.float32), codes.unflatten(1, (blocks, self.code_nbytes))
@@ -188,7 +188,7 @@ class _Int8(_Blockwise):
 
 
 class _Int4(_Blockwise):
-    """Two codes a byte: one of the block's first half in the lower bits, one of the second half in the upper."""
+    """Two codes per byte: one of the block's first half in the lower bits, one of its second half in the upper bits."""
 
     largest = 7.0
     code_nbytes = BLOCK // 2
@@ -212,7 +212,7 @@ class _Float8(_Blockwise):
         codes.view(torch.float8_e4m3fn).copy_(steps)
 
     def _read(self, codes: Tensor, steps: Tensor) -> None:
-        """By integers, since torch's own cast takes elements one by one on a CPU.
+        """Convert by integer operations, because torch's own cast processes elements one by one on a CPU.
 
         A float16 has a wider exponent above the same bits, so that these, moved there, are the number by 2 ** -8.
         """
@@ -224,7 +224,7 @@ _CODECS: dict[str, Codec] = {"bf16": _Bfloat16(), "int8": _Int8(), "int4": _Int4
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of that name: bf16, int8, int4 or fp8."""
+    """Return the codec of that name: bf16, int8, int4 or fp8."""
     return _CODECS[name]
 
 
@@ -241,7 +241,7 @@ def _work_memory(blocks: Tensor, scratch: Pool) -> Tensor:
 
 
 def _pieces(blocks: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of `blocks`, a piece at a time: whole rows as long as several fit, else parts of one."""
+    """Yield rows and columns of `blocks` in pieces: whole rows if several fit, else slices of one."""
     rows, columns, _ = blocks.shape
     at_a_time = _piece_numel(blocks) // BLOCK
     if columns <= at_a_time:

@@ -82,7 +82,7 @@ class Collectives(GroupProgress, ABC):
         here.register(self)
 
     def link(self, others: Iterable[Collectives]) -> None:
-        """End the waits in `others` too when ranks of this group make different calls.
+        """Link other groups, whose waits also end when ranks of this group make different calls.
 
         They serve the same units over other process groups, whose ranks would wait for the ranks of this one.
         """
@@ -117,7 +117,7 @@ class Collectives(GroupProgress, ABC):
         return []
 
     def renew(self) -> None:
-        """Make the group usable again after ranks were found to do different things.
+        """Make the group usable again after ranks have made different calls.
 
         Every rank of the group must call it, without pending collectives that it will still wait for.
 
@@ -275,7 +275,7 @@ class Collectives(GroupProgress, ABC):
                     other.leave(fingerprint(name, Origin("", Phase.IDLE), 0, 0))
 
     def leave(self, last: bytes) -> None:
-        """Send `last` in place of the next fingerprint, and wait for nothing."""
+        """Send `last` in place of the next fingerprint, without waiting."""
         received = self._exchange_fingerprints(last, alone=True)
         if received is not None:
             self._keep_unread(received)
@@ -296,7 +296,7 @@ class Collectives(GroupProgress, ABC):
         Return None if the backend does not support this. Then only a time-out detects a mismatch.
 
         Args:
-            local: this rank's fingerprint.
+            local: The fingerprint of this rank.
             alone: no message of a channel follows that could contain it.
         """
         return None
@@ -321,7 +321,7 @@ class Collectives(GroupProgress, ABC):
         return recorder.add(event)
 
     def gather_in_common(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
-        """Like `all_gather`, for wholes in memory that ranks share."""
+        """Like `all_gather`, for whole tensors in shared memory."""
         return self.all_gather(wholes, parts, tag)
 
     @abstractmethod
@@ -342,7 +342,7 @@ class Channel(Transport):
     """Messages for one purpose over a process group, never mixed up with those of another channel.
 
     Args:
-        collectives: of the process group.
+        collectives: The collectives of the process group.
         first_tag: the first tag of the channel. Each variant has `tags` tags.
         tags: of one variant, two per tensor: an all-reduce sends twice.
         variants: number of distinguished sets of message sizes.
@@ -411,7 +411,7 @@ class Channel(Transport):
 
 
 def _note_launched(event: Event | None) -> None:
-    """Note that the program continues during a collective, which has been queued completely if there is a queue."""
+    """Record that the program continues during a collective, which has been queued completely if there is a queue."""
     if event is not None:
         event.launched = time.perf_counter()
         if event.began is not None:
@@ -427,7 +427,7 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
 
 
 def keep_own(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Copy this rank's own parts to their places, unless that is where they lie."""
+    """Copy this rank's own parts to their positions, unless they are there already."""
     for place, part in zip(places, parts, strict=True):
         if address(place) != address(part):
             place.copy_(part)

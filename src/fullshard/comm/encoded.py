@@ -34,12 +34,12 @@ _DECODED_AT_ONCE = 1 << 20  # numbers: in large worlds parts are small, and oper
 
 
 def gathers_encoded_as(name: str | None, transport: Gathers, scratch: Pool) -> Gathers:
-    """`transport`, or gathers over it by the codec of that name; one rank alone has nothing to encode."""
+    """Return `transport`, or gathers over it by the codec of that name; one rank alone has nothing to encode."""
     return transport if name is None or transport.world == 1 else EncodedGathers(transport, codec_named(name), scratch)
 
 
 def sums_encoded_as(name: str | None, transport: Transport, scratch: Pool) -> Sums:
-    """`transport`, or sums over it by the codec of that name; one rank alone has nothing to encode."""
+    """Return `transport`, or sums over it by the codec of that name; one rank alone has nothing to encode."""
     return transport if name is None or transport.world == 1 else EncodedSums(transport, codec_named(name), scratch)
 
 
@@ -82,7 +82,7 @@ class EncodedSums(Sums):
 
     Args:
         transport: between the ranks to sum over.
-        codec: of the terms.
+        codec: The codec of the terms.
         scratch: memory to work in.
     """
 
@@ -225,7 +225,7 @@ def error_feedback_numel(part_numels: Sequence[int], world: int, *, whole: bool)
     """Return the numbers that error feedback keeps on a rank, for terms with parts of `part_numels` elements.
 
     Args:
-        part_numels: of each term, the largest part.
+        part_numels: The largest part of each term.
         world: the number of ranks to sum over.
         whole: whether all ranks get the whole sums, so that each sends its sums to the others.
     """

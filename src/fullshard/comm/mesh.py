@@ -64,17 +64,17 @@ class Axes:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks that hold different parts, this one among them."""
+        """The process group of the ranks with different shards, including this one."""
         return self.mesh.get_group(self.mesh.ndim - 1)
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same parts as this one; None on a 1-D mesh."""
+        """The process group of the ranks with the same shard; None on a 1-D mesh."""
         return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
 
     @property
     def group_ranks(self) -> tuple[list[int], list[int]]:
-        """The ranks of this rank's group on the shard axis, and those that have its place in every group.
+        """The ranks of this rank's group on the shard axis, and those with the same position in every group.
 
         Numbered as in the default process group, and in order.
         """
@@ -85,12 +85,12 @@ class Axes:
 
     @property
     def shard_world(self) -> int:
-        """The number of parts of a sharded state."""
+        """The number of shards."""
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def shard_rank(self) -> int:
-        """The index of this rank's part."""
+        """The index of this rank's shard."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @property
@@ -117,13 +117,13 @@ def own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[TensorPlaceme
 
 
 def check_own_part(name: str, tensor: DTensor, target: DeviceMesh | None) -> None:
-    """Refuse a `DTensor` that holds another rank's part, as it does once another rank's file has been loaded.
+    """Raise an error if a `DTensor` holds another rank's shard, as after loading the file of another rank.
 
     A pickled `DTensor` keeps its mesh, and the mesh keeps the coordinate of the rank that pickled it. Meshes compare
     equal whatever their coordinate is, so torch takes such a part for this rank's own.
 
     Args:
-        name: of the tensor, for the message.
+        name: The name of the tensor, for the message.
         tensor: made on this rank, or loaded from a file.
         target: the mesh of the parameter that it is for; None if there is none.
 
@@ -154,7 +154,7 @@ def check_own_part(name: str, tensor: DTensor, target: DeviceMesh | None) -> Non
 
 
 def _ranks_along(mesh: DeviceMesh, axis: int) -> int:
-    """Return the number of ranks of the group that `mesh` has along an axis; 0 if that is not a group of this run."""
+    """Return the size of the group of `mesh` along an axis; 0 if it is not a group of this run."""
     try:
         return dist.get_world_size(mesh.get_group(axis))
     except (RuntimeError, LookupError, ValueError):  # of a mesh that was pickled in another run
@@ -173,7 +173,7 @@ def _own_coordinate(ranks: Any, rank: int) -> tuple[int, ...] | None:
 
 
 def own_spans(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> list[range]:
-    """Along each dim of a tensor of `shape`, the positions that are this rank's, cut as `own_part` does."""
+    """Return the positions of this rank along each dim of a tensor of `shape`, sharded as by `own_part`."""
     spans = [range(size) for size in shape]
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -225,7 +225,7 @@ _by_name: Kept[tuple[DeviceMesh, tuple[str, ...], tuple[str, ...]], DeviceMesh] 
 
 
 def axes_by_name(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> Axes:
-    """The axes of `mesh` that `dims` names, several of them flattened to one. Every rank must call it.
+    """Return the axes of `mesh` that `dims` names, several of them flattened to one. Every rank must call it.
 
     Raises:
         ConfigError: the mesh has no such axes.
@@ -257,7 +257,7 @@ def _mesh_of(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...
 
 
 def axes_chosen(info: Any, fqn: str) -> Axes:
-    """The axes that a `shard_placement_fn` chose for parameter `fqn`: of an `FSDPMeshInfo`, or of a mesh.
+    """Return the axes that a `shard_placement_fn` chose for parameter `fqn`: of an `FSDPMeshInfo`, or of a mesh.
 
     Raises:
         ConfigError: it is neither, or the axes are in another order.
@@ -284,7 +284,7 @@ _of_replicas: Kept[DeviceMesh, DeviceMesh] = Kept("meshes of replicas alone")
 
 
 def axes_of_replicas(axes: Axes) -> Axes:
-    """Axes over the same ranks that keep everything whole: all of them replicate, and each shards over itself."""
+    """Return axes over the same ranks that keep everything whole: all replicate, and each shards over itself only."""
 
     def make() -> DeviceMesh:
         ranks = axes.mesh.mesh.flatten()

@@ -1,4 +1,4 @@
-"""The backend's own collectives: NCCL and its like, and the fake backend."""
+"""The native collectives of a backend: NCCL and similar backends, and the fake backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["NativeCollectives"]
 
 
 class NativeCollectives(Collectives):
-    """The backend's own collectives, one launch for all tensors of a call, queued on the current stream."""
+    """The native collectives of a backend: one launch for all tensors of a call, queued on the current stream."""
 
     is_queued = True
 
@@ -50,7 +50,7 @@ class NativeCollectives(Collectives):
 
 
 def _nothing() -> None:
-    """Do nothing: the backend has done everything."""
+    """Do nothing, since the backend has completed the call."""
 
 
 def _padded(whole: Tensor, numel: int) -> Tensor:

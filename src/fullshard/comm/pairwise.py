@@ -29,7 +29,7 @@ _Works = list[tuple[int, dist.Work]]  # pending messages, by peer
 
 
 class PairwiseCollectives(Collectives):
-    """Every rank sends to every other rank what it needs, without intermediate buffers.
+    """Every rank sends each other rank its data, without intermediate buffers.
 
     gloo's own all-gather and reduce-scatter use additional buffers, and its reduce-scatter sums everything on every
     rank. Each message has a unique tag, since messages of several units are pending at the same time.
@@ -203,7 +203,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _raise_if_gone(peer: int, error: RuntimeError) -> None:
-    """Raise that `peer` is gone, given the `error` of a message to or from it, unless it is a time-out."""
+    """Raise that `peer` was lost, given the `error` of a message to or from it, unless it is a timeout."""
     if "Timed out" not in str(error):
         raise PeerGoneError(peer) from error
 

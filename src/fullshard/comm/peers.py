@@ -80,7 +80,7 @@ class Memory:
     """Shared memory of several ranks, as mapped by this process.
 
     Args:
-        whole: all of it, as bytes.
+        whole: The whole buffer, as bytes.
         ranks: the number of ranks that share it.
     """
 
@@ -111,7 +111,7 @@ class Memory:
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """All of it."""
+        """The whole memory."""
         return self._typed[torch.uint8].untyped_storage()
 
     def _of_dtype(self, dtype: torch.dtype) -> Tensor:
@@ -432,7 +432,9 @@ _open: weakref.WeakSet[HostPeers] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked process, such as a data loader's worker, must not keep connections open that its parent's end closes."""
+    """Close the connections in a forked process, such as a worker of a data loader, so that only the parent keeps them
+    open.
+    """
     for peers in list(_open):
         peers.close()
 
@@ -485,7 +487,9 @@ def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: 
 
 
 def address_of_none(obstacle: str) -> bytes:
-    """Return the message of a rank that does not connect, for the first exchange of `connect`; peers get `obstacle`."""
+    """Return the message of a rank that does not connect, for the first exchange of `connect`. Peers receive
+    `obstacle`.
+    """
     return _Address(obstacle=obstacle).published()
 
 
@@ -505,13 +509,13 @@ class _Address:
     obstacle: str = ""
 
     def published(self) -> bytes:
-        """The bytes that others get, `ADDRESS_NBYTES` of them."""
+        """Return the bytes that the peers receive, `ADDRESS_NBYTES` of them."""
         short = {**vars(self), "obstacle": self.obstacle.encode("ascii", "replace").decode()[:200]}
         return json.dumps(short).encode().ljust(ADDRESS_NBYTES)
 
 
 def _listen(stack: ExitStack) -> tuple[socket.socket | None, _Address]:
-    """A socket that listens until `stack` is closed, and its address."""
+    """Return a socket that listens until `stack` is closed, and its address."""
     if not switches.shares_memory_between_ranks:
         return None, _Address(obstacle="it is switched off")
     if sys.platform != "linux":
@@ -528,14 +532,14 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, _Address]:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user of the process at the other end, as the kernel knows it."""
+    """Return the user of the process at the other end, as reported by the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return int(user)
 
 
 def _meet(sockets: dict[int, socket.socket], listener: socket.socket, addresses: Sequence[_Address], rank: int) -> None:
-    """Add a connection to every other rank to `sockets`: made to those below this one, taken from those above."""
+    """Connect to every other rank, and add the connections to `sockets`: connect to lower ranks, accept higher ones."""
     for peer in range(rank):
         sockets[peer] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_CONNECT_S)

@@ -1,4 +1,4 @@
-"""Simulated CPU peers, which use memory like gloo's ranks, for dry runs of a single rank.
+"""Simulated CPU peers, with the memory usage of gloo's ranks, for dry runs of a single rank.
 
 The transports are the engine's own. Only the peers are simulated: ranks that do what this rank does, as late as
 possible. They reach a collective when this rank has to wait for them, no sooner. So no sum is complete before it is

@@ -263,7 +263,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
     def _show(
         self, peers: HostPeers, key: Key, parts: Mapping[int, Sequence[Tensor]], *, patiently: bool = False
     ) -> Block:
-        """Write the `parts` for every other rank to shared memory, and publish them. Equal tensors are written once."""
+        """Publish the `parts` for every other rank in shared memory. Equal tensors are written once."""
         starts: dict[int, int] = {}
         shown: dict[tuple[int, ...], tuple[int, Sequence[Tensor]]] = {}
         end = 0

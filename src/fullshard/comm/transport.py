@@ -51,7 +51,7 @@ class Pending:
 
     Args:
         finish: returns when the result is in place.
-        event: its event in the trace.
+        event: The event of the collective in the trace.
         has_arrived: returns True if `wait()` will not wait for other ranks. Not every collective knows.
     """
 
@@ -101,7 +101,7 @@ class Gathers(ABC):
         Args:
             receive: buffers of `world * part.numel()` elements. They may contain this rank's part in its final
                 position.
-            send: this rank's parts.
+            send: The parts of this rank.
             origin: the unit and phase of the call.
             in_common: the receive buffers are in memory that all ranks share, at the same offset on every rank, and
                 this rank does not need the present contents any more.
@@ -118,7 +118,7 @@ class Sums(ABC):
 
     @abstractmethod
     def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:
-        """Compute the sums that `of` describes. The wholes must stay unchanged until `wait()` returns."""
+        """Compute the sums that `of` describes. The whole tensors must not change until `wait()` returns."""
 
     @abstractmethod
     def all_reduce(

@@ -1,4 +1,4 @@
-"""A shard axis used in two levels: across groups of neighbouring ranks, and within a group.
+"""A shard axis with two levels: across groups of consecutive ranks, and within a group.
 
 N ranks form h groups of k neighbours: rank r has position j = r % k in group g = r // k. A whole of N equal parts is
 
@@ -122,7 +122,7 @@ class TwoLevelSums:
 
         Args:
             group_sums: the receive buffers, with space for equal parts of all groups.
-            wholes: this rank's terms.
+            wholes: The terms of this rank.
             part_numels: the elements of a part of each whole.
             origin: the unit and phase of the call.
         """
@@ -163,7 +163,9 @@ class TwoLevelSums:
 
 
 def _goes_by_places(within: Gathers | Sums, messages: int) -> bool:
-    """True if this number of messages within a group is too large, so that fewer messages with a copy are faster."""
+    """Return True if this number of messages within a group is too large, so that fewer messages with a copy are
+    faster.
+    """
     return within.is_queued and messages > FEW_OPERATIONS
 
 

@@ -39,7 +39,7 @@ __all__ = [
 
 
 class Accelerator:
-    """The device that computes: this one is a CPU.
+    """The device that computes. This class is a CPU.
 
     `has_streams` is True for an accelerator: work is queued, its memory is not the host's, and freeing and reallocating
     memory is cheap.
@@ -67,14 +67,14 @@ class Accelerator:
         return None
 
     def end_pass(self) -> None:
-        """Note that a forward or a backward is over: the recording of a graph may end there."""
+        """Record that a forward or a backward has ended, after which the capture of a graph may end."""
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Allocate or free the memory of `storage`, on the current stream."""
         storage.resize_(nbytes)
 
     def note_shared(self, storage: torch.UntypedStorage, ranks: int, purpose: str) -> None:
-        """Note that `ranks` ranks share the memory of `storage`."""
+        """Record that `ranks` ranks share the memory of `storage`."""
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return `tensor`, or a copy of it in the memory of `device`."""
@@ -195,7 +195,7 @@ _captures = False
 
 
 def is_capturing(device: torch.device) -> bool:
-    """True if work queued on `device` goes into a graph, which replays it without this library's code."""
+    """Return True if work queued on `device` goes into a graph, which replays it without this library's code."""
     return _captures or accelerator_for(device).is_capturing
 
 

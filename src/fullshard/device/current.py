@@ -58,7 +58,7 @@ def set_current_device(device: torch.device) -> None:
 
 
 def count_devices() -> int:
-    """The number of accelerators that this process sees; 0 on a machine without."""
+    """Return the number of accelerators that this process can use; 0 without any."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
@@ -86,7 +86,7 @@ def stamp_here() -> Stamp | None:
 
 
 def random_states_of_device() -> dict[str, Tensor]:
-    """The state of the current accelerator's random generator by the type of device; nothing on a CPU."""
+    """Return the state of the current accelerator's random generator by the type of device; nothing on a CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return {} if found is None else {found.type: torch.get_device_module(found).get_rng_state()}
 

@@ -24,7 +24,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, kw_only=True)
 class _Tree:
-    """A tree of groups: the names of the files about memory in each of its folders."""
+    """A hierarchy of control groups, with the names of its memory files."""
 
     top: str
     limit: str
@@ -62,7 +62,7 @@ def host_room() -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Bytes of this machine's memory that programs can still get; None if the kernel does not tell."""
+    """Return the bytes of this machine's available memory; None if the kernel does not report it."""
     try:
         return bytes_by_name(_MACHINE)["MemAvailable"]
     except (OSError, KeyError):
@@ -70,7 +70,7 @@ def available_bytes() -> int | None:
 
 
 def bytes_by_name(path: Path) -> dict[str, int]:
-    """Bytes by name, of the lines `name:  number kB` of a file.
+    """Return the bytes by name from the lines `name:  number kB` of a file.
 
     Raises:
         OSError: it cannot be read.
@@ -80,14 +80,14 @@ def bytes_by_name(path: Path) -> dict[str, int]:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Bytes that can still be taken in each group around this process that has a limit."""
+    """Return the available bytes of each group around this process that has a limit."""
     for tree, folder in _groups():
         with suppress(OSError, ValueError):  # no such group; or its limit is "max"
             yield _left(tree, folder)
 
 
 def _groups() -> Iterator[tuple[_Tree, Path]]:
-    """The groups around this process, the innermost one first, in each tree that knows of memory."""
+    """Return the groups around this process, innermost first, in each tree with a memory controller."""
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:  # not Linux

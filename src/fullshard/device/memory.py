@@ -80,7 +80,7 @@ class Slot:
     """One storage that holds the unsharded parameters of one unit at a time.
 
     Args:
-        device: the storage's.
+        device: The device of the storage.
         shared: units take turns on it: it keeps its memory when freed. Otherwise its memory goes back to the allocator.
         common: memory that the ranks of a group share, large enough for every unit that is gathered into it.
     """
@@ -123,7 +123,7 @@ class Slot:
 
     @contextmanager
     def dropping_views(self) -> Iterator[None]:
-        """Return a context for a unit to drop its views in. They are then subtracted from the units' references."""
+        """Return a context in which a unit drops its views. They are then subtracted from the units' references."""
         before = storage_references(self.storage)
         yield
         self._own_references -= before - storage_references(self.storage)
@@ -135,7 +135,7 @@ class Slot:
 
     @property
     def is_referenced(self) -> bool:
-        """True if anything beyond the units themselves has a view of it."""
+        """True if anything except the units has a view of it."""
         return self.others > 0
 
 
@@ -167,7 +167,7 @@ class Pool:
         return typed_view(found.untyped_storage(), dtype, 0, (numel,), self._device)
 
     def give(self, tensor: Tensor) -> None:
-        """Take `tensor`'s memory back. The caller must not use it again."""
+        """Return the memory of `tensor` to the pool. The caller must not use it again."""
         if self._keeps:
             self._free.append(tensor)
 
@@ -176,7 +176,7 @@ class Pool:
 
 
 def _capacity(tensor: Tensor) -> int:
-    """Bytes of the storage of `tensor`."""
+    """Return the bytes of the storage of `tensor`."""
     return tensor.untyped_storage().nbytes()
 
 

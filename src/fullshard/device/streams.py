@@ -46,17 +46,19 @@ class Stamp(Protocol):
     """A point in the work of a stream whose time can be read once the stream has reached it."""
 
     def query(self) -> bool:
-        """True if it has."""
+        """Return True, since work of the program is never pending."""
 
     def synchronize(self) -> None:
         """Make the host wait for this point."""
 
     def elapsed_time(self, other: Any) -> float:
-        """Milliseconds from here to `other`, on the same device. Both have been reached."""
+        """Return the milliseconds from this stamp to `other` on the same device. Both streams must have reached their
+        stamps.
+        """
 
 
 class Stream:
-    """One order of work. This one is the order of the program, which never has to wait."""
+    """A sequence of work. This class is the program order, which never has to wait."""
 
     is_stream = False
     """True if work is queued here in order, so that the host need not wait before it queues more."""
@@ -90,7 +92,7 @@ class Stream:
 
 
 class HostStream(Stream):
-    """The host's own order of work, next to an accelerator. Waiting here blocks the program."""
+    """The sequence of the host's work, next to an accelerator. Waiting here blocks the program."""
 
     def wait(self, mark: Mark | None) -> None:
         if mark is not None:
@@ -130,7 +132,7 @@ class DeviceStream(Stream):
 
 
 class ComputeStream(DeviceStream):
-    """The current stream of `device`. Use it outside of other streams' contexts only."""
+    """The current stream of `device`. Use it outside of the contexts of other streams only."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         Stream.__init__(self, name)
@@ -182,7 +184,7 @@ class Streams:
     host: Stream
 
     def join(self) -> None:
-        """Make compute wait for all other streams, and these for compute. Memory of each can then be freed."""
+        """Make compute wait for all other streams, and these for compute, so that the memory of each can be freed."""
         others = (self.gather, self.reduce, self.replicate, self.offload)
         for stream in others:
             self.compute.wait(stream.mark())

@@ -1,4 +1,4 @@
-"""Counts of bytes that are transferred between compute memory and the tiers of offloaded states.
+"""Counts of bytes transferred between compute memory and the tiers of offloaded states.
 
 Tiers are "cpu", the host memory of an accelerator, and "disk". Data that passes through host memory to or from a disk
 counts for the disk. States are STATES; "other" is everything else, such as the copies of a checkpoint.

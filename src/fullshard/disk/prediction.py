@@ -28,7 +28,7 @@ ADAMW_BYTES = 8  # per parameter: two moments in fp32
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The data that all ranks of a host have on one disk, and that a step reads and writes."""
+    """The data of all ranks of a host on one disk, and the bytes that a step reads and writes."""
 
     room_bytes: int  # between steps
     read_bytes: int  # per step

@@ -62,7 +62,7 @@ class _Stayed:
 
 @dataclass(frozen=True, slots=True)
 class _Travelled:
-    """A tensor over an offloaded storage."""
+    """A tensor over an offloaded storage, kept in place of it by autograd."""
 
     offloaded: Offloaded
     dtype: torch.dtype
@@ -154,7 +154,7 @@ class Activations:
         return {tier: max(nbytes, self._most_put.get(tier, 0)) for tier, nbytes in put.items()}
 
     def begin_forward(self) -> None:
-        """Note that a new forward of the root begins: what it saves shares nothing with the last one's."""
+        """Record that a new forward of the root begins, whose saved tensors share no storage with earlier ones."""
         if not self._tiers:
             return
         self._device = self._units[0].device
@@ -205,7 +205,7 @@ class Activations:
         return self._failures if "disk" in self._tiers.values() else None
 
     def end_backward(self) -> None:
-        """Note that a backward has ended without an error."""
+        """Record that a backward has ended without an error."""
         self.backwards += 1
         self.held_whole = self.held_whole or not all(unit.settings.syncs_gradients for unit in self._units)
         self._look_at_disks()
@@ -249,7 +249,7 @@ class Activations:
 
     @staticmethod
     def _counts(unit: Unit) -> bool:
-        """True if a budget needs the bytes that forward keeps of `unit`."""
+        """Return True if a budget needs the bytes that forward keeps of `unit`."""
         return isinstance(unit.options.offload, Offload) and unit.options.offload.budget is not None
 
     def _count(

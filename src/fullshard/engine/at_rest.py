@@ -77,7 +77,7 @@ def explain_reads() -> None:
 
 
 def check_saved(tensor: Tensor) -> Tensor:
-    """`tensor`, which backward is about to read.
+    """Check and return `tensor`, which backward is about to read.
 
     Raises:
         StateError: it is a view of an unsharded parameter that has no valid values.
@@ -137,7 +137,9 @@ def explain_mixtures() -> None:
 
 
 def _sharded_in(traceback: TracebackType | None) -> Iterator[str]:
-    """Sharded parameters among the local variables of the frames, and in modules among these, innermost first."""
+    """Return the sharded parameters among the local variables of the frames, and in modules among these, innermost
+    first.
+    """
     for frame, _ in reversed(list(walk_tb(traceback))):
         for value in frame.f_locals.values():
             held = value.parameters() if isinstance(value, nn.Module) else [value]

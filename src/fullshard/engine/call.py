@@ -41,16 +41,16 @@ class Backward(Protocol):
     """The runtime, as a call sees it during its backward."""
 
     def begin_backward(self) -> int:
-        """The number of the backward that is executing."""
+        """Return the number of the backward that is executing."""
 
     def end_calls_since(self, time: int) -> None:
-        """Note that the backward of every call that began after `time` is over."""
+        """Record that the backward of every call that began after `time` is over."""
 
     def before_backward(self, call: ForwardCall) -> None:
         """Unshard the unit of `call` again."""
 
     def after_backward(self, call: ForwardCall) -> None:
-        """Note that the backward of `call` is over."""
+        """Record that the backward of `call` is over."""
 
 
 class ForwardCall:
@@ -108,7 +108,7 @@ class ForwardCall:
                 tensor.register_hook(partial(self._before_output, self._is_in_order(tensor)))
 
     def _is_in_order(self, tensor: Tensor) -> bool:
-        """True if the gradient of `tensor` is known when all that was made after it is done, and not before."""
+        """Return True if the gradient of `tensor` is known once everything created after it is done, and not before."""
         return tensor.grad_fn is not None and tensor.device == self.unit.device
 
     def _before_output(self, is_in_order: bool, grad: Tensor) -> None:

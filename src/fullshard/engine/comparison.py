@@ -1,4 +1,4 @@
-"""Do all ranks have the same model, with the same values?"""
+"""Comparison of the models of all ranks: the same units, with the same values."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
 
 
 def are_identical(params: Sequence[nn.Parameter], unit: Unit) -> bool:
-    """True if `params`, which no unit has, have the same values on all ranks of `unit`. The result is equal on all."""
+    """Return True on all ranks of `unit` if `params`, which belong to no unit, have the same values on all of them."""
     local = _hash([digest(param) for param in params])
     return len(set(_of_all_ranks(local, unit, "comparison of parameters in no unit").values())) == 1
 
 
 def check_same_names(names: Sequence[str], unit: Unit, optimizer: str) -> None:
-    """Raise on every rank that has `unit` if `names`, those of the parameters of `optimizer`, are not the same on all.
+    """Raise on every rank of `unit` if the parameters of `optimizer` do not have the same `names` on all of them.
 
     Raises:
         RankMismatchError: the names or their order differ.
@@ -113,7 +113,7 @@ def _of_all_ranks(own: T, unit: Unit, name: str) -> dict[int, T]:
 
 
 def _first_of_each(hashes: Mapping[int, bytes]) -> dict[bytes, int]:
-    """The first rank that has each hash, in the order of ranks."""
+    """Return the first rank that has each hash, in the order of ranks."""
     firsts: dict[bytes, int] = {}
     for rank, of_rank in hashes.items():
         firsts.setdefault(of_rank, rank)
@@ -121,7 +121,7 @@ def _first_of_each(hashes: Mapping[int, bytes]) -> dict[bytes, int]:
 
 
 def _groups(unit: Unit) -> list[dist.ProcessGroup]:
-    """The process groups of ranks that have the same parameters as this one."""
+    """Return the process groups of ranks that have the same parameters as this one."""
     groups = (unit.axes.shard_group, unit.axes.replicate_group)
     return [
         group
@@ -141,12 +141,12 @@ def _difference(first: int, local: Sequence[str], second: int, peer: Sequence[st
 
 
 def _compare_values(units: Sequence[Unit], hashes: Mapping[int, bytes], digests: Mapping[bytes, Digests]) -> None:
-    """Raise on all ranks, or warn, if those along an axis know their values, and have different ones.
+    """Raise on all ranks, or warn, if ranks along an axis have different values, as far as these are known.
 
     Args:
-        units: of the model.
-        hashes: of all digests of each rank.
-        digests: those that have each hash.
+        units: The units of the model.
+        hashes: The hash of all digests of each rank.
+        digests: The digests for each hash.
     """
     axes = units[0].axes
     ranks = axes.mesh.mesh.reshape(-1, axes.shard_world)
@@ -176,7 +176,7 @@ def _compare_values(units: Sequence[Unit], hashes: Mapping[int, bytes], digests:
 def _different_values(
     units: Sequence[Unit], each: Sequence[Digests]
 ) -> list[tuple[Unit, ShardedParam, list[int | None]]]:
-    """The parameters that all of `each` know and do not agree on, with their digests."""
+    """Return the parameters whose digests differ within `each`, with their digests."""
     return [
         (unit, param, found)
         for i, unit in enumerate(units)

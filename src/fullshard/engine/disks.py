@@ -27,7 +27,7 @@ class Disks:
         self._failures = DiskFailures()
 
     def begin_pass(self) -> None:
-        """Note that all ranks begin the same forward or backward."""
+        """Record that all ranks begin the same forward or backward."""
         for of_unit in self._of_units():
             of_unit.are_reported = True
 
@@ -49,7 +49,7 @@ class Disks:
             self._failures.raise_on_every_rank(process_groups_along(self._units), self._units[0].device)
 
     def forget(self) -> None:
-        """Note that an exception has ended a pass."""
+        """Record that an exception has ended a pass."""
         self._collect()
         self._failures.take()
 

@@ -26,7 +26,7 @@ class Expected:
     """Open forwards of a root, which wait for their backward, and the expected order of units.
 
     Args:
-        units: the root's, by number.
+        units: The units of the root, by number.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -41,56 +41,56 @@ class Expected:
         self._left: tuple[int, ...] = ()  # what open forwards had left before the backward that is executing
 
     def close_passed_by(self, top: Unit, serial: int) -> None:
-        """Stop expecting the backward of forwards that a backward has skipped, now that `top` begins another forward.
+        """Stop expecting the backward of forwards that a backward has skipped, when `top` begins another forward.
 
         `serial` is the number of the last backward.
         """
         self.open = [item for item in self.open if item.serial == serial or not (top.is_root or top is item.top)]
 
     def begin_forward(self, top: Unit, serial: int) -> None:
-        """Note that the outermost forward of `top` begins, after the backward with number `serial`."""
+        """Record that the outermost forward of `top` begins, after the backward with number `serial`."""
         self.forward = OrderTracker(self._orders.get(top.number, ()))
         self.open = [*self.open[1 - _MOST_OPEN :], OpenForward(top, serial)]
 
     def end_forward(self, top: Unit) -> None:
-        """Note that the outermost forward of `top` is over."""
+        """Record that the outermost forward of `top` is over."""
         if not self.open[-1].left:  # none of it was to be differentiated
             self.open.pop()
         self.forward_order = tuple(self.forward.visited)
         self._orders[top.number] = self.forward_order
 
     def begin_backward(self) -> None:
-        """Note that a backward begins."""
+        """Record that a backward begins."""
         self._left = tuple(unit.number for forward in self.open for unit in forward.left if unit.param_groups)
         self.backward = OrderTracker(self._backward_orders.get(self._left, self._left[::-1]))
 
     def end_backward(self) -> None:
-        """Note that the backward is over."""
+        """Record that the backward is over."""
         self.backward_order = tuple(self.backward.visited)
         if self._left not in self._backward_orders and len(self._backward_orders) == _MOST_ORDERS:
             del self._backward_orders[next(iter(self._backward_orders))]
         self._backward_orders[self._left] = self.backward_order
 
     def arrive_at(self, forward: OpenForward | None) -> None:
-        """Note that the backward that is executing has reached a part of `forward`."""
+        """Record that the backward that is executing has reached a part of `forward`."""
         if forward in self.open:
             self.open.remove(forward)
 
     def awaits_backward_of(self, unit: Unit) -> bool:
-        """True if a pending backward needs `unit`."""
+        """Return True if a pending backward needs `unit`."""
         return any(left.uses(unit) for forward in self.open for left in forward.left)
 
     def beyond(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
-        """Return the units after those to gather ahead, now that `order` is at `unit`: the next to read from a disk."""
+        """Return the units after those to prefetch when `order` is at `unit`: the next to read from a disk."""
         depth = unit.options.prefetch_depth
         return [] if chosen is not None else [self._units[number] for number in order.following(depth + 1)[depth:]]
 
     def ahead_in_forward(self, unit: Unit) -> list[Unit]:
-        """Return the units to gather ahead, now that forward is at `unit`."""
+        """Return the units to prefetch when forward is at `unit`."""
         return self._ahead(unit, self.forward, unit.settings.next_forward)
 
     def ahead_in_backward(self, unit: Unit) -> list[Unit]:
-        """Return the units to gather ahead, now that backward is at `unit`."""
+        """Return the units to prefetch when backward is at `unit`."""
         ahead = self._ahead(unit, self.backward, unit.settings.next_backward)
         return [item for item in ahead if item.settings.unshards_in_backward]
 

@@ -33,13 +33,13 @@ _SHOWN = 4  # ranks in a message
 def findings_of_all(
     findings: Callable[[], Sequence[T]], here: Tensor, groups: Sequence[dist.ProcessGroup], origin: Origin
 ) -> list[T] | None:
-    """Gather the findings of all ranks that `groups` reach, one group after the other; None if no rank has any.
+    """Gather the findings of all ranks that `groups` reach, over one group after the other; None if no rank has any.
 
     Args:
         findings: returns the findings of this rank; called only if some rank has any.
         here: one number in float32 on the device of the groups, more than 0 if this rank has any. It is changed.
         groups: the same in the same order on all of these ranks.
-        origin: for whom they are compared.
+        origin: The unit and phase of the exchange.
     """
     for group in groups:
         collectives_for(group, here.device).combine(here, dist.ReduceOp.SUM, origin=origin)
@@ -77,7 +77,7 @@ class DiskFailures:
             self._errors.append(error)
 
     def take(self) -> list[DiskError]:
-        """Return the recorded failures, and forget them."""
+        """Return and clear the recorded failures."""
         errors, self._errors = self._errors, []
         return errors
 

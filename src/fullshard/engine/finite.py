@@ -24,7 +24,7 @@ _Finding = tuple[int, str, str, int, int, int]  # the number of a tally, its nam
 
 
 def tally(unit: Unit) -> list[Tally]:
-    """Count the values that are not finite in the whole gradients of `unit` on this rank."""
+    """Count the non-finite values in the whole gradients of `unit` on this rank."""
     found = []
     for param in reversed(unit.params):
         grad = param.unsharded.grad
@@ -37,10 +37,10 @@ def tally(unit: Unit) -> list[Tally]:
 
 
 def raise_on_every_rank(tallies: Sequence[Tally], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Raise on all ranks that `groups` reach, one group after the other, if any rank has counted something.
+    """Raise on all ranks that `groups` reach, one after the other, if any rank has counted non-finite values.
 
     Raises:
-        NonFiniteError: the gradients of a rank are not finite.
+        NonFiniteError: The gradients of a rank are not finite.
     """
     counts_here = torch.stack([counts for _, _, counts in tallies]) if tallies else torch.zeros(1, 2, device=device)
     anywhere = counts_here.sum().to(torch.float32).reshape(1)

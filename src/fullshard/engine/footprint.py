@@ -12,7 +12,7 @@ __all__ = ["gathered_peak", "kept_between_steps"]
 
 
 def kept_between_steps(units: Sequence[Unit], group_size: int | None, placements: Placements) -> int:
-    """Bytes of unsharded parameters, or of secondary shards, that stay from step to step."""
+    """Return the bytes of unsharded parameters, or of secondary shards, that are kept between steps."""
     if placements.parameters is Placement.SHARDED:
         return 0
     if placements.parameters is Placement.WHOLE:
@@ -21,13 +21,13 @@ def kept_between_steps(units: Sequence[Unit], group_size: int | None, placements
 
 
 def _secondary_nbytes(unit: Unit, group_size: int | None, placements: Placements) -> int:
-    """Bytes of this rank's secondary shards of a unit."""
+    """Return the bytes of this rank's secondary shards of a unit."""
     plans = (param_group.plan.under(group_size, placements) for param_group in unit.param_groups)
     return sum(plan.secondary_numel * plan.contract.compute.itemsize for plan in plans)
 
 
 def gathered_peak(units: Sequence[Unit], group_size: int | None, placements: Placements) -> int:
-    """Bytes of unsharded parameters beyond those at most: see `plan/ledger.py`."""
+    """Return the peak bytes of unsharded parameters beyond those kept between steps: see `plan/ledger.py`."""
     if placements.parameters is Placement.WHOLE:
         return 0
     nbytes = [unit.unsharded_nbytes for unit in units]

@@ -1,4 +1,4 @@
-"""A parameter group's gather: from every rank's shards to the unsharded buffer."""
+"""The gather of a parameter group: from every rank's shards to the unsharded buffer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Gather:
     """Gathers over all ranks of the shard axis.
 
     Args:
-        params: the group's.
+        params: The parameters of the group.
         storage: stores their shards.
         transport: the collectives that gather them.
         scratch: memory for shards that are cast before they are sent.
@@ -51,7 +51,7 @@ class Gather:
             self._storage.read_ahead()
 
     def forget_ahead(self) -> None:
-        """Free what was read ahead for a gather that did not start."""
+        """Free the data that was read ahead for a gather that did not start."""
         self._storage.note_sent()
 
     @property
@@ -71,7 +71,7 @@ class Gather:
 
     @property
     def is_current(self) -> bool:
-        """True if the unsharded buffer was kept, and still has every rank's present values."""
+        """True if the unsharded buffer was kept and still holds the current values of every rank."""
         return self._gathered_version >= 0 and self._gathered_version == self.version
 
     def invalidate(self) -> None:
@@ -79,7 +79,9 @@ class Gather:
         self._gathered_version = -1
 
     def note_changed_shards(self) -> None:
-        """Gather again when unsharded parameters are needed next: shards of a rank changed, maybe without versions."""
+        """Force a gather for the next use of unsharded parameters: shards of a rank have changed, possibly without
+        versions.
+        """
         self.invalidate()
         self._sent_version = -1
 
@@ -103,7 +105,7 @@ class Gather:
         self._gathered_version = self._sent_version  # not the present one: shards may have been written to meanwhile
 
     def note_current(self) -> None:
-        """Note that unsharded parameters have every rank's present values."""
+        """Record that unsharded parameters hold the current values of every rank."""
         self._gathered_version = self.version
 
     def _to_send(self) -> list[Tensor]:
@@ -114,7 +116,7 @@ class Gather:
 
     @property
     def secondary_nbytes(self) -> int:
-        """Bytes of this rank's secondary shards, if groups of neighbouring ranks keep parameters together."""
+        """Bytes of this rank's secondary shards, if groups of consecutive ranks keep parameters unsharded together."""
         return 0
 
     def release_secondary(self) -> None:
@@ -122,7 +124,7 @@ class Gather:
 
 
 class TwoLevelGather(Gather):
-    """Gathers across groups of neighbouring ranks, then within each; only within as long as no shard has changed."""
+    """Gathers across groups of consecutive ranks, then within each; only within while no shard has changed."""
 
     def __init__(
         self, params: Sequence[ShardedParam], storage: ShardStorage, transport: TwoLevelGathers, scratch: Pool
@@ -151,7 +153,7 @@ class TwoLevelGather(Gather):
 
 
 class LocalGather(Gather):
-    """No gather, since every rank steps whole parameters: at most a cast."""
+    """A gather without communication, since every rank steps whole parameters: at most a cast."""
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
         """See `Gather.start`. Nothing is sent."""

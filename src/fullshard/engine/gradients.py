@@ -1,4 +1,4 @@
-"""A parameter group's gradients between autograd and the optimizer.
+"""The gradients of a parameter group between autograd and the optimizer.
 
 Whole gradients stay where autograd stored them, or are held here for a later microbatch's reduction. The result of a
 reduction is this rank's shards, in one buffer that every step uses again.
@@ -56,8 +56,8 @@ class Gradients:
     """The gradients of a group.
 
     Args:
-        plan: the group's.
-        params: its parameters.
+        plan: The plan of the group.
+        params: The parameters of the group.
         state: gradients of earlier microbatches.
     """
 
@@ -110,7 +110,7 @@ class Gradients:
         return grads
 
     def _is_cast_by_pack(self, i: int) -> bool:
-        """True if the kernel that writes the pack's message also casts the gradient of parameter `i`."""
+        """Return True if the kernel that writes the pack's message also casts the gradient of parameter `i`."""
         contract, placed = self.plan.contract, self.plan.layout.params[i].in_place
         is_cast = (contract.compute, contract.reduce, contract.grad) == (torch.bfloat16, torch.float32, None)
         packs = not placed and is_cast and self.plan.shards_optimizer
@@ -140,7 +140,9 @@ class Gradients:
         return [flat[: spec.numel].view(spec.shape) for flat, spec in zip(flats, specs, strict=True)]
 
     def _padding(self, i: int) -> int:
-        """Elements of padding that make all shards of parameter `i` equal, if it is reduced in place."""
+        """Return the number of elements of padding that make all shards of parameter `i` equal, if it is reduced in
+        place.
+        """
         placed = self.plan.layout.params[i]
         return placed.spec.part_numel * self.plan.layout.world - placed.spec.numel if placed.in_place else 0
 
@@ -153,7 +155,7 @@ class Gradients:
         self.state.whole.update(grads)
 
     def drop(self) -> None:
-        """Forget the whole gradients that no reduction has taken."""
+        """Drop the whole gradients that no reduction has taken."""
         self.state.whole.clear()
         for param in self.params:
             param.unsharded.grad = None
@@ -166,7 +168,7 @@ class Gradients:
         return f"without {', '.join(names)}" if names else ""
 
     def fill_missing(self, grads: dict[int, Tensor]) -> None:
-        """Add zeros for every parameter that is trained but has no gradient in `grads`."""
+        """Add zeros for every trainable parameter without a gradient in `grads`."""
         for i, param in enumerate(self.params):
             if param.unsharded.requires_grad and i not in grads:
                 grads[i] = self.zeros(i)
@@ -251,7 +253,7 @@ class Gradients:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def expect_step(self) -> None:
-        """Note that the optimizer has new gradients to step with."""
+        """Record that the optimizer has new gradients."""
         self.state.may_have_stepped = True
         self.state.delivered = [
             (param.sharded._version, -1 if (grad := param.sharded.grad) is None else grad._version)
@@ -270,7 +272,7 @@ class Gradients:
 
     @property
     def are_waiting(self) -> bool:
-        """True if there are gradients that an optimizer can still step with, or sums that miss the second level."""
+        """True if the optimizer can still use gradients, or if sums wait for the second level."""
         waiting = self.state.may_have_stepped and any(shard and grad for shard, grad in self._as_delivered())
         return waiting or bool(self.state.first_sums)
 

@@ -37,7 +37,7 @@ class GradientsOnDisk(Gradients):
         self.failures: DiskFailures = DiskFailures(are_reported=False)
 
     def new_shards(self) -> Tensor:
-        """A buffer for the gradient shards, in the dtype that is delivered, until `hand_over`."""
+        """Return a buffer for the gradient shards, in the dtype that is delivered, until `hand_over`."""
         if self.flat is None:
             self._buffer = self._buffers.take(self._nbytes)
             self.flat = self._typed(self._buffer)
@@ -96,7 +96,7 @@ class GradientsOnDisk(Gradients):
         self._given = []
 
     def _stored(self, i: int) -> bool:
-        """True if the optimizer's gradient of parameter `i` is the one stored in the extent."""
+        """Return True if the optimizer's gradient of parameter `i` is the one stored in the extent."""
         grad = self.params[i].grad
         return isinstance(grad, OnDisk) and grad.extent is self._extent
 
@@ -125,5 +125,5 @@ class GradientsOnDisk(Gradients):
 
 
 def gradients_for(plan: GroupPlan, params: Sequence[ShardedParam], state: GradientState) -> Gradients:
-    """The gradients of a group, in memory or on a disk."""
+    """Return the gradients of a group, in memory or on a disk."""
     return (GradientsOnDisk if plan.is_on_disk else Gradients)(plan, params, state)

@@ -104,10 +104,10 @@ class ShardStorage(ABC):
                 shard.copy_(value)
 
     def read_ahead(self) -> None:  # noqa: B027  # what is in memory need not be read
-        """Start to read what `to_send` will send."""
+        """Start to read the shards that `to_send` will return."""
 
     def note_sent(self) -> None:  # noqa: B027  # it need not be freed either
-        """Note that the buffers of `to_send` have been sent, or will not be."""
+        """Record that the buffers of `to_send` have been sent, or will not be."""
 
     @abstractmethod
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
@@ -247,7 +247,7 @@ class ShardsOnDisk(ShardStorage):
         self._buffers.give(buffer, self._extent.write(buffer.data))
 
     def read_ahead(self) -> None:
-        """See `ShardStorage.read_ahead`. What is being read already is not read again, unless it has changed."""
+        """See `ShardStorage.read_ahead`. Shards that are being read are only read again if they have changed."""
         if self._held is not None and self._version == self._extent.version:
             return
         self.note_sent()

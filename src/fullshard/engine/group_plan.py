@@ -1,4 +1,4 @@
-"""A parameter group before it has any memory: what follows from its shapes, its dtypes and the user's options."""
+"""A parameter group before memory is allocated: values derived from shapes, dtypes and the user's options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_PAYLOADS = 8  # of one parameter: each may be a message
 
 
 def message_rule(axes: Axes) -> MessageRule:
-    """The rule for messages along `axes`: whether their devices have queues.
+    """Return the rule for messages along `axes`: whether their devices have queues.
 
     It depends on the mesh, and not on the present device of parameters: all ranks use the same layout, although some
     may have the values already while others have the group on the meta device.
@@ -38,12 +38,12 @@ class GroupPlan:
     """The sharding of one parameter group.
 
     Args:
-        layout: the offsets of its parameters.
-        contract: the dtypes.
-        options: the user's.
+        layout: The offsets of the parameters.
+        contract: The dtypes.
+        options: The user's options.
         axes: the mesh axes to shard and replicate over.
-        device: where compute runs.
-        memory: where shards live.
+        device: The compute device.
+        memory: The memory of the shards.
     """
 
     layout: GroupLayout
@@ -92,7 +92,7 @@ class GroupPlan:
         return replace(self, axes=replace(self.axes, group_size=group_size), options=options, memory=memory)
 
     def needs_transports_of(self, other: GroupPlan) -> bool:
-        """True if both plans can use the same transports: the same layout of messages, and the same encodings."""
+        """Return True if both plans can use the same transports: the same layout of messages and the same encodings."""
         local, peer = self.contract, other.contract
         transports = (local.gather_wire, local.reduce_wire) == (peer.gather_wire, peer.reduce_wire)
         return transports and self.layout == other.layout
@@ -109,12 +109,12 @@ class GroupPlan:
 
     @cached_property
     def encodes_gathers(self) -> bool:
-        """True if gathers are encoded. Then this rank's own shard is decoded, too."""
+        """True if gathers are encoded. This rank's own shard is then decoded, too."""
         return self.contract.gather_wire is not None and self.shards_optimizer and self.layout.world > 1
 
     @cached_property
     def casts(self) -> bool:
-        """True if compute sees other values than are stored: cast to another dtype, or decoded after a gather."""
+        """True if compute uses values other than the stored ones: cast to another dtype, or decoded after a gather."""
         return self.contract.stored != self.contract.compute or self.encodes_gathers
 
     @cached_property
@@ -144,7 +144,9 @@ class GroupPlan:
 
     @cached_property
     def gathers_in_two_levels(self) -> bool:
-        """True if groups of neighbouring ranks ever keep parameters together, as one secondary shard per rank."""
+        """True if groups of consecutive ranks ever keep parameters unsharded together, with one secondary shard per
+        rank.
+        """
         placements = self.options.placements
         return self.shards_optimizer and Placement.GROUPED in (placements.parameters, placements.parameters_in_step)
 
@@ -155,7 +157,7 @@ class GroupPlan:
 
     @property
     def gather_messages(self) -> int:
-        """The most tensors that a gather moves."""
+        """The maximum number of tensors in a gather."""
         return len(self.layout.in_place) + 1
 
     @cached_property
@@ -171,7 +173,7 @@ class GroupPlan:
 
     @cached_property
     def stored_numel(self) -> int:
-        """Elements of the memory that stores shards, in addition to the unsharded buffer."""
+        """Number of elements of the memory that stores shards, in addition to the unsharded buffer."""
         layout = self.layout
         if self.is_on_disk:
             return 0
@@ -186,14 +188,14 @@ class GroupPlan:
 
     @property
     def secondary_numel(self) -> int:
-        """Elements of this rank's secondary shards, where groups of neighbouring ranks keep parameters together."""
+        """Number of elements of this rank's secondary shards, if groups of ranks keep parameters unsharded together."""
         size = self.axes.group_size
         return 0 if size is None else self.axes.shard_world // size * self.layout.shard_numel
 
 
 @dataclass(frozen=True)
 class PayloadPlan(GroupPlan):
-    """The plan for tensor subclasses that choose what is sent of them. Its layout is that of their gradients.
+    """The plan for tensor subclasses that define how they are gathered. Its layout is that of their gradients.
 
     Args:
         inner_nbytes: bytes of the tensors that the whole parameters wrap.

@@ -55,7 +55,7 @@ class AxesCollectives:
 
     @property
     def is_broken(self) -> bool:
-        """True if nothing can be sent any more, because ranks did different things or one was lost."""
+        """True if communication is impossible, because ranks made different calls or one was lost."""
         return any(item.broken is not None for item in self.each)
 
 
@@ -107,7 +107,7 @@ class GroupTransports:
         return sum(sums.error_nbytes for sums in self._encoded_sums)
 
     def forget_errors(self) -> None:
-        """Reset error feedback. The next gradients do not continue what was sent before."""
+        """Reset error feedback, so that the next gradients do not include earlier quantization errors."""
         for sums in self._encoded_sums:
             sums.forget_errors()
 

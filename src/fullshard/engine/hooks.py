@@ -53,7 +53,7 @@ def install(unit: Unit) -> None:
 
 
 def run_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `function(*args, **kwargs)` with `module`'s unit unsharded meanwhile, as in its forward."""
+    """Call `function(*args, **kwargs)` with the unit of `module` unsharded, as in its forward."""
     args, kwargs = _before_forward(module, args, kwargs)
     output = None
     try:
@@ -97,7 +97,7 @@ def _on_grad(unit: Unit, param: ShardedParam) -> None:
 
 
 def runtime_of(module: nn.Module) -> Runtime:
-    """The runtime that drives `module`; made when an outermost module is first used.
+    """Return the runtime that drives `module`, which is created on the first use of an outermost module.
 
     Raises:
         RankMismatchError: the ranks do not agree on the units.
@@ -114,7 +114,7 @@ def abandon_step(module: nn.Module) -> None:
 
 
 def is_in_use(unit: Unit) -> bool:
-    """True if a running forward or backward needs `unit`. The state of a failed one is cleaned up first."""
+    """Return True if a running forward or backward needs `unit`. The state of a failed one is cleaned up first."""
     runtime = runtime_or_none(unit)
     if runtime is not None and runtime.is_interrupted:
         runtime.recover()
@@ -148,7 +148,7 @@ def zero_shard_grads(module: nn.Module, set_to_none: bool) -> None:
 
 
 def check_idle(unit: Unit, doing: str) -> None:
-    """Raise if `unit`, which was to be `doing`, is in use.
+    """Raise if `unit`, which would be `doing`, is in use.
 
     Raises:
         StateError: it is in forward or backward, or its parameters are summoned.
@@ -164,7 +164,7 @@ def changing_shards(unit: Unit, function: Callable[..., Any] | None = None) -> I
 
     Args:
         unit: the unit whose modules change.
-        function: what `Module._apply` calls with each tensor, if that makes the change.
+        function: The function that `Module._apply` calls with each tensor, if it makes the change.
 
     Raises:
         StateError: the unit is in forward or backward, its parameters are summoned, or `function` is that of
@@ -206,7 +206,7 @@ def drop_own_hooks(module: nn.Module) -> None:
 
 
 def refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:
-    """Raise: a module that is read back from a file would have shards of a mesh that does not exist, and no unit.
+    """Raise an error, because a module loaded from a file would have shards of a nonexistent mesh, and no unit.
 
     Raises:
         StateError: always.

@@ -42,7 +42,7 @@ class LateParams:
     """Parameters below the units of a root that no unit has. The search runs only after something was registered.
 
     Args:
-        units: the root's.
+        units: The units of the root.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -69,9 +69,9 @@ class LateParams:
                 f"{name} of shape {tuple(param.shape)} was added after fully_shard"
                 + (f", and so were {len(trained) - 1} other trained parameters" if len(trained) > 1 else "")
                 + ". No unit manages it, so its gradient would not be averaged and each rank would train its own "
-                "copy. Add adapters, heads and parameters before fully_shard; or call fully_shard on the new module; "
-                "or freeze the parameter by requires_grad_(False). If you average its gradient yourself, call "
-                "fully_shard(new_module, ignored_params=new_module.parameters())."
+                "copy. Add adapters, heads and parameters before fully_shard; or call fully_shard on the new "
+                "module; or freeze the parameter by requires_grad_(False). If you average its gradient "
+                "yourself, call fully_shard(new_module, ignored_params=new_module.parameters())."
             )
 
     def _search(self) -> list[tuple[str, nn.Parameter]]:

@@ -30,7 +30,7 @@ _IGNORED = "_fullshard_ignored"
 
 @dataclass(eq=False, frozen=True)
 class Managed:
-    """A parameter of a unit, and what it was made of. The unit has the only lasting reference."""
+    """A parameter of a unit, with its original tensor. The unit has the only lasting reference."""
 
     unit: Any
     param: ShardedParam
@@ -38,12 +38,12 @@ class Managed:
 
     @property
     def forms(self) -> list[nn.Parameter]:
-        """All that this parameter is known as."""
+        """All tensors that represent this parameter."""
         source = self.source()
         return [self.param.sharded, self.param.unsharded, *([] if source is None else [source])]
 
     def register(self) -> None:
-        """Let `managed_by` find it by every form that it has now."""
+        """Register every current form of this parameter for `managed_by`."""
         _by_id.update((id(form), self) for form in self.forms)
 
 
@@ -70,12 +70,12 @@ def mark_ignored_buffers(modules: Iterable[nn.Module]) -> None:
 
 
 def is_ignored(param: Tensor) -> bool:
-    """True if the user has listed `param` in `ignored_params`."""
+    """Return True if the user has listed `param` in `ignored_params`."""
     return hasattr(param, _IGNORED)
 
 
 def ignored_names(module: nn.Module) -> Set[str]:
-    """The names under which `module` has parameters that were listed in `ignored_params`."""
+    """Return the names under which `module` has parameters that were listed in `ignored_params`."""
     names: Set[str] = vars(module).get(_IGNORED, frozenset())
     return names
 
@@ -85,7 +85,7 @@ _by_id: weakref.WeakValueDictionary[int, Managed] = weakref.WeakValueDictionary(
 
 
 def managed_by(param: Tensor) -> Managed | None:
-    """Return the entry of `param`, in any of its forms or before it was sharded; None if no unit has it."""
+    """Return the entry of `param`, in any of its forms or before it was sharded; None if it belongs to no unit."""
     managed = _by_id.get(id(param))
     if managed is None or all(form is not param for form in managed.forms):
         return None

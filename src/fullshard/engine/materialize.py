@@ -50,7 +50,7 @@ def find_parameters(
     A tied parameter that another unit has is also set in these modules, so that it stays tied.
 
     Args:
-        modules: those of the new unit.
+        modules: The modules of the new unit.
         ignored: parameters to leave out.
         place: returns the axes and the dim to shard a new parameter along, given its FQN and the parameter.
 

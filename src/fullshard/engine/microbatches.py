@@ -1,4 +1,4 @@
-"""The microbatches of a step: their count, and what ranks compare or exchange before each."""
+"""The microbatches of a step: their count, and the checks and broadcasts before each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Microbatches:
     """The microbatches of a root's steps.
 
     Args:
-        units: the root's.
+        units: The units of the root.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -41,7 +41,7 @@ class Microbatches:
         self._buffers_differ = True  # between ranks: each has seen other data since they were broadcast
 
     def begin(self, *, counts: bool) -> None:
-        """Note that a microbatch begins, with shards after the last optimizer step. Count it if `counts`."""
+        """Record that a microbatch begins, with shards after the last optimizer step. Count it if `counts`."""
         for unit in self._units:
             unit.residency.notice_step()
         if counts:
@@ -59,7 +59,7 @@ class Microbatches:
         self._set_number(self.number + 1)
 
     def note_end(self) -> None:
-        """Note that a backward is over: buffers may need a broadcast before the next microbatch."""
+        """Record that a backward is over: buffers may need a broadcast before the next microbatch."""
         self._buffers_differ = self._buffers_differ or any(unit.settings.syncs_gradients for unit in self._units)
 
     def begin_again(self) -> None:

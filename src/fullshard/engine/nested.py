@@ -1,4 +1,4 @@
-"""Tensors inside what modules take and return.
+"""Tensors inside the inputs and outputs of modules.
 
 Both functions look into lists, tuples, dicts and subclasses of these, dataclasses, and registered pytrees. `tensors_in`
 also looks into attributes of other objects, and into functions: closures, defaults, and arguments of partials.
@@ -62,7 +62,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def keepers_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of `modules` whose forward may set tensors as attributes: all that are not torch's own layers."""
+    """Return the modules whose forward may set tensors as attributes: all except torch's own layers."""
     return [module for module in modules if not type(module).__module__.startswith("torch.nn.")]
 
 
@@ -106,7 +106,7 @@ def _map_other(mapped: Callable[[Any], Any], value: Any, unmapped: Callable[[Any
 
 
 def _map_subclass(mapped: Callable[[Any], Any], value: Any) -> Any:
-    """`value`, of a class derived from list, tuple or dict; a copy if anything in it or its attributes was replaced."""
+    """Return `value`, an instance of a subclass of list, tuple or dict, or a copy if anything in it was replaced."""
     old = list(value.values()) if isinstance(value, dict) else list(value)
     new = [mapped(item) for item in old]
     changed = value
@@ -126,7 +126,7 @@ def _map_subclass(mapped: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _with_attributes(value: Any, new: Mapping[str, Any], *, copied: bool = False) -> Any:
-    """A copy of `value` with `new` attributes, or `value` itself if they are what it has."""
+    """Return a copy of `value` with `new` attributes, or `value` itself if they are unchanged."""
     if all(getattr(value, name, None) is item for name, item in new.items()):
         return value
     changed = value if copied else copy.copy(value)

@@ -80,7 +80,7 @@ class Offloaded:
 
     @property
     def room_bytes(self) -> int:
-        """Of a buffer, or of the disk."""
+        """The size of the buffer, or of the space on the disk."""
         return aligned(self.nbytes)
 
     def __del__(self) -> None:
@@ -103,7 +103,7 @@ class Store:
     """The tier for offloaded storages of one device: host memory, or a disk.
 
     Args:
-        device: whose memory is offloaded.
+        device: The device whose memory is offloaded.
         scratch: the space on the disk; None for host memory.
         window_bytes: see [Note: bounded buffers].
         failures: collects failures of the disk.
@@ -165,7 +165,7 @@ class Store:
                 self._write(offloaded)
 
     def _writes(self, buffer: _Buffer) -> bool:
-        """True if there is a disk, and this is not a dry run, whose model may exceed memory and disk."""
+        """Return True if there is a disk, and this is not a dry run, whose model may exceed memory and disk."""
         return self.scratch is not None and not isinstance(buffer.data, FakeTensor)
 
     def _write(self, offloaded: Offloaded) -> None:
@@ -281,7 +281,7 @@ class Store:
                 self._bring_back(earlier)
 
     def _drop(self, offloaded: Offloaded) -> None:
-        """Drop the reference to the device memory, which the graph has now."""
+        """Drop the reference to the device memory, which now belongs to the graph."""
         offloaded.back = None
         if (
             self.scratch is not None
@@ -304,7 +304,7 @@ class Store:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def forget(self, offloaded: Offloaded) -> None:
-        """Note that no graph refers to `offloaded` any more. It may run at any moment, so it only records this."""
+        """Record that no graph refers to `offloaded` any more. May run at any time, so it does nothing else."""
         works = tuple(work for work in (offloaded.writing, offloaded.reading) if work is not None)
         on_device = tuple(
             (t, mark)
@@ -358,7 +358,7 @@ class Store:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of host memory in use at the moment."""
+        """The bytes of host memory in use."""
         return sum(buffer.data.numel() for buffer in self._buffers)
 
     def _give(self, buffer: _Buffer) -> None:
@@ -372,7 +372,7 @@ class Store:
 
 
 def _was_written_to(offloaded: Offloaded) -> bool:
-    """True if the source of `offloaded` was written to since it was offloaded."""
+    """Return True if the source of `offloaded` was written to since it was offloaded."""
     return offloaded.watched is not None and offloaded.watched[0]._version != offloaded.watched[1]
 
 

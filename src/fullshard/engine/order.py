@@ -1,7 +1,7 @@
-"""The order of units in a pass, and the units to gather ahead.
+"""The order of units in a pass, and the units to prefetch.
 
-A microbatch is expected to need units in the order of the one before. If it does not, nothing is prefetched, and
-nothing breaks.
+Each microbatch is expected to use units in the order of the previous one. If it does not, nothing is prefetched, and
+results do not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OrderTracker:
         self._is_lost = False  # whether the last unit was not expected
 
     def record(self, unit: int) -> None:
-        """Note that `unit` is needed now.
+        """Record that `unit` is needed now.
 
         A unit that was not expected here is looked up further on. If it is not there either, nothing is predicted until
         a unit appears that is.

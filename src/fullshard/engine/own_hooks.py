@@ -18,5 +18,5 @@ def own_hook(hook: F) -> F:
 
 
 def is_own_hook(hook: Any) -> bool:
-    """True if `hook`, or the hook that torch has wrapped in it, is marked."""
+    """Return True if `hook`, or the hook that torch has wrapped in it, is marked."""
     return hasattr(getattr(hook, "hook", hook), _MARK)

@@ -1,4 +1,4 @@
-"""The pack: one message for parameters that are small, or cannot be cut into aligned shards. It needs a copy.
+"""The pack: one message for parameters that are small, or cannot be split into aligned shards. It needs a copy.
 
 [Note: one kernel, and CUDA graphs]
 On a GPU `torch._chunk_cat` and `torch.split_with_sizes_copy` are one kernel for many tensors. They write the addresses
@@ -42,12 +42,12 @@ class Pack:
         return _pairs(self._layout.params[i].spec, whole, self._rows(i, message), self._rank)
 
     def _rows(self, i: int, message: Tensor) -> Tensor:
-        """The columns of parameter `i`."""
+        """Return the columns of parameter `i`."""
         part, start = self._layout.params[i].part, self._layout.pack_offset
         return message[:, part.start - start : part.stop - start]
 
     def unpacking(self, wholes: Sequence[Tensor], message: Tensor) -> Unpacking:
-        """The copies from `message` to the packed ones of `wholes`, the group's parameters."""
+        """Return the copies from `message` to the packed ones of `wholes`, the group's parameters."""
         return Unpacking(self._layout, self._rank, self._columns, wholes, message)
 
     def write(self, message: Tensor, grads: Mapping[int, Tensor]) -> None:
@@ -109,10 +109,10 @@ class Unpacking:
     parameters that are cut along another dim than the first take one kernel each.
 
     Args:
-        layout: of the group.
+        layout: The layout of the group.
         rank: the index of this rank's shard.
         columns: see `_columns`.
-        wholes: the group's parameters.
+        wholes: The parameters of the group.
         message: (world, pack_numel).
     """
 

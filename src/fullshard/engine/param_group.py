@@ -33,9 +33,9 @@ class ParamGroup:
 
     Args:
         plan: how they are sharded.
-        pack: for the small ones.
+        pack: The pack for small parameters.
         params: one for each parameter in the layout of `plan`.
-        gather: from their shards to the unsharded buffer.
+        gather: The gather from shards to the unsharded buffer.
         unsharded: the buffer of the unsharded parameters, once it has memory.
         transports: the collectives for values and gradients.
         state: gradients of earlier microbatches.
@@ -179,12 +179,12 @@ class ParamGroup:
 
     @property
     def separate_nbytes(self) -> int:
-        """Known bytes of unsharded parameters that are separate from the unit's storage."""
+        """The known bytes of unsharded parameters outside of the unit's storage."""
         return 0
 
     @property
     def present_separate_nbytes(self) -> int:
-        """Bytes of these that are in memory."""
+        """The bytes of these that are currently in memory."""
         return 0
 
     @property
@@ -215,7 +215,7 @@ class ParamGroup:
 
     @property
     def is_cut(self) -> bool:
-        """True if another parallelism has divided any of the parameters over other ranks before."""
+        """True if another parallelism has already split any of the parameters over other ranks."""
         return any(param.view.is_cut for param in self.params)
 
     def start_reduction(

@@ -50,7 +50,7 @@ class ParamView:
 
     @property
     def is_cut(self) -> bool:
-        """True if the engine has only a part of the parameter, and other ranks have the other parts."""
+        """True if the engine has only a shard of the parameter, and other ranks have the rest."""
         return False
 
     @property
@@ -87,7 +87,7 @@ class TensorParallelView(ParamView):
     """A parameter of tensor parallelism: modules see a `DTensor` placed like `param`. The engine uses the local tensor.
 
     Args:
-        fqn: the parameter's name, for errors.
+        fqn: The name of the parameter, for errors.
         param: the original parameter.
         axes: the axes to shard and replicate its local tensors over.
 
@@ -250,16 +250,16 @@ def _check_class(fqn: str, local: Tensor) -> None:
 
 
 def sends_payloads(local: Tensor) -> bool:
-    """True if the class of `local` chooses what is sent of a shard, with the methods of torch's protocol."""
+    """Return True if the class of `local` defines how a shard is gathered, with the methods of torch's protocol."""
     return all(hasattr(local, hook) for hook in _HOOKS)
 
 
 def check_payloads(fqn: str, local: Tensor, axes: Axes, dim: int | None) -> None:
-    """Refuse a tensor of torch's all-gather protocol where the protocol is not supported.
+    """Raise an error where torch's all-gather protocol for tensor subclasses is not supported.
 
     Raises:
-        ConfigError: it would be cut along another dim than the first, or gathered in two levels, or its method takes
-            other arguments than torch passes.
+        ConfigError: The tensor would be sharded along another dim than 0, or gathered in two levels, or its method has
+            other arguments than torch's.
     """
     name = f"{fqn}, a {type(local).__name__} that says itself what of it is sent,"
     count = len(signature(local.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Tensor subclasses that choose what is sent of a shard, and how the gathered data is used: their payloads.
+"""Tensor subclasses that define how their shards are gathered and used. The gathered tensors are their payloads.
 
 The protocol is torch's. A class of low-precision weights has two methods:
 
@@ -48,7 +48,7 @@ _BYTES = DtypeContract(stored=torch.uint8, compute=torch.uint8, reduce=torch.uin
 
 
 class PayloadParam(ShardedParam):
-    """A parameter whose class chooses what is sent. Until the first gather its unsharded form is a stand-in."""
+    """A parameter whose class defines how it is gathered. The unsharded form is a placeholder before the first one."""
 
     def __init__(self, source: Source, param_layout: ParamLayout, plan: GroupPlan) -> None:
         self._spec = param_layout.spec
@@ -102,7 +102,7 @@ class PayloadParam(ShardedParam):
     # -- the protocol -------------------------------------------------------------------------------------------------
 
     def payloads(self, device: torch.device) -> list[Tensor]:
-        """Return the tensors that this rank sends, equally many bytes on all ranks. The class may run a collective."""
+        """Return the tensors that this rank sends, of equal size on all ranks. The class may run a collective."""
         if self._padded is not self._shard:  # attributes that the class has set on the shard since, such as a scale
             kept = {name: value for name, value in vars(self._shard).items() if name not in self._own}
             vars(self._padded).update(kept)
@@ -124,7 +124,7 @@ class PayloadParam(ShardedParam):
 
     @torch.no_grad()
     def receive(self, gathered: Sequence[Tensor]) -> bool:
-        """Make the unsharded form from the gathered tensors. Return True if it is another object than before."""
+        """Create the unsharded form from the gathered tensors. Return True if it is a new object."""
         rows = self._spec.shape[0]
         whole = tuple(item[:rows] if self._spec.padding else item for item in gathered)
         hook: Any = self._padded.fsdp_post_all_gather  # type: ignore[attr-defined]
@@ -155,17 +155,17 @@ class PayloadParam(ShardedParam):
 
     @property
     def inner_nbytes(self) -> int:
-        """Bytes of that memory, if it is allocated."""
+        """The bytes of that memory, if it is allocated."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._inner)
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes from the start of its storage to the end of a contiguous tensor."""
+    """Return the bytes from the start of its storage to the end of a contiguous tensor."""
     return int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
 
 
 def _shard_mesh(axes: Axes) -> DeviceMesh:
-    """The mesh of the shard axis alone, as classes expect it."""
+    """Return the mesh of the shard axis alone, as the subclasses expect it."""
     if axes.mesh.ndim == 1:
         return axes.mesh
     names = axes.mesh.mesh_dim_names
@@ -218,7 +218,7 @@ class _Form:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it on one rank."""
+        """The bytes of it on one rank."""
         return int(prod(self.shape)) * self.dtype.itemsize
 
     def of_all(self, world: int) -> tuple[int, ...]:
@@ -297,11 +297,11 @@ class _SeparateBuffer(UnshardedBuffer):
 
 
 class PayloadBuffer:
-    """Memory for the payloads of all ranks, laid out as parameters of so many bytes are; separate from the unit's.
+    """Memory for the payloads of all ranks, separate from that of the unit.
 
     Args:
-        plan: of the parameters.
-        forms: of the payloads of each.
+        plan: The plan of the parameters.
+        forms: The forms of the payloads of each parameter.
     """
 
     def __init__(self, plan: PayloadPlan, forms: Sequence[Sequence[_Form]]) -> None:
@@ -333,23 +333,23 @@ class PayloadBuffer:
         return typed_view(storage, form.dtype, 0, form.of_all(self._world), self._plan.device)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for slot in self._slots:
             if slot.occupant is self:
                 slot.free()
 
     @property
     def unsharded(self) -> UnshardedBuffer:
-        """The buffer as a gather sees it: bytes."""
+        """The buffer as gathers use it: bytes."""
         assert self._unsharded is not None, "allocated before it is used"
         return self._unsharded
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes while it has memory."""
+        """The bytes that it takes when allocated."""
         return sum(self._nbytes)
 
     @property
     def present_nbytes(self) -> int:
-        """Bytes that it takes now."""
+        """The bytes that it takes now."""
         return self.nbytes if self._slots[0].occupant is self else 0

@@ -1,4 +1,4 @@
-"""Parameter groups of tensor subclasses that choose what is sent of them, see `payload.py`."""
+"""Parameter groups of tensor subclasses that define how they are gathered, see `payload.py`."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class PayloadGroup(ParamGroup):
         return PayloadGroup(plan, self.params, transports, self.gradients.state)
 
     def _note_shards(self) -> None:
-        """Nothing to note: each parameter knows its shard."""
+        """Do nothing, since each parameter keeps its shard."""
 
     def contained_in(self, region: Region | None) -> None:
-        """See `ParamGroup.contained_in`. Nothing lies in the unit's storage."""
+        """See `ParamGroup.contained_in`. The storage of the unit contains none of the parameters."""
 
     def _point_to(self, unsharded: UnshardedBuffer | None) -> None:
-        """Nor does it at first."""
+        """Do nothing, since the first gather allocates the memory."""
 
     @property
     def holds_its_shards(self) -> bool:
@@ -113,7 +113,7 @@ class WholeShards(ShardStorage):
 
 
 class WholeClassGroup(ParamGroup):
-    """Parameters of such classes if every rank steps whole ones: modules see the original tensors."""
+    """Parameters of such classes for strategies that step whole parameters: modules use the original tensors."""
 
     def __init__(
         self, plan: GroupPlan, params: Sequence[ShardedParam], transports: GroupTransports, state: GradientState
@@ -145,17 +145,19 @@ class WholeClassGroup(ParamGroup):
         return WholeClassGroup(plan, self.params, transports, self.gradients.state)
 
     def _new_validity(self) -> Validity:
-        """Check nothing: the parameters are never freed, and their unsharded forms share counters with the shards."""
+        """Return a validity that checks nothing: parameters are never freed, and unsharded forms share counters with
+        shards.
+        """
         return Validity(())
 
     def _note_shards(self) -> None:
         self._shards = [param.local for param in self.params]
 
     def contained_in(self, region: Region | None) -> None:
-        """See `ParamGroup.contained_in`. Nothing lies in the unit's storage."""
+        """See `ParamGroup.contained_in`. The storage of the unit contains none of the parameters."""
 
     def _point_to(self, unsharded: UnshardedBuffer | None) -> None:
-        """Nor does it at first."""
+        """Do nothing, since the first gather allocates the memory."""
 
     @property
     def holds_its_shards(self) -> bool:

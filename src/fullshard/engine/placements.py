@@ -57,7 +57,7 @@ def place_as_requested(units: Sequence[Unit], policy: Offload) -> None:
 
 
 def on_disk_in_turn(units: Sequence[Unit]) -> list[Unit]:
-    """Return those of `units` that are on a disk, in the order in which a budget keeps them there.
+    """Return the units that are on a disk, in the order of priority for staying there under a budget.
 
     The root is last: it is likely the largest, and would need the largest buffers.
     """
@@ -75,7 +75,7 @@ def _pays_on_disk(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _freed_on_disk(units: Sequence[Unit]) -> int:
-    """Bytes of shards, less the buffers that they and gradients pass through in forward and backward."""
+    """Return the bytes of shards minus the staging buffers for them and their gradients."""
     shards = [[aligned(_shard_nbytes(param_group)) for param_group in unit.param_groups] for unit in units]
     if not units:
         return 0
@@ -89,7 +89,7 @@ def _shard_nbytes(param_group: ParamGroup) -> int:
 
 
 def stepped_on_cpu_in_turn(units: Sequence[Unit]) -> list[Unit]:
-    """Return those of `units` whose optimizer states can be on the CPU, in the order in which they are moved there."""
+    """Return the units in `units` whose optimizer states can be on the CPU, in the order in which they are moved."""
     return [unit for unit in reversed(units) if unit.trained_nbytes and not unit.is_on_disk]
 
 

@@ -34,11 +34,11 @@ class ReductionOf:
     """The whole gradients of one parameter group, and the settings of their reduction.
 
     Args:
-        grads: by index of the parameter, in the reduce dtype and contiguous.
-        gradients: of the group.
+        grads: Gradients by index of the parameter, contiguous and in the reduce dtype.
+        gradients: The gradients of the group.
         transports: the collectives that sum them.
-        pack: for the small ones.
-        divisor: what the sum over all ranks is divided by.
+        pack: The pack for small parameters.
+        divisor: The divisor of the sum over all ranks.
         finishes: whether to take the second sum too, if there is one, or to keep the first sums for a later one.
         origin: the unit and phase of the reduction.
         hook: called with the sums before delivery, 1-D in the reduce dtype, which it may change.
@@ -106,11 +106,11 @@ class Reduction(ABC):
 
     @property
     def has_arrived(self) -> bool:
-        """True if `complete()` will not wait for other ranks."""
+        """True if `complete()` does not wait for other ranks."""
         return not self._has_second_level and self._hook is None and self._pending.has_arrived()
 
     def complete(self) -> None:
-        """Wait for the first sums, and take the second ones. On devices with streams this only queues the work."""
+        """Wait for the first sums, and start the second ones. On devices with streams this only queues the work."""
         self._pending.wait()
         if self.takes_second_sums:
             for i, kept in self._first_sums.items():
@@ -162,7 +162,7 @@ class Reduction(ABC):
             travel.note("cpu", "gradients", passed=sums.nbytes)
 
     def deliver(self) -> None:
-        """Set the gradients of the sharded parameters, or add to the present ones."""
+        """Set the gradients of the sharded parameters, or add to the current ones."""
         if self._finishes:
             self._deliver()
             self._gradients.expect_step()
@@ -203,21 +203,21 @@ class Reduction(ABC):
 
     @abstractmethod
     def _first_sum(self, i: int) -> Tensor:
-        """The first sum of parameter `i`: a view."""
+        """Return the first sum of parameter `i`: a view."""
 
     @abstractmethod
     def _take_second_sums(self) -> None: ...
 
     @abstractmethod
     def _results(self) -> list[Tensor]:
-        """The memory that the sums are in, 1-D."""
+        """Return the memory of the sums, 1-D."""
 
     @abstractmethod
     def _deliver(self) -> None: ...
 
 
 class ShardReduction(Reduction):
-    """Sums that each rank gets its shard of. Subclasses start the first ones."""
+    """A reduction that gives each rank its shard of the sums. Subclasses start the first sums."""
 
     def __init__(self, of: ReductionOf, *, has_second_level: bool) -> None:
         super().__init__(of, has_second_level=has_second_level)
@@ -248,7 +248,7 @@ class ShardReduction(Reduction):
         return wholes, part_numels
 
     def _names(self, over: Sums) -> list[TermName]:
-        """The names of the terms, for error feedback."""
+        """Return the names of the terms, for error feedback."""
         if not over.names_terms:
             return []
         pack: TermName = ("pack", *(i for i in self._plan.layout.packed if i in self._summed))
@@ -370,7 +370,7 @@ class WholeReduction(Reduction):
         self._pending = sums.all_reduce(self._wholes, divisor, origin=self._origin, names=self._names(sums))
 
     def _names(self, over: Sums) -> list[TermName]:
-        """The names of the whole tensors, for error feedback."""
+        """Return the names of the whole tensors, for error feedback."""
         if not over.names_terms:
             return []
         names: list[TermName] = [(i,) for i in self._grads if i not in self._packed]
@@ -410,7 +410,7 @@ class UnitReduction:
     Args:
         reductions: one for each group that has gradients.
         read: buffers that the reductions read, which are kept until they have been read.
-        streams: of the device.
+        streams: The streams of the device.
         origin: the unit and phase of the reductions.
     """
 
@@ -489,7 +489,7 @@ class UnitReduction:
             self._streams.gather.wait(self._streams.compute.mark())
 
     def abandon(self) -> None:
-        """Complete the pending communication, and drop its result. A stale message could be taken for a later one."""
+        """Complete the pending communication and drop its result, so that it is not taken for a later message."""
         with torch.no_grad():
             if not self.is_complete:
                 for reduction in self._reductions:

@@ -18,7 +18,7 @@ class ReductionQueue:
     """The pending reductions, oldest first.
 
     Args:
-        units: the root's.
+        units: The units of the root.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -40,7 +40,7 @@ class ReductionQueue:
             self._under_way[unit] = unit.start_reduce(Phase.POST_BACKWARD)
 
     def start_before_end(self, unit: Unit) -> None:
-        """Start to reduce `unit` even without gradients here: other ranks may have some. `finish_all` skips it."""
+        """Start to reduce `unit` even without local gradients: other ranks may have some. `finish_all` skips it."""
         self._early.add(unit)
         self.start(unit)
 
@@ -72,7 +72,7 @@ class ReductionQueue:
         self._early.clear()
 
     def has_hooks(self, unit: Unit) -> bool:
-        """True if a pending reduction of `unit` has hooks, which may step with its gradients."""
+        """Return True if a pending reduction of `unit` has hooks, which may step with its gradients."""
         return unit in self._under_way and self._under_way[unit].has_hooks
 
     def take_tallies(self) -> list[Tally]:
@@ -81,7 +81,7 @@ class ReductionQueue:
         return tallies
 
     def check_finite(self, tallies: Sequence[Tally]) -> None:
-        """Raise on every rank if one has counted values that are not finite, if the user has requested this check.
+        """Raise on every rank if any rank has counted non-finite values, if the user has requested this check.
 
         Raises:
             NonFiniteError: the gradients of a rank are not finite.
@@ -90,7 +90,7 @@ class ReductionQueue:
             raise_on_every_rank(tallies, process_groups_along(self._units), self._units[0].device)
 
     def abandon(self) -> None:
-        """Drop all pending reductions, whether their messages have arrived or not."""
+        """Drop all pending reductions, even if their messages have not arrived."""
         under_way, self._under_way = self._under_way, {}
         self._early.clear()
         self._tallies.clear()

@@ -34,18 +34,18 @@ _UNIT = "_fullshard_unit"  # the attribute that holds a module's unit, so that b
 
 
 def register(unit: Unit) -> None:
-    """Let `unit_of` find `unit` by each of its modules."""
+    """Register `unit` for each of its modules, for `unit_of`."""
     for module in unit.modules:
         register_as(unit, module)
 
 
 def register_as(unit: Unit, module: nn.Module) -> None:
-    """Let `unit_of` find `unit` by `module`."""
+    """Register `unit` for `module`, for `unit_of`."""
     vars(module)[_UNIT] = unit  # the class may stay the user's own
 
 
 def unregister(module: nn.Module) -> Unit | None:
-    """Remove the unit of `module`, so that `unit_of` does not find it. Return the unit, if there was any."""
+    """Remove the registration of `module`, and return its unit, if there was any."""
     unit = _unit_or_none(module)
     vars(module).pop(_UNIT, None)
     return unit
@@ -66,7 +66,7 @@ def unit_of(module: nn.Module) -> Unit:
 
 
 def units_in(module: nn.Module) -> list[Unit]:
-    """All units in `module` and below, each once, in the order of `module.modules()`."""
+    """Return all units in `module` and below, each once, in the order of `module.modules()`."""
     found: dict[int, Unit] = {}
     for child in module.modules():
         unit = _unit_or_none(child)
@@ -99,7 +99,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The buffers of `modules`, and of those below that do not belong to another unit, each once.
+    """Return the buffers of `modules`, and of those below that do not belong to another unit, each once.
 
     For a `DTensor` (such as `distribute_module` makes) this is its local tensor.
     """
@@ -135,7 +135,7 @@ def process_groups_along(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """True if `module` is a unit: its forward unshards one."""
+    """Return True if `module` is a unit: its forward unshards one."""
     return _unit_or_none(module) is not None
 
 

@@ -258,7 +258,7 @@ class Residency:
         """Show the modules the sharded parameters, and free the unsharded ones.
 
         Args:
-            phase: for the record.
+            phase: The phase to record.
             keep: leave the unsharded parameters in memory: they are gathered again only if shards have changed.
         """
         if self.state in _UNDER_WAY:

@@ -320,7 +320,7 @@ class Runtime:
         self._note_backward()
 
     def on_grad(self, unit: Unit, param: ShardedParam) -> None:
-        """Note that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
+        """Record that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
         if self.finalizes_by_hand:
             if not self._holds_at_end:
                 self._holds_at_end = True
@@ -337,12 +337,12 @@ class Runtime:
             self.reductions.start(unit)
 
     def end_calls_since(self, time: int) -> None:
-        """Note that the backward of every call that began after `time` is over."""
+        """Record that the backward of every call that began after `time` is over."""
         for call in [call for call in self._calls if call.start > time]:
             self.after_backward(call)
 
     def after_backward(self, call: ForwardCall) -> None:
-        """Free the unit of `call`, whose backward is over. Do nothing if that was noted already."""
+        """Free the unit of `call` after its backward. Do nothing if this has been done already."""
         if call not in self._calls:
             return
         self._calls.remove(call)
@@ -361,8 +361,8 @@ class Runtime:
         self._note_backward()
 
     def _ends_held_grads(self, unit: Unit) -> bool:
-        """True if gradients held back of `unit` can be reduced before the end of the backward: these gradients were the
-        last, though some were computed in earlier backwards only.
+        """Return True if gradients held back of `unit` can be reduced before the end of the backward: these gradients
+        were the last, though some were computed in earlier backwards only.
         """
         some = unit.holds_grads and len(unit.arrived_grads) > 0
         return (
@@ -373,7 +373,7 @@ class Runtime:
         )
 
     def _has_ended_all_calls_of(self, unit: Unit) -> bool:
-        """True if this backward is over for every call that needs `unit`, in all forwards that it has reached."""
+        """Return True if this backward has ended for every call that needs `unit`, in all forwards it has reached."""
         ended = [call for call in self._ended if call.within is not None]  # others were recomputed in this backward
         forwards = {id(call.within): call.within for call in ended}.values()
         needed_by = [left for forward in forwards if forward is not None for left in forward.left if left.uses(unit)]
@@ -418,7 +418,7 @@ class Runtime:
         return not unit.settings.reshard_after_backward or self._is_kept_for_backward(unit)
 
     def _is_kept_for_backward(self, unit: Unit) -> bool:
-        """True if `unit` stays unsharded for a pending backward."""
+        """Return True if `unit` stays unsharded for a pending backward."""
         return not unit.reshards_after_forward and self.expected.awaits_backward_of(unit)
 
     def _end_backward(self) -> None:
@@ -482,7 +482,7 @@ class Runtime:
         self.phase = Phase.IDLE
 
     def forget(self) -> None:
-        """Reset to idle and drop all gradients: the computation so far was a trial."""
+        """Reset to idle and drop all gradients, because the computation so far was a trial."""
         self.recover()
         for unit in self.units:
             unit.abandon_grads()
@@ -546,7 +546,7 @@ class Runtime:
                 unit.residency.is_unsharded_by_hand = True  # no other unit takes its memory
 
     def wait_for_all(self) -> None:
-        """Unshard all units: the modules show whole parameters."""
+        """Unshard all units, so that modules have whole parameters."""
         self.unshard_all()
         for unit in self.units:
             unit.residency.wait_unshard()
@@ -691,7 +691,7 @@ def runtime_or_none(unit: Unit) -> Runtime | None:
 
 
 def _warn_of_divisors(units: Sequence[Unit], data_ranks: frozenset[int]) -> None:
-    """Log a warning if gradients may have another divisor than the user expects, who has not set one."""
+    """Log a warning if the user has set no gradient divisor and may expect another one than is used."""
     found = [
         (unit, group)
         for unit in units

@@ -49,7 +49,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Source:
-    """A parameter as the user made it, its owners, and its FQN relative to the unit's module."""
+    """A parameter as the user created it, its owners, and its FQN relative to the unit's module."""
 
     param: nn.Parameter
     owners: list[Owner]  # several where weights are tied
@@ -60,7 +60,7 @@ class Source:
 
     @property
     def local(self) -> Tensor:
-        """Its values on this rank, before sharding."""
+        """The values on this rank, before sharding."""
         return self.param._local_tensor if isinstance(self.param, DTensor) else self.param.detach()
 
     @property
@@ -71,7 +71,7 @@ class Source:
 
     @property
     def sends_payloads(self) -> bool:
-        """True if its class chooses what is sent of a shard, see `payload.py`."""
+        """True if its class defines how it is gathered, see `payload.py`."""
         return sends_payloads(self.local)
 
 
@@ -118,7 +118,7 @@ class ShardedParam:
             setattr(self.unsharded, attribute, value)
 
     def _ask_for_grads(self, form: nn.Parameter) -> None:
-        """Set the requested dtype of gradients for autograd and the optimizer."""
+        """Set the requested dtype of gradients, for autograd and the optimizer."""
         if self.grad_dtype is not None:
             form.grad_dtype = self.grad_dtype
 
@@ -129,7 +129,7 @@ class ShardedParam:
 
     @property
     def local(self) -> Tensor:
-        """This rank's shard, as the sharded parameter holds it now."""
+        """The shard of this rank that the sharded parameter currently holds."""
         local: Tensor = settled(self.dtensor._local_tensor)
         return local
 
@@ -138,7 +138,7 @@ class ShardedParam:
         set_local_tensor(self.dtensor, shard)
 
     def note_made_of(self, whole: Tensor, own: Tensor | None = None) -> None:
-        """Record that this rank's shard, whose values are now those of `own`, was cut from `whole`."""
+        """Record that this rank's shard, whose current values are `own`, was taken from `whole`."""
         self._made_of = digest(whole), digest(self.local if own is None else own)
 
     @property
@@ -153,7 +153,7 @@ class ShardedParam:
         return holds_tensors(self.local) and plain_values(self.local) is None
 
     def write(self, whole: Tensor) -> None:
-        """Make this rank's part of `whole` the parameter's value."""
+        """Write this rank's shard of `whole` to the parameter."""
         self.local.copy_(self.take_own(whole))
         torch.autograd.graph.increment_version(self.sharded)
 
@@ -172,7 +172,9 @@ class ShardedParam:
         self.sharded.grad = self.placed(shard)
 
     def placed(self, shard: Tensor) -> DTensor:
-        """This rank's shard of a tensor of any dtype, such as the gradient, placed as the sharded parameter is."""
+        """Return this rank's shard of a tensor of any dtype, such as the gradient, with the placement of the sharded
+        parameter.
+        """
         if shard.dtype == self.sharded.dtype:
             return dtensor_like(shard, self.dtensor)
         placed = self.dtensor
@@ -188,11 +190,11 @@ class ShardedParam:
         return own_part(whole, self.dtensor.device_mesh, self.dtensor.placements)
 
     def point_to(self, whole: Tensor) -> None:
-        """Make `whole` the memory of the unsharded parameter."""
+        """Make the unsharded parameter use the memory of `whole`."""
         self.view.point_to(self.unsharded, whole)
 
     def take_grad(self) -> Tensor | None:
-        """Remove and return the whole gradient from autograd: its part to reduce."""
+        """Remove and return the part of autograd's whole gradient that is reduced."""
         grad, self.unsharded.grad = self.unsharded.grad, None
         return None if grad is None else self.view.local_grad(grad)
 
@@ -211,7 +213,7 @@ class ShardedParam:
         return current
 
     def refuse_replacement(self, owner: Owner) -> NoReturn:
-        """Raise, since `owner` has something else in place of the sharded parameter.
+        """Raise an error, because `owner` has something other than the sharded parameter.
 
         Raises:
             StateError: always.
@@ -226,7 +228,7 @@ class ShardedParam:
         )
 
     def adopt(self) -> bool:
-        """Adopt the parameter that the module has now, which `Module.to` and similar functions may have replaced.
+        """Adopt the current parameter of the module, which `Module.to` and similar functions may have replaced.
 
         Returns:
             True if it is another object than before.
@@ -239,7 +241,7 @@ class ShardedParam:
         return changed
 
     def watch(self, on_grad: Callable[[ShardedParam], None]) -> None:
-        """Call `on_grad(self)` whenever autograd has added to the whole gradient, now or once it is trained."""
+        """Call `on_grad(self)` whenever autograd has accumulated the whole gradient, now or once it is trainable."""
         self._on_grad = on_grad
         self._watched = False
         self.follow_requires_grad()

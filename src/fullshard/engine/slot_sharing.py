@@ -26,7 +26,7 @@ class SlotSharing:
     """The slots of a root's units. See [Note: units take turns on slots] in `device/memory.py`.
 
     Args:
-        units: the root's, by number.
+        units: The units of the root, by number.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -47,11 +47,11 @@ class SlotSharing:
         return self._is_cpu if self._is_wished is None else self._is_wished
 
     def note_unsharded(self, unit: Unit, time: int) -> None:
-        """Note that `unit` needs its memory from `time` on, if not from earlier."""
+        """Record that `unit` needs its memory from `time` on, if not from earlier."""
         self._since.setdefault(unit.number, time)
 
     def note_freed(self, unit: Unit, time: int) -> None:
-        """Note that `unit` needs its memory no longer."""
+        """Record that `unit` no longer needs its memory."""
         start = self._since.pop(unit.number, None)
         if start is not None:
             self._intervals.append(Interval(unit.number, start, time))
@@ -63,7 +63,7 @@ class SlotSharing:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context that assigns no slots, since its backwards are trials."""
+        """Return a context that assigns no slots, since backwards in it are trials."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -115,7 +115,7 @@ class SlotSharing:
 
 
 def _are_unreferenced(units: Sequence[Unit]) -> bool:
-    """True if nothing beyond the units has a view of their storages.
+    """Return True if nothing except the units has a view of their storages.
 
     Garbage in reference cycles does not count. Each rank collects it at another time. All ranks must decide equally,
     because units that share memory are gathered at other times.
@@ -143,6 +143,6 @@ def _common_storages(
 
 
 def _writes_to_parameters(module: nn.Module) -> bool:
-    """True if a forward within `module` is known to change unsharded parameters: other ranks must not see it."""
+    """Return True if a forward within `module` is known to change unsharded parameters: other ranks must not see it."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return any(isinstance(inner, kinds) and inner.max_norm is not None for inner in module.modules())

@@ -130,7 +130,7 @@ class Unit:
 
     @property
     def unsharded_nbytes(self) -> int:
-        """Bytes of its unsharded parameters, including payloads of tensor subclasses once these have been gathered."""
+        """The bytes of its unsharded parameters, including gathered payloads of tensor subclasses."""
         return self.slot_nbytes + sum(param_group.separate_nbytes for param_group in self.param_groups)
 
     @property
@@ -140,7 +140,7 @@ class Unit:
 
     @property
     def slot(self) -> Slot:
-        """The memory of its unsharded parameters, which units may take turns on."""
+        """The memory of its unsharded parameters, which several units may share."""
         return self.residency.memory.slot
 
     @property
@@ -155,18 +155,22 @@ class Unit:
 
     @property
     def trained_nbytes(self) -> int:
-        """Of these, the bytes of parameters that are trained."""
+        """The bytes of those that are trainable."""
         trained = (param for param in self.params if param.sharded.requires_grad)
         return sum(param.layout.spec.numel * param.sharded.itemsize for param in trained)
 
     @property
     def reshards_after_forward(self) -> bool:
-        """The user's choice, else the strategy's. A root is not resharded: its backward comes next."""
+        """Whether it is resharded after forward: the user's choice, else the strategy's. A root is not: its backward is
+        next.
+        """
         return self.frees_in_step and not (self.is_root and self.settings.reshard_after_forward is None)
 
     @property
     def frees_in_step(self) -> bool:
-        """The user's choice, else the strategy's, for a backward that may be far, as in a pipeline stage."""
+        """Whether it is freed if its backward may be far, as in a pipeline stage: the user's choice, else the
+        strategy's.
+        """
         choice = self.settings.reshard_after_forward
         return self.options.placements.parameters_in_step is not Placement.WHOLE if choice is None else choice
 
@@ -194,7 +198,7 @@ class Unit:
         return self.memory_at(self.destination)
 
     def memory_at(self, destination: StatePlacement) -> MemoryKind:
-        """The memory of its shards at `destination`."""
+        """Return the memory of its shards at `destination`."""
         if destination is StatePlacement.DEVICE:
             return MemoryKind(self.device)
         alongside = accelerator_for(self.device).has_streams
@@ -221,7 +225,7 @@ class Unit:
         return self._memory.offloaded
 
     def _memory_found_on(self, device: torch.device) -> MemoryKind:
-        """Return the memory kind of shards that are on `device`, or were made of tensors on it."""
+        """Return the memory kind of shards on `device`, or created from tensors on it."""
         if device.type == "meta":
             return MemoryKind(device, folder=self._folder)
         return MemoryKind(device) if self.destination is StatePlacement.DEVICE else self._memory
@@ -262,7 +266,7 @@ class Unit:
 
     @property
     def is_broken(self) -> bool:
-        """True if nothing can be sent any more, because ranks did different things or one was lost."""
+        """True if communication is impossible, because ranks made different calls or one was lost."""
         return any(collectives.is_broken for collectives in self.collectives.values())
 
     def origin(self, phase: Phase) -> Origin:
@@ -272,7 +276,7 @@ class Unit:
     # -- what modules show ---------------------------------------------------------------------------------------------
 
     def uses(self, unit: Unit) -> bool:
-        """True if calls of this unit use parameters of `unit`: its own, or those that are tied to them."""
+        """Return True if calls of this unit use parameters of `unit`, its own or tied ones."""
         return unit is self or unit in self.borrowed
 
     @property
@@ -335,7 +339,7 @@ class Unit:
         refuse_calls(self._leaves)
 
     def show_unsharded(self, *, renewed: bool) -> None:
-        """Show the modules the unsharded parameters. `renewed` ones are other objects than before."""
+        """Set the unsharded parameters in the modules. `renewed` ones are new objects."""
         if renewed:
             self._register_params()
         self.trainable = sum(param.follow_requires_grad() for param in self.params)
@@ -350,7 +354,7 @@ class Unit:
                 param_group.gather.read_ahead()
 
     def forget_ahead(self) -> None:
-        """Free what was read for a gather that did not start."""
+        """Free the data that was read for a gather that did not start."""
         if self.is_on_disk and self.residency.state in AT_REST:
             for param_group in self.param_groups:
                 param_group.gather.forget_ahead()
@@ -442,7 +446,7 @@ class Unit:
 
         Args:
             plans: one for each group.
-            slot: for the unsharded parameters: the present one to keep them as they are, or None for a new one.
+            slot: The slot for the unsharded parameters: the current one to keep them, or None for a new one.
         """
         collectives = self.collectives
         if plans and plans[0].memory.device.type != "meta":
@@ -510,13 +514,13 @@ class Unit:
         self.holds_grads = self.has_whole_grads
 
     def drop_grads(self) -> None:
-        """Forget whole gradients."""
+        """Drop whole gradients."""
         self.holds_grads = False
         for param_group in self.param_groups:
             param_group.gradients.drop()
 
     def abandon_grads(self) -> None:
-        """Forget all gradients: whole ones, first sums, those that the optimizer would see; and error feedback."""
+        """Drop all gradients: whole ones, first sums, those that the optimizer would see; and error feedback."""
         self.drop_grads()
         for param_group in self.param_groups:
             param_group.gradients.state.first_sums.clear()
@@ -547,7 +551,7 @@ class Unit:
 
 
 def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, alongside: bool) -> bool:
-    """True if the shards of a new unit go to a disk, so that the policy's fraction of all units is there.
+    """Return True if the shards of a new unit go to a disk, so that the policy's fraction of all units is there.
 
     The fraction refers to all units with the same policy that were not in a step yet: those of the model that is being
     built. With a budget, all units that can go to the disk do, until fractions are chosen.

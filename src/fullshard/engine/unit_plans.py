@@ -55,7 +55,7 @@ def contract_for(
 
 
 def plan_for(kind: Sequence[Source], options: ShardOptions, device: torch.device, memory: MemoryKind) -> GroupPlan:
-    """The plan of a parameter group of `kind`."""
+    """Return the plan of a parameter group of `kind`."""
     contract = contract_for(options, kind[0].view, kind[0].param.dtype, kind[0].grad_dtype)
     shapes, dims = [source.local.shape for source in kind], [source.dim for source in kind]
     if not kind[0].sends_payloads:
@@ -73,12 +73,12 @@ def plan_for(kind: Sequence[Source], options: ShardOptions, device: torch.device
 
 
 def nbytes_of(plans: Sequence[GroupPlan]) -> int:
-    """Bytes of the storage that holds the unsharded parameters of groups."""
+    """Return the bytes of the storage that holds the unsharded parameters of groups."""
     return sum(align(plan.unsharded_nbytes, _STORAGE_STEP) for plan in plans)
 
 
 def are_on_meta(plans: Sequence[GroupPlan]) -> bool:
-    """True if any shards are still without memory."""
+    """Return True if any shards are still without memory."""
     return any(plan.memory.device.type == "meta" for plan in plans)
 
 

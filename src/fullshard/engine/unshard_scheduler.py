@@ -19,8 +19,8 @@ class UnshardScheduler:
     """Decides when the units of a root are gathered and freed, and what their gathers wait for.
 
     Args:
-        units: the root's, by number.
-        reductions: those of the units.
+        units: The units of the root, by number.
+        reductions: The reductions of the units.
     """
 
     def __init__(self, units: Sequence[Unit], reductions: ReductionQueue) -> None:

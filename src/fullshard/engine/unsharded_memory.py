@@ -78,10 +78,10 @@ class UnshardedMemory:
             self.slot.count_references()
 
     def move(self, slot: Slot, groups: Sequence[ParamGroup]) -> None:
-        """Use `slot` instead of the present one. No pending graph may have a view of that.
+        """Use `slot` instead of the current one, of which no pending graph may have a view.
 
         Raises:
-            StateError: a graph with a pending backward still has views of the present storage.
+            StateError: A graph with a pending backward still has views of the current storage.
         """
         if self.slot.is_referenced:
             raise StateError(

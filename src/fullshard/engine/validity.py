@@ -1,4 +1,4 @@
-"""Validity of unsharded parameters' values in memory, in a form that autograd checks.
+"""Validity of the values of unsharded parameters, in a form that autograd checks.
 
 [Note: versions of unsharded parameters]
 Autograd saves a tensor together with its version, and compares versions when backward unpacks the tensor. It does so in
@@ -40,12 +40,14 @@ _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def owner_of_version(version: int) -> Any | None:
-    """The `ShardedParam` whose counters show `version` because it has no valid values, or other values than saved."""
+    """Return the `ShardedParam` whose counters show `version` because it has no valid values, or other values than
+    saved.
+    """
     return _owners.get(version)
 
 
 def is_invalid(version: int) -> bool:
-    """True if `version` is that of a parameter without valid values."""
+    """Return True if `version` is that of a parameter without valid values."""
     return version >= _INVALID
 
 
@@ -72,7 +74,7 @@ class Counters:
         self.valid = [known.get(id(tensor), tensor._version) for tensor in self.tensors]
 
     def renew(self) -> None:
-        """Invalidate all tensors saved so far: the parameter gets other memory, or lost a write."""
+        """Invalidate all tensors saved so far, because the parameter gets other memory or lost a write."""
         if self._rewritten is not None:
             del _owners[self._rewritten]
         self._rewritten = _REWRITTEN + _STEP * next(_rewrites)
@@ -85,7 +87,7 @@ class Validity:
 
     Args:
         params: the `ShardedParam`s of the group.
-        keeping_writes: those whose in-place writes are not lost: the optimizer steps them where compute sees them.
+        keeping_writes: The parameters whose in-place writes persist, since the optimizer steps the unsharded tensors.
     """
 
     def __init__(self, params: Sequence[Any], keeping_writes: Sequence[Any] = ()) -> None:
@@ -108,12 +110,12 @@ class Validity:
         self._invalid = tuple(counters.invalid for counters in each for _ in counters.tensors)
 
     def validate(self) -> None:
-        """Note that all values are valid."""
+        """Record that all values are valid."""
         self.is_valid = True
         set_versions(self._tensors, self._valid)
 
     def invalidate(self) -> None:
-        """Note that values are not valid any more, or soon will not be."""
+        """Record that values are not valid any more, or soon will not be."""
         if self.is_valid:
             if tuple([tensor._version for tensor in self._tensors]) != self._valid:
                 self._note_writes()

@@ -17,7 +17,7 @@ __all__ = ["checked_methods"]
 
 @cache
 def checked_methods(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return those methods of `cls` by name, each of which raises if it needs parameters that are sharded."""
+    """Return methods of `cls` by name, each of which raises if it needs parameters that are sharded."""
     return {name: _checked(getattr(cls, name)) for name in _CHECKS if callable(getattr(cls, name, None))}
 
 
@@ -31,10 +31,10 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(module: nn.Module, name: str, arguments: dict[str, Any]) -> None:
-    """Raise if `module.name` is called with `arguments` while it is sharded, and needs whole parameters for these.
+    """Raise if `module.name`, called with `arguments`, needs whole parameters while the module is sharded.
 
     Raises:
-        StateError: it does.
+        StateError: It needs whole parameters.
     """
     if any(isinstance(param, DTensor) for param in module.parameters()):
         _CHECKS[name](module, {**arguments, **arguments.get("kwargs", {})})

@@ -63,7 +63,7 @@ _HOOKED = "_has_comm_hook"
 
 
 class BackwardPrefetch(Enum):
-    """The time in backward when the gather of the next unit starts."""
+    """When to start the gather of the next unit in backward."""
 
     BACKWARD_PRE = "pre"  # before this unit's backward: most overlap, two units unsharded at once
     BACKWARD_POST = "post"  # after it, when this unit is freed: less memory
@@ -234,7 +234,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """The dtypes, with None where tensors keep their own."""
+        """The precision policy, with None for dtypes that are not changed."""
         return cast(MixedPrecision, vars(self)[_PRECISION])
 
     @property
@@ -255,11 +255,11 @@ class FullyShardedDataParallel(nn.Module):
         return self._fsdp_wrapped_module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the wrapped module."""
+        """Return the output of the wrapped module."""
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """The wrapper's own attribute, or the wrapped module's."""
+        """Return the wrapper's own attribute, or the wrapped module's."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -270,21 +270,21 @@ class FullyShardedDataParallel(nn.Module):
             return getattr(module, name) if checked is None else partial(checked, module)
 
     def __getitem__(self, key: Any) -> Any:
-        """The item of the wrapped module at `key`, if it is a sequence."""
+        """Return the item of the wrapped module at `key`, if it is a sequence."""
         return cast(Any, self._fsdp_wrapped_module)[key]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters, with the FQNs of the user's own module."""
+        """Return the parameters, with the FQNs of the user's own module."""
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean_fqn(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The buffers, with the FQNs of the user's own module."""
+        """Return the buffers, with the FQNs of the user's own module."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean_fqn(name), buffer
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """The wrapper's name, which is left out of FQNs, for `torch.distributed.checkpoint.state_dict`."""
+        """Return the wrapper's name, which is left out of FQNs, for `torch.distributed.checkpoint.state_dict`."""
         return {"": _WRAPPED}
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
@@ -292,15 +292,15 @@ class FullyShardedDataParallel(nn.Module):
         return copy_sharded(self, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refused: see `torch.save` of its `state_dict()`.
+        """Raise an error. Use `torch.save` of its `state_dict()` instead.
 
         Raises:
-            StateError: always.
+            StateError: Always.
         """
         refuse_pickle(self, protocol)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `nn.Module.zero_grad`. It reaches shards also while modules show unsharded parameters."""
+        """See `nn.Module.zero_grad`. It also resets gradients of shards while modules have unsharded parameters."""
         super().zero_grad(set_to_none)
         zero_shard_grads(self, set_to_none)
 
@@ -367,11 +367,11 @@ class FullyShardedDataParallel(nn.Module):
         abandon_step(self._unit.module)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients before clipping; see `fullshard.clip_grad_norm_`."""
+        """Clip the gradients of all parameters, and return their norm before. See `fullshard.clip_grad_norm_`."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def check_is_root(self) -> bool:
-        """True if no other wrapped module contains this one, as far as a forward has shown."""
+        """Return True if no other wrapped module contains this one. This is known after the first forward."""
         return self._unit in runtime_of(self._unit.module).units[:1]
 
     @staticmethod
@@ -540,7 +540,7 @@ class FullyShardedDataParallel(nn.Module):
             optim_state_dict: the result of `optim.state_dict()` or of `optim_state_dict()`.
             optim_state_key_type: the kind of keys to return.
             model: has the parameters.
-            optim_input: what was passed to the optimizer, in place of that.
+            optim_input: Instead of `optim`, the argument that was passed to the optimizer.
             optim: numbers them; `model.parameters()` in their order, if neither is given.
 
         Raises:
@@ -555,7 +555,11 @@ _state_dict_type = state_dict_type
 
 
 def _check_group(group: dist.ProcessGroup | None, model: nn.Module) -> None:
-    """Refuse a group that is none of `model`'s: states are sharded, gathered and sent over these."""
+    """Raise an error if the model is not sharded over `group`, because states are gathered over its own groups.
+
+    Raises:
+        ConfigError: The model is not sharded over `group`.
+    """
     if group is not None:
         check_type("group", group, dist.ProcessGroup, "a process group, or None")
     check_type("model", model, nn.Module, "the sharded nn.Module")
@@ -568,14 +572,14 @@ def _check_group(group: dist.ProcessGroup | None, model: nn.Module) -> None:
 
 
 def _optimizer_of(optim_input: Iterable[Any] | None) -> torch.optim.Optimizer | None:
-    """An optimizer of what was passed to an optimizer, which steps nothing."""
+    """Return an optimizer of the given parameters or groups, whose step does nothing."""
     return None if optim_input is None else torch.optim.Optimizer(list(optim_input), {})
 
 
 def _give_configured(
     module: nn.Module, state: MutableMapping[str, Any], prefix: str, local_metadata: Mapping[str, Any]
 ) -> None:
-    """Take the wrapper's name out of the keys, and turn the values into the form that the settings ask for."""
+    """Remove the wrapper's name from the keys, and convert the values to the requested form."""
     inner = f"{prefix}{_WRAPPED}."
     for key in [key for key in state if key.startswith(inner)]:
         state[prefix + key.removeprefix(inner)] = state.pop(key)
@@ -583,7 +587,7 @@ def _give_configured(
 
 
 def _add_own_name(module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
-    """Put the wrapper's name into the keys, as `nn.Module` looks for them."""
+    """Add the wrapper's name to the keys, as `nn.Module` expects them."""
     inner = f"{prefix}{_WRAPPED}."
     for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
         state[inner + key.removeprefix(prefix)] = state.pop(key)
@@ -616,10 +620,10 @@ def _check(
 
 
 def _dtype_of_hook(hook: Callable[..., Any]) -> torch.dtype | None:
-    """Return the dtype that `hook` sums gradients in; None for the dtype that they have.
+    """Return the dtype in which `hook` sums gradients; None for the gradients' own dtype.
 
     Raises:
-        ConfigError: it is none of torch's.
+        ConfigError: It is not a hook of torch.
     """
     known = comm_hook_dtypes()
     found = [dtype for each, dtype in known.items() if each is hook]
@@ -635,10 +639,10 @@ def _dtype_of_hook(hook: Callable[..., Any]) -> torch.dtype | None:
 
 
 def _check_hook_state(state: Any, group: dist.ProcessGroup, units: Iterable[Unit]) -> None:
-    """Refuse the state of a hook that sums over other ranks, or that gives gradients another dtype.
+    """Raise an error if the state of a hook has other ranks, or another dtype for gradients.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: The state is not supported.
     """
     ranks = getattr(state, "process_group", None)
     if not isinstance(ranks, dist.ProcessGroup):
@@ -694,7 +698,7 @@ def _ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """The modules and the parameters to leave alone, those of the modules among them."""
+    """Return the modules and the parameters to ignore, including the parameters of these modules."""
     for name, items in (("ignored_modules", ignored_modules), ("ignored_states", ignored_states)):
         if items is not None:
             check_iterable(name, items, "a list of modules" if name == "ignored_modules" else "a list of parameters")
@@ -708,7 +712,7 @@ def _ignored(
 
 
 def _device(device_id: int | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
-    """The device that computes: the one asked for, or the mesh's."""
+    """Return the compute device: the requested one, or that of the mesh."""
     if device_id is None:
         return current_device(usual_device_type() if mesh is None else mesh.device_type)
     found = torch.accelerator.current_accelerator(check_available=True)

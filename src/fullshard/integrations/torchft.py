@@ -62,8 +62,8 @@ class Replicas:
             lighthouse. A replica that exceeds it is treated as lost.
 
     Raises:
-        ConfigError: `model` is not sharded, or there is no lighthouse address.
-        StateError: There is no process group, or the lighthouse does not answer.
+        ConfigError: `model` is not sharded, or the lighthouse address is missing.
+        StateError: The process group does not exist, or the lighthouse does not answer.
     """
 
     def __init__(

@@ -5,7 +5,7 @@
     args = TrainingArguments(..., fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]})
     Trainer(model, args, train_dataset=data).train()
 
-or, for scripts that get their trainer from elsewhere (trl's, for one), before anything else is imported:
+or, for scripts with a trainer of another library, such as trl, before any other import:
 
     import fullshard.integrations.transformers
     fullshard.integrations.transformers.enable()

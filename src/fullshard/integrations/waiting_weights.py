@@ -44,7 +44,7 @@ def wait_for_others(model: nn.Module, path: str | PathLike[str]) -> None:
 
 
 def is_waiting(model: nn.Module) -> bool:
-    """True if the weights of `model` are still in files."""
+    """Return True if the weights of `model` are still in files."""
     return _WAITING in vars(model)
 
 

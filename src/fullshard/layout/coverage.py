@@ -22,7 +22,7 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     proportional to the number of boxes, whatever their order.
 
     Args:
-        shape: of the tensor.
+        shape: The shape of the tensor.
         boxes: may be empty along a dim; such a box covers nothing.
     """
     filled = []

@@ -139,7 +139,7 @@ def region_numel(spec: ShardSpec, in_place: bool) -> int:
 
 
 def fits_in_place(spec: ShardSpec, itemsize: int, rule: MessageRule = PAIRWISE) -> bool:
-    """True if the contiguous shards are the parameter: aligned, large enough, and with little padding."""
+    """Return True if the contiguous shards are the parameter: aligned, large enough, and with little padding."""
     part_bytes = spec.part_numel * itemsize
     return (
         spec.dim == 0

@@ -9,13 +9,13 @@ __all__ = ["align", "aligned_offsets", "contiguous_strides"]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a contiguous tensor of `shape`."""
+    """Return the strides, in elements, of a contiguous tensor of `shape`."""
     sizes = [max(1, size) for size in shape]
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def align(position: int, step: int) -> int:
-    """The first multiple of `step` that is not below `position`."""
+    """Return the first multiple of `step` that is not below `position`."""
     return -(-position // step) * step
 
 

@@ -13,7 +13,7 @@ __all__ = ["ShardSpec", "choose_spec", "owned"]
 
 
 def owned(size: int, world: int, rank: int) -> range:
-    """The positions of `size` that `rank` owns: equal parts in rank order; the last ones may be short or empty."""
+    """Return the positions of `size` that `rank` owns: equal ranges in rank order; the last may be short or empty."""
     part = -(-size // world)
     start = min(rank * part, size)
     return range(start, min(start + part, size))
@@ -43,19 +43,19 @@ class ShardSpec:
         return prod(self.shape)
 
     def span(self, rank: int) -> range:
-        """The positions along `dim` that `rank` owns."""
+        """Return the positions along `dim` that `rank` owns."""
         if self.dim is None:
             return range(1)
         return owned(self.shape[self.dim], self.world, rank)
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of `rank`'s shard."""
+        """Return the shape of `rank`'s shard."""
         if self.dim is None:
             return self.shape
         return (*self.shape[: self.dim], len(self.span(rank)), *self.shape[self.dim + 1 :])
 
     def shard_numel(self, rank: int) -> int:
-        """Elements of `rank`'s shard."""
+        """Return the number of elements of `rank`'s shard."""
         return prod(self.shard_shape(rank))
 
     @cached_property
@@ -69,15 +69,17 @@ class ShardSpec:
         return 0 if self.dim is None else self.world * self.part_numel - self.numel
 
     def consists_of_blocks(self, block: int) -> bool:
-        """True if every shard starts where a block of `block` elements does, counted through the tensor in memory."""
+        """Return True if every shard starts where a block of `block` elements does, counted through the tensor in
+        memory.
+        """
         if self.dim is None or self.part_numel == self.numel:
             return True
         return prod(self.shape[: self.dim]) == 1 and self.part_numel % block == 0
 
 
 def choose_spec(shape: Sequence[int], world: int, dim: int | None = None) -> ShardSpec:
-    """The spec along `dim`. If None, along dim 0, as `DTensor` users expect, unless it has fewer rows than ranks and
-    another dim divides better.
+    """Return the spec along `dim`. If None, along dim 0, as `DTensor` users expect, unless it has fewer rows than ranks
+    and another dim divides better.
     """
     shape = tuple(shape)
     if dim is not None:

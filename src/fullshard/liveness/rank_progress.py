@@ -34,7 +34,7 @@ class End(Protocol):
     """The end of asynchronous work of a device, such as an event of torch."""
 
     def query(self) -> bool:
-        """True once it has been reached; does not wait."""
+        """Return True once it has been reached; does not wait."""
 
 
 class GroupProgress:
@@ -42,7 +42,7 @@ class GroupProgress:
 
     Args:
         name: the same on all ranks of the group; no other group has it.
-        ranks: of the group, numbered as in the default one.
+        ranks: The ranks of the group, numbered as in the default group.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
@@ -104,7 +104,7 @@ class Wait:
     unsent: dict[str, list[int]]  # started ones without further messages during this wait
 
     def has_sent(self, other: Wait) -> bool:
-        """True if this rank has sent, or sends during this wait, all that `other` waits for."""
+        """Return True if this rank has sent, or sends during this wait, all that `other` waits for."""
         return self.started.get(other.group, 0) >= other.number and other.number not in self.unsent.get(other.group, ())
 
 
@@ -146,7 +146,7 @@ class RankProgress:
     _groups: dict[str, weakref.ref[GroupProgress]] = field(default_factory=dict)  # by name
 
     def register(self, group: GroupProgress) -> None:
-        """Note that this process is a rank of `group`, which replaces a destroyed group of the same name."""
+        """Record that this process is a rank of `group`, which replaces a destroyed group of the same name."""
         for name in [name for name, known in self._groups.items() if known() is None]:
             del self._groups[name]
         self._groups[group.name] = weakref.ref(group)
@@ -160,14 +160,14 @@ class RankProgress:
     def enter(
         self, name: str, origin: Origin | None = None, group: GroupProgress | None = None, number: int = 0
     ) -> None:
-        """Note that this thread starts to wait for a collective: that of `number` in `group`, if given."""
+        """Record that this thread starts to wait for a collective: that of `number` in `group`, if given."""
         thread = get_ident()
         self._waiting[thread] = self._new_task(name, origin, None, group, number)
         if thread not in self._trains and thread not in self._behind:
             self._trains.add(thread)
 
     def leave(self) -> None:
-        """Note that this thread has stopped waiting."""
+        """Record that this thread has stopped waiting."""
         thread = get_ident()
         task = self._waiting.pop(thread, None)
         if thread not in self._behind:
@@ -195,11 +195,11 @@ class RankProgress:
             del self._joining[thread]
 
     def work_behind(self) -> None:
-        """Note that this thread is a background thread."""
+        """Record that this thread is a background thread."""
         self._behind.add(get_ident())
 
     def queue(self, name: str, origin: Origin, ended: End | None) -> None:
-        """Note that a device has a queued collective, which ends with `ended`; None if its end cannot be detected."""
+        """Record that a device has a queued collective, which ends with `ended`; None if its end cannot be detected."""
         if ended is not None:
             self._drop_ended()  # a watchdog does it too, but not every job has one
             self._queued.append(self._new_task(name, origin, ended))
@@ -213,7 +213,7 @@ class RankProgress:
         self._trains.clear()
 
     def waits(self) -> list[Task]:
-        """The present waits of all threads of this process, oldest first, without calls of torch."""
+        """Return the present waits of all threads of this process, oldest first, without calls of torch."""
         return sorted(self._waiting.copy().values(), key=lambda task: task.since)
 
     @property
@@ -327,7 +327,7 @@ class RankProgress:
             self._drops.release()
 
     def _has_ended(self, task: Task) -> bool:
-        """True if `task` has ended, or its end cannot be detected."""
+        """Return True if `task` has ended, or its end cannot be detected."""
         assert task.ended is not None
         try:
             return task.ended.query()
@@ -347,7 +347,7 @@ class RankProgress:
         return Task(name, origin, monotonic(), in_first_step, ended, group=group, number=number)
 
     def _is_first(self, name: str, origin: Origin | None) -> bool:
-        """True if a collective belongs to the first step; of a model that never trains, the first of each kind."""
+        """Return True if a collective belongs to the first step, or is the first of its kind without training."""
         if self.step:
             return True
         collective = (name, origin.unit, origin.phase) if origin is not None else (name, "", Phase.IDLE)
@@ -392,7 +392,7 @@ def _is_of(frame: FrameType, folders: tuple[str, ...]) -> bool:
 
 
 def _is_public(frame: FrameType) -> bool:
-    """True for a function of `torch.distributed` that users call: not private, and not a wrapper."""
+    """Return True for a function of `torch.distributed` that users call: not private, and not a wrapper."""
     code = frame.f_code
     is_own = code.co_filename.startswith(str(Path(_TORCH, "distributed")))
     return (

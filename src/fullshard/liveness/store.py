@@ -39,11 +39,11 @@ class PatientStore:
         self._answer(self._store.set, key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of `key`."""
+        """Return the value of `key`."""
         return bytes(self._answer(self._store.get, key))
 
     def check(self, keys: list[str]) -> bool:
-        """True if all of `keys` have been set."""
+        """Return True if all of `keys` have been set."""
         return bool(self._answer(self._store.check, keys))
 
     def add(self, key: str, amount: int) -> int:

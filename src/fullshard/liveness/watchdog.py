@@ -242,7 +242,7 @@ class _Watchdog:
                 self._end(why)
 
     def _is_stuck(self, task: Task | None) -> bool:
-        """True if this process has waited for so long since a loss, for `task` or in any thread, that it hangs."""
+        """Return True if this process hangs: it has waited too long since a loss, for `task` or in any thread."""
         missed_s = monotonic() - self._missed_since
         if task is not None and min(missed_s, task.waited_s) > (_LONG_GRACE_S if task.is_torchs else _GRACE_S):
             return True
@@ -487,7 +487,7 @@ class _Board:
         return self._loss
 
     def known_loss(self) -> _Loss | None:
-        """The loss that was noticed first, if there was any."""
+        """Return the loss that was noticed first, if there was any."""
         message = "" if self._loss else self._read("loss")
         return _Loss(**json.loads(message)) if message else self._loss
 
@@ -499,7 +499,7 @@ class _Board:
         return _Question(**json.loads(self._question))
 
     def last_question(self) -> _Question | None:
-        """The last question, if there was any."""
+        """Return the last question, if there was any."""
         self._question = self._read("question") or self._question
         return _question(self._question)
 
@@ -519,7 +519,7 @@ class _Board:
         self._call(self._store.add, f"answers/{question.number}", 1, otherwise=0)
 
     def has_answers(self, question: _Question, world: int) -> bool:
-        """True if all ranks have answered, or the store is gone."""
+        """Return True if all ranks have answered, or the store is gone."""
         return self._call(self._store.add, f"answers/{question.number}", 0, otherwise=world) >= world
 
     def answers(self, question: _Question, world: int) -> list[str]:
@@ -533,7 +533,7 @@ class _Board:
         return [f"{named_ranks(who)}: {place}{waited[place]}" for place, who in ranks.items()]
 
     def is_split(self, question: _Question, world: int) -> bool:
-        """True if all ranks have been waiting for a while, and not for the same collective."""
+        """Return True if all ranks have been waiting for a while, and not for the same collective."""
         answers = self.places(question, world)
         settled = all(is_waiting and seconds > _SETTLED_S for _, seconds, is_waiting in answers)
         return settled and len({place for place, _, _ in answers}) > 1

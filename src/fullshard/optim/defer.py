@@ -30,7 +30,7 @@ __all__ = ["can_defer", "defer"]
 
 
 def can_defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter]) -> bool:
-    """True if a step of `params`, which are the unit's, can be deferred without being visible."""
+    """Return True if a step of `params`, which are the unit's, can be deferred without being visible."""
     if any(param.grad is None for param in params):
         return False
     if in_backward() or not all(param_group.has_shards_alone for param_group in unit.param_groups):
@@ -111,7 +111,7 @@ class _Deferred:
 
 
 def defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter], run: Callable[[], None]) -> None:
-    """Defer the step of `params` by `run` until `unit` is needed next or one of them is accessed. The `optimizer` has
+    """Defer `run`, the step of `params`, until `unit` is needed or a parameter is accessed. The `optimizer` has
     no other parameters in that step.
     """
     unit.residency.deferred.append(_Deferred(optimizer, params, run).take)

@@ -206,7 +206,7 @@ def _made_like(
     Args:
         optimizer: the template.
         groups: the options of each group; other entries are left out.
-        params: of each group.
+        params: The parameters of each group.
         lr: replaces all learning rates that are numbers; None keeps them.
     """
     given = []

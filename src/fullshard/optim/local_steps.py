@@ -172,7 +172,7 @@ def _is_of_library_with_kernels(optimizer: Optimizer) -> bool:
 
 
 def _has_wholes_only(optimizer: Optimizer) -> bool:
-    """True if no parameter is cut, as under `ddp`, or can be cut before the first step."""
+    """Return True if no parameter is cut, as under `ddp`, or can be cut before the first step."""
     return all(isinstance(param, DTensor) for param in _params(optimizer)) and not _cut_params(optimizer)
 
 
@@ -200,7 +200,7 @@ def _check_steps_shards(optimizer: Optimizer) -> None:
 
 
 def _may_have_any_order(optimizer: Optimizer) -> bool:
-    """True if a step gives the same values whatever the order of the parameters is, on each rank."""
+    """Return True if a step gives the same values whatever the order of the parameters is, on each rank."""
     blocks = block_states(optimizer)
     if blocks is not None and blocks.draws:  # random numbers, which must be identical on replicas
         return False
@@ -358,7 +358,7 @@ def _keep(state: dict[str, Any], stepped: dict[str, Any], param: Any) -> None:
 
 
 def _is_local_of(known: Any, value: Any) -> bool:
-    """True if `value` is the result of `_local(known)`."""
+    """Return True if `value` is the result of `_local(known)`."""
     if isinstance(known, DTensor) and not known.ndim:
         return isinstance(value, Tensor) and address(value) == address(known._local_tensor)
     return _local(known) is value

@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
         weight_decay: the decoupled weight decay, which is multiplied by the learning rate.
         momentum: the fraction of the momentum that a step keeps; the rest is the gradient's.
         nesterov: whether to use Nesterov momentum, a mixture of the gradient and the new momentum.
-        ns_coefficients: of the odd polynomial of degree five that is iterated.
+        ns_coefficients: The coefficients of the iterated odd polynomial of degree five.
         eps: the minimum norm that a matrix is divided by before the iteration.
         ns_steps: the number of iterations.
         adjust_lr_fn: the learning rate for a matrix of `a` rows and `b` columns: "original" (or None), times
@@ -249,10 +249,10 @@ class Cuts:
     """The division of one matrix of a parameter into parts.
 
     Args:
-        spans: of each part, the positions along each dim of the parameter.
-        index: of the matrix in a stack: a number, or nothing.
-        rows: of the matrix.
-        columns: of the matrix.
+        spans: The positions of each part along each dim of the parameter.
+        index: The index of the matrix in a stack, or nothing.
+        rows: The rows of the matrix.
+        columns: The columns of the matrix.
         whole_part: the part that is the whole matrix, if there is one.
     """
 
@@ -263,23 +263,23 @@ class Cuts:
     whole_part: int | None
 
     def has(self, part: int) -> bool:
-        """True if `part` of the parameter has anything of this matrix."""
+        """Return True if `part` of the parameter has anything of this matrix."""
         return all(at in span for at, span in zip(self.index, self.spans[part], strict=False))
 
     def tile(self, part: int) -> tuple[slice, slice]:
-        """The rows and columns that `part` has."""
+        """Return the rows and columns that `part` has."""
         if not self.has(part):
             return slice(0), slice(0)
         rows, columns = self.spans[part][-2:]
         return slice(rows.start, rows.stop), slice(columns.start, columns.stop)
 
     def shape(self, part: int) -> tuple[int, int]:
-        """The shape of `part`."""
+        """Return the shape of `part`."""
         rows, columns = self.tile(part)
         return rows.stop - (rows.start or 0), columns.stop - (columns.start or 0)
 
     def numel(self, part: int) -> int:
-        """Elements of `part`."""
+        """Return the number of elements of `part`."""
         return math.prod(self.shape(part))
 
     def own(self, local: Tensor, part: int) -> Tensor:
@@ -309,7 +309,7 @@ class Matrix:
 
     @property
     def cost(self) -> float:
-        """Multiplications in its orthogonalisation, up to a factor common to all matrices."""
+        """The number of multiplications of its orthogonalization, up to a factor common to all matrices."""
         short, long = sorted((self.cuts.rows, self.cuts.columns))
         return float(self.group["ns_steps"] * short * short * (2 * long + short))
 
@@ -381,7 +381,7 @@ def _divided(
     the whole matrix, if there is one.
 
     Args:
-        shape: of the parameter.
+        shape: The shape of the parameter.
         cuts: in order, the dims that it is cut along and the number of pieces.
         places: for each part, the index of its piece in each cut. Empty if there is only one part.
     """
@@ -530,7 +530,7 @@ class Team:
 
         Args:
             matrices: the same on every rank, and each with a gradient.
-            note: what is unusual about them.
+            note: A remark about special properties.
         """
         which = ", ".join(dict.fromkeys(f"{matrix.name} {tuple(matrix.param.shape)}" for matrix in matrices))
         costs, nbytes = [matrix.cost for matrix in matrices], [matrix.nbytes for matrix in matrices]
@@ -555,7 +555,7 @@ class Batch:
         by_owner: the matrices that each of them orthogonalises.
         parity: 0 and 1 alternately: two batches are pending at the same time.
         which: names and shapes of all the matrices, so that other matrices of another rank do not arrive as these.
-        note: what is unusual about them.
+        note: A remark about special properties.
     """
 
     def __init__(self, team: Team, by_owner: Sequence[Sequence[Matrix]], parity: int, which: str, note: str) -> None:

@@ -3,11 +3,11 @@
 An operation takes the larger of its FLOPs over a rate and its bytes over the memory's bandwidth, and a launch. Two
 kinds of operations have FLOPs:
 
-    products of matrices    cut into tiles, of which each multiprocessor computes one at a time. All tiles of a wave
+    products of matrices    cut into tiles; each multiprocessor computes one at a time. All tiles of a wave
                             take as long as one, so that a last wave of few tiles costs as much as a full one. A long
                             inner dimension may be cut too, if partial sums are then written and added. Of several cuts
                             the fastest counts, as libraries choose
-    attention               a share of the peak rate of its own, forward and backward: kernels fuse a softmax into
+    attention               a separate share of the peak rate, forward and backward: kernels fuse a softmax into
                             their two products, and do five products in backward. Blocks that a causal mask leaves out
                             cost nothing
 
@@ -68,17 +68,17 @@ class Costs:
     operation takes the host some 6 us. Ratios between two tapes depend on them little, seconds do.
 
     Args:
-        flops_per_s: of large products of matrices, of dtypes that `flops_by_dtype` does not have.
+        flops_per_s: The rate of large matrix products for dtypes not in `flops_by_dtype`.
         flops_by_dtype: the same by the dtype of what they give.
-        memory_bytes_per_s: of kernels that are bound by memory.
-        launch_s: of a stream, between two kernels.
+        memory_bytes_per_s: The bandwidth of memory-bound kernels.
+        launch_s: The time between two kernels of a stream.
         multiprocessors: that tiles of products are spread over; 0 if they are not cut.
         attention: see `Attention`, of `peak_by_dtype`; as other products, if None.
         peak_by_dtype: the peak rates.
-        latency_s: of a collective under the protocol Simple, before its first step.
+        latency_s: The latency of a collective under the protocol Simple, before its first step.
         ranks_per_host: ranks are numbered host by host.
         link_bytes_per_s: bus bandwidth of one rank to others of its host, one way.
-        network_bytes_per_s: of one rank to other hosts, one way.
+        network_bytes_per_s: The bandwidth of one rank to other hosts, one way.
         link: for its steps and protocols; without it, and without `network`, steps take no time.
         network: likewise.
         slowdown: Relative increase of compute time during a collective: 0.1 is a tenth.
@@ -87,7 +87,7 @@ class Costs:
         host_mark_s: to set a mark, or to let a stream wait for one.
         segment_s: to ask the device for a segment of memory, or to give one back; assumed.
         host_memory_bytes_per_s: that the CPU reads and writes for this rank, while others of its host do so, too.
-        host_link_bytes_per_s: of copies between the host's memory and an accelerator's.
+        host_link_bytes_per_s: The bandwidth of copies between host and accelerator memory.
     """
 
     flops_per_s: float = 0.65 * 989e12
@@ -118,11 +118,11 @@ class Costs:
         """Account for an allocation or free: it costs nothing, but may make the next operation more expensive."""
 
     def of_operation(self, operation: Operation) -> float:
-        """Seconds that `operation` takes a stream of the accelerator."""
+        """Return the seconds that `operation` takes a stream of the accelerator."""
         return self.launch_s + max(self._flops_s(operation), self._bytes_s(operation))
 
     def alongside(self, operation: Operation) -> float:
-        """The same while a collective runs, which takes some of the multiprocessors, and leaves memory alone."""
+        """Return the same while a collective runs, which takes some of the multiprocessors, and leaves memory alone."""
         return self.launch_s + max((1 + self.slowdown) * self._flops_s(operation), self._bytes_s(operation))
 
     def of_collective(self, collective: Collective) -> float:
@@ -141,7 +141,7 @@ class Costs:
         return min(self._ways(max(read, written), _places(collective.ranks, self.ranks_per_host), is_all_reduce))
 
     def _ways(self, whole: int, places: tuple[int, int, int], is_all_reduce: bool) -> Iterator[float]:
-        """Seconds by each algorithm and protocol that there is."""
+        """Return the seconds by each algorithm and protocol that there is."""
         ranks, hosts, on_host = places
         rounds = 2 if is_all_reduce else 1
         for way in self._protocols():
@@ -191,7 +191,7 @@ class Costs:
         return self._product_s(operation, flops, rate)
 
     def _product_s(self, operation: Operation, flops: float, rate: float) -> float:
-        """Seconds of a product of matrices: of tiles in waves, if there are multiprocessors."""
+        """Return the seconds of a product of matrices: of tiles in waves, if there are multiprocessors."""
         dims = _dims(operation, flops) if self.multiprocessors else None
         if dims is None:
             return flops / rate
@@ -202,7 +202,9 @@ class Costs:
 def _tiled_s(
     rows: int, inner: int, columns: int, multiprocessors: int, flops_per_s: float, memory_bytes_per_s: float
 ) -> float:
-    """Seconds of a product that is cut into tiles, in waves over the multiprocessors: by the fastest of its cuts."""
+    """Return the seconds of a product that is cut into tiles, in waves over the multiprocessors: by the fastest of its
+    cuts.
+    """
     each = flops_per_s / multiprocessors
 
     def most_flops(tile: int, tiles: int, cuts: int) -> float:
@@ -242,7 +244,7 @@ def _places(ranks: tuple[int, ...], ranks_per_host: int) -> tuple[int, int, int]
 
 
 def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None = None) -> Costs:
-    """The costs of a tape on `hardware`. Matrix products without a recorded dtype count as `dtype`.
+    """Return the costs of a tape on `hardware`. Matrix products without a recorded dtype count as `dtype`.
 
     Of a CPU they go with one tape, from its beginning; `ranks` of them share its cores, one for each if None.
     """

@@ -23,7 +23,7 @@ __all__ = [
 
 
 class State(Enum):
-    """The kinds of content of memory, in the order of a stacked plot from the bottom."""
+    """The states of a run that take memory, in the order of a stacked plot from the bottom."""
 
     PARAMETERS = "parameters at rest"
     OPTIMIZER = "optimizer state"

@@ -267,7 +267,7 @@ class Bounds:
         return "float32" if first is None else str(first).removeprefix("torch.")
 
     def _compute_guess(self) -> float:
-        """Seconds of matrix products per step: 6 FLOPs per parameter and token."""
+        """Return the seconds of matrix products per step: 6 FLOPs per parameter and token."""
         model = self._question.subject.model
         if model is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""`fullshard plan`: search, and say what was found. The exit code is 0 if something fits, 1 if nothing does."""
+"""`fullshard plan`: run the search and print the result. The exit code is 0 if something fits, 1 if nothing does."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Sketch:
 
     @property
     def tapes(self) -> Sequence[Tapes]:
-        """The traces of the short models."""
+        """The traces of the shortened models."""
         if isinstance(self._tapes, bytes):
             tapes: Sequence[Tapes] = pickle.loads(self._tapes)
             self._tapes = tapes

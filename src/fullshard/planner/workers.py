@@ -1,4 +1,4 @@
-"""Sketches made by worker processes, as far as there are cores."""
+"""Sketches created by worker processes, as far as there are cores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Workers"]
 
 
 class Workers:
-    """A pool of forked processes that make sketches, as far as there are cores. They share the subject.
+    """A pool of forked processes that create sketches, as far as there are cores. They share the subject.
 
     If a forked process cannot run backward, this process makes the sketches sequentially. A fork lacks the autograd
     threads for devices, which start with the first backward alongside a GPU, or after fake tensors with a CUDA build of
@@ -56,14 +56,14 @@ class Workers:
         self._end()
 
     def _end(self) -> None:
-        """End all processes. This process makes the remaining sketches."""
+        """End all processes. This process creates the remaining sketches."""
         pool, self._pool, self.at_once = self._pool, None, 1
         if pool is not None:
             pool.shutdown(cancel_futures=True)
             _REQUESTED.pop()
 
     def __call__(self, question: Question, program: Program) -> Future[Any]:
-        """Start to make a sketch, with all derived values that a search needs.
+        """Start to create a sketch, with all derived values that a search needs.
 
         Args:
             question: The same subject, possibly with other machines.
@@ -80,7 +80,7 @@ class Workers:
         return future
 
     def ask_ahead(self, question: Question, program: Program) -> None:
-        """Start to make a sketch that will probably be needed, if there are processes."""
+        """Start to create a sketch that will probably be needed, if there are processes."""
         if self._pool is not None:
             self._ahead.append((question, program, self(question, program)))
 
@@ -103,7 +103,7 @@ def _run_backward() -> None:
 
 
 def _sketched(sent: Question, program: Program) -> Mapping[str, Any]:
-    """Make a sketch in a forked process in a form that can be sent back."""
+    """Create a sketch in a forked process in a form that can be sent back."""
     forked = _REQUESTED[-1]
     question = replace(sent, subject=forked.subject, make_optimizer=forked.make_optimizer)
     made = question.requested(program)

@@ -57,7 +57,7 @@ class FSDPMeshInfo:
     """A mesh to shard over and the roles of its axes.
 
     Args:
-        mesh: A mesh of one axis, or of two axes of which the first replicates.
+        mesh: A mesh of one axis, or of two axes, where the first replicates.
         shard_mesh_dim: The index of the shard axis. If None, the last axis.
         replicate_mesh_dim: The index of the replicate axis. If None, the first of two axes.
         dp_mesh_dims: The names of these axes in `spmd_mesh`, if parameters are `DTensor`s on all axes of `spmd_mesh`.

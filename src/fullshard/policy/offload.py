@@ -157,7 +157,7 @@ class Offload(OffloadPolicy):
         """Return the placement of all units; the device while it is not known which units are offloaded.
 
         Args:
-            beside: See `states_on_cpu`.
+            alongside: See `states_on_cpu`.
         """
         if self.parameters.get("cpu", 0.0) == 1:
             return StatePlacement.CPU
@@ -167,7 +167,7 @@ class Offload(OffloadPolicy):
         """Return the fraction of the optimizer state on the CPU. With a budget, all of it until fractions are chosen.
 
         Args:
-            beside: Whether the CPU is alongside an accelerator that computes. If not, a budget does not offload to it.
+            alongside: Whether an accelerator computes. If not, a budget does not offload to the CPU.
         """
         return self.cpu_fraction if self.budget is None else float(alongside)
 

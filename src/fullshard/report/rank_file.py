@@ -170,5 +170,5 @@ def is_closed(path: Path) -> bool:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """`values` as JSON has them: without numbers that are not finite."""
+    """Return `values` without non-finite numbers, which JSON cannot represent."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -50,7 +50,7 @@ def block_states(optimizer: Optimizer) -> BlockStates | None:
 
 
 def is_part(name: str) -> bool:
-    """True if a state of this name is a part of one that is encoded in blocks."""
+    """Return True if a state of this name is a part of one that is encoded in blocks."""
     return name.endswith((_CODES, _SCALE))
 
 
@@ -72,11 +72,11 @@ class BlockStates:
     # -- what a library does ------------------------------------------------------------------------------------------
 
     def encodes(self, param: nn.Parameter) -> bool:
-        """True if the states of the whole `param` are encoded."""
+        """Return True if the states of the whole `param` are encoded."""
         raise NotImplementedError
 
     def _describe(self) -> str:
-        """The encoding, in words."""
+        """Return a description of the encoding."""
         raise NotImplementedError
 
     @property
@@ -151,7 +151,7 @@ class BlockStates:
         return found
 
     def _follows(self, name: str) -> bool:
-        """True if the state `name` is computed from the others."""
+        """Return True if the state `name` is computed from the others."""
         return False
 
     def together(self, values: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
@@ -310,14 +310,14 @@ def _local(tensor: Any) -> Any:
 
 
 def _like(local: Tensor, param: nn.Parameter) -> Tensor:
-    """`local`, placed as `param` is."""
+    """Return `local`, placed as `param` is."""
     if not isinstance(param, DTensor):
         return local
     return make_dtensor(local, param.device_mesh, tuple(param.placements), tuple(param.shape))
 
 
 def _is_cut_once(param: nn.Parameter) -> bool:
-    """True if the shards of `param` make up the whole parameter, which is not the case with tensor parallelism."""
+    """Return True if the shards of `param` make up the whole parameter. With tensor parallelism, they do not."""
     managed = managed_by(param)
     return managed is None or (managed.param.layout.spec.shape == tuple(param.shape) and not managed.param.view.is_cut)
 

@@ -113,7 +113,7 @@ def choose_for_budget(optimizer: Optimizer) -> None:
 
 
 def _is_in_backward(runtime: Runtime) -> bool:
-    """True if an optimizer steps within a backward now, and units that this needs would move."""
+    """Return True if an optimizer steps within a backward now, and units that this needs would move."""
     is_elsewhere = (unit.is_on_disk or unit.is_on_cpu for unit in runtime.units if _open(unit) is not None)
     return runtime.phase is Phase.BACKWARD and any(is_elsewhere)
 
@@ -266,7 +266,7 @@ class _Budget:
     Args:
         nbytes: the maximum on the device.
         policy: the policy with the budget.
-        runtime: of all units of the model.
+        runtime: The runtime of all units of the model.
         units: the units that may be offloaded.
         needs: the maximum over all ranks.
     """
@@ -409,7 +409,7 @@ def _passing_of(unit: Unit) -> dict[str, int]:
 
 
 def _is_stepped_here(unit: Unit) -> bool:
-    """True if the device that computes steps `unit`, or would do so without offloading."""
+    """Return True if the device that computes steps `unit`, or would do so without offloading."""
     return _open(unit) is not None or not unit.is_offloaded
 
 
@@ -613,7 +613,7 @@ def _bring_alongside(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> No
 
 
 def _counts_follow(group: Mapping[str, Any]) -> bool:
-    """True if step counts are on the device of the parameters of `group`, and not always on the CPU."""
+    """Return True if step counts are on the device of the parameters of `group`, and not always on the CPU."""
     return bool(group.get("fused") or group.get("capturable"))
 
 

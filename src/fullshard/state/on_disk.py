@@ -136,7 +136,7 @@ class StatesOnDisk:
 
     Args:
         chunks: the parameters whose states are on the disk, in portions, with their folder.
-        name: of the file, for messages.
+        name: The name of the file, for messages.
     """
 
     def __init__(self, chunks: Iterable[tuple[Path, list[nn.Parameter]]], name: str) -> None:
@@ -166,7 +166,7 @@ class StatesOnDisk:
         return [chunk.extent.nbytes for chunk in self._chunks if chunk.extent is not None]
 
     def holds(self, param: Tensor) -> bool:
-        """True if the states of `param` are on the disk."""
+        """Return True if the states of `param` are on the disk."""
         return id(param) in self._chunk_of
 
     def step(
@@ -474,7 +474,7 @@ class ShardsInMemory:
 
     Args:
         held: the `DTensor`s, and the local tensor on disk of each.
-        is_shard: for each, whether it is a shard, which is written again.
+        is_shard: Whether each is a shard, which is written back.
     """
 
     def __init__(self, held: Sequence[tuple[DTensor, OnDisk]], is_shard: Sequence[bool]) -> None:

@@ -39,7 +39,7 @@ def misfit_of_kind(optim: Any, fqns: Sequence[str], saved: Sequence[SavedOptions
 
     Args:
         optim: the optimizer to load into.
-        fqns: its parameters, in its order.
+        fqns: The FQNs of the parameters, in the order of the optimizer.
         saved: the groups of the saved state.
     """
     by_fqn = {fqn: options for options in saved for fqn in options.fqns}

@@ -188,7 +188,7 @@ def _as_saved(model: nn.Module, named: StateDict) -> torch.optim.Optimizer:
 
 
 def params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters of `optim` by FQN, in the order in which `optim` numbers them."""
+    """Return the parameters of `optim` by FQN, in the order in which `optim` numbers them."""
     fqns: dict[int, str] = {}
     for name, param in model.named_parameters():
         managed = managed_by(param)
@@ -423,7 +423,7 @@ class StateTemplate:
         self._disk.expect(dtypes)
 
     def present(self, fqn: str, name: str) -> Tensor | None:
-        """The optimizer's present state, if it is a tensor."""
+        """Return the optimizer's present state, if it is a tensor."""
         found = self._optim.state.get(self._params[fqn], {}).get(name)
         return found if isinstance(found, Tensor) else None
 

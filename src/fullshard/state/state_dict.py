@@ -228,12 +228,12 @@ def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: st
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """The address of a plain tensor's storage."""
+    """Return the address of a plain tensor's storage."""
     return None if isinstance(tensor, DTensor) else tensor.untyped_storage()._cdata
 
 
 def is_first_rank(module: nn.Module) -> bool:
-    """True on the first of the ranks that `module` is sharded over: the one that `rank0_only` means."""
+    """Return True on the first of the ranks that `module` is sharded over: the one that `rank0_only` means."""
     return all(dist.get_rank(group) == 0 for group in groups_of(module))
 
 
@@ -243,7 +243,7 @@ def groups_of(module: nn.Module) -> list[dist.ProcessGroup | None]:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device that `module` computes on, and its groups send from."""
+    """Return the device that `module` computes on, and its groups send from."""
     units = units_in(module)
     return units[0].device if units else torch.device("cpu")
 

@@ -48,7 +48,7 @@ def stream_weights(
         model: sharded or not. Its parameters and persistent buffers are yielded with their names and order in the
             user's own module; tied weights once, with their first name.
         bucket_bytes: bytes of whole weights in `dtype` that are gathered together.
-        dtype: of floating-point weights; None keeps their own.
+        dtype: The dtype for floating-point weights; None keeps the dtype of each.
         rename: returns the new name for a name; None leaves the weight out, and it is not gathered.
         to_rank: the only global rank that gets weights. The others call this function, too, and get none.
 

@@ -53,7 +53,7 @@ def summon_full_params(
     Args:
         module: a unit, or a module with units in it.
         recurse: whether to include the units below `module`, or only its own.
-        writeback: whether changes to the parameters are kept; each rank keeps those of its own shard.
+        writeback: Whether to keep changes to the parameters. Each rank keeps the changes of its shard.
         rank0_only: other ranks keep their shards, and need no memory. Not with `writeback`.
         offload_to_cpu: whether unsharded parameters are moved to the CPU.
         with_grads: whether gradients are unsharded too. Changes to gradients are kept with `writeback`.
@@ -97,7 +97,7 @@ def summon_full_params(
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    """The units that have parameters of `module`; without `recurse`, the one unit that it is or only wraps.
+    """Return the units that have parameters of `module`; without `recurse`, the one unit that it is or only wraps.
 
     The units of tied weights, and of a module that is a part of a unit, are found elsewhere than in `module`.
     """

@@ -20,7 +20,7 @@ class RunLedgers:
     ddp: Ledger  # by formula, for the same model and batch under ddp
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        """Bytes by column and state, each column with its total."""
+        """Return bytes by column and state, each column with its total."""
         columns = {"measured": self.measured, "formula": self.formula, "ddp_formula": self.ddp}
         return {name: {**asdict(ledger), "total": ledger.total} for name, ledger in columns.items()}
 

@@ -66,11 +66,11 @@ def train(
     `records`, the run writes a report: see `fullshard.report`.
 
     Raises:
-        ConfigError: each machine is to hold one replica, and they have different numbers of ranks; or checkpoints are
-            to be saved where not all machines see them; or the checkpoint is not of this run; or a file of the output
-            folder cannot be written.
-        CheckpointError: the checkpoint is damaged or does not fit; or none could be written until the end, or until
-            SIGTERM came.
+        ConfigError: Each machine should hold one replica, but machines have different numbers of ranks; or not all
+            machines can access the folder of the checkpoints; or the checkpoint belongs to another run; or a file of
+            the output folder cannot be written.
+        CheckpointError: The checkpoint is damaged or does not match; or none could be written before the end or
+        SIGTERM.
     """
     check_machines(settings, rank)
     settings = resolved(settings, rank)
@@ -213,7 +213,7 @@ class Trainer:
             self.measure_first_steps(self.prediction, self.forecast)
 
     def predict_step(self, prediction: RunPrediction) -> Forecast | None:
-        """Show the prediction of a step and return it; None if there is no prediction."""
+        """Show the prediction of a step and return it; None without a prediction."""
         try:
             forecast = prediction.forecasting.result()
         except ConfigError as error:
@@ -488,7 +488,7 @@ class Trainer:
         """Add a line to the metrics. Every rank calls it, and the first one writes.
 
         Raises:
-            ConfigError: the first rank could not write this file, or another one of the folder. On every rank.
+            ConfigError: The first rank could not write this file, or another file of the folder. Raised on every rank.
         """
         self.folder.write_line(kind, values)
         do_together(self.folder.check, self.rank.world)
@@ -497,7 +497,7 @@ class Trainer:
         """Write the trained weights.
 
         Raises:
-            CheckpointError: they cannot be written. On every rank.
+            CheckpointError: They cannot be written. Raised on every rank.
         """
         try:
             write_safetensors(self.model.state_dict(), self.folder.weights)

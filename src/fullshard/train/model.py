@@ -51,7 +51,7 @@ SIZES = {
 
 
 def shape_of(settings: ModelSettings) -> Shape:
-    """Return the named size, with explicitly given dimensions in place of its own.
+    """Return the dimensions of the named size, overridden by those that are given explicitly.
 
     Raises:
         ConfigError: The size is unknown, or the dimensions are inconsistent.
@@ -125,7 +125,7 @@ class ByteEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block: attention, then an MLP, each added to its input. One unit of sharding."""
+    """A transformer block: attention, then an MLP, each with a residual connection. It is one FSDP unit."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention of several heads, queries and keys normalized and turned by their position."""
+    """Causal multi-head attention with normalized queries and keys and rotary positions."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices with a GELU between them."""
+    """Two linear layers with a GELU in between."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

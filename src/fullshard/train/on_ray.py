@@ -29,7 +29,7 @@ def run_on_ray(argv: Sequence[str], ranks: int, *, address: str | None, restarts
     Args:
         argv: options of the trainer, as for any rank.
         ranks: workers, each with a core, or with a GPU if the cluster has any.
-        address: of a cluster. If None, that of `RAY_ADDRESS`, or a new cluster on this machine.
+        address: The address of a cluster. If None, that of `RAY_ADDRESS`, or a new cluster on this machine.
         restarts: whether to restart lost workers, up to three times, from the newest checkpoint.
 
     Raises:

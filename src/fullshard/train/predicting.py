@@ -60,9 +60,9 @@ class Machine:
 
     Args:
         device_type: "cpu" or that of an accelerator.
-        device_name: of the accelerator; empty for a CPU.
+        device_name: The name of the accelerator; empty for a CPU.
         memory_bytes: memory of one rank.
-        world: all ranks.
+        world: The number of all ranks.
         local_world: the ranks of one machine.
         machines: number of machines.
         host_bytes: host memory available to one rank; None for no limit.
@@ -113,7 +113,7 @@ class DiskUse:
     Dry steps include the choice of a budget, and the activations that forward offloads.
 
     Args:
-        microbatches: per step.
+        microbatches: The number of microbatches per step.
     """
 
     def __init__(self, microbatches: int) -> None:
@@ -163,9 +163,9 @@ def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: fl
     Args:
         model: The sharded model.
         settings: Settings that put part of it on a disk.
-        rank: this one.
+        rank: This rank.
         step_s: seconds of a step without the disk; 0 if that is not known.
-        traffic: of this rank.
+        traffic: The traffic of this rank.
 
     Raises:
         DiskError: The folder is not writable, or too small. The message has the options that fit.

@@ -40,7 +40,7 @@ class Heading:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """The figures of a step."""
+    """The values of a step."""
 
     step: int  # steps done
     loss: float  # nats per byte
@@ -51,7 +51,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The figures of a run at its end."""
+    """The values of a run at its end."""
 
     bits_per_byte: float  # on validation text
     sample: bytes
@@ -65,54 +65,56 @@ class Display:
     """A display without output, for every rank except the first. Subclasses show the events."""
 
     def start(self, heading: Heading) -> None:
-        """The run begins."""
+        """Called when the run starts."""
 
     def remember_memory(self, ledgers: RunLedgers) -> None:
-        """The memory of a rank is known, and shown in later lines."""
+        """Called when the memory of a rank is known, which later lines show."""
 
     def show_forecast(self, forecast: Forecast) -> None:
-        """The prediction of a rank's needs is known."""
+        """Called when the needs of a rank have been predicted."""
 
     def show_disk(self, lines: Sequence[str]) -> None:
-        """The cost of the disk for offloaded data is known."""
+        """Called when the cost of the disk for offloaded data is known."""
 
     def show_comparison(self, comparison: Comparison) -> None:
-        """The measured needs of a rank are known."""
+        """Called when the needs of a rank have been measured."""
 
     def advance(self, step: int) -> None:
-        """One more step is done, `step` in total."""
+        """Called after each step, with the number of completed steps."""
 
     def report(self, report: StepReport) -> None:
-        """Loss and speed are known after a step."""
+        """Called when the loss and the speed of a step are known."""
 
     def show_validation(self, step: int, bits_per_byte: float) -> None:
-        """A validation has ended."""
+        """Called after a validation."""
 
     def show_sample(self, step: int, content: bytes) -> None:
-        """The model has generated a sample."""
+        """Called when the model has generated a sample."""
 
     def show_resumed(self, step: int, path: Path) -> None:
-        """The run resumes from a checkpoint."""
+        """Called when the run resumes from a checkpoint."""
 
     def show_problem(self, message: str) -> None:
-        """An error that does not end the run."""
+        """Called for an error that does not end the run."""
 
     def show_stopped(self, step: int, path: Path) -> None:
-        """The run was stopped, and can resume from a checkpoint."""
+        """Called when the run was stopped and can resume from a checkpoint."""
 
     @contextmanager
     def watching(self, what: str) -> Iterator[Progress | None]:
-        """Show the progress of a long operation. Call the value of this context with the amount done and the total."""
+        """Show the progress of a long operation. The context manager returns a function of the amount done and the
+        total.
+        """
         yield None
 
     def close(self) -> None:
-        """The last step is done. May be called twice."""
+        """Called after the last step, possibly twice."""
 
     def show_result(self, result: Result) -> None:
-        """The run has succeeded."""
+        """Called when the run has succeeded."""
 
     def show_page(self, page: Path) -> None:
-        """The report of time and memory is written."""
+        """Called when the report of time and memory has been written."""
 
 
 class LineDisplay(Display):
@@ -203,14 +205,14 @@ class LineDisplay(Display):
         self.log(line)
 
     def numbers_of(self, report: StepReport) -> str:
-        """Loss, speed, time left and memory in one line."""
+        """Return loss, speed, remaining time and memory in one line."""
         return (
             f"loss {report.loss:.3f}  {report.bits_per_byte:.3f} bits/byte  "
             f"{report.tokens_per_s / 1000:.1f}k tokens/s  {duration(report.left_s)} left{self._memory}"
         )
 
     def log(self, line: str) -> None:
-        """Print one text as it is: no markup, no highlighting, no wrapping."""
+        """Print one text without markup, highlighting or wrapping."""
         self.console.print(Styled(line), soft_wrap=True)
 
 

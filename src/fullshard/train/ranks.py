@@ -42,7 +42,7 @@ class Rank:
 
 
 def runs_under_torchrun() -> bool:
-    """True if a launcher has started this process as one rank of several."""
+    """Return True if a launcher has started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

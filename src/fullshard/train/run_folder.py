@@ -138,7 +138,7 @@ class RunFolder:
         """Raise the error of the first file that could not be written.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: A file could not be written.
         """
         if self._failure is not None:
             raise self._failure
@@ -187,7 +187,7 @@ class RunFolder:
         self._write(path, append)
 
     def _write(self, path: Path, action: Callable[[], object]) -> None:
-        """Have `action` write the file, and keep its error for `check`."""
+        """Call `action` to write the file, and store its error for `check`."""
         if not self._writes or self._failure is not None:
             return
         try:

@@ -1,4 +1,4 @@
-"""The text of a run: one memory-mapped file of bytes, a part to train on and a part to validate on.
+"""The text of a run: one memory-mapped file of bytes, split into training and validation text.
 
 A folder is written once, file after file, into a cache: training files first, then validation files. A single file is
 read in place. The text is never fully in memory, and every batch depends only on the seed and the step.
@@ -114,10 +114,10 @@ def find_text(text: Path | None) -> TextSource:
 def write_text(source: TextSource, cache: Path) -> Text:
     """Return the source as one mapped file: the file itself, or a copy of the folder in `cache` with an index.
 
-    A cache that already holds this very source is used as it is.
+    A cache of the same source is reused.
 
     Raises:
-        ConfigError: the cache cannot be written, or a file changes meanwhile.
+        ConfigError: The cache cannot be written, or a file has changed meanwhile.
     """
     if not source.files:
         return Text(source.root, source.training_bytes, source.validation_bytes)

@@ -113,7 +113,7 @@ class Engine(nn.Module):
             scale_wrt_gas: Whether to divide by the number of microbatches.
 
         Raises:
-            StateError: There is no optimizer.
+            StateError: The engine has no optimizer.
         """
         self._trained()
         if scale_wrt_gas:
@@ -128,7 +128,7 @@ class Engine(nn.Module):
         """Count a microbatch. After the last one of a step, run the optimizer and the scheduler.
 
         Raises:
-            StateError: There is no optimizer, or there was no backward since the last call.
+            StateError: The engine has no optimizer, or backward was not called since the last step.
         """
         optimizer = self._trained()
         if not self._backwards:
@@ -470,7 +470,7 @@ def _write_weights(path: Path, weights: dict[str, Tensor]) -> None:
 
 
 def _find(folder: Path, tag: str | None) -> Path | None:
-    """Return the checkpoint `tag` in `folder`, or the latest; None if there is no checkpoint at all."""
+    """Return the checkpoint `tag` in `folder`, or the latest; None without any."""
     if tag is None and (folder / LATEST).exists():
         tag = read_tag(folder)
     place = folder if tag is None else folder / tag

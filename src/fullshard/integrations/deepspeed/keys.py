@@ -351,7 +351,7 @@ _ALIASES = {
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `config` by the path of their key, once every key is known and none must be refused.
+    """Return the values of `config` by the path of their key, once every key is known and none must be refused.
 
     Raises:
         ConfigError: a key is unknown or refused, or has a value that somebody else was to fill in.
@@ -365,7 +365,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(path: str, value: Any) -> Key:
-    """The key at `path`.
+    """Return the key at `path`.
 
     Raises:
         ConfigError: it is unknown, or refused and its value asks for something.

@@ -29,7 +29,7 @@ _INSTEAD = {
 
 
 def missing(module: str, name: str) -> MissingNameError:
-    """The error for `name`, which was looked up in `module` of DeepSpeed's."""
+    """Return the error for `name`, which was looked up in `module` of DeepSpeed's."""
     whole = f"{module}.{name}"
     instead = _INSTEAD.get(name, "docs/deepspeed.md lists what there is.")
     return MissingNameError(f"{whole} has no counterpart in fullshard.integrations.deepspeed. {instead}")

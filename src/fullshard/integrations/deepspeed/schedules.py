@@ -30,10 +30,10 @@ class Schedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[float]:
-        """The rate of each group after `last_batch_iteration`."""
+        """Return the rate of each group after `last_batch_iteration`."""
 
     def get_last_lr(self) -> list[float]:
-        """The rate that each group has."""
+        """Return the rate that each group has."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -43,7 +43,7 @@ class Schedule(ABC):
         self._put(self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of the step."""
+        """Return the number of the step."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class _Warmup(Schedule):
         self._grows_by_log = warmup_type == "log"
 
     def _warmed(self) -> float | None:
-        """The progress of the warm-up, from 0 to 1; None once it is over."""
+        """Return the progress of the warm-up, from 0 to 1; None once it is over."""
         done = self.last_batch_iteration
         if done >= self._warm_steps:
             return None
@@ -123,7 +123,7 @@ class WarmupLR(_Warmup):
         return [low + (high - low) * factor for low, high in zip(self._lowest, self._highest, strict=True)]
 
     def _after(self) -> float:
-        """The position between the lowest and the highest rate after the warm-up, from 0 to 1."""
+        """Return the position between the lowest and the highest rate after the warm-up, from 0 to 1."""
         return 1.0
 
 
@@ -259,7 +259,7 @@ class OneCycle(Schedule):
         return [low / (1 + self._decay_lr * decayed) for low in self._lowest]
 
     def get_mom(self) -> list[float] | None:
-        """The momentum of each group after `last_batch_iteration`; None if it is not cycled."""
+        """Return the momentum of each group after `last_batch_iteration`; None if it is not cycled."""
         if not self._cycles_momentum:
             return None
         decayed = self._decayed()
@@ -286,7 +286,7 @@ class OneCycle(Schedule):
         return (after + 1) / self._decay_interval if self._decay_interval else 0.0
 
     def _height(self) -> float:
-        """The position of the cycle between the lowest and the highest rate, from 0 to 1."""
+        """Return the position of the cycle between the lowest and the highest rate, from 0 to 1."""
         position = (self.last_batch_iteration + 1) % (self._up + self._down)
         if position <= self._up:
             climbed, way, stairs = position, self._up, self._stairs_up

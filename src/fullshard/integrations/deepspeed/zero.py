@@ -112,7 +112,7 @@ def _write(item: Managed, whole: Tensor, source: int) -> None:
 
 
 def _coordinates(item: Managed, source: int) -> list[int]:
-    """The place of rank `source` on each axis of the mesh that `it` is sharded over.
+    """Return the place of rank `source` on each axis of the mesh that `it` is sharded over.
 
     Raises:
         ConfigError: it has none.

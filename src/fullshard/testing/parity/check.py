@@ -70,17 +70,17 @@ def check_parity(
         rows: the rows of a microbatch, for `make_batch(rows)`.
         ranks: the number of ranks, or several such numbers.
         strategies: their names; all that fit each number of ranks, if None.
-        replicas: for the hybrid strategies, the number of ranks that hold the same shards.
+        replicas: For hybrid strategies, the number of ranks with the same shards.
         auto_wrap_policy: picks the submodules that become units; those with a tenth of the parameters, if None.
         steps: optimizer steps.
         accumulate: microbatches of a rank in a step; one, or in a pipeline as many as it has stages, if None.
         reduce_each: whether gradients are reduced after each microbatch, instead of after the last one of a step.
         optimizer: `"adamw"`, `"sgd"` (with momentum), or a function that makes an optimizer of the model.
-        lr: its learning rate; one that suits it, if None.
+        lr: The learning rate. If None, a default for the optimizer.
         clip: largest norm of all gradients together; 0 for no clipping.
-        dtype: of compute and of the gather, while parameters keep theirs; that of the parameters, if None.
-        reduce_dtype: of gradient sums; float32 where `dtype` is given, if None.
-        seed: of all random numbers.
+        dtype: The dtype of compute and gathers. If None, that of the parameters.
+        reduce_dtype: The dtype of reductions. If None, float32 if `dtype` is given.
+        seed: The seed of all random numbers.
         atol: the difference that an element may have.
         rtol: the same relative to the element.
         timeout: seconds that a strategy may take.

@@ -38,7 +38,7 @@ class Plain:
     """The model that the optimizer steps, and the copies that compute, one for each rank.
 
     Args:
-        recipe: what is trained.
+        recipe: The training to run.
         ranks: the number of ranks.
         shards: the number of ranks on the shard axis.
     """
