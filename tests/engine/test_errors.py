@@ -2716,11 +2716,14 @@ ELSEWHERE = {
     *("checkpoint/keeper.py", "checkpoint/safety_copy.py"),
     *("checkpoint/manifest.py", "checkpoint/metadata_file.py", "regular_files.py", "_lazy.py"),
 }
-# Functions whose mistakes are made in tests/checkpoint/test_hostile_files.py and tests/checkpoint/test_rank_files.py.
+# Functions whose mistakes are made in tests/checkpoint/test_hostile_files.py, tests/checkpoint/test_rank_files.py,
+# tests/engine/test_residency.py and tests/engine/test_optimizers.py.
 FUNCTIONS_ELSEWHERE = {
     "checkpoint/container.py": {"check_files", "_start_of_tensor"},
     "checkpoint/opening.py": {"accounts"},
     "comm/mesh.py": {"check_own_part"},
+    "engine/residency.py": {"_become"},
+    "optim/local_steps.py": {"_step_in_place_of"},
 }
 # Actions of other ranks and values of numbers are not mistakes of a call. Tests: agreement, watchdog, finite, commit.
 # Nor is the end of a stage's forward.
