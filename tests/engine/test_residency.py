@@ -225,7 +225,7 @@ def test_a_unit_on_the_meta_device_has_no_other_state_until_it_has_values():
         assert unit.residency.state is UnitState.SHARDED
 
 
-def gather_others() -> list[str]:
+def gather_others(reshards: bool) -> list[str]:
     model = nn.Sequential(Layer(), Layer())
     for layer in model:
         fully_shard(layer)
@@ -236,15 +236,19 @@ def gather_others() -> list[str]:
     handle = mine.unshard(async_op=True)
     with pytest.raises(RankMismatchError):
         handle.wait()
+    with pytest.raises(RankMismatchError):  # and does not wait for messages that nobody sends
+        handle.wait()
     check(unit)
     broken = unit.residency.state.name
-    model.abandon_step()
+    (mine.reshard if reshards else model.abandon_step)()
     check(unit)
+    mine.state_dict()  # needs no gather
     return [broken, unit.residency.state.name]
 
 
-def test_a_unit_whose_gather_failed_is_broken_until_the_step_is_abandoned():
-    assert run_ranks(2, gather_others) == [["BROKEN", "SHARDED"]] * 2
+@pytest.mark.parametrize("reshards", [False, True])
+def test_a_unit_whose_gather_failed_is_broken_until_it_is_resharded_or_the_step_is_abandoned(reshards):
+    assert run_ranks(2, gather_others, reshards, timeout=40) == [["BROKEN", "SHARDED"]] * 2
 
 
 def test_a_transition_that_is_not_allowed_names_both_states_and_the_unit():

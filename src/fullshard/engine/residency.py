@@ -17,8 +17,9 @@ the memory of its unsharded parameters (its slot, see `device/memory.py`):
     SHARDED, KEPT or DEFERRED_FREE -> GATHERING -> UNSHARDED -> KEPT (-> DEFERRED_FREE) -> SHARDED
 
 `start_unshard` leads to GATHERING, `finish_gather` and `wait_unshard` to UNSHARDED, and `reshard` back to SHARDED, or
-to KEPT with `keep=True`. A unit whose parameters are whole between steps is KEPT instead of SHARDED. A wait that failed
-is repeated when the unit is needed next. It raises again, unless it was only interrupted. `forget_gather` ends this.
+to KEPT with `keep=True`. A unit whose parameters are whole between steps is KEPT instead of SHARDED. A unit whose
+gather failed raises the same error again when it is needed, until it is resharded or `forget_gather` is called. A wait
+that was only interrupted (`KeyboardInterrupt`) is repeated instead.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ class Residency:
         self.awaits_backward = False  # until the next backward is over, since no hook reports the end of its use
         self.written_in: set[Phase] = set()  # passes with writes to shards before the unit was needed
         self._pending: list[Pending] = []
+        self._failure: Exception | None = None  # of the pending gather
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
         self.deferred: list[Callable[[], None]] = []  # steps that change shards, to be run when these are needed
@@ -223,14 +225,17 @@ class Residency:
         """
         if self.state not in _UNDER_WAY:
             return True
+        if self._failure is not None:
+            raise self._failure
         unit = self._unit
         streams = unit.streams
         try:
             for pending in self._pending:
                 pending.wait()
-        except BaseException:
+        except BaseException as error:
             if self.state is _GATHERING:
                 self._become(_BROKEN)
+            self._failure = error if isinstance(error, Exception) else None
             raise
         with noting_wait(streams.compute, unit.origin(Phase.FORWARD)):
             streams.compute.wait(self._gathered)
@@ -245,9 +250,9 @@ class Residency:
         return all(param_group.gather.is_current for param_group in stale)
 
     def forget_gather(self) -> None:
-        """Reset to sharded, without the pending gather, which other ranks did not start."""
+        """Reset to sharded, without the pending gather, which failed or which other ranks did not start."""
         if self.state in _UNDER_WAY:
-            self._pending, self._gathered, self._stale = [], None, []
+            self._pending, self._failure, self._gathered, self._stale = [], None, None, []
             self._become(_KEPT)
         for param_group in self._unit.param_groups:
             param_group.gather.note_changed_shards()
@@ -261,7 +266,9 @@ class Residency:
             phase: The phase to record.
             keep: leave the unsharded parameters in memory: they are gathered again only if shards have changed.
         """
-        if self.state in _UNDER_WAY:
+        if self._failure is not None:
+            self.forget_gather()
+        elif self.state in _UNDER_WAY:
             self.finish_gather()
         unit = self._unit
         if self.state is _UNSHARDED:
