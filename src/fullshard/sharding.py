@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -227,6 +228,7 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     Raises:
         StateError: it is in forward or backward, or shares a unit with modules that are not copied.
     """
+    module = _module_being_copied(module)
     if _COPYING in memo:
         return _copy_structure(module, memo)
     units = units_in(module)
@@ -249,6 +251,22 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
         _shard_identically(unit, memo)
     copy_settings({inner: memo[id(inner)] for inner in module.modules()})
     return copied
+
+
+def _module_being_copied(module: nn.Module) -> nn.Module:
+    """Return the object that `copy.deepcopy` copies by the method of `module`: `module`, or a wrapper around it.
+
+    Wrappers such as that of activation checkpointing look up unknown attributes in the module that they wrap, so that
+    `copy.deepcopy` finds the method of that module for the wrapper, and would lose the wrapper. Only the frame of
+    `copy.deepcopy` knows which of the two it is.
+    """
+    frame = inspect.currentframe()
+    for _ in range(2):  # the callers: `copy_sharded`, and what called it
+        frame = None if frame is None else frame.f_back
+    if frame is not None and frame.f_code.co_name == "__deepcopy__":  # that of this package's wrapper
+        frame = frame.f_back
+    source = frame.f_locals.get("x") if frame is not None and frame.f_code is copy.deepcopy.__code__ else module
+    return source if isinstance(source, nn.Module) else module
 
 
 def _in_sharding_order(units: Sequence[Unit]) -> list[Unit]:
@@ -303,9 +321,14 @@ def _copy_structure(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
             memo[called] = True
             copied = memo[id(module)] = _copy_by(method, module, memo)
         else:
-            copied = memo[id(module)] = object.__new__(type(module))
-            state: Any = object.__reduce_ex__(module, 4)[2]  # as the module itself gives it
-            copied.__setstate__(copy.deepcopy(state, memo))
+            reduced: Any = object.__reduce_ex__(module, 4)  # as the class defines it
+            make, arguments, *state = reduced
+            if type(module).__reduce__ is object.__reduce__:  # the default calls methods of the class
+                copied = memo[id(module)] = object.__new__(type(module))
+            else:
+                copied = memo[id(module)] = make(*copy.deepcopy(arguments, memo))
+            if state:
+                copied.__setstate__(copy.deepcopy(state[0], memo))
     return copied
 
 

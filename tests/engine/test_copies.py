@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shared_ranks import run_ranks
 from small_models import ONE_AXIS, SmallGPT, chain, inputs
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -238,3 +239,47 @@ def average_as_plain(strategy: str, options: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"use_buffers": True}, "ema", "ema of buffers"], ids=str)
 def test_an_average_of_shards_is_that_of_whole_parameters(strategy, options):
     run_ranks(2, average_as_plain, strategy, options)
+
+
+class Forwarding(nn.Module):
+    """A wrapper that looks up unknown attributes in the wrapped module, as those of many libraries do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def copy_wrapped(wrap: Callable[[nn.Module], nn.Module], shard: Shard) -> None:
+    def normalized() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+    def stepped(model: nn.Module) -> list[Tensor]:
+        model(torch.arange(32.0).reshape(4, 8) + dist.get_rank()).sum().backward()
+        return [buffer.clone() for buffer in model.buffers()]
+
+    plain = nn.Sequential(wrap(normalized()))
+    inside, outside = nn.Sequential(wrap(shard(normalized()))), wrap(shard(normalized()))
+    shard(inside)
+    for model in (inside, outside):
+        copied = copy.deepcopy(model)
+        classes = [[type(module).__name__ for module in tree.modules()] for tree in (model, copied)]
+        assert classes[0] == classes[1]
+        assert len(set(copied.modules()) & set(model.modules())) == 0
+        assert_same(stepped(copied), stepped(copy.deepcopy(plain)))
+        assert_same(stepped(model), stepped(copy.deepcopy(plain)))
+
+
+@pytest.mark.parametrize("shard", [fully_shard, FullyShardedDataParallel])
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, Forwarding, partial(torch.compile, backend="eager")])
+def test_a_wrapper_around_a_unit_is_copied_with_it(wrap, shard):
+    run_ranks(2, copy_wrapped, wrap, shard)
