@@ -263,7 +263,7 @@ def _module_being_copied(module: nn.Module) -> nn.Module:
     frame = inspect.currentframe()
     for _ in range(2):  # the callers: `copy_sharded`, and what called it
         frame = None if frame is None else frame.f_back
-    if frame is not None and frame.f_code.co_name == "__deepcopy__":  # that of this package's wrapper
+    if frame is not None and frame.f_locals.get("self") is module:  # `__deepcopy__` of this package's wrapper
         frame = frame.f_back
     source = frame.f_locals.get("x") if frame is not None and frame.f_code is copy.deepcopy.__code__ else module
     return source if isinstance(source, nn.Module) else module

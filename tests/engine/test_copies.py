@@ -258,6 +258,14 @@ class Forwarding(nn.Module):
         return self.inner(x)
 
 
+class CopiesItself(Forwarding):
+    """A wrapper that calls the method of the wrapped module itself."""
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
+        method = getattr(self.inner, "__deepcopy__", partial(copy.deepcopy, self.inner))
+        return CopiesItself(method(memo))
+
+
 def copy_wrapped(wrap: Callable[[nn.Module], nn.Module], shard: Shard) -> None:
     def normalized() -> nn.Module:
         torch.manual_seed(0)
@@ -280,6 +288,8 @@ def copy_wrapped(wrap: Callable[[nn.Module], nn.Module], shard: Shard) -> None:
 
 
 @pytest.mark.parametrize("shard", [fully_shard, FullyShardedDataParallel])
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, Forwarding, partial(torch.compile, backend="eager")])
+@pytest.mark.parametrize(
+    "wrap", [checkpoint_wrapper, Forwarding, CopiesItself, partial(torch.compile, backend="eager")]
+)
 def test_a_wrapper_around_a_unit_is_copied_with_it(wrap, shard):
     run_ranks(2, copy_wrapped, wrap, shard)
