@@ -816,7 +816,22 @@ def whole_by_hand(shard: Shard) -> list[Any]:
     return left
 
 
-@pytest.mark.parametrize("scenario", [a_method_alongside_forward, whole_by_hand])
+def second_module_of_a_unit_first(shard: Shard) -> list[Any]:
+    """`unshard` of another module than the first of a unit, before any forward."""
+    model = chain(lambda module: module)
+    layers = list(model.layers)
+    if shard is leave:
+        return learn(model)
+    shard(layers[:2])
+    for layer in layers[2:]:
+        shard(layer)
+    shard(model)
+    layers[1].unshard()
+    assert {type(layer.up.weight) for layer in layers[:2]} == {nn.Parameter}
+    return learn(model)
+
+
+@pytest.mark.parametrize("scenario", [a_method_alongside_forward, whole_by_hand, second_module_of_a_unit_first])
 @under_strategies
 def test_manual_calls_of_units_give_plain_bits(scenario, strategies):
     run_ranks(2, agree_with_plain, scenario, *strategies)

@@ -163,8 +163,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def name_units(root: nn.Module, units: Sequence[Unit], place: str = "") -> None:
-    """Name every unit by the FQN of its first module in `root`, after the prefix `place` if there are several roots."""
+    """Name every unit by the FQN of the first of its modules that is in `root`.
+
+    If there are several roots, `place` is the prefix of the names.
+    """
     names = {module: clean_fqn(name) for name, module in root.named_modules()}
     for unit in units:
-        name = names[unit.module]
+        name = next(names[module] for module in unit.modules if module in names)
         unit.name = f"{place}.{name}" if place and name else place or name
