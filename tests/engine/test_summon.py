@@ -496,28 +496,41 @@ ENTRIES: dict[str, Any] = {
     "stream_weights": lambda m: list(stream_weights(m)),
     "deepcopy": copy.deepcopy,
     "snapshot": lambda m: snapshot(model=m),
+    "to": lambda m: m.double(),
 }
 
 
 def refuse_replaced_parameters() -> None:
     for name, enter in ENTRIES.items():
-        model = fully_shard(TwoEnds())
-        model.body.weight = nn.Parameter(torch.ones(4, 4))
-        with pytest.raises(StateError, match=r"body.weight.* was replaced"):
-            enter(model)
-            raise AssertionError(f"{name} took a replaced parameter")
+        for replace in (
+            lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(4, 4))),
+            lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach().clone())),
+            lambda layer: delattr(layer, "weight"),
+        ):
+            for is_unsharded in (False, True):
+                model = fully_shard(TwoEnds())
+                if is_unsharded:
+                    model.unshard()
+                replace(model.body)
+                if name in ("unshard", "forward"):
+                    model.reshard()  # the forward of unsharded parameters uses what is there, as functional_call needs
+                with pytest.raises(StateError, match=r"body.weight.* was replaced"):
+                    enter(model)
+                    raise AssertionError(f"{name} took a replaced parameter")
 
 
 def test_every_entry_refuses_a_parameter_that_was_replaced():
     run_ranks(2, refuse_replaced_parameters)
 
 
-def train_tied(tie: Any, shard: Any, forwards: int) -> list[Any]:
+def train_tied(tie: Any, shard: Any, forwards: int, moves: bool) -> list[Any]:
     model = shard(TwoEnds())
     tokens = torch.tensor([0, 3, 5, 3])
     for _ in range(forwards):
         model(tokens)
     tie(model)
+    if moves:
+        model.double()
     optimizer, left = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for _ in range(3):
         loss = model(tokens).square().sum()
@@ -531,11 +544,11 @@ def train_tied(tie: Any, shard: Any, forwards: int) -> list[Any]:
         return [*left, {name: param.detach().clone() for name, param in model.named_parameters()}]
 
 
-def tie_after_sharding(first: str, second: str, forwards: int) -> None:
+def tie_after_sharding(first: str, second: str, forwards: int, moves: bool) -> None:
     def tie(model: TwoEnds) -> None:
         getattr(model, first).weight = getattr(model, second).weight
 
-    expected = train_tied(tie, lambda model: model, forwards)
+    expected = train_tied(tie, lambda model: model, forwards, moves)
     for units in ([["e", "h"]], [["e"], ["h"]], [["e"]], [["h"]], [["e", "body"], ["h"]], []):
         for strategy in ("zero3", "zero1"):
 
@@ -544,10 +557,10 @@ def tie_after_sharding(first: str, second: str, forwards: int) -> None:
                     fully_shard([getattr(model, name) for name in names], strategy=strategy)
                 return fully_shard(model, strategy=strategy)
 
-            assert_same(train_tied(tie, shard, forwards), expected, name=f"{units}, {strategy}")
+            assert_same(train_tied(tie, shard, forwards, moves), expected, name=f"{units}, {strategy}")
 
 
-@pytest.mark.parametrize("forwards", [0, 2])
+@pytest.mark.parametrize(("forwards", "moves"), [(0, False), (2, False), (0, True)])
 @pytest.mark.parametrize(("first", "second"), [("e", "h"), ("h", "e")])
-def test_weights_tied_after_sharding_train_as_in_one_process(first, second, forwards):
-    run_ranks(2, tie_after_sharding, first, second, forwards)
+def test_weights_tied_after_sharding_train_as_in_one_process(first, second, forwards, moves):
+    run_ranks(2, tie_after_sharding, first, second, forwards, moves)

@@ -23,7 +23,7 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.device.current import finish_copies
 from fullshard.engine.hooks import check_idle
 from fullshard.engine.registry import clean_fqn, units_in
-from fullshard.engine.residency import AT_REST
+from fullshard.engine.residency import AT_REST, UnitState
 from fullshard.state.optim_state import StateTemplate, params_by_fqn, sharded_optim_state_dict
 
 __all__ = ["restore_snapshot", "snapshot"]
@@ -60,6 +60,8 @@ def snapshot(
     for unit in units_in(model):
         if unit.residency.state in AT_REST:
             unit.check_replacements()
+        elif unit.residency.state is UnitState.UNSHARDED:
+            unit.refuse_replacements()  # the snapshot has the shards, and may not reshard
     taken: dict[str, Any] = {"model": {fqn: _copied(tensor) for fqn, tensor in _own_tensors(model).items()}}
     if optimizer is not None:
         named = sharded_optim_state_dict(model, optimizer)

@@ -168,7 +168,7 @@ def changing_shards(unit: Unit, function: Callable[..., Any] | None = None) -> I
 
     Raises:
         StateError: the unit is in forward or backward, its parameters are summoned, or `function` is that of
-            `Module.share_memory`.
+            `Module.share_memory`; or a parameter was replaced by another one before.
     """
     check_idle(unit, "to be moved or cast")
     if function is not None and is_share_memory(function):
@@ -176,12 +176,14 @@ def changing_shards(unit: Unit, function: Callable[..., Any] | None = None) -> I
             f"share_memory() of {unit.name or 'the root'}, which is sharded: torch cannot put a DTensor into shared "
             "memory. Call share_memory() on the module before it is sharded, or on the tensors of a full state dict."
         )
+    unit.residency.reshard()
+    unit.check_replacements()  # before the unit would adopt them
     units = (unit, *unit.borrowed)  # tied weights are changed through any module that has them
-    for unit in units:
-        unit.residency.reshard()
+    for lender in unit.borrowed:
+        lender.residency.reshard()
     yield
-    for unit in units:
-        unit.adopt()
+    for changed in units:
+        changed.adopt(may_wait=True)
 
 
 @contextmanager

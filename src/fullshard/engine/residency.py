@@ -104,7 +104,7 @@ class Resident(Protocol):
     def origin(self, phase: Phase) -> Origin:
         """Return the origin of events of this unit in `phase`."""
 
-    def show_sharded(self) -> None:
+    def hide_unsharded(self) -> None:
         """Show the modules the sharded parameters."""
 
     def show_unsharded(self, *, renewed: bool) -> None:
@@ -272,7 +272,7 @@ class Residency:
             self.finish_gather()
         unit = self._unit
         if self.state is _UNSHARDED:
-            unit.show_sharded()
+            unit.hide_unsharded()
             self._become(_KEPT)
         self.awaits_backward = self.awaits_backward and keep
         if self.state in _OCCUPIED and not (keep or unit.keeps_unsharded):

@@ -203,6 +203,15 @@ class ShardedParam:
         for owner in self.owners:
             owner.module._parameters[owner.name] = form
 
+    def hide_unsharded(self) -> None:
+        """Set the sharded form in every module that has the unsharded one.
+
+        A module with another parameter keeps it, so that `Unit.check_replacements` finds it before it is used.
+        """
+        for owner in self.owners:
+            if owner.module._parameters.get(owner.name) is self.unsharded:
+                owner.module._parameters[owner.name] = self.sharded
+
     @property
     def shown(self) -> nn.Parameter:
         """The form that the modules have now; the sharded one if no module has it any more (see `Unit._adopt_tie`)."""

@@ -307,6 +307,18 @@ class Unit:
                 if owner.module._parameters.get(owner.name) is not param.sharded:
                     self._adopt_tie(param, owner)
 
+    def refuse_replacements(self) -> None:
+        """Refuse parameters that were replaced by others while modules show unsharded ones. Changes nothing.
+
+        Raises:
+            StateError: a parameter was replaced by one that no unit has.
+        """
+        for param in self.params:
+            for owner in param.owners:
+                found = owner.module._parameters.get(owner.name)
+                if found is None or managed_by(found) is None:
+                    param.refuse_replacement(owner)
+
     def _adopt_tie(self, param: ShardedParam, owner: Owner) -> None:
         """Record `owner` as an owner of the managed parameter that is now in place of `param`, and borrow its unit.
 
@@ -333,9 +345,15 @@ class Unit:
     def show_sharded(self) -> None:
         """Show the modules the sharded parameters."""
         for param in self.params:
+            param.show(param.sharded)
+        self.hide_unsharded()
+
+    def hide_unsharded(self) -> None:
+        """Show the sharded parameters to the modules that have the unsharded ones."""
+        for param in self.params:
             if param.unsharded.requires_grad is not param.is_unsharded_trained:
                 param.keep_requires_grad()
-            param.show(param.sharded)
+            param.hide_unsharded()
         refuse_calls(self._leaves)
 
     def show_unsharded(self, *, renewed: bool) -> None:
@@ -377,13 +395,20 @@ class Unit:
 
     @torch.inference_mode(False)  # what is made stays, whatever mode finds it
     @torch.no_grad()
-    def adopt(self) -> None:
+    def adopt(self, *, may_wait: bool = False) -> None:
         """Adopt parameters that `Module.to`, `to_empty`, `load_state_dict(assign=True)` or similar set in the modules.
+
+        Args:
+            may_wait: do nothing if parameters that shared a dtype do not share it any more. The other modules of the
+                unit, or those that borrow it, may follow. Otherwise the next unshard calls this again, and raises.
 
         Raises:
             ConfigError: parameters that shared a dtype do not share it any more.
         """
         for param_group in self.param_groups:
+            _let_unused_follow(param_group.params)
+            if may_wait and len({param.shown.dtype for param in param_group.params}) > 1:
+                return
             check_one_dtype(param_group)
         changed = [param.adopt() for param in self.params]
         if not any(changed) and all(param_group.holds_its_shards for param_group in self.param_groups):
@@ -583,6 +608,15 @@ def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, alongside
 
 
 _made: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def _let_unused_follow(params: Sequence[ShardedParam]) -> None:
+    """Cast and move parameters that no module has any more, since it was tied to another one, as the others were."""
+    used = next((param.shown for param in params if param.owners), None)
+    for param in params:
+        shard = param.sharded
+        if used is not None and not param.owners and (shard.dtype, shard.device) != (used.dtype, used.device):
+            param.sharded = nn.Parameter(shard.detach().to(used.device, used.dtype), shard.requires_grad)
 
 
 def _collectives_along(each: Iterable[Axes], device: torch.device) -> dict[Axes, AxesCollectives]:
