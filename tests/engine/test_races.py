@@ -35,6 +35,7 @@ from fullshard.engine.offloaded import Store
 from fullshard.optim import Muon
 from fullshard.policy.offload import Offload
 from fullshard.state.on_disk import BUFFERS
+from fullshard.state.summon import summon_full_params
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Allocation, Collective, Free, Operation, Recorded, Waited
 
@@ -346,6 +347,25 @@ def with_muon(model: Any) -> None:
         step(model, optimizer, number)
 
 
+def stepping_and_writing_with_muon(model: Any) -> None:
+    optimizer = Muon([param for param in model.parameters() if param.ndim == 2])
+    for number in range(2):
+        step(model, optimizer, number)
+        write_to(model)
+
+
+def summoning(model: Any, **options: bool) -> None:
+    """Read whole parameters between backward and step."""
+    optimizer = sgd(model)
+    for number in range(2):
+        model(inputs(number)).float().square().mean().backward()
+        with summon_full_params(model, **options):
+            for param in model.parameters():
+                param.sum()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def captured(model: Any) -> None:
     optimizer = sgd(model)
     step(model, optimizer, 0)
@@ -493,7 +513,7 @@ def scenarios() -> Iterator[Scenario]:
         for loop in LOOPS:
             for option in OPTIONS:
                 has_no_shards = strategy in ("ddp", "zero1", "hfsdp") and "disk" in option
-                is_refused = (loop == "Muon" and "offload" in option) or (strategy == "ddp" and option == "encoded")
+                is_refused = strategy == "ddp" and option == "encoded"
                 if not (has_no_shards or is_refused or (loop == "capture" and "disk" in option)):
                     yield strategy, loop, option
 
@@ -798,6 +818,26 @@ def test_writes_to_the_same_blocks_are_in_order():
     assert not dry.races(tape)
     (site,) = {wait.site for wait in tape.of(Waited) if wait.site.endswith("in Extent.write")}
     assert len(dry.races(tape, without=site)) == 1
+
+
+@pytest.mark.parametrize("option", ["offload", "states offloaded", "all offloaded bf16"])
+def test_copies_between_memories_raise_no_false_alarm(option):
+    """The host waits for copies from host memory to the device and back that are not asynchronous."""
+    for writeback, with_grads, offload_to_cpu in itertools.product((False, True), repeat=3):
+        options = {"writeback": writeback, "with_grads": with_grads, "offload_to_cpu": offload_to_cpu}
+        tape = tape_of_run("zero3", partial(summoning, **options), Layer, option)
+        assert not dry.races(tape), options
+    for strategy in ("zero1", "zero3"):
+        assert not dry.races(tape_of_run(strategy, stepping_and_writing_with_muon, Layer, option)), strategy
+
+
+def test_copies_of_lists_can_be_asynchronous():
+    with dry.taped(values=True) as tape:
+        held = accelerator_for(torch.device("cpu")).host_zeros(8, torch.float32, pinned=True)
+        torch._foreach_copy_([held], [torch.ones(8)], non_blocking=True)
+        held.sum()
+    (race,) = dry.races(tape)
+    assert race.first == "aten._foreach_copy_"
 
 
 def taking_snapshots(model: Any) -> None:

@@ -149,7 +149,8 @@ class Watch(TorchDispatchMode):
         """Return True if the host waits for the operation to complete. See `Operation.crosses` for `crosses`."""
         if name in _READ_BY_HOST:
             return True
-        return crosses and not (kwargs.get("non_blocking") or (name == "aten.copy_" and len(args) > 2 and args[2]))
+        takes_flag = name in ("aten.copy_", "aten._foreach_copy_")
+        return crosses and not (kwargs.get("non_blocking") or (takes_flag and len(args) > 2 and args[2]))
 
     def _crosses(self, given: Sequence[Tensor]) -> bool:
         """Return True if some tensors are in host memory and others in an accelerator's."""

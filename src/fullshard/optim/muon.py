@@ -341,7 +341,8 @@ class Matrix:
         own.mul_(1 - lr * self.group["weight_decay"])
         # A bfloat16 sum rounds vectors differently from their last elements, so results would depend on shard
         # boundaries.
-        own.add_(update.to(own.device, torch.float32), alpha=-lr * self._lr_factor)
+        update = accelerator_for(update.device).alongside(update, own)
+        own.add_(update.float(), alpha=-lr * self._lr_factor)
         if isinstance(self.param, DTensor):
             torch.autograd.graph.increment_version(self.param)
 

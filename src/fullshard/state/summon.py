@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard._compat import marks_of
+from fullshard.device.accelerator import accelerator_for
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import managed_by
@@ -149,7 +150,7 @@ def _summoned(param: ShardedParam, device: torch.device, transport: torch.device
 
 
 def _gathered(param: ShardedParam, shard: Tensor, transport: torch.device) -> Tensor:
-    return full_copy(param.placed(shard.to(transport)))
+    return full_copy(param.placed(accelerator_for(transport).to_device(shard, transport)))
 
 
 def _check_unchanged(param: ShardedParam, whole: nn.Parameter, first: nn.Parameter, version: int) -> None:
@@ -183,4 +184,6 @@ def _write_back(param: ShardedParam, whole: nn.Parameter, version: int, with_gra
     if with_grads and whole.grad is None:
         param.sharded.grad = None
     elif with_grads and whole.grad is not None:
-        param.grad = param.take_own(whole.grad).to(param.local.device, copy=True).contiguous()
+        own = param.take_own(whole.grad)
+        moved = accelerator_for(own.device).alongside(own, param.local)
+        param.grad = (own.clone() if moved is own else moved).contiguous()
