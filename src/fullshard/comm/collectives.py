@@ -68,6 +68,7 @@ class Collectives(GroupProgress, ABC):
     """All communication over one process group. Subclasses move the data; this class counts, records and compares."""
 
     is_queued = False  # see `Transport`
+    is_of_accelerator = False  # whether it keeps tensors of one accelerator, and is created again for another one
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ranks = tuple(dist.get_process_group_ranks(group))

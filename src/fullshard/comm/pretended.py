@@ -28,6 +28,8 @@ __all__ = ["PretendedCollectives"]
 class PretendedCollectives(SharedMemoryCollectives):
     """Simulated shared memory if all ranks of a group are on one host of `LOCAL_WORLD_SIZE` ranks; else pairwise."""
 
+    is_of_accelerator = True
+
     def _meet(self) -> HostPeers:
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         if not switches.shares_memory_between_ranks:

@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.native import NativeCollectives
-from fullshard.comm.pretended import PretendedCollectives
 from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.device.accelerator import accelerator_for
 from fullshard.errors import ConfigError
@@ -47,8 +46,8 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectiv
         ConfigError: the backend is not a known one.
     """
     kind = _kind(group, device)
-    pretended = accelerator_for(device) if kind is PretendedCollectives else None  # whose tensors it keeps
-    return _of_group.get_or_make((group, device.type, kind, pretended), lambda: kind(group))
+    accelerator = accelerator_for(device) if kind.is_of_accelerator else None
+    return _of_group.get_or_make((group, device.type, kind, accelerator), lambda: kind(group))
 
 
 def collectives_of(group: dist.ProcessGroup) -> Collectives:
@@ -73,4 +72,8 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
     accelerator = accelerator_for(device)
     if accelerator.has_streams:
         return NativeCollectives  # for any backend, since its work is queued in order
-    return PretendedCollectives if accelerator.is_dry and backend == "fake" else _routes[backend]
+    if accelerator.is_dry and backend == "fake":
+        from fullshard.comm.pretended import PretendedCollectives  # needed in dry runs only
+
+        return PretendedCollectives
+    return _routes[backend]
