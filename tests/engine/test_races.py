@@ -27,7 +27,7 @@ from fullshard.checkpoint.snapshot import snapshot
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.device.accelerator import accelerator_for, pretending_to_capture
 from fullshard.disk.files import ALIGNMENT, aligned_buffer
-from fullshard.disk.space import Scratch
+from fullshard.disk.space import Extent, Scratch
 from fullshard.dry.streams import LAG, OF_TORCH
 from fullshard.engine import activations
 from fullshard.engine.hooks import runtime_of
@@ -605,6 +605,15 @@ common = pytest.mark.parametrize("strategy", STRATEGIES)
 @common
 def test_no_stream_touches_what_another_still_uses(strategy):
     looked_through(of_strategy(strategy, common=True))
+
+
+@pytest.mark.parametrize("loop", ["hooks between uses", "writing in hooks"])
+def test_shards_that_are_written_while_they_are_read_from_a_disk_are_read_again(loop):
+    assert not dry.races(tape_of("zero3", loop, "disk"))
+    no_version = mock.PropertyMock(return_value=-1)
+    with mock.patch.object(Extent, "version", no_version, create=True):  # all versions are equal
+        found = dry.races(tape_of("zero3", loop, "disk"))
+    assert found and all("uses what was read while it was written" in race.what for race in found)
 
 
 @pytest.mark.parametrize("rank", [3, 7])

@@ -96,10 +96,10 @@ class Accelerator:
         """Return a context for work of the host on its own memory, without tensors for the device."""
         return nullcontext()
 
-    def note_disk_transfer(self, memory: Tensor, file: object, offset: int, *, reads: bool) -> Mark | None:
-        """Note that a thread fills `memory` from a file (`reads`), or writes it there. Return a mark after that.
+    def note_disk_transfer(self, memory: Tensor, file: object, offset: int, *, name: str) -> Mark | None:
+        """Note that a thread fills `memory` from a file, or writes it there. Return a mark after that.
 
-        None if works end without events.
+        None if works end without events. `name` is the name of a `DiskTransfer`.
         """
         return None
 

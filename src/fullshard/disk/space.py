@@ -101,8 +101,10 @@ class Extent:
         """The folder of the file."""
         return self._scratch.folder
 
-    def read(self, into: Tensor, start: int = 0) -> DiskWork:
+    def read(self, into: Tensor, start: int = 0, *, is_ahead: bool = False) -> DiskWork:
         """Start to fill the aligned buffer `into` with the bytes from `start`, a multiple of ALIGNMENT.
+
+        If `is_ahead`, the caller compares `version` before it uses the data: these bytes may be written meanwhile.
 
         Raises:
             DiskError: The last write to these bytes failed.
@@ -110,12 +112,12 @@ class Extent:
         self._writes.wait(start, start + into.numel())
         travel.note("disk", self.state, arrived=into.numel())
         work = self._file.read(self._offset + start, into)
-        work.mark_with(self._note(into, start, reads=True))
+        work.mark_with(self._note(into, start, "read ahead" if is_ahead else "read"))
         return work
 
-    def _note(self, memory: Tensor, start: int, *, reads: bool) -> Mark | None:
+    def _note(self, memory: Tensor, start: int, name: str) -> Mark | None:
         accelerator = accelerator_for(memory.device)
-        return accelerator.note_disk_transfer(memory, self._scratch, self._offset + start, reads=reads)
+        return accelerator.note_disk_transfer(memory, self._scratch, self._offset + start, name=name)
 
     def write(self, source: Tensor, start: int = 0) -> DiskWork:
         """Start to write the aligned buffer `source`. Later reads of these bytes wait for it.
@@ -127,7 +129,7 @@ class Extent:
         self._writes.wait(start, end)
         travel.note("disk", self.state, passed=source.numel())
         work = self._file.write(self._offset + start, source)
-        work.mark_with(self._note(source, start, reads=False))
+        work.mark_with(self._note(source, start, "write"))
         self.version += 1
         self._writes.add(start, end, work)
         return work

@@ -6,7 +6,8 @@ on, which can reuse it immediately. So when that stream allocates next, every ac
 memory must come before. When another stream uses the new memory, all work queued so far on the allocating stream must
 come before, too. (torch's own CUDA stream sanitizer forgets memory when it is freed and cannot see that.) The host
 counts as a stream: it reads what copies to its memory have written, and writes memory that others still read. So does
-each read from a disk, and each write to one.
+each read from a disk, and each write to one. A range of a file may be written while it is read ahead: the reader
+notices that the data is out of date. The race is then any use of that data.
 
 Vector clocks (Fidge, 1988; Mattern, 1989) keep the order of accesses. A stream counts its own work and keeps the counts
 of the other streams that it is known to follow. Recording an event copies the counts. Waiting for the event takes the
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fullshard.dry.storages import GIVEN
 from fullshard.tape.recorder import Origin
@@ -70,6 +72,16 @@ class _Use:
     access: Access
     writes: bool
     keeps: bool = False  # the memory stays allocated until it has ended
+    of_file: bool = False  # of a range of a file
+
+
+class _Torn(NamedTuple):
+    """A byte range of memory with data that was read from a file while the file was written."""
+
+    start: int
+    stop: int
+    read: _Use
+    written: _Use
 
 
 _Uses = dict[tuple[str, int, int, bool], _Use]
@@ -97,6 +109,8 @@ class _Reader:
         self._clocks: dict[str, Clock] = defaultdict(Clock)
         self._marks: dict[int, Clock] = {}
         self._uses: dict[int, _Uses] = defaultdict(dict)  # by storage
+        self._read_into: dict[str, Access] = {}  # memory that a file is read into, by stream
+        self._torn: dict[int, list[_Torn]] = defaultdict(list)  # by storage
         self._freed: dict[str, list[_Use]] = defaultdict(list)  # by the stream that the memory has returned to
 
     def read(self, entry: object) -> None:
@@ -126,15 +140,41 @@ class _Reader:
         for access, writes in accesses:
             if access.nbytes == 0:
                 continue
-            use = _Use(entry.name, stream, entry.origin, clock[stream], access, writes, isinstance(entry, DiskTransfer))
+            is_transfer = isinstance(entry, DiskTransfer)
+            of_file = is_transfer and writes == (entry.name == "write")
+            use = _Use(entry.name, stream, entry.origin, clock[stream], access, writes, is_transfer, of_file)
             uses = self._uses[access.storage]
+            if is_transfer and not of_file and writes:
+                self._read_into[stream] = access
+            if writes or not is_transfer:  # blocks that are written to a disk end in bytes that are never used
+                self._find_torn(use)
             for key, other in list(uses.items()):
                 if clock.get(other.stream, 0) >= other.time:
                     if writes and access.start <= other.access.start and other.access.stop <= access.stop:
                         del uses[key]  # whatever follows this write follows that access, too
                 elif _conflict(use, other):
-                    self._report("both use", other, use)
+                    if of_file and other.name == "read ahead":
+                        into = self._read_into.pop(other.stream, None)
+                        if into is not None:
+                            self._torn[into.storage].append(_Torn(into.start, into.stop, other, use))
+                    else:
+                        self._report("both use", other, use)
             uses[stream, access.start, access.stop, writes] = use
+
+    def _find_torn(self, use: _Use) -> None:
+        """Report a use of data that was read from a file while it was written. A write to its memory ends it."""
+        left: list[_Torn] = []
+        for torn in self._torn.pop(use.access.storage, []):
+            start, stop = max(torn.start, use.access.start), min(torn.stop, use.access.stop)
+            if start >= stop:
+                left.append(torn)
+            elif use.writes:
+                rest = [(torn.start, start), (stop, torn.stop)]
+                left += [torn._replace(start=first, stop=last) for first, last in rest if first < last]
+            else:
+                self._report(f"{use.name} uses what was read while it was written:", torn.read, torn.written)
+        if left:
+            self._torn[use.access.storage] = left
 
     def _allocate(self, entry: Allocation) -> None:
         if entry.stream == GIVEN:

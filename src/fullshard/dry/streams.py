@@ -125,7 +125,7 @@ class DryAccelerator(Accelerator):
     def memory_of(self, tensor: Tensor) -> Hashable:
         return HOST if self.storages.is_host(tensor) else self.stream
 
-    def note_disk_transfer(self, memory: Tensor, file: object, offset: int, *, reads: bool) -> Mark | None:
+    def note_disk_transfer(self, memory: Tensor, file: object, offset: int, *, name: str) -> Mark | None:
         if not self.has_streams:
             return None
         if not self.storages.is_host(memory):  # on a device it is copied to or from host memory, and the host waits
@@ -133,7 +133,7 @@ class DryAccelerator(Accelerator):
         self._transfers += 1
         on_disk = (self.storages.access_to_file(file, offset, offset + memory.nbytes),)
         in_memory, stream = (self.storages.access(memory),), f"disk {self._transfers}"
-        name, read, written = ("read", on_disk, in_memory) if reads else ("write", in_memory, on_disk)
+        read, written = (in_memory, on_disk) if name == "write" else (on_disk, in_memory)
         self.tape.note(DiskTransfer(name, stream, self.tape.origin, read, written))
         return self._mark(stream)
 

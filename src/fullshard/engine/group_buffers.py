@@ -254,7 +254,7 @@ class ShardsOnDisk(ShardStorage):
         self._held = self._buffers.take(self._nbytes)
         self._reading, self._version = DiskWork([]), self._extent.version
         with self.failures.noted():
-            self._reading = self._extent.read(self._held.data)
+            self._reading = self._extent.read(self._held.data, is_ahead=True)
 
     @property
     def is_alone(self) -> bool:

@@ -129,7 +129,8 @@ class Recorded(NamedTuple):
 class DiskTransfer(NamedTuple):
     """A read from a file, or a write to it, on a thread: `stream` is its own.
 
-    The range of the file is a byte range of a storage that is never allocated.
+    The range of the file is a byte range of a storage that is never allocated. The name is "write", "read", or "read
+    ahead" if the reader checks later whether the range was written meanwhile, and reads it again then.
     """
 
     name: str
