@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard import ConfigError, DiskError, cli
+from fullshard._compat import storage_references
 from fullshard.disk import files, folder, speed
 from fullshard.disk.buffers import Buffers
 from fullshard.disk.files import ALIGNMENT, DiskFile, DiskWork, aligned, aligned_buffer
@@ -64,6 +65,20 @@ def test_written_data_is_read_back(tmp_path, direct, requests):
         file.read(i * source.numel(), found).wait()
         assert torch.equal(found, noise(source.numel(), seed=i))
     file.close()
+
+
+def test_no_thread_refers_to_a_buffer_when_a_request_is_over(tmp_path, monkeypatch):
+    source, may_go, counts = noise(3 * ALIGNMENT), threading.Event(), []
+    file = DiskFile(tmp_path, "state", source.numel(), request_bytes=ALIGNMENT)
+    before, pwritev = storage_references(source.untyped_storage()), os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *args: may_go.wait(60) and pwritev(*args))
+    work = file.write(0, source[:])  # a tensor of its own
+    for part in work._parts:  # called by the thread of the request
+        part.add_done_callback(lambda _: counts.append(storage_references(source.untyped_storage())))
+    may_go.set()
+    work.wait()
+    file.close()  # after all threads
+    assert min(counts) == before and len(counts) == 3
 
 
 def test_a_file_system_without_direct_reads_is_used_through_the_cache(tmp_path, monkeypatch):

@@ -275,11 +275,16 @@ class DiskFile:
                 f"{self.nbytes} bytes of the file. Take memory from aligned_buffer."
             )
         starts = range(0, nbytes, self._request_bytes)
-        parts = [self._threads.submit(self._move, kind, offset, tensor, start) for start in starts]
+        parts = [self._threads.submit(self._move, kind, offset, [tensor], start) for start in starts]
         return DiskWork(parts, self._pace)
 
-    def _move(self, kind: _Kind, offset: int, tensor: Tensor, start: int) -> None:
-        """Run one request. The tensor is an argument so that its memory stays alive until the request ends."""
+    def _move(self, kind: _Kind, offset: int, held: list[Tensor], start: int) -> None:
+        """Run one request. `held` keeps the memory of its tensor alive until then, and is empty when it ends.
+
+        The thread keeps the arguments a moment longer than the request lasts. A reference to the tensor would make its
+        buffer appear to be in use.
+        """
+        tensor = held.pop()
         nbytes = min(self._request_bytes, tensor.numel() - start)
         try:
             with self._pace.moving(**{kind.counted: nbytes}):
