@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+# Two files of tests at a time: ranks wait for one another most of the time. PARALLEL= runs one at a time.
+PARALLEL ?= -n 2 --dist loadfile
 
 # The package with what it needs, and the same with an extra of pyproject.toml.
 PACKAGE := $(VENV)/.installed
@@ -26,10 +28,10 @@ bench: $(BENCH)  ## measure training steps beside those of every peer that is in
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
 
 test: lint  ## linters, strict types and all tests but the slow ones
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-all: lint  ## linters, strict types and every test
-	$(BIN)/python -m pytest -m '' $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m '' $(ARGS)
 
 test-clusters: $(DEV)  ## the tests that start clusters on this machine
 	$(BIN)/python -m pytest -m clusters $(ARGS)
