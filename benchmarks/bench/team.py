@@ -30,6 +30,7 @@ from fullshard.testing.ranks import loopback_store
 __all__ = ["Team", "TeamFailed"]
 
 _LOOPBACK = "127.0.0.1"
+_GRACE_S = 2.0  # how long to look for a lost rank once another rank has raised
 # Modules that the fork server imports once for all ranks: the first DTensor imports torch._dynamo.
 _PRELOAD = (
     "torch",
@@ -133,15 +134,30 @@ class Team:
         return [answers[rank] for rank in range(len(self._ranks))]
 
     def _answer(self, rank: int) -> Any:
-        process, connection = self._ranks[rank]
+        _, connection = self._ranks[rank]
         try:
             answer = connection.recv()
         except (EOFError, ConnectionResetError):
-            process.join(timeout=1.0)
-            raise TeamFailed(f"rank {rank} ended with exit code {process.exitcode}.") from None
+            raise self._lost(rank) from None
         if isinstance(answer, _Failure):
+            self._raise_if_lost()
             raise TeamFailed(f"rank {rank}: {answer.stated}", answer.traceback)
         return answer
+
+    def _raise_if_lost(self) -> None:
+        """Raise if a rank has died. Ranks that raise stay alive, so an error of another rank is its consequence.
+
+        The error can arrive before the system reports the death, so wait a moment for that.
+        """
+        rank_of = {process.sentinel: rank for rank, (process, _) in enumerate(self._ranks)}
+        for sentinel in wait_for_any(list(rank_of), timeout=_GRACE_S):
+            assert isinstance(sentinel, int)
+            raise self._lost(rank_of[sentinel])
+
+    def _lost(self, rank: int) -> TeamFailed:
+        process, _ = self._ranks[rank]
+        process.join(timeout=_GRACE_S)
+        return TeamFailed(f"rank {rank} ended with exit code {process.exitcode}.")
 
 
 def _started(job: _Job, rank: int) -> tuple[ForkServerProcess, Connection]:

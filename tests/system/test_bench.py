@@ -311,6 +311,12 @@ class Subject:
             os._exit(7)
         dist.barrier()
 
+    def notice(self) -> None:
+        if self.rank == 0:
+            raise ConnectionError("connection closed by peer")
+        time.sleep(0.3)
+        os._exit(7)
+
     def wait(self) -> None:
         time.sleep(60)
 
@@ -333,6 +339,7 @@ def test_a_team_answers_in_rank_order_and_ends():
     [
         ("fall_over", 100.0, "rank 1: ValueError: out of luck"),
         ("die", 100.0, "rank 1 ended with exit code 7."),
+        ("notice", 100.0, "rank 1 ended with exit code 7."),
         ("wait", 0.5, "rank 0, 1 did not answer within 0.5 s."),
     ],
 )
