@@ -290,6 +290,18 @@ def test_layout_in_memory_and_requires_grad_make_no_difference():
     assert_same(nn.Parameter(expected), expected)
 
 
+def test_strides_of_dimensions_of_size_one_and_lazy_conjugates_make_no_difference():
+    numbers = torch.randn(5, 3)
+    column = torch.as_strided(numbers, (5, 1), (3, 7))
+    spin = torch.randn(3, dtype=torch.complex64)
+
+    assert_same(column[:1], numbers[:1, :1].clone())
+    assert_same(torch.as_strided(numbers, (3, 1), (1, 7)), numbers[0, :, None].clone())
+    assert_same([spin.conj(), spin.conj().imag], [spin.conj().resolve_conj(), -spin.imag])
+    with pytest.raises(AssertionError, match="3 of 3 elements differ"):
+        assert_same(spin.conj(), spin)
+
+
 @given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_fewer_choices_have_every_one_of_all_axes_but_one(lengths):
     axes = [range(length) for length in lengths]

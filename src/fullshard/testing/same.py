@@ -72,7 +72,10 @@ def differing(own: Tensor, peer: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)  # (numel, itemsize)
+    tensor = tensor.resolve_conj().resolve_neg()
+    # `contiguous()` may keep any stride in dimensions of size 1, and `view` of another item size needs a stride of 1.
+    copied = tensor.clone(memory_format=torch.contiguous_format)
+    return copied.reshape(-1, 1).view(torch.uint8)  # (numel, itemsize)
 
 
 def gaps(own: Tensor, peer: Tensor, differs: Tensor) -> Tensor:
