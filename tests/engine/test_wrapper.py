@@ -32,6 +32,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState,
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
+from torch.utils.checkpoint import checkpoint
 
 from fullshard import (
     BackwardPrefetch,
@@ -371,6 +372,37 @@ def test_dtypes_are_those_of_the_policy(precision, root, inner, reduced_itemsize
         assert separate == (precision is not None)
         assert (stored, out) == ({F32}, F32)  # batch norm computes in full precision, as a separate unit
         assert sent == (48 * 48 + 48) // 2 * reduced_itemsize
+
+
+class Recomputing(nn.Module):
+    """A separate unit within a checkpoint."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = Inner(), reentrant
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.inner, x.float(), use_reentrant=self.reentrant)
+        self.seen += [self.inner.visited[0]]
+        return y
+
+
+def compute_again(reentrant: bool) -> list[torch.dtype]:
+    model = Recomputing(reentrant)
+    wrapped = FullyShardedDataParallel(
+        model, mixed_precision=MixedPrecision(param_dtype=BF16), auto_wrap_policy=ModuleWrapPolicy({Inner})
+    )
+    wrapped(inputs().requires_grad_()).float().sum().backward()
+    return [*model.seen, model.inner.visited[0]]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_unit_casts_its_inputs_as_it_did_in_forward(reentrant):
+    """Only the root casts inputs by default. In a recomputation the outermost unit may be another one."""
+    [seen] = run_ranks(1, compute_again, reentrant)
+
+    assert seen == [F32, F32]
 
 
 def wrap_with_ignored_modules() -> None:

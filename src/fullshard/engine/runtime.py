@@ -262,7 +262,7 @@ class Runtime:
         """Return the inputs of a forward of `unit` on its device and in its input dtype."""
         policy = unit.options.precision
         outermost = not self._stack
-        casts = policy.cast_forward_inputs or (outermost and unit.options.casts_inputs_at_root)
+        casts = policy.cast_forward_inputs or (unit.is_root and unit.options.casts_inputs_at_root)
         dtype = policy.param_dtype if casts else None
         moves = outermost and accelerator_for(self._device).has_streams
         if dtype is None and not moves:
