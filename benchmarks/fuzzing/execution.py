@@ -1217,9 +1217,6 @@ class Sharded(Driver):
 
     def saved(self, action: Json) -> None:
         """Save the rank's state dicts by `torch.save`, and load them."""
-        dtypes = {param.dtype for param in self.model.parameters()}
-        if len(dtypes) > 1 and self.program.get("strategy") == "ddp":  # they share one storage, which torch refuses
-            return
         path = Path(self.folder, f"{self.number}-{self.rank}.pt")  # tensors may be mapped to files of earlier actions
         self.reshard_all()
         torch.save([self.model.state_dict(), self.optimizer.state_dict()], path)

@@ -1,5 +1,6 @@
 """State dicts of sharded modules: the user's own FQNs and values, whole or sharded, wherever they are loaded."""
 
+import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -511,6 +512,28 @@ def assign_to_a_module_in_two_places() -> None:
 
 def test_state_is_assigned_to_a_module_in_two_places():
     run_ranks(2, assign_to_a_module_in_two_places)
+
+
+def save_several_dtypes_of_one_unit() -> None:
+    for strategy in ONE_AXIS:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3).double(), nn.PReLU(1), nn.LSTM(3, 2).bfloat16())
+        net.register_parameter("none", nn.Parameter(torch.empty(0, dtype=torch.float64)))
+        fully_shard(net, strategy=strategy)
+        file = io.BytesIO()
+        state = net.state_dict()
+        torch.save(state, file)
+        file.seek(0)
+        assert_same(torch.load(file), state, name=strategy)
+
+        with torch.no_grad():
+            for value in state.values():  # they share memory with the parameters, as those of other models
+                value.fill_(0.25)
+        assert all((param.full_tensor() == 0.25).all() for param in net.parameters())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_state_dict_of_several_dtypes_is_saved_by_torch(world):
+    run_ranks(world, save_several_dtypes_of_one_unit)
 
 
 def assign_other_dtypes() -> None:

@@ -28,7 +28,7 @@ from fullshard.device.accelerator import Accelerator, accelerator_for
 from fullshard.device.streams import Stream
 from fullshard.layout.offsets import contiguous_strides
 
-__all__ = ["MemoryKind", "Pool", "Slot", "new_storage", "scratch_of", "typed_view"]
+__all__ = ["MemoryKind", "Pool", "Slot", "in_separate_storage", "new_storage", "scratch_of", "typed_view"]
 
 
 def typed_view(
@@ -48,6 +48,16 @@ def typed_view(
     with torch.inference_mode(False), torch.no_grad():
         view = torch.empty(0, dtype=dtype, device=device or storage.device)
         return view.set_(storage, byte_offset // dtype.itemsize, shape, contiguous_strides(shape))
+
+
+def in_separate_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same memory as `tensor`, which is contiguous, in a storage with nothing else.
+
+    `torch.save` refuses a storage that has views of several dtypes.
+    """
+    nbytes, start = tensor.numel() * tensor.itemsize, int(tensor.storage_offset()) * tensor.itemsize
+    view = torch.from_dlpack(typed_view(tensor.untyped_storage(), torch.uint8, start, (nbytes,)))
+    return typed_view(view.untyped_storage(), tensor.dtype, 0, tuple(tensor.shape))
 
 
 def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard._compat import dtensor_like
 from fullshard.comm.mesh import check_own_part
+from fullshard.device.memory import in_separate_storage
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import Managed, managed_by
@@ -272,6 +274,19 @@ class _Hooks:
         if self._outermost is None and not is_summoned:  # loading may replace parameters itself
             self._unit.check_replacements()
 
+    def after(self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
+        """Make `torch.save` and `copy.deepcopy` work for the values of a state dict, see `at_start`."""
+        in_one_storage = [group.plan for group in self._unit.param_groups if group.plan.lives_in_unsharded]
+        separates = len({plan.contract.stored for plan in in_one_storage}) > 1
+        for name in module._parameters:
+            value = state.get(prefix + name)
+            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+                local = value._local_tensor
+                if separates and type(local) is Tensor and not local.is_meta:
+                    state[prefix + name] = dtensor_like(in_separate_storage(local), value)
+                elif value.storage_offset():
+                    state[prefix + name] = dtensor_like(local, value)
+
     @own_hook
     def before_load(
         self,
@@ -330,21 +345,12 @@ class _Hooks:
                 self._unit.adopt()
 
 
-@own_hook
-def _let_copy(module: nn.Module, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
-    """Make `torch.save` and `copy.deepcopy` work for the values of a state dict, see `at_start`."""
-    for name in module._parameters:
-        value = state.get(prefix + name)
-        if isinstance(value, DTensor) and value.storage_offset():
-            state[prefix + name] = dtensor_like(value._local_tensor, value)
-
-
 def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
     """Make `state_dict()` of the `modules` of `unit` return shards at any time, and loading accept whole tensors."""
     hooks = _Hooks(unit)
     for module in set(modules):
         module.register_state_dict_pre_hook(hooks.before)
-        module.register_state_dict_post_hook(_let_copy)
+        module.register_state_dict_post_hook(own_hook(partial(hooks.after)))  # torch sets an attribute of it
         module.register_load_state_dict_pre_hook(hooks.before_load)
         module.register_load_state_dict_post_hook(hooks.after_load)
 
