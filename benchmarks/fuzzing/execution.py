@@ -661,6 +661,8 @@ class Driver:
         built = Builder(program)
         ignored = {id(param) for param in built.ignored}
         self.ignored = {i for i, param in enumerate(built.model.parameters()) if id(param) in ignored}
+        places = [id(param) for _, param in built.model.named_parameters(remove_duplicate=False)]
+        self.ties_ignored = any(places.count(each) > 1 for each in ignored)
 
     def run(self) -> Records:
         self.snapshot("start")
@@ -1013,8 +1015,9 @@ class Sharded(Driver):
     def sharded(self, strategy: str) -> nn.Module:
         """Return the program's model under `strategy`, with the user's hooks and its initial values."""
         program, start = self.program, self.program.get("start")
-        if program.get("interface") == "wrapper" and self.ignored and start in META:
-            start = None  # a script has to initialize ignored parameters itself
+        is_wrapper = program.get("interface") == "wrapper"
+        if start in META and self.ignored and (is_wrapper or self.ties_ignored):
+            start = None  # a script has to initialize ignored parameters itself, and `to_empty` of torch unties them
         with torch.device("meta") if start in META else nullcontext():
             built = Builder(program)
         add_hooks(program, built.model)
