@@ -36,6 +36,10 @@ __all__ = [
 class FullshardError(Exception):
     """The root of every exception that fullshard raises on purpose."""
 
+    def __str__(self) -> str:
+        """Return the message without escape sequences for terminals, which names in files may contain."""
+        return "\n".join(map(shown, super().__str__().split("\n")))
+
 
 class ConfigError(FullshardError, ValueError):
     """An argument, or a combination of arguments, that is invalid or not supported."""
@@ -90,3 +94,17 @@ def same_calls() -> str:
 def named_ranks(ranks: Sequence[int]) -> str:
     """Return text such as "rank 3" or "ranks 0, 2", for messages."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def shown(text: str, *, lines: bool = False) -> str:
+    """Return `text` with an escape sequence for each character that a terminal does not print as itself.
+
+    Args:
+        text: may come from a file.
+        lines: whether line breaks are kept. Text after one is indented, so it cannot look like a separate line.
+    """
+    if lines:
+        return "\n  ".join(map(shown, text.split("\n")))
+    if text.isprintable():
+        return text
+    return "".join(item if item.isprintable() else item.encode("unicode_escape").decode("ascii") for item in text)

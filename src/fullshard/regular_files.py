@@ -26,7 +26,6 @@ __all__ = [
     "read_regular",
     "read_text",
     "reopened",
-    "shown",
     "writing",
 ]
 
@@ -138,20 +137,6 @@ def is_plain_name(name: object) -> bool:
         and "/" not in name
         and name not in (".", "..")
     )
-
-
-def shown(text: str, *, lines: bool = False) -> str:
-    """Return `text` with an escape sequence for each character that a terminal does not print as itself.
-
-    Args:
-        text: may come from a file.
-        lines: whether line breaks are kept. Text after one is indented, so it cannot look like a separate line.
-    """
-    if lines:
-        return "\n  ".join(map(shown, text.split("\n")))
-    if text.isprintable():
-        return text
-    return "".join(item if item.isprintable() else item.encode("unicode_escape").decode("ascii") for item in text)
 
 
 def _check(found: os.stat_result, path: str | os.PathLike[str], limit: int | None) -> None:

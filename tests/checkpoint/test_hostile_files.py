@@ -30,16 +30,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fullshard import CheckpointError, ConfigError
+from fullshard import CheckpointError, ConfigError, DiskError
 from fullshard.checkpoint import load, load_safetensors, metadata_file, save
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.folder import entries
 from fullshard.checkpoint.manifest import MANIFEST, Manifest
 from fullshard.cli import main
+from fullshard.errors import shown
 from fullshard.integrations.deepspeed.importing import import_deepspeed, read_tag
 from fullshard.layout.coverage import uncovered
 from fullshard.planner.subject import transformers_subject
-from fullshard.regular_files import open_regular, read_regular, shown
+from fullshard.regular_files import open_regular, read_regular
 from fullshard.report.rank_file import RankFile, path_of
 
 ESCAPES = "\x1b[31mred\x1b[0m\u202e\r"
@@ -641,3 +642,23 @@ def test_escape_sequences_in_files_are_not_printed(command, tmp_path, capsys):
         main(["checkpoint", command, str(path)])
         stated = capsys.readouterr()
         assert not set(stated.out + stated.err) & set(ESCAPES[:1] + ESCAPES[-2:])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("kind", ["checkpoint", "safetensors"])
+def test_escape_sequences_in_files_are_not_in_error_messages(kind, tmp_path):
+    """Python prints the message of an error that nobody catches as it is."""
+    name = f"w{ESCAPES}"
+    dcp.save({"model": {name: torch.ones(2)}}, checkpoint_id=tmp_path / name)
+    save_file({name: torch.ones(2)}, tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"w.*red") as refused:
+        if kind == "checkpoint":
+            load(tmp_path / name, model=nn.Linear(2, 2))
+        else:
+            load_safetensors(nn.Linear(2, 2), tmp_path / "weights.safetensors")
+    assert all(line.isprintable() for line in str(refused.value).split("\n"))
+
+
+def test_messages_of_errors_keep_their_lines():
+    assert str(CheckpointError("one\n  two\x1b[31m")) == "one\n  two\\x1b[31m"
+    assert str(DiskError("one\x1b[31m")) == "one\\x1b[31m"

@@ -16,8 +16,7 @@ from fullshard.checkpoint.contents import RECORD
 from fullshard.checkpoint.folder import entries
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, Progress, StoredFile, damage_in, step_of
 from fullshard.checkpoint.together import Ranks
-from fullshard.errors import CheckpointError
-from fullshard.regular_files import shown
+from fullshard.errors import CheckpointError, shown
 
 __all__ = ["Opened", "open_checkpoint", "verify"]
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fullshard.command_line import near_matches
-from fullshard.errors import CheckpointError, ConfigError, DiskError
-from fullshard.regular_files import shown
+from fullshard.errors import CheckpointError, ConfigError, DiskError, shown
 from fullshard.versions import versions
 
 __all__ = ["main"]

@@ -10,8 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fullshard.command_line import MaybePath, parse, take_words
-from fullshard.errors import ConfigError
-from fullshard.regular_files import shown
+from fullshard.errors import ConfigError, shown
 from fullshard.report.causes import find_causes, tier_lines, verdict
 from fullshard.report.page import write
 from fullshard.report.rank_file import rank_files

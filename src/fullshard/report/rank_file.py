@@ -30,8 +30,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from fullshard.errors import ConfigError
-from fullshard.regular_files import open_regular, shown
+from fullshard.errors import ConfigError, shown
+from fullshard.regular_files import open_regular
 from fullshard.report.line_schema import is_valid_line
 
 __all__ = ["FOLDER", "RankFile", "finite", "is_closed", "lines_in", "parsed", "path_of", "rank_files"]

@@ -18,9 +18,8 @@ from fullshard.cli.checkpoint.differences import Difference, differences
 from fullshard.cli.checkpoint.display import SlowBar, in_bytes, print_json, print_line, print_table
 from fullshard.cli.checkpoint.settings import ExportSettings, ShowSettings
 from fullshard.command_line import near_matches, parse, take_words
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import CheckpointError, ConfigError, shown
 from fullshard.integrations.deepspeed.importing import import_deepspeed
-from fullshard.regular_files import shown
 
 __all__ = ["run"]
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.checkpoint.manifest import Progress as Report
-from fullshard.regular_files import shown
+from fullshard.errors import shown
 
 __all__ = ["SlowBar", "in_bytes", "print_json", "print_line", "print_table"]
 

@@ -26,8 +26,8 @@ from fullshard.checkpoint.manifest import Progress
 from fullshard.checkpoint.plain import plain_copy
 from fullshard.checkpoint.random_states import random_states
 from fullshard.checkpoint.saving import save_contents
-from fullshard.errors import CheckpointError
-from fullshard.regular_files import is_plain_name, read_text, reopened, shown
+from fullshard.errors import CheckpointError, shown
+from fullshard.regular_files import is_plain_name, read_text, reopened
 
 __all__ = ["LATEST", "import_deepspeed", "read_tag"]
 
