@@ -755,6 +755,15 @@ def grouped_product(args: Any, kwargs: Any) -> Tensor | None:
     return first.new_empty(rows, columns)
 
 
+def forget_shardings() -> None:
+    """Clear torch's caches of the results of `DTensor` operations on this thread.
+
+    A cached result has the mesh of its operands, and equal meshes of two process groups have different groups.
+    """
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
 @contextmanager
 def unwatched_propagation() -> Iterator[None]:
     """Context manager that hides the fake tensors that `DTensor` uses to infer shapes from dispatch modes."""

@@ -258,3 +258,32 @@ FEATURES = frozenset({"clip", "save", "async_save", "safety copy", "summon", "st
 def test_nothing_outlives_its_process_group_for_more_than_a_cycle(tmp_path):
     """No more descriptors, threads, children and shared memory after seven cycles than after the first three."""
     assert run_ranks(2, leaks_of_process_groups, tmp_path, 7, FEATURES, timeout=120) == [{}, {}]
+
+
+def meshes_of_parameters() -> list[bool]:
+    """Return whether parameters, gradients and states have the mesh of the user, in each of two process groups."""
+    store = default_store()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    found = []
+    for cycle in range(2):
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"cycle {cycle}", store), rank=rank, world_size=world)
+        for _ in range(cycle):
+            dist.new_group([0, 1])  # so that groups of the mesh have other names than before
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+        model = fully_shard(nn.Linear(8, 8), mesh=mesh, strategy="hsdp")
+        step(model)
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9).step()
+        kept = [*model.parameters(), *(param.grad for param in model.parameters()), *model.state_dict().values()]
+        found += [tensor.device_mesh is mesh for tensor in kept]
+        found += [tensor.device_mesh.get_group(1) is mesh.get_group(1) for tensor in kept]
+        del model, kept
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+def test_parameters_have_the_mesh_of_the_present_process_group():
+    """torch caches the results of operations with their meshes, and meshes of two process groups can be equal."""
+    for found in run_ranks(2, meshes_of_parameters):
+        assert all(found)

@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
+from fullshard._compat import forget_shardings
+
 __all__ = ["Kept", "drop_if_stale", "kept"]
 
 K = TypeVar("K")
@@ -64,6 +66,7 @@ def drop_if_stale() -> None:
     if dist.group.WORLD is not _group:
         for one in _all:
             one.drop()
+        forget_shardings()
         _group = dist.group.WORLD
 
 
