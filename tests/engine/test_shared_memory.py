@@ -277,6 +277,24 @@ def test_a_stranger_is_not_taken_for_a_rank(meet):
     assert len(first.published((1, 0))) == 1
 
 
+def test_nothing_is_sent_to_another_user_who_listens_at_the_name_of_a_rank(monkeypatch):
+    """A name is free again when its rank has ended, and all users of the host can see it."""
+    monkeypatch.setattr(peers, "_user_of", lambda connection: os.geteuid() + 1)
+    name = f"\0fullshard-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.bind(name)
+        stranger.listen()
+        addresses = [peers._Address("host", name, "0" * 16)] * 2
+        sockets: dict[int, socket.socket] = {}
+        with pytest.raises(OSError, match="belongs to another user"):
+            peers._meet(sockets, stranger, addresses, 1)
+        for connection in sockets.values():
+            connection.close()
+        accepted, _ = stranger.accept()
+        with accepted:
+            assert accepted.recv(100) == b""
+
+
 def test_ranks_on_several_hosts_share_nothing_and_agree_on_that(meet, monkeypatch):
     hosts = iter("abb")
     monkeypatch.setattr(peers, "host_identity", lambda: next(hosts))

@@ -532,7 +532,7 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, _Address]:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Return the user of the process at the other end, as reported by the kernel."""
+    """Return the user of the process at the other end, or of the one that listens, as reported by the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return int(user)
@@ -544,6 +544,8 @@ def _meet(sockets: dict[int, socket.socket], listener: socket.socket, addresses:
         sockets[peer] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_CONNECT_S)
         connection.connect(addresses[peer].name)
+        if _user_of(connection) != os.geteuid():  # the rank has ended, and its name was taken
+            raise OSError(f"the socket of rank {peer} belongs to another user")
         connection.sendall(_HELLO.pack(rank, addresses[peer].token.encode()))
     listener.settimeout(_CONNECT_S)
     while len(sockets) < len(addresses) - 1:
