@@ -20,6 +20,7 @@ from fullshard.errors import ConfigError
 
 __all__ = [
     "CONFIG_BYTES",
+    "UNPARSED",
     "is_plain_name",
     "open_regular",
     "open_unbuffered",
@@ -31,6 +32,9 @@ __all__ = [
 
 CONFIG_BYTES = 64 << 20
 """The largest configuration file that is read."""
+
+UNPARSED = (ValueError, LookupError, AttributeError, RecursionError)
+"""The errors of parsers of JSON, TOML and YAML for invalid text, next to `yaml.YAMLError`."""
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a FIFO without a writer does not block then
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -37,11 +37,16 @@ from fullshard.checkpoint.folder import entries
 from fullshard.checkpoint.manifest import MANIFEST, Manifest
 from fullshard.cli import main
 from fullshard.errors import shown
+from fullshard.integrations.deepspeed.configuration import _loaded
 from fullshard.integrations.deepspeed.importing import import_deepspeed, read_tag
+from fullshard.integrations.plugin import plugin_from_config_file
 from fullshard.layout.coverage import uncovered
+from fullshard.plan.hardware import hardware
 from fullshard.planner.subject import transformers_subject
 from fullshard.regular_files import open_regular, read_regular
 from fullshard.report.rank_file import RankFile, path_of
+from fullshard.train.options import _read_mapping
+from fullshard.train.run_folder import METRICS, lines_of
 
 ESCAPES = "\x1b[31mred\x1b[0m\u202e\r"
 
@@ -621,6 +626,38 @@ def test_sizes_are_bounded(tmp_path):
         file.truncate(1 << 40)  # a file with a hole, which takes no room on the disk
     with pytest.raises(OSError, match="at most"):
         read_regular(path, limit=1 << 20)
+
+
+# -- configurations ----------------------------------------------------------------------------------------------------
+
+
+_DEEP = "[" * 100_000
+_LONG = "1" * 5000  # more digits than Python converts
+_YAML = [_DEEP, _LONG, "a: 2026-13-45", "a: !!timestamp x", "!!int ''", "!!bool x"]
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "texts"),
+    [
+        (_read_mapping, "a.yaml", _YAML),
+        (_read_mapping, "a.toml", [f"a = {_DEEP}", f"a = {_LONG}"]),
+        (
+            plugin_from_config_file,
+            "a.yaml",
+            _YAML,
+        ),
+        (_loaded, "a.json", [_DEEP, _LONG]),
+        (lambda path: hardware(str(path)), "a.toml", [f"a = {_DEEP}", f"a = {_LONG}"]),
+        (lambda path: transformers_subject(path, 8), "config.json", [_DEEP, _LONG]),
+        (lambda path: list(lines_of(path.parent)), METRICS, [f"{_DEEP}\n", f"{_LONG}\n", "[1]\n"]),
+    ],
+    ids=["train, YAML", "train, TOML", "accelerate", "deepspeed", "hardware", "model", "metrics"],
+)
+def test_a_configuration_that_no_parser_accepts_is_refused(read, name, texts, tmp_path):
+    for text in texts:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError):
+            read(tmp_path / name)
 
 
 # -- what is printed --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.errors import ConfigError
 from fullshard.policy.offload import CPUOffloadPolicy, Offload, OffloadPolicy
 from fullshard.policy.strategy import Placements, ShardingStrategy, resolve_placements
-from fullshard.regular_files import CONFIG_BYTES, read_text
+from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 from fullshard.wrap import AutoWrapPolicy
 
 __all__ = ["HONOURED", "REFUSED", "ShardingPlugin", "plugin_from_config_file", "plugin_from_environment"]
@@ -283,7 +283,7 @@ def plugin_from_config_file(path: str | os.PathLike[str]) -> ShardingPlugin:
         content = yaml.safe_load(read_text(file, limit=CONFIG_BYTES)) or {}
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror}). Name a file of accelerate config.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, *UNPARSED) as error:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not isinstance(content.get("fsdp_config"), dict):
         raise ConfigError(

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError
-from fullshard.regular_files import CONFIG_BYTES, read_text
+from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 
 __all__ = [
     "HERE",
@@ -256,7 +256,7 @@ def _read(name: str, visited: tuple[str, ...]) -> dict[str, Any]:
         )
     try:
         stated = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except UNPARSED as error:
         raise ConfigError(f"{name}: not valid TOML: {error}.") from error
     return _with_base(stated, (*visited, name))
 

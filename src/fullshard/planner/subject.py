@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fullshard import _fakes, dry
 from fullshard.errors import ConfigError, StateError
-from fullshard.regular_files import CONFIG_BYTES, read_text
+from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 from fullshard.testing.parity.batches import shapes_of
 from fullshard.testing.parity.named import function_named, mismatch
 from fullshard.train.model import GPT, VOCABULARY, byte_losses, shape_of
@@ -165,7 +165,7 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
     config = config / "config.json" if config.is_dir() else config
     try:
         stated = json.loads(read_text(config, limit=CONFIG_BYTES))
-    except (OSError, ValueError) as error:
+    except (OSError, *UNPARSED) as error:
         raise ConfigError(
             f"--config {config}: cannot be read as JSON ({error}). Name a model's config.json."
         ) from error

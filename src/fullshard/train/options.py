@@ -15,7 +15,7 @@ import yaml
 
 from fullshard.command_line import check_name, check_value, option_types, parse
 from fullshard.errors import ConfigError
-from fullshard.regular_files import CONFIG_BYTES, read_text
+from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 from fullshard.train.settings import TrainSettings
 
 CONFIG = "config"
@@ -76,7 +76,7 @@ def _read_mapping(path: Path) -> dict[Any, Any]:
         content = reader(read_text(path, limit=CONFIG_BYTES))
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror}). Name an existing file.") from error
-    except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, *UNPARSED) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--config {path}: is not valid {path.suffix[1:].upper()}: {reason}") from error
     if content is None:

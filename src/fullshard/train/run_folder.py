@@ -16,7 +16,7 @@ import torch.distributed as dist
 import yaml
 
 from fullshard.errors import ConfigError
-from fullshard.regular_files import open_regular, writing
+from fullshard.regular_files import UNPARSED, open_regular, writing
 from fullshard.train.ranks import Rank, do_together
 from fullshard.train.settings import TrainSettings
 
@@ -106,9 +106,12 @@ def lines_of(out: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         if line.endswith(b"\n"):
             try:
-                yield json.loads(line)
-            except ValueError as error:
+                found = json.loads(line)
+            except UNPARSED as error:
                 raise ConfigError(f"{metrics}, line {number}: is not JSON ({error}). Remove that line.") from error
+            if not isinstance(found, dict):
+                raise ConfigError(f"{metrics}, line {number}: is not an object of JSON. Remove that line.")
+            yield found
 
 
 def has_stopped(out: Path) -> bool:

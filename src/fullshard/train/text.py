@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import ConfigError
-from fullshard.regular_files import CONFIG_BYTES, open_regular, read_regular, read_text, writing
+from fullshard.regular_files import CONFIG_BYTES, UNPARSED, open_regular, read_regular, read_text, writing
 from fullshard.train.run_folder import ANOTHER_OUT, METRICS
 
 VALIDATION_SHARE = 20  # one part in twenty
@@ -128,7 +128,7 @@ def write_text(source: TextSource, cache: Path) -> Text:
         "files": [asdict(file) for file in source.files],
     }
     index_file = cache / "text.json"
-    with suppress(OSError, ValueError):  # the index is missing or invalid
+    with suppress(OSError, *UNPARSED):  # the index is missing or invalid
         if json.loads(read_text(index_file, limit=CONFIG_BYTES)) == index:
             return text
     with writing(cache, instead=ANOTHER_OUT):

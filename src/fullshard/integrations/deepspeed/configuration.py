@@ -17,7 +17,7 @@ from fullshard.integrations.deepspeed.loss_scale import LossScale
 from fullshard.policy.arguments import check_type
 from fullshard.policy.offload import Offload, OffloadPolicy
 from fullshard.policy.precision import MixedPrecisionPolicy
-from fullshard.regular_files import CONFIG_BYTES, read_text
+from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 
 __all__ = ["BatchSizes", "Configuration", "Part", "explain_config", "read"]
 
@@ -193,7 +193,7 @@ def _loaded(config: str | PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any
             f"the DeepSpeed configuration {path} cannot be read ({error.strerror}). Pass the path of a JSON file, or a "
             "dict."
         ) from error
-    except ValueError as error:
+    except UNPARSED as error:
         raise ConfigError(
             f"the DeepSpeed configuration {path} is not JSON ({error}). DeepSpeed reads HJSON, too: remove comments "
             "and trailing commas."
