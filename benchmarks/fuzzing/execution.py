@@ -658,6 +658,7 @@ class Driver:
         self.program = program
         self.records: Records = {}
         self.number = 0
+        self.has_failed = False  # since the last step
         built = Builder(program)
         ignored = {id(param) for param in built.ignored}
         self.ignored = {i for i, param in enumerate(built.model.parameters()) if id(param) in ignored}
@@ -771,6 +772,7 @@ class Plain(Driver):
                     own.requires_grad_(param.requires_grad)
 
     def step(self, action: Json) -> None:
+        self.has_failed = False
         micros, each = action.get("micro", 1), action.get("sync") == "each"
         pending: list[list[Tensor | None]] = [[None for _ in self.model.parameters()] for _ in self.copies]
         losses: dict[int, list[Tensor]] = {}
@@ -848,8 +850,17 @@ class Plain(Driver):
                 self.buffers_differ = True  # nothing failed: the module is not called
             made.zero_grad()
         self.optimizer.zero_grad()
+        self.has_failed = True
+        if "after" in action:
+            self.abandon()
+
+    def abandon(self, action: Json | None = None) -> None:
+        """Abandon a failed step, as the sharded program does. The next forward broadcasts buffers."""
+        self.buffers_differ = self.buffers_differ or self.has_failed
+        self.has_failed = False
 
     def edit(self, action: Json) -> None:
+        self.abandon()
         with torch.no_grad():
             for param in filter(can_be_trained, self.model.parameters()):
                 param.mul_(0.875)
@@ -877,6 +888,7 @@ class Plain(Driver):
             forget_losses(made)
         self.model = copy.deepcopy(self.model)
         self.optimizer = self.new_optimizer()
+        self.buffers_differ = True  # the first forward of a model broadcasts them
 
     def nothing(self, action: Json) -> None:
         pass
@@ -890,6 +902,10 @@ class Plain(Driver):
 
     def optimizer_state(self, action: Json) -> None:
         """A new optimizer that takes the old one's state."""
+        self.abandon()
+        self.load_states()
+
+    def load_states(self) -> None:
         states, old = copy.deepcopy(self.optimizer.state_dict()), self.optimizer
         self.optimizer = self.new_optimizer()
         if [len(param_group["params"]) for param_group in old.param_groups] == [
@@ -904,9 +920,11 @@ class Plain(Driver):
         if "into" in action:
             self.model.zero_grad()
             self.use(action["into"])
-        self.optimizer_state(action)
+            self.buffers_differ = True
+        self.load_states()
 
-    state_dicts = unshard = saved = nothing
+    state_dicts = unshard = nothing
+    saved = abandon
 
 
 def step_in_parts(optimizer: torch.optim.Optimizer, count: int, dim: int | None) -> None:
@@ -1001,7 +1019,6 @@ class Sharded(Driver):
         super().__init__(program)
         self.folder = folder
         self.rank = dist.get_rank()
-        self.has_failed = False  # since the last step
         self.left_unsharded: list[Any] = []  # by the action unshard
         fullshard.share_memory_between_units(program.get("share units"))
         fullshard.check_finite_gradients(program.get("check finite", False))
@@ -1181,7 +1198,7 @@ class Sharded(Driver):
 
     def optimizer_state(self, action: Json) -> None:
         self.reshard_all()  # torch's state dicts raise KeyError for an optimizer of unsharded parameters
-        Plain.optimizer_state(self, action)
+        Plain.load_states(self)
 
     def summon(self, action: Json) -> None:
         with summon_full_params(self.model, writeback=bool(action.get("write"))):
