@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partialmethod, wraps
+from itertools import islice
+from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -32,6 +34,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 from torch.utils import _pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -59,6 +62,7 @@ __all__ = [
     "at_start",
     "autocast_of_cuda_on_cpu",
     "backward_number",
+    "before_optimizer_states",
     "below_autograd",
     "comm_hook_dtypes",
     "copyable_fakes",
@@ -71,6 +75,7 @@ __all__ = [
     "finished_work",
     "flops_of",
     "foreach_by_default",
+    "forget_shardings",
     "grad_hooks",
     "group_made_alone",
     "group_of",
@@ -95,6 +100,7 @@ __all__ = [
     "keeping_versions",
     "kernels_instead",
     "killed_after",
+    "loads_whole_states",
     "local_tensor",
     "make_dtensor",
     "marks_of",
@@ -753,6 +759,24 @@ def grouped_product(args: Any, kwargs: Any) -> Tensor | None:
         groups = first.shape[:-2] if first.ndim == 3 else offsets.shape
         return first.new_empty(*groups, rows, columns)
     return first.new_empty(rows, columns)
+
+
+def before_optimizer_states(prepare: Callable[[Optimizer], None]) -> None:
+    """Call `prepare` with every optimizer before its `state_dict()`. torch has no such hook for all optimizers."""
+    state_dict = Optimizer.state_dict
+
+    @wraps(state_dict)
+    def prepared_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+        prepare(optimizer)
+        return state_dict(optimizer)
+
+    Optimizer.state_dict = prepared_state_dict  # type: ignore[assignment, method-assign]
+
+
+def loads_whole_states() -> bool:
+    """Return True if `torch.distributed.checkpoint` calls, to load a full state dict of an optimizer."""
+    callers = islice(walk_stack(None), 12)
+    return any(frame.f_code.co_name == "_load_optim_state_dict" for frame, _ in callers)
 
 
 def forget_shardings() -> None:

@@ -40,6 +40,11 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input
@@ -881,6 +886,15 @@ def whole_states_for_an_optimizer_that_encodes_them_in_blocks() -> Steps:
     with mock.patch("fullshard.state.loaded_states.block_states", lambda item: Blocks(item, 1000)):
         yield
         optimizer.load_state_dict(state_dict)
+
+
+@mistake(StateError, r"SGD has no state, .* cannot load full states", "Leave out full_state_dict")
+def whole_states_for_an_optimizer_without_states() -> Steps:
+    model, optimizer = stepped_by(torch.optim.SGD)
+    options = StateDictOptions(full_state_dict=True)
+    states = get_optimizer_state_dict(model, optimizer, options=options)
+    yield
+    set_optimizer_state_dict(model, optimizer, states, options=options)
 
 
 @mistake(

@@ -24,7 +24,13 @@ from small_models import (
     trained,
 )
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -34,6 +40,7 @@ from fullshard import (
     RankMismatchError,
     ShardedOptimStateDictConfig,
     StateDictType,
+    StateError,
     clip_grad_norm_,
     fully_shard,
     recording,
@@ -528,6 +535,10 @@ def save_by_torch_while_unsharded() -> None:
     expected = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
     model.unshard()
     assert_same(get_optimizer_state_dict(model, optimizer), expected)
+    loaded = torch.optim.Adam(model.parameters())  # and never stepped
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model.unshard()
+    assert_same(get_optimizer_state_dict(model, loaded), expected)
     loss = model(torch.ones(2, 5)).sum()
     optimizer.state_dict()  # in use: not resharded
     loss.backward()
@@ -542,3 +553,41 @@ def test_states_are_saved_by_torch_alone_while_parameters_are_unsharded():
 
 def test_states_are_saved_and_loaded_while_parameters_are_unsharded():
     run_ranks(2, save_while_unsharded)
+
+
+def save_a_plain_state_that_was_loaded() -> None:
+    plain, model = nn.Linear(5, 6), fully_shard(nn.Linear(5, 6))
+    of_plain = torch.optim.Adam(plain.parameters())
+    plain(torch.ones(2, 5)).sum().backward()
+    of_plain.step()
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(copy.deepcopy(of_plain.state_dict()))
+    for values, own in zip(of_plain.state.values(), optimizer.state_dict()["state"].values(), strict=True):
+        assert own["exp_avg"].placements == model.weight.placements
+        assert_same(own["exp_avg"].full_tensor(), values["exp_avg"])
+
+
+def test_a_plain_state_dict_that_was_loaded_is_saved_in_parts_before_the_first_step():
+    run_ranks(2, save_a_plain_state_that_was_loaded)
+
+
+def load_no_states_by_torch() -> None:
+    model = fully_shard(nn.Linear(5, 6))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for has_gradients in (False, True):
+        if has_gradients:
+            model(torch.ones(2, 5)).sum().backward()
+        whole = StateDictOptions(full_state_dict=True)
+        params, states = get_state_dict(model, optimizer, options=whole)
+        states["param_groups"][0]["lr"] = 0.5
+        for options in (whole, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
+            with pytest.raises(StateError, match=r"SGD has no state.*Leave out full_state_dict"):
+                set_state_dict(model, optimizer, model_state_dict=params, optim_state_dict=states, options=options)
+        set_optimizer_state_dict(model, optimizer, states)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        optimizer.step()
+
+
+def test_an_optimizer_without_states_is_not_loaded_by_torch_from_whole_states():
+    """torch raises `AssertionError: Expected device to be set`, also for a plain model."""
+    run_ranks(2, load_no_states_by_torch)

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fullshard._compat import (
     address,
+    before_optimizer_states,
     dtensor_like,
     has_step_hooks,
     make_dtensor,
@@ -45,7 +46,6 @@ from fullshard.optim.same_order import check_same_order
 from fullshard.policy.arguments import check_type
 from fullshard.state.block_states import block_states
 from fullshard.state.budget import choose_for_budget
-from fullshard.state.loaded_states import accept_whole_states
 from fullshard.state.on_disk import ChunkedSteps, StatesOnDisk, states_on_disk
 from fullshard.state.optim_state import OWN
 from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
@@ -69,8 +69,21 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 @cache
 def watch_optimizers() -> None:
     """Make every optimizer use the sharded parameters in its steps, and step their plain shards."""
+    before_optimizer_states(_prepare_to_save)
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+
+
+def _accept_whole_states(optimizer: Optimizer) -> None:
+    from fullshard.state.loaded_states import accept_whole_states  # late: inference does not need it
+
+    accept_whole_states(optimizer)
+
+
+def _prepare_to_save(optimizer: Optimizer) -> None:
+    from fullshard.state.loaded_states import prepare_to_save  # late, as above
+
+    prepare_to_save(optimizer)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -81,7 +94,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if optimizer not in _stepping:
         _give_back(optimizer)
         point_to_shards(optimizer)
-        accept_whole_states(optimizer)
+        _accept_whole_states(optimizer)
         _check_steps_shards(optimizer)
         if not _may_have_any_order(optimizer):
             check_same_order(optimizer)
@@ -245,7 +258,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
 
     def take_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            accept_whole_states(optimizer)
+            _accept_whole_states(optimizer)
             note_outside(optimizer)  # which may have more parameters since its last step
             choose_for_budget(optimizer)  # before tiers are looked up: its hook runs after that
         disk, on_cpu = states_on_disk(optimizer), _on_cpu(optimizer)

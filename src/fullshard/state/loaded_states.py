@@ -1,8 +1,8 @@
 """State dicts that go straight into `optimizer.load_state_dict`: each rank takes its part of whole states, and another
 rank's part is refused.
 
-An optimizer is often made and loaded before this package sees it. So its states are checked in its first step. After
-that hooks of the optimizer check loaded states, and reshard before states are saved.
+An optimizer is often made and loaded before this package sees it. So its states are checked in its first step, or when
+they are saved before that. After that a hook of the optimizer checks loaded states.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard._compat import holds_tensors
+from fullshard._compat import holds_tensors, loads_whole_states
 from fullshard.comm.mesh import check_own_part
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import Managed, managed_by
@@ -24,7 +24,7 @@ from fullshard.errors import StateError
 from fullshard.state.block_states import BlockStates, block_states
 from fullshard.state.optim_state import placed_like
 
-__all__ = ["accept_whole_states"]
+__all__ = ["accept_whole_states", "prepare_to_save"]
 
 _accepting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -44,15 +44,29 @@ def accept_whole_states(optimizer: Optimizer) -> None:
             optimizer.state[param] = values
     _accepting.add(optimizer)
     optimizer.register_load_state_dict_pre_hook(_take_own)
-    optimizer.register_state_dict_pre_hook(_show_shards)
 
 
-def _show_shards(optimizer: Optimizer) -> None:
-    """Reshard units that the user has unsharded: `torch.distributed.checkpoint` looks for these parameters in the
-    model. A pre-hook of `state_dict`.
+def prepare_to_save(optimizer: Optimizer) -> None:
+    """Accept loaded states, and reshard units that the user has unsharded: `torch.distributed.checkpoint` looks for
+    their parameters in the model. This is called before each `state_dict()`.
+
+    Raises:
+        StateError: that has called it to load full states, and the optimizer has none.
     """
     params = (param for group in optimizer.param_groups for param in group["params"])
-    for unit in dict.fromkeys(managed.unit for managed in map(_sharded, params) if managed is not None):
+    units = dict.fromkeys(managed.unit for managed in map(_sharded, params) if managed is not None)
+    if not units:
+        return
+    accept_whole_states(optimizer)
+    values = (value for state in optimizer.state.values() for value in state.values())
+    if not any(isinstance(value, Tensor) and value.ndim for value in values) and loads_whole_states():
+        raise StateError(
+            f"{type(optimizer).__name__} has no state, and torch.distributed.checkpoint cannot load full states into "
+            "such an optimizer, of any model. Leave out full_state_dict when you load the optimizer: "
+            "set_optimizer_state_dict(model, optimizer, states) sets the options of its groups. Load the model by "
+            "set_model_state_dict."
+        )
+    for unit in units:
         if unit.residency.state in ACTIVE and not is_in_use(unit):
             unit.residency.hand_over_shards()
 
