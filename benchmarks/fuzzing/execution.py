@@ -854,7 +854,7 @@ class Plain(Driver):
         if "after" in action:
             self.abandon()
 
-    def abandon(self, action: Json | None = None) -> None:
+    def abandon(self) -> None:
         """Abandon a failed step, as the sharded program does. The next forward broadcasts buffers."""
         self.buffers_differ = self.buffers_differ or self.has_failed
         self.has_failed = False
@@ -923,8 +923,12 @@ class Plain(Driver):
             self.buffers_differ = True
         self.load_states()
 
+    def saved(self, action: Json) -> None:
+        """Load the optimizer's own states: torch casts some of them, such as the products of NAdam."""
+        self.abandon()
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
     state_dicts = unshard = nothing
-    saved = abandon
 
 
 def step_in_parts(optimizer: torch.optim.Optimizer, count: int, dim: int | None) -> None:

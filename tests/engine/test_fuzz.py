@@ -50,6 +50,7 @@ def test_models_stored_in_half_precision_and_written_inputs_are_compared_too():
 TRAINED_LATER = [{"do": "freeze", "trained": True}, {"do": "step", "micro": 2, "sync": "each"}]
 TWICE = {"kind": "parallel", "children": [{"kind": "batch norm"}], "unit": {}}
 LEAF = {"kind": "parallel", "children": [TWICE, {"kind": "linear"}], "recompute": "reentrant", "unit outside": True}
+IGNORED = {"kind": "linear", "ignored": True, "label": "5"}
 PLAIN_CASES = {
     "a unit adds its gradients of a leaf first": {
         "ranks": 1,
@@ -89,6 +90,26 @@ PLAIN_CASES = {
         "penalty": True,
         "input needs grad": True,
         "autocast": "bfloat16",
+        "loop": [{"do": "step"}, {"do": "step"}],
+    },
+    "loaded states are cast to the dtype of the parameter": {
+        "model": {"kind": "double", "children": [{"kind": "norm"}]},
+        "optimizer": {"name": "NAdam"},
+        "loop": [{"do": "step"}, {"do": "saved"}, {"do": "step"}],
+    },
+    "an abandoned step and a copy broadcast buffers again": {
+        "model": {"kind": "sequence", "children": [{"kind": "counted"}, {"kind": "linear"}]},
+        "broadcast_buffers": True,
+        "loop": [{"do": "boom", "after": 2}, {"do": "step"}, {"do": "forward_only"}, {"do": "copied"}, {"do": "step"}],
+    },
+    "to_empty of torch unties ignored parameters": {
+        "model": {"kind": "sequence", "children": [IGNORED, {"kind": "tied", "to": "5"}, {"kind": "linear"}]},
+        "start": "loaded",
+    },
+    "a recomputed unit casts no inputs unless it is the root": {
+        "interface": "wrapper",
+        "precision": {"param_dtype": "bfloat16"},
+        "model": {"kind": "sequence", "children": [IGNORED, {"kind": "scale", "unit": {}, "recompute": "no"}]},
         "loop": [{"do": "step"}, {"do": "step"}],
     },
     "optimizers are made of sharded parameters": {
