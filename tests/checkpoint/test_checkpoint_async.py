@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from fullshard import CheckpointError, fully_shard
 from fullshard._compat import storage_watch
 from fullshard.checkpoint import async_save, container, latest, load, save, saving
+from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.testing import assert_same, run_ranks
 
@@ -147,6 +151,40 @@ def use_the_same_memory(folder: Path) -> None:
 
 def test_memory_for_the_copy_is_taken_once(tmp_path):
     run_ranks(2, use_the_same_memory, tmp_path)
+
+
+def test_the_error_of_a_save_that_nobody_waits_for_is_logged_at_exit():
+    """The program ends with a save in progress, and would end without a word."""
+    script = """
+import sys
+from fullshard import CheckpointError
+from fullshard.checkpoint.background import Background
+def fail():
+    raise CheckpointError("the disk is full")
+background = Background("saves")
+pending = background.start(fail)
+if sys.argv[1] == "waits":
+    try:
+        pending.wait()
+    except CheckpointError:
+        pass
+"""
+    for how, times in (("ends", 1), ("waits", 0)):
+        ended = subprocess.run([sys.executable, "-c", script, how], capture_output=True, text=True, check=True)
+        assert ended.stderr.count("the disk is full") == times, ended.stderr
+
+
+def test_the_error_of_a_save_whose_owner_is_gone_is_logged(caplog):
+    def fail() -> Path:
+        raise CheckpointError("the disk is full")
+
+    background = Background("saves")
+    background.start(fail)
+    background._writer.shutdown()
+    assert not caplog.messages
+    del background
+    gc.collect()
+    assert ["the disk is full" in message for message in caplog.messages] == [True]
 
 
 def test_one_process_alone_saves_behind_too(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,12 +17,15 @@ from fullshard.tape.context import Kept
 __all__ = ["Background", "PendingSave", "checkpoints"]
 
 
+_log = logging.getLogger(__name__)
+
+
 class PendingSave:
-    """A save in the background."""
+    """A save in the background. If it fails and nobody waits for it, its error is logged at the end of the program."""
 
     def __init__(self, future: Future[Path]) -> None:
         self._future = future
-        self._was_waited_for = False
+        self._unseen = weakref.finalize(self, future.add_done_callback, _log_failure)
 
     @property
     def done(self) -> bool:
@@ -33,9 +38,15 @@ class PendingSave:
         Raises:
             CheckpointError: A rank could not write. The same error is raised on every rank.
         """
-        self._was_waited_for = True
+        self._unseen.detach()
         with here.waiting_here():
             return self._future.result()
+
+
+def _log_failure(future: Future[Path]) -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is not None:
+        _log.error("%s Call wait() of the save before the program ends, to handle such errors.", error)
 
 
 class Background:
@@ -53,7 +64,7 @@ class Background:
             CheckpointError: It failed, and its error has not been raised by `PendingSave.wait` yet.
         """
         pending, self._pending = self._pending, None
-        if pending is not None and not pending._was_waited_for:
+        if pending is not None and pending._unseen.alive:
             pending.wait()
         elif pending is not None:
             with here.waiting_here():
