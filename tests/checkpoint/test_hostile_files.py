@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import pytest
 import torch
@@ -493,7 +495,31 @@ def test_a_field_that_no_manifest_has_is_refused(field, value, folder):
     check_run_goes_on(folder)
 
 
-# -- special files ----------------------------------------------------------------------------------------------------
+# -- archives ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [TensorStorageMetadata, BytesStorageMetadata])
+def test_an_entry_that_expands_is_refused_before_it_takes_memory(kind, folder):
+    """A compressed record of 64 KB can take 64 MB, and one of 1 GB all memory."""
+    checkpoint = newest(folder)
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    of_kind = {key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, kind)}
+    index = next(index for index in metadata.storage_data if index.fqn in of_kind)
+    place = metadata.storage_data[index]
+    data = (checkpoint / place.relative_path).read_bytes()
+    bomb = io.BytesIO()
+    with ZipFile(io.BytesIO(data[place.offset : place.offset + place.length])) as records, ZipFile(bomb, "w") as out:
+        for record in records.infolist():
+            out.writestr(record, records.read(record), ZIP_STORED)
+        out.writestr("archive/more", bytes(64 << 20), ZIP_DEFLATED)
+    place.offset, place.length = len(data), len(bomb.getvalue())
+    forge(checkpoint, place.relative_path, data + bomb.getvalue())
+    forge(checkpoint, ".metadata", pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="records of an entry have 67"):
+        load(checkpoint, model=(own := model()), optimizer=torch.optim.AdamW(own.parameters()))
+
+
+# -- configurations ----------------------------------------------------------------------------------------------------
 
 
 def replace_by_special(path: Path, kind: str) -> None:

@@ -2733,7 +2733,7 @@ ELSEWHERE = {
 # Functions whose mistakes are made in tests/checkpoint/test_hostile_files.py, tests/checkpoint/test_rank_files.py,
 # tests/engine/test_residency.py and tests/engine/test_optimizers.py.
 FUNCTIONS_ELSEWHERE = {
-    "checkpoint/container.py": {"check_files", "_start_of_tensor"},
+    "checkpoint/container.py": {"check_files", "_records", "_start_of_tensor"},
     "checkpoint/opening.py": {"accounts"},
     "comm/mesh.py": {"check_own_part"},
     "engine/residency.py": {"_become"},

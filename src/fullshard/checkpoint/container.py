@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
-from zipfile import ZIP_STORED, ZipFile
+from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
 import torch
 import torch.distributed as dist
@@ -329,6 +329,14 @@ class _Reader(dcp.FileSystemReader):
         except Exception as error:
             raise CheckpointError(reported_by(error)) from error
 
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        """Return a view of an entry, which torch.load reads."""
+        entry = _Entry(file, sinfo.offset, sinfo.length)
+        if is_zipfile(entry):
+            with _records(entry):
+                pass
+        return super()._slice_file(file, sinfo)
+
     def _read_straight(self, items: list[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
         """Read the items that are contiguous in file and memory, and return the others."""
         others: list[ReadItem] = []
@@ -394,7 +402,7 @@ class _Entry(io.RawIOBase):
     def __init__(self, file: io.RawIOBase, start: int, nbytes: int) -> None:
         self._file = file
         self._start = start
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._at = 0
 
     def seekable(self) -> bool:
@@ -404,14 +412,28 @@ class _Entry(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.nbytes}[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
         self._file.seek(self._start + self._at)
-        count = self._file.readinto(memoryview(buffer)[: max(0, self._nbytes - self._at)]) or 0
+        count = self._file.readinto(memoryview(buffer)[: max(0, self.nbytes - self._at)]) or 0
         self._at += count
         return count
+
+
+@contextmanager
+def _records(entry: _Entry) -> Iterator[ZipFile]:
+    """Yield the output of torch.save, a zip file whose records are not compressed.
+
+    Raises:
+        CheckpointError: Its records are larger than the entry. Expanding them could take all memory.
+    """
+    with ZipFile(entry) as records:
+        nbytes = sum(record.file_size for record in records.infolist())
+        if nbytes > entry.nbytes:
+            raise CheckpointError(f"records of an entry have {nbytes} bytes, and the entry has {entry.nbytes}")
+        yield records
 
 
 def _start_of_tensor(entry: _Entry, nbytes: int) -> int:
@@ -420,7 +442,7 @@ def _start_of_tensor(entry: _Entry, nbytes: int) -> int:
     Raises:
         CheckpointError: The byte order is not this machine's, or the size of the record is not `nbytes`.
     """
-    with ZipFile(entry) as records:
+    with _records(entry) as records:
         [record] = [item for item in records.infolist() if item.filename.endswith("/data/0")]
         order = records.read(record.filename.removesuffix("data/0") + "byteorder").decode()
     if order != sys.byteorder:
