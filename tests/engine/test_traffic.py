@@ -29,7 +29,7 @@ from fullshard.device.streams import Stream
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.reduction import Reduction, UnitReduction
 from fullshard.engine.registry import units_in
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit_gradients import UnitGradients
 from fullshard.tape.recorder import Phase, Recorder
 from fullshard.testing import assert_same
 from fullshard.testing import run_ranks as run_fresh_ranks
@@ -357,15 +357,15 @@ def test_what_a_user_does_to_a_gradient_does_not_outlive_it(change):
 def whole_gradients_by_moment() -> list[tuple[int, int, int]]:
     """How many whole gradients reductions began with, and how many were there when they were queued, and finished."""
     found, alive = [], []
-    make, queue, finish = ParamGroup.start_reduction, Unit.start_reduce, UnitReduction.finish
+    make, queue, finish = ParamGroup.start_reduction, UnitGradients.start_reduce, UnitReduction.finish
 
     def note(param_group: ParamGroup, grads: dict[int, Tensor], **options: Any) -> Reduction:
         alive[-1] += [weakref.ref(grad) for grad in grads.values()]
         return make(param_group, grads, **options)
 
-    def note_queued(unit: Unit, *args: Any) -> UnitReduction:
+    def note_queued(gradients: UnitGradients, *args: Any) -> UnitReduction:
         alive.append([])
-        reduction = queue(unit, *args)
+        reduction = queue(gradients, *args)
         found.append([len(alive[-1]), sum(ref() is not None for ref in alive[-1])])
         return reduction
 
@@ -376,7 +376,7 @@ def whole_gradients_by_moment() -> list[tuple[int, int, int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stream, "is_stream", True)
         patch.setattr(ParamGroup, "start_reduction", note)
-        patch.setattr(Unit, "start_reduce", note_queued)
+        patch.setattr(UnitGradients, "start_reduce", note_queued)
         patch.setattr(UnitReduction, "finish", note_finished)
         model = chain(fully_shard)
         step(model, sgd(model), 0)

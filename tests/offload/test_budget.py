@@ -183,14 +183,14 @@ def choose_shards(folder: Path, strategy: str, microbatches: int, max_norm: floa
         model, left, peak = learn_layers(Offload(budget=budget, folder=folder), **loop)
         assert_same(left, expected, name=f"{strategy}, {budget} from {least} on")
         assert peak <= budget, (strategy, budget, least, most, peak)
-        there = [unit.is_on_disk for unit in units_in(model)]
+        there = [unit.shards.is_on_disk for unit in units_in(model)]
         counts.append(sum(there))
         of_states, of_kept, of_shards = shares_on_disk(model)
         assert not of_shards or (of_states, of_kept) == (1, 1), "shards go last"
         assert round(of_shards * sum(nbytes)) == sum(size for size, item in zip(nbytes, there, strict=True) if item)
         assert not any(there) or f"{sum(there)} of 13 units rest on a disk" in explain(model)
         for unit in units_in(model):
-            assert {isinstance(param.local, OnDisk) for param in unit.params} == {unit.is_on_disk}
+            assert {isinstance(param.local, OnDisk) for param in unit.params} == {unit.shards.is_on_disk}
     assert counts == sorted(counts, reverse=True), "the more there is, the fewer are there"
     assert counts[0] >= 12 and counts[-1] == 0 and len(set(counts)) >= 3, counts
 
@@ -217,8 +217,8 @@ def test_units_whose_buffers_are_larger_than_what_they_free_stay_in_memory(tmp_p
             model = fully_shard(nn.Sequential(*each, nn.Linear(256, 8192)), offload_policy=policy)
             model(torch.ones(4, 256))
             root, *others = units_in(model)
-            assert [unit.is_on_disk for unit in others] == [expected > 0] * count
-            assert not root.is_on_disk, "it needs larger buffers than all others free"
+            assert [unit.shards.is_on_disk for unit in others] == [expected > 0] * count
+            assert not root.shards.is_on_disk, "it needs larger buffers than all others free"
 
 
 def test_the_root_goes_to_the_disk_last(tmp_path):
@@ -237,20 +237,20 @@ def load_back_to_resident(folder: Path) -> None:
         units, rows = units_in(model), torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
         for _ in range(2):  # by now units take turns on slots
             model(rows).square().mean().backward()
-        assert all(unit.is_on_disk for unit in units)
+        assert all(unit.shards.is_on_disk for unit in units)
         grads = [param.grad for param in model.parameters()]
         loss = model(rows).square().mean()
         if moves:
             referenced = [unit.slot.is_referenced for unit in units]
             assert any(referenced)
             for unit in units[::2]:
-                unit.move_to(StatePlacement.DEVICE)
-                unit.move_to(StatePlacement.DEVICE)
+                unit.shards.move_to(StatePlacement.DEVICE)
+                unit.shards.move_to(StatePlacement.DEVICE)
             assert [unit.slot.is_referenced for unit in units] == referenced
-            assert [unit.is_on_disk for unit in units] == [number % 2 == 1 for number in range(len(units))]
+            assert [unit.shards.is_on_disk for unit in units] == [number % 2 == 1 for number in range(len(units))]
             for unit in units:
                 for local in (item for param in unit.params for item in (param.local, param.grad)):
-                    assert isinstance(local, OnDisk) == unit.is_on_disk
+                    assert isinstance(local, OnDisk) == unit.shards.is_on_disk
         loss.backward()
         return [[grad.full_tensor() for grad in grads], [param.grad.full_tensor() for param in model.parameters()]]
 
@@ -298,7 +298,7 @@ def step_in_backward(folder: Path) -> None:
 
     (_, expected), (model, found) = run(None), run(Offload(budget="1GB", folder=folder))
     assert_same(found, expected)
-    assert all(unit.is_on_disk and unit.options.offload.budget is not None for unit in units_in(model))
+    assert all(unit.shards.is_on_disk and unit.options.offload.budget is not None for unit in units_in(model))
 
 
 def test_nothing_moves_within_a_backward_whose_hooks_step(tmp_path):
@@ -316,7 +316,7 @@ def test_nothing_moves_within_a_backward_whose_hooks_step(tmp_path):
 def test_a_budget_states_what_keeps_parameters_from_the_disk(tmp_path, options, remedy):
     with dry.world(2), dry.taped(streams="cpu"):
         model = layers(Offload(budget=1000, folder=tmp_path), **options)
-        assert not any(unit.is_on_disk for unit in units_in(model))
+        assert not any(unit.shards.is_on_disk for unit in units_in(model))
         optimizer = adamw(model.parameters())
         model(torch.ones(4, 256)).square().mean().backward()
         with pytest.raises(ConfigError, match=re.escape(remedy)):
@@ -344,7 +344,7 @@ def resume_from_disk(folder: Path) -> None:
         model = layers(policy)
         optimizer = adamw(model.parameters())
         learn_on(model, optimizer, range(2))
-        there = {unit.is_on_disk for unit in units_in(model)}
+        there = {unit.shards.is_on_disk for unit in units_in(model)}
         assert there == ({True, False} if policy else {False})
         save(folder / first, model=model, optimizer=optimizer, step=2)
         for then, other in policies.items():
@@ -425,7 +425,7 @@ def needed(refused: Any) -> tuple[int, int]:
 
 
 def on_the_cpu(model: Any) -> list[bool]:
-    return [unit.destination is StatePlacement.STEPPED_ON_CPU for unit in units_in(model)]
+    return [unit.shards.destination is StatePlacement.STEPPED_ON_CPU for unit in units_in(model)]
 
 
 @pytest.mark.usefixtures("small_windows")
@@ -457,7 +457,9 @@ def test_with_an_accelerator_only_the_necessary_states_are_offloaded_to_the_cpu(
         now, units = on_the_cpu(made[-1]), units_in(made[-1])
         assert now <= before, "more memory offloads less"
         in_turn = stepped_on_cpu_in_turn(units)
-        assert [unit for unit in in_turn if unit.destination is StatePlacement.STEPPED_ON_CPU] == in_turn[: sum(now)]
+        assert [unit for unit in in_turn if unit.shards.destination is StatePlacement.STEPPED_ON_CPU] == in_turn[
+            : sum(now)
+        ]
         policy = units[0].options.offload
         wanted = policy.optimizer.get("cpu", 0.0) * sum(unit.trained_nbytes for unit in units)
         assert round(wanted) == sum(unit.trained_nbytes for unit, item in zip(units, now, strict=True) if item)
@@ -556,7 +558,7 @@ def resume_alongside(folder: Path) -> None:
                 where = {memory_of(state._local_tensor) for state in states if isinstance(state, DTensor)} | {
                     memory_of(param.local)
                 }
-                assert (where == {HOST}) == (unit.destination is StatePlacement.STEPPED_ON_CPU)
+                assert (where == {HOST}) == (unit.shards.destination is StatePlacement.STEPPED_ON_CPU)
                 assert len(where) == 1
         assert {True, False} == set(on_the_cpu(model))
     assert_same(found, expected)
@@ -583,9 +585,9 @@ def backward_after_a_move(strategy: str) -> None:
                 for unit, destination in zip(
                     units_in(model), [StatePlacement.DEVICE, StatePlacement.STEPPED_ON_CPU] * 3, strict=False
                 ):
-                    unit.move_to(destination)
-                    unit.move_to(StatePlacement.DEVICE)
-                assert not any(unit.is_on_cpu for unit in units_in(model))
+                    unit.shards.move_to(destination)
+                    unit.shards.move_to(StatePlacement.DEVICE)
+                assert not any(unit.shards.is_on_cpu for unit in units_in(model))
                 memory_of = accelerator_for(torch.device("cpu")).memory_of
                 assert HOST not in {memory_of(item.to_local()) for p in model.parameters() for item in (p, p.grad)}
             assert_same([param.grad.full_tensor() for param in model.parameters()], first)

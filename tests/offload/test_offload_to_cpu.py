@@ -103,7 +103,7 @@ def test_units_on_a_disk_are_none_of_those_on_the_cpu(tmp_path):
     }
     assert where[StatePlacement.DISK] > 0 < where[StatePlacement.CPU]
     assert {unit for unit in units if placements[unit] is StatePlacement.DISK} == {
-        unit for unit in units if unit.is_on_disk
+        unit for unit in units if unit.shards.is_on_disk
     }
     assert (
         where[StatePlacement.CPU]

@@ -99,10 +99,10 @@ def trained_with(
     left = learn(model, optimizers, **loop)
     units = units_in(model)
     sizes = [unit.whole_nbytes for unit in units]
-    there = [size for unit, size in zip(units, sizes, strict=True) if unit.is_on_disk]
+    there = [size for unit, size in zip(units, sizes, strict=True) if unit.shards.is_on_disk]
     assert (fraction or 0) * sum(sizes) <= sum(there) <= (fraction or 0) * sum(sizes) + max(sizes)
     for unit in units:
-        assert {isinstance(param.local, OnDisk) for param in unit.params} <= {unit.is_on_disk}
+        assert {isinstance(param.local, OnDisk) for param in unit.params} <= {unit.shards.is_on_disk}
     if fraction == 1.0 and make is not plain_sgd:
         assert all(all(on_the_disk(optimizer)) for optimizer in optimizers)
     return left

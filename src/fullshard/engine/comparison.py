@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.comm.mesh import Axes
 from fullshard.comm.routes import collectives_for
 from fullshard.engine.sharded_param import ShardedParam, digest
 from fullshard.engine.unit import Unit
@@ -37,8 +38,8 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
     Ranks exchange hashes, which are a few bytes for any model. If these differ, one rank for each hash sends details.
     """
     unit, rank = units[0], dist.get_rank()
-    descriptions = [unit.description for unit in units]
-    digests: Digests = [each_unit.digests(unit.axes) for each_unit in units]
+    descriptions = [_description(unit) for unit in units]
+    digests: Digests = [_digests(each_unit, unit.axes) for each_unit in units]
     hashes = _of_all_ranks((_hash(descriptions), _hash(digests)), unit, "comparison of models")
     of_models = {other: of_model for other, (of_model, _) in hashes.items()}
     of_values = {other: of_digests for other, (_, of_digests) in hashes.items()}
@@ -51,6 +52,30 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
     if len(speakers) > 1:  # not always an error: some ranks may not know their values
         known = _of_all_ranks(digests if rank in speakers.values() else [], unit, "comparison of values")
         _compare_values(units, of_values, {its: known[speaker] for its, speaker in speakers.items()})
+
+
+def _description(unit: Unit) -> str:
+    """Return a text that is the same on all ranks: the name, and every parameter's FQN, shape and dtypes."""
+    params = (
+        f"{param.fqn} {tuple(param.sharded.shape)} {param_group.plan.contract}"
+        + ("" if param.sharded.requires_grad else ", frozen")
+        for param_group in unit.param_groups
+        for param in param_group.params
+    )
+    where = ", on a disk" if unit.shards.is_on_disk else ""
+    return f"{unit.name or 'the root'}{where} ({'; '.join(params)})"
+
+
+def _digests(unit: Unit, axes: Axes) -> list[int | None]:
+    """Return digests of the initial local values, one per parameter.
+
+    None if they are unknown or modified since, or if ranks along `axes` may have different values.
+    """
+    return [
+        param.made_of if param_group.plan.axes == axes else None
+        for param_group in unit.param_groups
+        for param in param_group.params
+    ]
 
 
 def are_identical(params: Sequence[nn.Parameter], unit: Unit) -> bool:

@@ -45,7 +45,7 @@ class Disks:
         self._collect()
         if activations is not None:
             self._failures.add(activations.take())
-        if activations is not None or any(unit.is_on_disk for unit in self._units):
+        if activations is not None or any(unit.shards.is_on_disk for unit in self._units):
             self._failures.raise_on_every_rank(process_groups_along(self._units), self._units[0].device)
 
     def forget(self) -> None:
@@ -59,4 +59,6 @@ class Disks:
             of_unit.are_reported = False
 
     def _of_units(self) -> list[DiskFailures]:
-        return [disk_failure for unit in self._units if unit.is_on_disk for disk_failure in unit.disk_failures]
+        return [
+            disk_failure for unit in self._units if unit.shards.is_on_disk for disk_failure in unit.shards.disk_failures
+        ]

@@ -49,7 +49,9 @@ def install(unit: Unit) -> None:
         vars(module)["__reduce_ex__"] = partial(refuse_pickle, module)
         module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(_after_forward, always_call=True)
-    unit.watch(partial(_on_grad, unit))
+    on_grad = partial(_on_grad, unit)
+    for param in unit.params:
+        param.watch(on_grad)
 
 
 def run_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -183,7 +185,7 @@ def changing_shards(unit: Unit, function: Callable[..., Any] | None = None) -> I
         lender.residency.reshard()
     yield
     for changed in units:
-        changed.adopt(may_wait=True)
+        changed.shards.adopt(may_wait=True)
 
 
 @contextmanager

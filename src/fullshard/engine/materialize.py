@@ -206,7 +206,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         if unit.is_meta:
             with changing_shards(unit):
                 for param in unit.params:
-                    local = torch.empty_like(param.local, device=unit.shard_device)
+                    local = torch.empty_like(param.local, device=unit.shards.device)
                     give(param.sharded, dtensor_like(local, param.dtensor))
     for module in model.modules():
         with without_weak_references(module):

@@ -27,7 +27,7 @@ def placements_of(units: Sequence[Unit]) -> dict[Unit, StatePlacement]:
 
     Units that a root has placed before keep their placement.
     """
-    placements = {unit: unit.destination for unit in units}
+    placements = {unit: unit.shards.destination for unit in units}
     policies: list[Offload] = []
     for unit in units:
         policy = unit.options.offload.in_full
@@ -35,10 +35,10 @@ def placements_of(units: Sequence[Unit]) -> dict[Unit, StatePlacement]:
             policies.append(policy)
             identical = [other for other in units if other.options.offload.in_full == policy]
             is_open = policy.budget is not None
-            there = _pays_on_disk(identical) if is_open else [unit for unit in identical if unit.is_on_disk]
+            there = _pays_on_disk(identical) if is_open else [unit for unit in identical if unit.shards.is_on_disk]
             requested = _requested(identical, policy, there)
             placements |= {
-                unit: unit.destination if unit.runtime is not None else requested[unit] for unit in identical
+                unit: unit.shards.destination if unit.runtime is not None else requested[unit] for unit in identical
             }
     return placements
 
@@ -53,7 +53,7 @@ def place_as_requested(units: Sequence[Unit], policy: Offload) -> None:
     """
     whole = _first(on_disk_in_turn(units), lambda unit: unit.whole_nbytes, policy.parameters.get("disk", 0.0), units)
     for unit, destination in _requested(units, policy, whole).items():
-        unit.move_to(destination)
+        unit.shards.move_to(destination)
 
 
 def on_disk_in_turn(units: Sequence[Unit]) -> list[Unit]:
@@ -61,7 +61,7 @@ def on_disk_in_turn(units: Sequence[Unit]) -> list[Unit]:
 
     The root is last: it is likely the largest, and would need the largest buffers.
     """
-    return sorted((unit for unit in units if unit.is_on_disk), key=lambda unit: unit.is_root)
+    return sorted((unit for unit in units if unit.shards.is_on_disk), key=lambda unit: unit.is_root)
 
 
 def _pays_on_disk(units: Sequence[Unit]) -> list[Unit]:
@@ -90,7 +90,7 @@ def _shard_nbytes(param_group: ParamGroup) -> int:
 
 def stepped_on_cpu_in_turn(units: Sequence[Unit]) -> list[Unit]:
     """Return the units in `units` whose optimizer states can be on the CPU, in the order in which they are moved."""
-    return [unit for unit in reversed(units) if unit.trained_nbytes and not unit.is_on_disk]
+    return [unit for unit in reversed(units) if unit.trained_nbytes and not unit.shards.is_on_disk]
 
 
 def fractions_of(units: Sequence[Unit]) -> list[float]:
@@ -111,7 +111,7 @@ def _fraction_between(low: int, high: int, total: int) -> float:
 
 def _requested(units: Sequence[Unit], policy: Offload, on_disk: Collection[Unit]) -> dict[Unit, StatePlacement]:
     alongside = accelerator_for(units[0].device).has_streams
-    there = [unit for unit in reversed(units) if not unit.is_on_disk]
+    there = [unit for unit in reversed(units) if not unit.shards.is_on_disk]
     whole = _first(there, lambda unit: unit.whole_nbytes, policy.parameters.get("cpu", 0.0), units)
     in_turn, fraction = stepped_on_cpu_in_turn(units), policy.states_on_cpu(alongside=alongside)
     stepped = _first(in_turn, lambda unit: unit.trained_nbytes, fraction, units)

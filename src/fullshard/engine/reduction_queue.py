@@ -29,15 +29,19 @@ class ReductionQueue:
 
     def start(self, unit: Unit) -> None:
         """Start to reduce the whole gradients of `unit`, or hold them back if no step will follow."""
-        unit.arrived_grads.clear()
+        unit.gradients.arrived.clear()
         if switches.checks_finite:
             self._tallies += tally(unit)
-        if unit.holds_grads_back:
-            unit.hold_grads()
-        elif unit.has_whole_grads or unit.awaits_second_sum or (unit.settings.reduces_unused and unit.is_trained):
+        if unit.gradients.are_held_back:
+            unit.gradients.hold()
+        elif (
+            unit.gradients.have_whole
+            or unit.gradients.await_second_sum
+            or (unit.settings.reduces_unused and unit.is_trained)
+        ):
             # One at a time: gradients of an unlimited number of units would take memory without a bound.
             self.finish(all_but=0 if unit in self._under_way else 1)
-            self._under_way[unit] = unit.start_reduce(Phase.POST_BACKWARD)
+            self._under_way[unit] = unit.gradients.start_reduce(Phase.POST_BACKWARD)
 
     def start_before_end(self, unit: Unit) -> None:
         """Start to reduce `unit` even without local gradients: other ranks may have some. `finish_all` skips it."""

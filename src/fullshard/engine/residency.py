@@ -26,20 +26,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
 
 import torch
 
 from fullshard.comm.transport import Pending
 from fullshard.device.memory import Slot
-from fullshard.device.streams import Mark, Streams
+from fullshard.device.streams import Mark
 from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.unit_parts import UnitParts
 from fullshard.engine.unit_plans import are_on_meta
 from fullshard.engine.unsharded_memory import UnshardedMemory
 from fullshard.errors import StateError
-from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
-from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder, noting_wait
+from fullshard.tape.recorder import Event, Phase, acting_for, active_recorder, noting_wait
 
 __all__ = ["ACTIVE", "AT_REST", "TRANSITIONS", "Residency", "UnitState"]
 
@@ -85,41 +84,6 @@ _UNDER_WAY = (_GATHERING, _BROKEN)
 _OCCUPIED = (_KEPT, _DEFERRED_FREE)
 
 
-class Resident(Protocol):
-    """A unit, as its residency sees it."""
-
-    name: str
-    options: ShardOptions
-    keeps_unsharded: bool
-    param_groups: list[ParamGroup]
-
-    @property
-    def streams(self) -> Streams:
-        """The streams of the device that computes."""
-
-    @property
-    def is_on_cpu(self) -> bool:
-        """True if shards are on the CPU, where the optimizer steps them."""
-
-    def origin(self, phase: Phase) -> Origin:
-        """Return the origin of events of this unit in `phase`."""
-
-    def hide_unsharded(self) -> None:
-        """Show the modules the sharded parameters."""
-
-    def show_unsharded(self, *, renewed: bool) -> None:
-        """Show the modules the unsharded parameters. `renewed` ones are other objects than before."""
-
-    def check_replacements(self) -> None:
-        """Adopt weights that were tied, and refuse parameters that were replaced."""
-
-    def check_materialized(self) -> None:
-        """Raise if any parameter has no values yet."""
-
-    def adopt(self) -> None:
-        """Adopt parameters that were moved or cast."""
-
-
 class Residency:
     """The state of one unit. See [Note: states of a unit].
 
@@ -128,7 +92,7 @@ class Residency:
         memory: of its unsharded parameters.
     """
 
-    def __init__(self, unit: Resident, memory: UnshardedMemory) -> None:
+    def __init__(self, unit: UnitParts, memory: UnshardedMemory) -> None:
         self._unit = unit
         self.memory = memory
         self.state = self._found_at_rest()
@@ -173,7 +137,7 @@ class Residency:
         unit.check_replacements()
         groups = unit.param_groups
         if not all(param_group.holds_its_shards for param_group in groups):
-            unit.adopt()  # a part of the module was moved or cast alone
+            unit.shards.adopt()  # a part of the module was moved or cast alone
         if self.state is _META:
             unit.check_materialized()
         is_allocated = self.state in _OCCUPIED
@@ -302,7 +266,7 @@ class Residency:
 
     def await_copies_of_shards(self) -> None:
         """Make the host wait until the gather stream has read the shards, if these are in host memory."""
-        if self._unit.is_on_cpu and self.state is not _META:
+        if self._unit.shards.is_on_cpu and self.state is not _META:
             streams = self._unit.streams
             streams.host.wait(streams.gather.mark())
 

@@ -74,7 +74,7 @@ class Runtime:
         for unit in units:
             unit.is_root = root in unit.modules
         for unit, destination in placements_of(units).items():
-            unit.move_to(destination)
+            unit.shards.move_to(destination)
         self.phase = Phase.IDLE
         self.serial = 0  # of the last backward
         self.finalizes_by_hand = False  # see [Note: steps that are finalized manually]
@@ -226,7 +226,7 @@ class Runtime:
         self.expected.end_forward(top)
         self.scheduler.forget_late()
         for unit in self.units:
-            unit.forget_ahead()
+            unit.shards.forget_ahead()
             unit.finished_modules.clear()
             over = not torch.is_grad_enabled() and unit.settings.reshard_after_forward is not False
             if unit.residency.users == 0 and not unit.residency.awaits_backward:
@@ -243,7 +243,7 @@ class Runtime:
 
     def _await_copies_of_shards(self) -> None:
         """Make the host wait until the gather stream has read shards in host memory, which the user may write to."""
-        if any(unit.is_on_cpu for unit in self.units):
+        if any(unit.shards.is_on_cpu for unit in self.units):
             self._streams.host.wait(self._streams.gather.mark())
 
     def _leave(self, unit: Unit) -> None:
@@ -331,9 +331,9 @@ class Runtime:
             raise read_while_sharded(param.fqn, unit.name)
         self.begin_backward()
         self.reductions.complete_arrived()
-        unit.arrived_grads.add(id(param))
+        unit.gradients.arrived.add(id(param))
         self._has_grads = True
-        if len(unit.arrived_grads) == unit.trainable and not unit.settings.reduces_unused:
+        if len(unit.gradients.arrived) == unit.trainable and not unit.settings.reduces_unused:
             self.reductions.start(unit)
 
     def end_calls_since(self, time: int) -> None:
@@ -364,10 +364,10 @@ class Runtime:
         """Return True if gradients held back of `unit` can be reduced before the end of the backward: these gradients
         were the last, though some were computed in earlier backwards only.
         """
-        some = unit.holds_grads and len(unit.arrived_grads) > 0
+        some = unit.gradients.are_held and len(unit.gradients.arrived) > 0
         return (
             some
-            and not unit.holds_grads_back
+            and not unit.gradients.are_held_back
             and not self.expected.awaits_backward_of(unit)
             and self._has_ended_all_calls_of(unit)
         )
@@ -423,8 +423,8 @@ class Runtime:
 
     def _end_backward(self) -> None:
         for unit in self.units:
-            unit.forget_ahead()
-        if any(unit.is_on_cpu for unit in self.units):  # the optimizer reads their gradients next
+            unit.shards.forget_ahead()
+        if any(unit.shards.is_on_cpu for unit in self.units):  # the optimizer reads their gradients next
             self._streams.host.wait(self._streams.offload.mark())
         self._await_copies_of_shards()
         accelerator_for(self._device).end_pass()
@@ -474,10 +474,10 @@ class Runtime:
         self.expected.open.clear()
         for unit in self.units:
             unit.residency.users = 0
-            unit.arrived_grads.clear()
+            unit.gradients.arrived.clear()
             unit.finished_modules.clear()
             if self.phase is Phase.BACKWARD:
-                unit.drop_grads()
+                unit.gradients.drop()
             self.scheduler.reshard(unit, Phase.IDLE)
         self.phase = Phase.IDLE
 
@@ -485,7 +485,7 @@ class Runtime:
         """Reset to idle and drop all gradients, because the computation so far was a trial."""
         self.recover()
         for unit in self.units:
-            unit.abandon_grads()
+            unit.gradients.abandon()
 
     def abandon(self) -> None:
         """Undo the current step. This is a collective: every rank calls it.
@@ -508,7 +508,7 @@ class Runtime:
                 item.renew()
             self.recover()
         for unit in self.units:
-            unit.abandon_grads()
+            unit.gradients.abandon()
         self.microbatches.begin_again()
 
     # -- steps that are finalized manually ----------------------------------------------------------------------------
@@ -584,7 +584,7 @@ class Runtime:
         """Keep the whole gradients of a microbatch, in the dtype of their sums."""
         self._holds_at_end = False
         for unit in self.units:
-            unit.hold_grads()
+            unit.gradients.hold()
 
     def finalize_backward(self) -> None:
         """Reduce all whole gradients, and reshard: the backwards of the step are over.
@@ -613,7 +613,7 @@ class Runtime:
         if unit.options.prefetches_forward or unit.settings.next_forward is not None:
             self.scheduler.prefetch(ahead, Phase.FORWARD)
             for later in self.expected.beyond(unit, self.expected.forward, unit.settings.next_forward):
-                later.read_ahead()
+                later.shards.read_ahead()
 
     def _prefetch_backward(self, unit: Unit) -> None:
         ahead = self.expected.ahead_in_backward(unit)
@@ -626,7 +626,7 @@ class Runtime:
         if unit.options.backward_prefetch == "pre":
             self.scheduler.prefetch(ahead, Phase.BACKWARD)
             for later in self.expected.beyond(unit, self.expected.backward, unit.settings.next_backward):
-                later.read_ahead()
+                later.shards.read_ahead()
         self._postponed = ahead if unit.options.backward_prefetch == "post" else []
 
     def _free_recomputed(self, needed: Unit) -> None:

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from fullshard.device.memory import Slot
-from fullshard.device.streams import Streams
 from fullshard.engine.group_buffers import Region
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.unit_parts import UnitParts
 from fullshard.engine.unit_plans import nbytes_of, regions_of
 from fullshard.errors import StateError
 
 __all__ = ["UnshardedMemory"]
-
-
-class Occupant(Protocol):
-    """A unit, as far as its memory depends on it."""
-
-    name: str
-
-    @property
-    def streams(self) -> Streams:
-        """The streams of the device that computes."""
 
 
 class UnshardedMemory:
@@ -37,7 +26,7 @@ class UnshardedMemory:
         keeps: whether the unit keeps its memory between steps.
     """
 
-    def __init__(self, unit: Occupant, device: torch.device, *, keeps: bool) -> None:
+    def __init__(self, unit: UnitParts, device: torch.device, *, keeps: bool) -> None:
         self._unit = unit
         self._keeps = keeps
         self.slot = Slot(device)

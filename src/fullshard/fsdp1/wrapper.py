@@ -343,7 +343,7 @@ class FullyShardedDataParallel(nn.Module):
             raise StateError("register_comm_hook: a hook is registered already. Register one, once, for each model.")
         for unit in units:
             check_idle(unit, "to be given a hook")
-            if unit.has_grads_waiting:
+            if unit.gradients.are_waiting:
                 raise StateError(
                     f"register_comm_hook: {unit.name or 'the root'} has gradients already. Call it before the first "
                     "backward, or after zero_grad()."
@@ -352,7 +352,7 @@ class FullyShardedDataParallel(nn.Module):
             vars(wrapper)[_HOOKED] = True
         if dtype is not None:
             for unit in units:
-                unit.reduce_in(dtype)
+                unit.shards.reduce_in(dtype)
 
     def abandon_step(self) -> None:
         """Drop what the current step has done, as `FSDPModule.abandon_step` does.

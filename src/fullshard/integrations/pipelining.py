@@ -105,7 +105,7 @@ class PipelineStage(pipelining.PipelineStage):
         A loss that runs backward itself, such as a chunked loss, leaves gradients in the trial. They are dropped,
         unless they were added to earlier gradients that have not been reduced yet.
         """
-        fresh = [runtime for runtime in self._runtimes if not any(unit.has_grads_waiting for unit in runtime.units)]
+        fresh = [runtime for runtime in self._runtimes if not any(unit.gradients.are_waiting for unit in runtime.units)]
         with ExitStack() as trial:
             for runtime in self._runtimes:
                 trial.enter_context(runtime.scheduler.slots.paused())

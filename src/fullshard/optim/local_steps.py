@@ -462,7 +462,7 @@ def _on_cpu(optimizer: Optimizer) -> dict[Unit, list[nn.Parameter]]:
     units: dict[Unit, list[nn.Parameter]] = {}
     for param in _params(optimizer):
         managed = managed_by(param)
-        if managed is not None and managed.unit.is_on_cpu and managed.unit.is_offloaded:
+        if managed is not None and managed.unit.shards.is_on_cpu and managed.unit.shards.is_offloaded:
             units.setdefault(managed.unit, []).append(param)
     return units
 

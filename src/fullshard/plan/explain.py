@@ -90,7 +90,7 @@ def offload_lines(units: Sequence[Unit]) -> Iterator[str]:
         for what, fraction in on_cpu.items():
             if fraction:
                 yield f"{fraction:.0%} of the {what}{which} is on the CPU{'' if is_alongside else ', as all is here'}"
-        there = sum(unit.is_on_disk for unit in units if unit.options.offload == policy)
+        there = sum(unit.shards.is_on_disk for unit in units if unit.options.offload == policy)
         if there:
             yield (
                 f"{there} of {count} units rest on a disk between uses, in {policy.disk_folder}: their shards, "

@@ -206,7 +206,7 @@ def predict_on_disk(
         for param, layout in zip(param_group.params, plan.layout.params, strict=True):
             numel = layout.spec.shard_numel(plan.rank) if plan.shards_optimizer else layout.spec.numel
             nbytes[id(param.sharded)] = cost.values * numel * plan.contract.stored.itemsize
-    stored = [unit for unit in units if unit.is_on_disk]
+    stored = [unit for unit in units if unit.shards.is_on_disk]
     params = [param.sharded for unit in units for param in unit.params]
     if placements.parameters is Placement.WHOLE:  # such strategies do not support parameters on disk
         params = [param.sharded for unit in units if unit not in stored for param in unit.params]
@@ -215,7 +215,7 @@ def predict_on_disk(
     chunks = [sum(nbytes[id(param)] for param in chunk) for chunk in each]
     buffers = sum(max(chunks[turn::BUFFERS], default=0) for turn in range(BUFFERS))
     separate = {id(param.sharded) for unit in stored for param in unit.params}
-    alongside = {id(param.sharded) for unit in stored if unit.is_offloaded for param in unit.params}
+    alongside = {id(param.sharded) for unit in stored if unit.shards.is_offloaded for param in unit.params}
     stepped = (sum(nbytes[id(item)] for item in chunk if id(item) in separate) for chunk in each)
     passing = 2 * max(stepped, default=0) // max(1, cost.values)  # shards and gradients of a chunk
     shards = [param_group.plan for unit in stored for param_group in unit.param_groups]
@@ -308,7 +308,7 @@ def _groups(units: Sequence[Unit], group_size: int | None, placements: StrategyP
     found = []
     for unit, destination in placements_of(units).items():
         could_not = destination is StatePlacement.DISK and placements.parameters is Placement.WHOLE
-        memory = unit.memory_at(StatePlacement.DEVICE if could_not else destination)
+        memory = unit.shards.memory_at(StatePlacement.DEVICE if could_not else destination)
         for param_group in unit.param_groups:
             plan = replace(param_group.plan.under(group_size, placements), memory=memory)
             found.append(_GroupBytes(unit, plan, param_group.is_trained))
@@ -349,7 +349,7 @@ def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: 
         gradients=gradients,
         optimizer_state=storage_bytes(_state_tensors(optimizer))
         + (0 if on_disk is None else on_disk.buffer_nbytes)
-        + (buffers_of(units[0].device).idle_nbytes if any(unit.is_on_disk for unit in units) else 0),
+        + (buffers_of(units[0].device).idle_nbytes if any(unit.shards.is_on_disk for unit in units) else 0),
         gathered_peak=record.gathered_peak_bytes(),
         activations=activations,
     )
@@ -398,7 +398,7 @@ def storage_bytes(tensors: Iterable[Tensor], storages: Iterable[torch.UntypedSto
 def _is_offloaded(param: Any) -> bool:
     """Return True if the shard of `param` is on the CPU alongside an accelerator."""
     managed = managed_by(param)
-    return managed is not None and managed.unit.is_offloaded
+    return managed is not None and managed.unit.shards.is_offloaded
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -56,7 +56,7 @@ def measure_tiers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
     for optimizer in optimizers:
         for param, state in optimizer.state.items():
             managed = managed_by(param)
-            alongside = managed is not None and managed.unit.is_offloaded
+            alongside = managed is not None and managed.unit.shards.is_offloaded
             for value in (local_tensor(item) for item in state.values() if isinstance(item, Tensor)):
                 states["disk" if isinstance(value, OnDisk) else "cpu" if alongside else "device"].append(value)
     nbytes = {tier: storage_bytes(tensors) for tier, tensors in states.items()}

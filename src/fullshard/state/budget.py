@@ -27,7 +27,7 @@ gradients of two portions in addition to the states, and again for pending write
 
 Before that step, everything that can be offloaded is offloaded, so that any model that can fit reaches this step. Units
 are on the CPU, or on the disk. Those that fit are then moved to the device, with gradients and loaded states
-(`Unit.move_to`).
+(`UnitShards.move_to`).
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def choose_for_budget(optimizer: Optimizer) -> None:
 
 def _is_in_backward(runtime: Runtime) -> bool:
     """Return True if an optimizer steps within a backward now, and units that this needs would move."""
-    is_elsewhere = (unit.is_on_disk or unit.is_on_cpu for unit in runtime.units if _open(unit) is not None)
+    is_elsewhere = (
+        unit.shards.is_on_disk or unit.shards.is_on_cpu for unit in runtime.units if _open(unit) is not None
+    )
     return runtime.phase is Phase.BACKWARD and any(is_elsewhere)
 
 
@@ -305,7 +307,7 @@ def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
         raise _too_small(budget, least)
     decided = _decided(policy, chosen)
     for unit in units:
-        unit.offload_as(decided)
+        unit.shards.offload_as(decided)
     _move(runtime, units, decided)
     on_disk.choose_chunks_again(units)
     runtime.activations.choose_again()
@@ -334,7 +336,7 @@ def _move(runtime: Runtime, units: Sequence[Unit], decided: Offload) -> None:
     Raises:
         DiskError: a unit cannot be read on some rank.
     """
-    if not any(unit.is_on_disk for unit in units):
+    if not any(unit.shards.is_on_disk for unit in units):
         place_as_requested(units, decided)
         return
     failures, device = DiskFailures(), units[0].device
@@ -371,7 +373,7 @@ def _needs_of(unit: Unit, runtime: Runtime, optimizer: Optimizer) -> _UnitNeeds:
     """Return the bytes of `unit` that can be offloaded. States are 0 if its policy makes the CPU step it already."""
     each = [(param, local_tensor(param).nbytes) for param in _trained(unit)] if _is_stepped_here(unit) else []
     here = [_plan_on_device(unit, param_group) for param_group in unit.param_groups]
-    there = [replace(plan, memory=unit.memory_at(StatePlacement.STEPPED_ON_CPU)) for plan in here]
+    there = [replace(plan, memory=unit.shards.memory_at(StatePlacement.STEPPED_ON_CPU)) for plan in here]
     return _UnitNeeds(
         kept=runtime.activations.most_kept[unit],
         gradients=sum(nbytes for _, nbytes in each),
@@ -386,7 +388,7 @@ def _needs_of(unit: Unit, runtime: Runtime, optimizer: Optimizer) -> _UnitNeeds:
 
 def _passing_of(unit: Unit) -> dict[str, int]:
     """Return the sizes of buffers that `unit` needs while its shards are on a disk, as at the moment."""
-    if not (unit.is_on_disk and unit.params):
+    if not (unit.shards.is_on_disk and unit.params):
         return {}
     shards, gradients, inseparable = [], [], 0
     for param_group in unit.param_groups:
@@ -410,14 +412,16 @@ def _passing_of(unit: Unit) -> dict[str, int]:
 
 def _is_stepped_here(unit: Unit) -> bool:
     """Return True if the device that computes steps `unit`, or would do so without offloading."""
-    return _open(unit) is not None or not unit.is_offloaded
+    return _open(unit) is not None or not unit.shards.is_offloaded
 
 
 def _plan_on_device(unit: Unit, param_group: ParamGroup) -> GroupPlan:
     """Return the plan of a group of `unit` without offloading."""
     plan: GroupPlan = param_group.plan
     return (
-        plan if _open(unit) is None else plan.changed(plan.contract, plan.device, unit.memory_at(StatePlacement.DEVICE))
+        plan
+        if _open(unit) is None
+        else plan.changed(plan.contract, plan.device, unit.shards.memory_at(StatePlacement.DEVICE))
     )
 
 
@@ -450,7 +454,7 @@ def _values(optimizer: Optimizer, param: nn.Parameter) -> int:
 def _on_host(optimizer: Optimizer, param: nn.Parameter) -> int:
     """Return the bytes of states of `param` that were loaded to host memory, where its shard is."""
     managed = managed_by(param)
-    if managed is None or not managed.unit.is_offloaded:
+    if managed is None or not managed.unit.shards.is_offloaded:
         return 0
     memory_of = accelerator_for(managed.unit.device).memory_of
     states = (value._local_tensor for value in optimizer.state.get(param, {}).values() if isinstance(value, DTensor))
@@ -601,7 +605,7 @@ def _bring_alongside(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> No
     follow = {id(param) for group in optimizer.param_groups if _counts_follow(group) for param in group["params"]}
     for param in params:
         managed, state = managed_by(param), optimizer.state.get(param)
-        if managed is None or not state or managed.unit.is_on_disk:
+        if managed is None or not state or managed.unit.shards.is_on_disk:
             continue
         shard, accelerator = managed.param.local, accelerator_for(managed.unit.device)
         for name, value in state.items():

@@ -92,7 +92,7 @@ class _Chunk:
     @property
     def is_offloaded(self) -> bool:
         """True if the CPU steps it, and a device computes."""
-        return self._unit.is_offloaded
+        return self._unit.shards.is_offloaded
 
     @property
     def _unit(self) -> Unit:
@@ -437,7 +437,7 @@ def _inseparable(params: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]
     together: dict[int, list[nn.Parameter]] = {}
     for number, param in enumerate(params):
         managed = managed_by(param)
-        is_alone = managed is None or not managed.unit.is_on_disk or managed.param.layout.in_place
+        is_alone = managed is None or not managed.unit.shards.is_on_disk or managed.param.layout.in_place
         together.setdefault(number if is_alone else -1, []).append(param)
     return together.values()
 
@@ -445,7 +445,9 @@ def _inseparable(params: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]
 def _stepped_nbytes(param: nn.Parameter) -> int:
     """Return the bytes of `param` that pass through the buffers of a step."""
     managed = managed_by(param)
-    values = STATES if managed is None or not managed.unit.is_on_disk else STATES + 2  # its shard, and the gradient
+    values = (
+        STATES if managed is None or not managed.unit.shards.is_on_disk else STATES + 2
+    )  # its shard, and the gradient
     return values * param.numel() * param.dtype.itemsize // _parts(param)
 
 
@@ -595,7 +597,7 @@ def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Para
         policy = None if managed is None else managed.unit.options.offload
         if managed is None or not param.requires_grad or not isinstance(policy, Offload):
             continue
-        if not policy.disk_fraction and not managed.unit.is_on_disk:
+        if not policy.disk_fraction and not managed.unit.shards.is_on_disk:
             continue
         known = next((units for other, units in by_policy if other == policy), None)
         if known is None:
@@ -606,9 +608,9 @@ def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Para
         placements = placements_of(list(units))
         nbytes = {unit: sum(param.numel() * param.dtype.itemsize for param in its) for unit, its in units.items()}
         wanted = round(policy.disk_fraction * sum(nbytes.values()))  # as in `placements.py`
-        taken = sum(size for unit, size in nbytes.items() if unit.is_on_disk)
+        taken = sum(size for unit, size in nbytes.items() if unit.shards.is_on_disk)
         for unit in reversed(units):
-            if unit.is_on_disk:
+            if unit.shards.is_on_disk:
                 yield policy.disk_folder, units[unit]
             elif taken < wanted and placements[unit] is StatePlacement.DEVICE:
                 taken += nbytes[unit]

@@ -342,7 +342,7 @@ class _Hooks:
             self._outermost = None
             self._assigned.clear()
             if self._unit.residency.state is not UnitState.SUMMONED:
-                self._unit.adopt()
+                self._unit.shards.adopt()
 
 
 def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
@@ -358,7 +358,7 @@ def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
 def shard_of(value: Tensor, unit: Unit, sharded: ShardedParam) -> Tensor:
     """Return `value`, a whole parameter or a `DTensor`, as this rank's shard of `sharded`, on the shard's device."""
     target = sharded.dtensor
-    device = unit.shard_device if sharded.local.is_meta else sharded.local.device
+    device = unit.shards.device if sharded.local.is_meta else sharded.local.device
     if isinstance(value, DTensor):
         if value.device_mesh == target.device_mesh and value.placements == target.placements:
             return value if value._local_tensor.device == device else dtensor_like(value.to_local().to(device), target)

@@ -1,0 +1,94 @@
+"""The gradients of a unit, from autograd to the start of their reduction."""
+
+from __future__ import annotations
+
+import torch
+
+from fullshard.engine.reduction import UnitReduction
+from fullshard.engine.unit_parts import UnitParts
+from fullshard.policy.strategy import Placement
+from fullshard.tape.recorder import Phase, acting_for
+
+__all__ = ["UnitGradients"]
+
+
+class UnitGradients:
+    """The gradients of the parameter groups of a unit.
+
+    Args:
+        unit: the unit.
+    """
+
+    def __init__(self, unit: UnitParts) -> None:
+        self._unit = unit
+        self.arrived: set[int] = set()  # parameters that have a gradient in this backward
+        self.are_held = False  # whole gradients wait for a later microbatch's reduction
+
+    @property
+    def have_whole(self) -> bool:
+        """True if whole gradients wait for a reduction."""
+        return any(param_group.holds_whole_grads for param_group in self._unit.param_groups)
+
+    @property
+    def are_waiting(self) -> bool:
+        """True if there are gradients that an optimizer can still step with, or that wait for a reduction."""
+        return self.are_held or any(param_group.gradients.are_waiting for param_group in self._unit.param_groups)
+
+    @property
+    def are_held_back(self) -> bool:
+        """True if whole gradients wait until a later microbatch is synced, instead of being reduced now."""
+        return (
+            not self._unit.settings.syncs_gradients and self._unit.options.placements.gradients is not Placement.GROUPED
+        )
+
+    @property
+    def await_second_sum(self) -> bool:
+        """True if the second level of withheld sums is due now."""
+        return self._finish_sums and any(param_group.awaits_second_sum for param_group in self._unit.param_groups)
+
+    @property
+    def _finish_sums(self) -> bool:
+        """True if a reduction now takes the second sum too: over the replicate axis, or across groups."""
+        return self._unit.settings.syncs_gradients and self._unit.settings.syncs_replicas
+
+    def hold(self) -> None:
+        """Keep whole gradients for a later reduction."""
+        for param_group in self._unit.param_groups:
+            param_group.gradients.hold()
+        self.are_held = self.have_whole
+
+    def drop(self) -> None:
+        """Drop whole gradients."""
+        self.are_held = False
+        for param_group in self._unit.param_groups:
+            param_group.gradients.drop()
+
+    def abandon(self) -> None:
+        """Drop all gradients: whole ones, first sums, those that the optimizer would see; and error feedback."""
+        self.drop()
+        for param_group in self._unit.param_groups:
+            param_group.gradients.state.first_sums.clear()
+            param_group.transports.forget_errors()
+        for param in self._unit.params:
+            param.sharded.grad = None
+
+    def start_reduce(self, phase: Phase) -> UnitReduction:
+        """Start the reduction of whole gradients to those that the optimizer sees."""
+        streams = self._unit.streams
+        self.are_held = False
+        finishes, origin, hook = self._finish_sums, self._unit.origin(phase), self._unit.settings.all_reduce_hook
+        divisor = self._unit.settings.gradient_divisor
+        taken = [(param_group, param_group.gradients.take()) for param_group in self._unit.param_groups]
+        read = [dict(grads) for _, grads in taken]
+        with torch.no_grad(), acting_for(origin, "messages"), streams.reduce.after(streams.compute):
+            reductions = []
+            for param_group, grads in taken:
+                if self._unit.settings.reduces_unused:
+                    param_group.gradients.fill_missing(grads)
+                if grads or (finishes and param_group.awaits_second_sum):
+                    by = divisor or param_group.averaged_over(self._unit.data_ranks)
+                    reductions.append(
+                        param_group.start_reduction(grads, divisor=by, finishes=finishes, origin=origin, hook=hook)
+                    )
+        with acting_for(origin, "messages"):
+            return UnitReduction(reductions, read, streams, origin)

@@ -1,0 +1,74 @@
+"""A unit, as the objects that it is composed of see it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from fullshard.comm.mesh import Axes
+from fullshard.device.memory import Slot
+from fullshard.device.streams import Streams
+from fullshard.engine.group_transports import AxesCollectives
+from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.sharded_param import ShardedParam
+from fullshard.engine.unit_settings import UnitSettings
+from fullshard.policy.options import ShardOptions
+from fullshard.tape.recorder import Origin, Phase
+
+__all__ = ["UnitParts"]
+
+
+class UnitParts(Protocol):
+    """What the parts of a unit need of it. See `Unit`, which is defined after them."""
+
+    name: str
+    device: torch.device
+    options: ShardOptions
+    settings: UnitSettings
+    runtime: Any
+    keeps_unsharded: bool
+    data_ranks: frozenset[int]
+    collectives: dict[Axes, AxesCollectives]
+    param_groups: list[ParamGroup]
+    params: tuple[ShardedParam, ...]
+    shards: Any  # the `UnitShards`
+    gradients: Any  # the `UnitGradients`
+    residency: Any  # the `Residency`
+
+    @property
+    def slot(self) -> Slot:
+        """The memory of its unsharded parameters, which units may take turns on."""
+
+    @property
+    def is_meta(self) -> bool:
+        """True if its shards have no memory yet."""
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of its parameters as they are stored, on all ranks of the shard axis together."""
+
+    @property
+    def streams(self) -> Streams:
+        """The streams of the device that computes."""
+
+    def origin(self, phase: Phase) -> Origin:
+        """Return the origin of events of this unit in `phase`."""
+
+    def register_params(self) -> None:
+        """Let `managed_by` find the parameters by every form that they have now."""
+
+    def show_sharded(self) -> None:
+        """Show the modules the sharded parameters."""
+
+    def hide_unsharded(self) -> None:
+        """Show the sharded parameters to the modules that have the unsharded ones."""
+
+    def show_unsharded(self, *, renewed: bool) -> None:
+        """Show the modules the unsharded parameters. `renewed` ones are other objects than before."""
+
+    def check_replacements(self) -> None:
+        """Adopt weights that were tied, and refuse parameters that were replaced."""
+
+    def check_materialized(self) -> None:
+        """Raise if any parameter has no values yet."""
