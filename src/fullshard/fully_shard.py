@@ -330,7 +330,7 @@ class FSDPModule:
         """
         check_flags(async_op=async_op)
         unit = unit_of(_module(self))
-        runtime_of(_module(self)).start_unshard_by_hand(unit)
+        runtime_of(_module(self)).start_unshard(unit)
         handle = UnshardHandle([unit])
         if async_op:
             return handle
@@ -340,7 +340,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Reshard the parameters, and free the unsharded ones."""
         unit = unit_of(_module(self))
-        unit.residency.is_unsharded_by_hand = False
+        unit.residency.is_unsharded_manually = False
         unit.residency.hand_over_shards()
         accelerator_for(unit.device).end_pass()
 
@@ -400,7 +400,7 @@ class FSDPModule:
         Disabling it within a step drops the gradients of that step.
         """
         check_flags(enabled=enabled)
-        runtime_of(_module(self)).finalize_by_hand(enabled)
+        runtime_of(_module(self)).finalize_manually(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
         """Reduce the whole gradients, and reshard. After `set_requires_gradient_sync(False)` gradients are held back.
@@ -538,8 +538,8 @@ class FSDPModule:
             StateError: a forward or backward is running.
         """
         runtime = runtime_of(_module(self))
-        if runtime.finalizes_by_hand:
-            runtime.finalize_by_hand(True)
+        if runtime.finalizes_manually:
+            runtime.finalize_manually(True)
         if any(is_in_use(unit) for unit in units_in(_module(self))):
             raise StateError("reset_iter_state within a forward or backward. Call it once the exception is caught.")
 

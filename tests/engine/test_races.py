@@ -729,7 +729,7 @@ RECEIVERS = {
 """Receivers of calls of functions that wait, if other classes have functions of the same name."""
 NOT_MET = {
     "Residency.notice_step by UnshardScheduler.start_unshard": "the unit is sharded there, and no gather is pending",
-    "Residency.wait_unshard by Runtime.wait_for_all": "see `test_a_gather_is_repeated_after_the_write`",
+    "Residency.wait_unshard by ManualDriver.wait_for_all": "see `test_a_gather_is_repeated_after_the_write`",
     "Residency.wait_unshard by UnshardScheduler.unshard": "see `test_a_gather_is_repeated_after_the_write`",
     "Residency.finish_gather by Residency.finish_gather": "the method of a group",
     "UnitReduction.abandon by UnitReduction.abandon": "the method of a group's reduction",
@@ -771,14 +771,17 @@ def writing_in_a_new_hook(model: Any) -> None:
 
 def writing_while_all_are_gathered(model: Any) -> None:
     runtime = runtime_of(model)
-    runtime.unshard_all()
+    runtime.manual_driver.unshard_all()
     write_to(model.layers[1])
-    runtime.wait_for_all()
+    runtime.manual_driver.wait_for_all()
 
 
 @pytest.mark.parametrize(
     ("run", "caller"),
-    [(writing_in_a_new_hook, "UnshardScheduler.unshard"), (writing_while_all_are_gathered, "Runtime.wait_for_all")],
+    [
+        (writing_in_a_new_hook, "UnshardScheduler.unshard"),
+        (writing_while_all_are_gathered, "ManualDriver.wait_for_all"),
+    ],
 )
 def test_a_gather_is_repeated_after_the_write(run, caller):
     """The first gather is discarded, so that it may race with the write. The second one follows the write."""

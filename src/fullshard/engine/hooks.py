@@ -18,7 +18,8 @@ from fullshard._compat import (
 )
 from fullshard.engine.own_hooks import is_own_hook, own_hook
 from fullshard.engine.registry import register, register_as, unit_of, units_in, unregister
-from fullshard.engine.runtime import Runtime, cast_outputs, runtime_or_none
+from fullshard.engine.root_state import cast_outputs
+from fullshard.engine.runtime import Runtime, runtime_or_none
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
@@ -72,10 +73,10 @@ def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
         unit = unit_of(module)
         with outside_of_function_transforms():
             runtime = runtime_of(module)
-            runtime.before_transformed_forward(unit)
-        return runtime.prepare_inputs(unit, args, kwargs)
+            runtime.hook_driver.before_transformed_forward(unit)
+        return runtime.state.prepare_inputs(unit, args, kwargs)
     with outside_of_selective_checkpoints():
-        return runtime_of(module).before_forward(unit_of(module), args, kwargs)
+        return runtime_of(module).driver.before_forward(unit_of(module), args, kwargs)
 
 
 @own_hook
@@ -87,15 +88,15 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
         return output
     if in_function_transform():
         with outside_of_function_transforms():
-            runtime.after_transformed_forward(unit)
+            runtime.hook_driver.after_transformed_forward(unit)
         return cast_outputs(unit, output)
     with outside_of_selective_checkpoints():
-        return runtime.after_forward(unit, module, output)
+        return runtime.driver.after_forward(unit, module, output)
 
 
 def _on_grad(unit: Unit, param: ShardedParam) -> None:
     runtime = runtime_or_none(unit) or runtime_of(unit.module)
-    runtime.on_grad(unit, param)
+    runtime.driver.on_grad(unit, param)
 
 
 def runtime_of(module: nn.Module) -> Runtime:
@@ -110,7 +111,7 @@ def runtime_of(module: nn.Module) -> Runtime:
 def abandon_step(module: nn.Module) -> None:
     """Drop what the current step of the outermost `module` has done. See `FSDPModule.abandon_step`."""
     runtime = runtime_of(module)
-    if runtime.is_running:
+    if runtime.state.is_running:
         raise StateError("abandon_step within a forward or backward. Call it once the exception is caught.")
     runtime.abandon()
 
@@ -118,7 +119,7 @@ def abandon_step(module: nn.Module) -> None:
 def is_in_use(unit: Unit) -> bool:
     """Return True if a running forward or backward needs `unit`. The state of a failed one is cleaned up first."""
     runtime = runtime_or_none(unit)
-    if runtime is not None and runtime.is_interrupted:
+    if runtime is not None and runtime.state.is_interrupted:
         runtime.recover()
     return unit.residency.users > 0
 

@@ -97,7 +97,7 @@ class Residency:
         self.memory = memory
         self.state = self._found_at_rest()
         self.users = 0  # forwards and backwards that need the unit unsharded at the moment
-        self.is_unsharded_by_hand = False  # by `unshard()`, until it is resharded
+        self.is_unsharded_manually = False  # by `unshard()`, until it is resharded
         self.is_used_without_forward = False  # unsharded by `unshard()`, and no forward of the unit has begun since
         self.awaits_backward = False  # until the next backward is over, since no hook reports the end of its use
         self.written_in: set[Phase] = set()  # passes with writes to shards before the unit was needed

@@ -116,7 +116,7 @@ class UnshardScheduler:
 
     def reshard(self, unit: Unit, phase: Phase, *, keep: bool = False) -> None:
         """Free `unit`; or `keep` it in memory for its next use."""
-        unit.residency.is_unsharded_by_hand = unit.residency.awaits_backward = False
+        unit.residency.is_unsharded_manually = unit.residency.awaits_backward = False
         unit.residency.reshard(phase, keep=keep)
         if not keep:
             self.slots.note_freed(unit, self.tick())
@@ -154,7 +154,7 @@ class UnshardScheduler:
     def _make_room(self, unit: Unit) -> None:
         """Provide memory for `unit` although a unit that shares its slot is unsharded."""
         other = next((other for other in self._units if other is unit.slot.occupant), None)
-        held = other is None or other.residency.is_unsharded_by_hand or other.residency.awaits_backward
+        held = other is None or other.residency.is_unsharded_manually or other.residency.awaits_backward
         if other is not None and other.residency.users == 0 and not held:
             self.reshard(other, Phase.IDLE)  # prefetched, or kept for later: it can be gathered again
         if not unit.residency.memory.can_occupy:

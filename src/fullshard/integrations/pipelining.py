@@ -50,19 +50,19 @@ class PipelineStage(pipelining.PipelineStage):
 
     def _begin(self) -> None:
         for runtime in self._runtimes:
-            if not runtime.finalizes_by_hand:
-                runtime.finalize_by_hand(True)
+            if not runtime.finalizes_manually:
+                runtime.finalize_manually(True)
 
     def unshard(self) -> None:
         """Start the all-gather of the units of the stage."""
         self._begin()
         for runtime in self._runtimes:
-            runtime.unshard_all()
+            runtime.manual_driver.unshard_all()
 
     def reshard(self) -> None:
         """Free what the strategy does not keep from forward to backward, until the next visit to the stage."""
         for runtime in self._runtimes:
-            runtime.reshard_all()
+            runtime.manual_driver.reshard_all()
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """See torch's `PipelineStage`."""
@@ -81,19 +81,19 @@ class PipelineStage(pipelining.PipelineStage):
         result = super().backward_weight_one_chunk(*args, **kwargs)
         if self.has_backward:
             for runtime in self._runtimes:
-                runtime.hold_grads()
+                runtime.manual_driver.hold_grads()
         return result
 
     def _wait(self) -> None:
         """Make modules show unsharded parameters, because torch looks there for parameters that need gradients."""
         if self.has_backward:
             for runtime in self._runtimes:
-                runtime.wait_for_all()
+                runtime.manual_driver.wait_for_all()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients of the step, and divide them by `grad_scale_factor`."""
         for runtime in self._runtimes if self.has_backward else ():
-            if runtime.finalizes_by_hand:
+            if runtime.finalizes_manually:
                 runtime.finalize_backward()
         self._end(had_backward=self.has_backward)
         if self.has_backward:
@@ -122,8 +122,8 @@ class PipelineStage(pipelining.PipelineStage):
 
     def _end(self, *, had_backward: bool) -> None:
         for runtime in self._runtimes:
-            if runtime.finalizes_by_hand:
-                runtime.finalize_by_hand(False, had_backward=had_backward)
+            if runtime.finalizes_manually:
+                runtime.finalize_manually(False, had_backward=had_backward)
 
 
 def with_actions(schedule: S) -> S:

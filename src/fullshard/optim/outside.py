@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.engine.managed import is_ignored, managed_by
-from fullshard.engine.runtime import runtime_of_last_backward, runtime_or_none
+from fullshard.engine.root_state import state_of_last_backward
+from fullshard.engine.runtime import runtime_or_none
 
 __all__ = ["note_outside"]
 
@@ -30,13 +31,14 @@ def note_outside(optimizer: Optimizer) -> None:
     managed = next(filter(None, map(managed_by, params)), None)
     outside = [param for param in params if param.requires_grad and not _is_looked_after(param)]
     if managed is None:
-        runtime = runtime_of_last_backward()
+        state = state_of_last_backward()
         outside = [param for param in outside if param.grad is not None]
     else:
         runtime = runtime_or_none(managed.unit)
-    if runtime is not None and outside:
-        runtime.microbatches.late_params.check(again=True)
-        runtime.microbatches.compare_outside(outside)
+        state = None if runtime is None else runtime.state
+    if state is not None and outside:
+        state.microbatches.late_params.check(again=True)
+        state.microbatches.compare_outside(outside)
 
 
 def _is_looked_after(param: nn.Parameter) -> bool:

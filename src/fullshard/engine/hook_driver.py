@@ -1,0 +1,359 @@
+"""Steps that hooks of forward and backward drive: when units are gathered, freed and reduced.
+
+[Note: one microbatch, in order]
+forward    a unit's pre-forward hook waits for its gather and starts the next one; its forward hook registers hooks on
+           the outputs that need a gradient, and reshards if the strategy says so.
+backward   the first gradient that reaches an output of a unit gathers it again and starts the gather of the one before
+           it. Autograd adds to the whole gradients; the last of them starts the reduction of the unit. When the
+           gradients of the unit's inputs are known, nothing of its backward can follow, and it is resharded.
+end        autograd calls back after its last node. Units without gradients, or whose end was not noticed, are settled
+           then, in a fixed order.
+
+`call.py` detects when the backward of a unit is over. `expected.py` predicts the next units.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard._compat import in_backward, in_backward_of_inputs, in_pipeline_stage, on_backward_end
+from fullshard.device.accelerator import accelerator_for, is_capturing
+from fullshard.engine.at_rest import read_while_sharded
+from fullshard.engine.call import ForwardCall
+from fullshard.engine.residency import UnitState
+from fullshard.engine.root_state import RootState, attribute_to, cast_outputs
+from fullshard.engine.sharded_param import ShardedParam
+from fullshard.engine.unit import Unit
+from fullshard.errors import StateError
+from fullshard.tape.recorder import Phase, active_recorder
+
+__all__ = ["HookDriver"]
+
+
+class HookDriver:
+    """Drives the steps of one root by hooks. See [Note: one microbatch, in order].
+
+    Args:
+        state: the state of the root.
+        recover: resets it after an exception in a forward or backward.
+    """
+
+    def __init__(self, state: RootState, recover: Callable[[], None]) -> None:
+        self._state = state
+        self._recover = recover
+        self._units = state.units
+        self._stack = state.stack
+        self._expected = state.expected
+        self._reductions = state.reductions
+        self._scheduler = state.scheduler
+        self._serial = 0  # of the last backward
+        self._creates_graph = False  # the present backward: a later backward will differentiate it
+        self._is_in_pipeline = False  # the last forward was: a stage may run its backward in two parts
+        self._reached: Unit | None = None  # in this backward of a pipeline, the first with trained parameters
+        self._has_grads = False  # in this backward, of any unit's parameters
+        self._calls: list[ForwardCall] = []  # those whose backward is executing
+        self._ended: list[ForwardCall] = []  # those whose backward is over, in the present backward
+        self._recomputed: list[Unit] = []  # by a checkpoint's forward within backward, and unsharded still
+        self._postponed: list[Unit] = []  # to be gathered ahead once the backward of the present unit is over
+
+    def reset(self) -> None:
+        """Forget the forward or backward that is executing."""
+        self._calls.clear()
+        self._ended.clear()
+        self._recomputed.clear()
+        self._reached, self._has_grads = None, False
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Unshard `unit`, and return the inputs for its forward."""
+        unit.residency.check_not_summoned()
+        recomputing = in_backward()
+        if not self._stack and not recomputing:
+            self._begin_forward(unit)
+        args, kwargs = self._state.prepare_inputs(unit, args, kwargs)
+        within = None if recomputing else self._expected.open[-1]
+        call = ForwardCall(self, unit, self._scheduler.tick(), within) if torch.is_grad_enabled() else None
+        self._stack.append((unit, call))
+        if recomputing and unit.residency.users == 0:
+            self._free_recomputed(unit)
+        self._scheduler.hold(unit)
+        unit.residency.is_used_without_forward = False
+        self._scheduler.unshard(unit, Phase.FORWARD)
+        if not recomputing:
+            self._prefetch_forward(unit)
+        elif self._state.phase is Phase.BACKWARD:
+            self._prefetch_backward(unit)
+        if call is not None:
+            args, kwargs = call.watch_inputs((args, kwargs))
+        attribute_to(unit, Phase.FORWARD)
+        self._state.activations.enter(unit)
+        return args, kwargs
+
+    def before_transformed_forward(self, unit: Unit) -> None:
+        """Unshard `unit` until the next backward is over. Transforms of functions (`torch.func`) have no other event
+        for its end. Call it outside of them.
+        """
+        unit.residency.check_not_summoned()
+        if not self._stack and self._state.phase is not Phase.IDLE and not in_backward():
+            self._recover()
+        self._scheduler.show_compute_s_work()
+        for needed in (unit, *unit.borrowed):
+            needed.residency.notice_step()
+            needed.residency.awaits_backward = needed.residency.awaits_backward or torch.is_grad_enabled()
+        self._scheduler.unshard(unit, Phase.FORWARD)
+
+    def after_transformed_forward(self, unit: Unit) -> None:
+        """Free `unit` if no backward can need it. Call it outside of transforms."""
+        for done in (unit, *unit.borrowed):
+            if done.residency.users == 0 and not done.residency.awaits_backward:
+                self._scheduler.reshard(done, Phase.FORWARD)
+
+    def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
+        """Free `unit` if its strategy says so, and return the output for the caller."""
+        self._state.activations.leave(unit)
+        if unit.is_broken or all(entered is not unit for entered, _ in self._stack):
+            return output  # it could not be unsharded
+        while self._stack[-1][0] is not unit:
+            self._leave(self._stack[-1][0])  # an exception passed through a forward within
+            self._stack.pop()
+        call = self._stack.pop()[1]
+        output = cast_outputs(unit, output)
+        if call is not None:
+            call.watch_outputs(output, self._scheduler.tick())
+        unit.finished_modules.add(id(module))
+        if call is not None and call.within is not None:
+            call.within.left.append(unit)
+        self._leave(unit)
+        if not self._stack and not in_backward():
+            self._end_forward(unit, raised=output is None and sys.exc_info()[1] is not None)
+        if self._stack:
+            attribute_to(self._stack[-1][0], Phase.FORWARD)
+        else:
+            attribute_to(self._units[0], Phase.BACKWARD if in_backward() else Phase.FORWARD)
+        return output
+
+    def _begin_forward(self, top: Unit) -> None:
+        if self._state.phase is not Phase.IDLE:
+            self._recover()
+        self._state.phase = Phase.FORWARD
+        self._state.disks.begin_pass()
+        self._is_in_pipeline = in_pipeline_stage()
+        self._scheduler.show_compute_s_work()
+        if is_capturing(self._state.device):
+            for unit in [unit for unit in self._units if unit.residency.users == 0]:
+                self._scheduler.reshard(unit, Phase.IDLE)  # to be filled within the graph, in memory of the graph
+        self._expected.close_passed_by(top, self._serial)
+        self._state.begin_microbatch()
+        self._expected.begin_forward(top, self._serial)
+
+    def _end_forward(self, top: Unit, *, raised: bool) -> None:
+        for unit in self._units:
+            unit.residency.settle()  # units without a forward
+        self._state.await_reads_of_shards()
+        self._expected.end_forward(top)
+        self._scheduler.forget_late()
+        for unit in self._units:
+            unit.shards.forget_ahead()
+            unit.finished_modules.clear()
+            over = not torch.is_grad_enabled() and unit.settings.reshard_after_forward is not False
+            if unit.residency.users == 0 and not unit.residency.awaits_backward:
+                keep = not (over or unit.residency.state is UnitState.GATHERING or unit.reshards_after_forward)
+                self._scheduler.reshard(unit, Phase.FORWARD, keep=keep)
+                if over:
+                    unit.residency.release_secondary(Phase.FORWARD)
+        accelerator_for(self._state.device).end_pass()
+        self._state.phase = Phase.IDLE
+        if raised:
+            self._state.disks.forget()  # other ranks may be elsewhere
+        else:
+            self._state.disks.end_pass()
+
+    def _leave(self, unit: Unit) -> None:
+        self._scheduler.release(unit)
+        complete = len(unit.finished_modules) == len(unit.modules)
+        if complete:
+            unit.finished_modules.clear()
+        for done in ((unit,) if complete else ()) + tuple(unit.borrowed):
+            if done.residency.users == 0 and done.reshards_after_forward and not done.residency.awaits_backward:
+                if in_backward():
+                    self._recomputed.append(done)  # if it is the last of its checkpoint, its backward comes next
+                else:
+                    self._scheduler.free(done, Phase.FORWARD, self._expected.forward)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> int:
+        """Return the number of the backward that is executing. The first call in one registers the callback at its end.
+
+        Raises:
+            StateError: it computes gradients of inputs only; those of parameters would follow later, without hooks.
+        """
+        if self._state.phase is not Phase.BACKWARD:
+            if in_backward_of_inputs() and any(unit.trainable for unit in self._units):
+                raise StateError(
+                    f"stage_backward_input was called on {type(self._units[0].module).__name__}, which is sharded: it "
+                    "takes gradients of inputs first, and those of parameters later (stage_backward_weight), when they "
+                    "would not be reduced. Zero-bubble schedules do so. Make the stages by "
+                    "fullshard.integrations.pipelining.PipelineStage; in a loop without stages call backward()."
+                )
+            self._state.phase = Phase.BACKWARD
+            self._state.disks.begin_pass()
+            self._serial += 1
+            self._creates_graph = torch.is_grad_enabled()
+            self._expected.begin_backward()
+            on_backward_end(self.finish_backward)
+            self._scheduler.show_compute_s_work()
+        return self._serial
+
+    def before_backward(self, call: ForwardCall) -> None:
+        """Unshard the unit of `call` again, and start the gather of the next unit."""
+        unit = call.unit
+        self._reductions.complete_arrived()
+        self._expected.arrive_at(call.within)
+        self._calls.append(call)
+        self._free_recomputed(unit)
+        self._scheduler.hold(unit)
+        if unit.settings.unshards_in_backward:
+            self._scheduler.unshard(unit, Phase.PRE_BACKWARD)
+        if self._creates_graph:
+            for held in (unit, *unit.borrowed):
+                held.residency.awaits_backward = True
+        if self._is_in_pipeline and unit.trainable:
+            self._reached = self._reached or unit
+        self._prefetch_backward(unit)
+        self._note_backward()
+
+    def on_grad(self, unit: Unit, param: ShardedParam) -> None:
+        """Record that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
+        is_observed = unit.settings.unshards_in_backward and not unit.residency.is_used_without_forward
+        if is_observed and unit.residency.state is not UnitState.UNSHARDED and not unit.has_valid_values:
+            raise read_while_sharded(param.fqn, unit.name)
+        self.begin_backward()
+        self._reductions.complete_arrived()
+        unit.gradients.arrived.add(id(param))
+        self._has_grads = True
+        if len(unit.gradients.arrived) == unit.trainable and not unit.settings.reduces_unused:
+            self._reductions.start(unit)
+
+    def end_calls_since(self, time: int) -> None:
+        """Record that the backward of every call that began after `time` is over."""
+        for call in [call for call in self._calls if call.start > time]:
+            self.after_backward(call)
+
+    def after_backward(self, call: ForwardCall) -> None:
+        """Free the unit of `call` after its backward. Do nothing if this has been done already."""
+        if call not in self._calls:
+            return
+        self._calls.remove(call)
+        self._ended.append(call)
+        unit = call.unit
+        self._scheduler.release(unit)
+        if unit.residency.users == 0 and unit.settings.reduces_unused:  # only this moment occurs on every rank
+            self._reductions.start_before_end(unit)
+        elif unit.residency.users == 0 and self._ends_held_grads(unit):
+            self._reductions.start(unit)
+        for done in (unit, *unit.borrowed):
+            if done.residency.users == 0 and not (
+                done.residency.awaits_backward or self._state.stays_after_backward(done)
+            ):
+                self._scheduler.free(done, Phase.POST_BACKWARD, self._expected.backward)
+        self._scheduler.prefetch(self._postponed, Phase.BACKWARD)
+        self._postponed = []
+        self._note_backward()
+
+    def _ends_held_grads(self, unit: Unit) -> bool:
+        """Return True if gradients held back of `unit` can be reduced before the end of the backward: these gradients
+        were the last, though some were computed in earlier backwards only.
+        """
+        some = unit.gradients.are_held and len(unit.gradients.arrived) > 0
+        return (
+            some
+            and not unit.gradients.are_held_back
+            and not self._expected.awaits_backward_of(unit)
+            and self._has_ended_all_calls_of(unit)
+        )
+
+    def _has_ended_all_calls_of(self, unit: Unit) -> bool:
+        """Return True if this backward has ended for every call that needs `unit`, in all forwards it has reached."""
+        ended = [call for call in self._ended if call.within is not None]  # others were recomputed in this backward
+        forwards = {id(call.within): call.within for call in ended}.values()
+        needed_by = [left for forward in forwards if forward is not None for left in forward.left if left.uses(unit)]
+        return len(needed_by) <= sum(call.unit.uses(unit) for call in ended)
+
+    def _note_backward(self) -> None:
+        """Attribute later events of the trace to the backward of the innermost unit that is executing."""
+        if active_recorder() is not None:
+            innermost = max(self._calls, key=lambda call: call.start, default=None)
+            attribute_to(self._units[0] if innermost is None else innermost.unit, Phase.BACKWARD)
+
+    def finish_backward(self) -> None:
+        """Finish the backward after the last node: reductions, unused parameters, unsharded units."""
+        # Gradients of inputs only, as of a gradient penalty: the backward of the graph made here gives the others, and
+        # what is held back is added to them first, as without sharding.
+        makes_graph_only = self._creates_graph and not self._has_grads
+        self._reductions.finish_all(starts_others=not makes_graph_only)
+        self._calls.clear()
+        self._ended.clear()
+        self._scheduler.forget_late()
+        self._recomputed.clear()
+        for unit in self._units:
+            unit.residency.users = 0
+            if not (self._creates_graph and unit.residency.awaits_backward):
+                self._state.reshard_after_backward(unit)
+        self._state.return_to_idle()
+        self._expected.end_backward()
+        stays = self._creates_graph and any(unit.residency.awaits_backward for unit in self._units)
+        self._scheduler.slots.end_backward(self._expected.backward, awaits_more=stays or bool(self._expected.open))
+        tallies = self._reductions.take_tallies()
+        self._check_whole()
+        self._state.check_backward(tallies)
+
+    def _check_whole(self) -> None:
+        """Refuse a backward of a pipeline stage that computed only the gradients of its inputs.
+
+        Raises:
+            StateError: gradients of the parameters would follow later, without the hooks that reduce them.
+        """
+        missed = None if self._has_grads else self._reached  # a layer may be dropped, but not all of them
+        self._reached, self._has_grads = None, False
+        if missed is not None:
+            raise StateError(
+                f"the backward of a pipeline's stage came to {missed.name or 'the root'}, which is trained, and not to "
+                "its parameters: a zero-bubble schedule (such as ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "
+                "ScheduleDualPipeV) takes gradients of inputs first, and those of parameters later, when they would "
+                "not be reduced. Make the stages by fullshard.integrations.pipelining.PipelineStage."
+            )
+
+    def _prefetch_forward(self, unit: Unit) -> None:
+        ahead = self._expected.ahead_in_forward(unit)
+        if unit.options.prefetches_forward or unit.settings.next_forward is not None:
+            self._scheduler.prefetch(ahead, Phase.FORWARD)
+            for later in self._expected.beyond(unit, self._expected.forward, unit.settings.next_forward):
+                later.shards.read_ahead()
+
+    def _prefetch_backward(self, unit: Unit) -> None:
+        ahead = self._expected.ahead_in_backward(unit)
+        if (
+            self._serial == 1
+            and self._state.streams.gather.is_stream
+            and any(module._backward_hooks for module in unit.modules)
+        ):
+            ahead = []  # the first backward shows which shards the user's hooks write to, see `Residency.prefetch`
+        if unit.options.backward_prefetch == "pre":
+            self._scheduler.prefetch(ahead, Phase.BACKWARD)
+            for later in self._expected.beyond(unit, self._expected.backward, unit.settings.next_backward):
+                later.shards.read_ahead()
+        self._postponed = ahead if unit.options.backward_prefetch == "post" else []
+
+    def _free_recomputed(self, needed: Unit) -> None:
+        """Free units that a checkpoint has recomputed, except for `needed`, which is needed immediately."""
+        for unit in self._recomputed:
+            if unit.residency.users == 0 and unit is not needed and not unit.residency.awaits_backward:
+                self._scheduler.reshard(unit, Phase.FORWARD)
+        self._recomputed.clear()
