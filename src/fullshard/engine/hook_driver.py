@@ -102,7 +102,7 @@ class HookDriver:
         unit.residency.check_not_summoned()
         if not self._stack and self._state.phase is not Phase.IDLE and not in_backward():
             self._recover()
-        self._scheduler.show_compute_s_work()
+        self._scheduler.order_gathers_after_compute()
         for needed in (unit, *unit.borrowed):
             needed.residency.notice_step()
             needed.residency.awaits_backward = needed.residency.awaits_backward or torch.is_grad_enabled()
@@ -144,7 +144,7 @@ class HookDriver:
         self._state.phase = Phase.FORWARD
         self._state.disks.begin_pass()
         self._is_in_pipeline = in_pipeline_stage()
-        self._scheduler.show_compute_s_work()
+        self._scheduler.order_gathers_after_compute()
         if is_capturing(self._state.device):
             for unit in [unit for unit in self._units if unit.residency.users == 0]:
                 self._scheduler.reshard(unit, Phase.IDLE)  # to be filled within the graph, in memory of the graph
@@ -208,7 +208,7 @@ class HookDriver:
             self._creates_graph = torch.is_grad_enabled()
             self._expected.begin_backward()
             on_backward_end(self.finish_backward)
-            self._scheduler.show_compute_s_work()
+            self._scheduler.order_gathers_after_compute()
         return self._serial
 
     def before_backward(self, call: ForwardCall) -> None:

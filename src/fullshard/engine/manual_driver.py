@@ -92,7 +92,7 @@ class ManualDriver:
             self.is_open = True
             if torch.is_grad_enabled():  # otherwise no `finalize_backward` follows, which reports failures to all ranks
                 self._state.disks.begin_pass()
-            self._scheduler.show_compute_s_work()
+            self._scheduler.order_gathers_after_compute()
             self._state.begin_microbatch()
         for unit in self._units:
             if unit.residency.state not in ACTIVE:

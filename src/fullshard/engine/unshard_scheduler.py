@@ -72,11 +72,11 @@ class UnshardScheduler:
         if phase is Phase.IDLE:
             residency.notice_step()
         if phase is Phase.IDLE:
-            self.show_compute_s_work()
+            self.order_gathers_after_compute()
         elif self._streams.gather.is_stream:
             if not shows_its_shards:
                 residency.written_in.add(phase)
-                self.show_compute_s_work()
+                self.order_gathers_after_compute()
             elif residency.written_in:
                 residency.written_in.discard(phase)
         if not residency.memory.can_occupy and not unit.keeps_unsharded:
@@ -105,7 +105,7 @@ class UnshardScheduler:
         self._streams.compute.wait(self._streams.gather.mark())
         unit.residency.await_copies_of_shards()
 
-    def show_compute_s_work(self) -> None:
+    def order_gathers_after_compute(self) -> None:
         """Make later gathers wait for all compute work queued so far, which may have changed the shards."""
         self._streams.compute.wait(self.after_optimizer)
         self.after_optimizer = None
