@@ -106,7 +106,7 @@ class Residency:
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
         self.deferred: list[Callable[[], None]] = []  # steps that change shards, to be run when these are needed
-        self._shown: list[int] = []  # versions of shards that gathers are ordered after
+        self._ordered_versions: list[int] = []  # versions of shards that gathers are ordered after
         self._keeps_secondary = unit.options.placements.parameters is Placement.GROUPED
 
     def _become(self, state: UnitState) -> None:
@@ -327,14 +327,14 @@ class Residency:
         if self.state is _UNSHARDED and not all(param_group.gather.is_current for param_group in groups):
             self.reshard(keep=True)
 
-    def note_shown_shards(self) -> None:
+    def note_writes_ordered(self) -> None:
         """Note that gathers are ordered after all writes to shards so far."""
-        self._shown = [param_group.gather.version for param_group in self._unit.param_groups]
+        self._ordered_versions = [param_group.gather.version for param_group in self._unit.param_groups]
 
     @property
-    def shows_its_shards(self) -> bool:
+    def are_writes_ordered(self) -> bool:
         """True if no write to shards is known since. (Fused optimizers write without a trace between steps.)"""
-        return self._shown == [param_group.gather.version for param_group in self._unit.param_groups]
+        return self._ordered_versions == [param_group.gather.version for param_group in self._unit.param_groups]
 
     def settle(self) -> None:
         """Run all deferred steps."""
@@ -343,7 +343,7 @@ class Residency:
         steps, self.deferred = self.deferred, []
         for step in steps:
             step()
-        self.note_shown_shards()  # the CPU's own work comes before whatever it queues
+        self.note_writes_ordered()  # the CPU's own work comes before whatever it queues
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 

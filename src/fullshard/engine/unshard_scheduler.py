@@ -65,7 +65,7 @@ class UnshardScheduler:
         if residency.state in ACTIVE:
             return
         residency.check_not_summoned()
-        shows_its_shards = residency.shows_its_shards  # as steps that are taken only now say nothing of users' writes
+        are_writes_ordered = residency.are_writes_ordered  # before deferred steps, which are not the user's writes
         residency.settle()
         if self._reductions.has_hooks(unit):  # they may step with an earlier use's gradients before this use
             self._reductions.finish()
@@ -74,7 +74,7 @@ class UnshardScheduler:
         if phase is Phase.IDLE:
             self.order_gathers_after_compute()
         elif self._streams.gather.is_stream:
-            if not shows_its_shards:
+            if not are_writes_ordered:
                 residency.written_in.add(phase)
                 self.order_gathers_after_compute()
             elif residency.written_in:
@@ -112,7 +112,7 @@ class UnshardScheduler:
         if self._streams.gather.is_stream:
             self._streams.gather.wait(self._streams.compute.mark())
             for unit in self._units:
-                unit.residency.note_shown_shards()
+                unit.residency.note_writes_ordered()
 
     def reshard(self, unit: Unit, phase: Phase, *, keep: bool = False) -> None:
         """Free `unit`; or `keep` it in memory for its next use."""
