@@ -154,7 +154,7 @@ class HookDriver:
 
     def _end_forward(self, top: Unit, *, raised: bool) -> None:
         for unit in self._units:
-            unit.residency.settle()  # units without a forward
+            unit.residency.run_deferred_steps()  # units without a forward
         self._state.await_reads_of_shards()
         self._expected.end_forward(top)
         self._scheduler.forget_late()

@@ -174,7 +174,7 @@ class Residency:
         if self.finish_gather():
             return False
         self.reshard(keep=True)
-        self.settle()
+        self.run_deferred_steps()
         streams = self._unit.streams
         streams.gather.wait(streams.compute.mark())
         self.start_unshard(Phase.IDLE)
@@ -336,7 +336,7 @@ class Residency:
         """True if no write to shards is known since. (Fused optimizers write without a trace between steps.)"""
         return self._ordered_versions == [param_group.gather.version for param_group in self._unit.param_groups]
 
-    def settle(self) -> None:
+    def run_deferred_steps(self) -> None:
         """Run all deferred steps."""
         if not self.deferred:
             return

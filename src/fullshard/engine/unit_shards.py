@@ -180,7 +180,7 @@ class UnitShards:
             param_group.plan.memory == self._memory for param_group in self._unit.param_groups
         ):
             return
-        self._unit.residency.settle()
+        self._unit.residency.run_deferred_steps()
         self._unit.residency.reshard()
         grads = {param: param.grad for param in self._unit.params if param.grad is not None}
         plans = [

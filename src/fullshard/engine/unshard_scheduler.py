@@ -66,7 +66,7 @@ class UnshardScheduler:
             return
         residency.check_not_summoned()
         are_writes_ordered = residency.are_writes_ordered  # before deferred steps, which are not the user's writes
-        residency.settle()
+        residency.run_deferred_steps()
         if self._reductions.has_hooks(unit):  # they may step with an earlier use's gradients before this use
             self._reductions.finish()
         if phase is Phase.IDLE:

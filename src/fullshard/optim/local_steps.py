@@ -263,7 +263,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
             choose_for_budget(optimizer)  # before tiers are looked up: its hook runs after that
         disk, on_cpu = states_on_disk(optimizer), _on_cpu(optimizer)
         for unit in on_cpu:
-            unit.residency.settle()
+            unit.residency.run_deferred_steps()
         if disk is not None or on_cpu:
             may_wait = not (args or kwargs or has_step_hooks(optimizer)) and type(optimizer) in _ELEMENTWISE
             step_all = partial(_step_separately, optimizer, disk, on_cpu, may_wait=may_wait)
