@@ -157,7 +157,7 @@ class HookDriver:
             unit.residency.run_deferred_steps()  # units without a forward
         self._state.await_reads_of_shards()
         self._expected.end_forward(top)
-        self._scheduler.forget_late()
+        self._scheduler.forget_deferred_frees()
         for unit in self._units:
             unit.shards.forget_ahead()
             unit.finished_modules.clear()
@@ -300,7 +300,7 @@ class HookDriver:
         self._reductions.finish_all(starts_others=not makes_graph_only)
         self._calls.clear()
         self._ended.clear()
-        self._scheduler.forget_late()
+        self._scheduler.forget_deferred_frees()
         self._recomputed.clear()
         for unit in self._units:
             unit.residency.users = 0

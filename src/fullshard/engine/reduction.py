@@ -424,7 +424,7 @@ class UnitReduction:
         self._read = list(read) if self.is_complete else []
         self._landing = [reduction for reduction in self._reductions if reduction.has_to_land]
         self._summed = self._ended = streams.reduce.mark()
-        self.is_late = False  # the optimizer's gradients are complete later than the first sums
+        self.ends_after_first_sums = False  # the optimizer's gradients are complete later than the first sums
         if self.is_complete:
             self._queue_others()
 
@@ -442,8 +442,8 @@ class UnitReduction:
                     for reduction in self._landing:
                         reduction.land()
                 last = self._streams.offload
-        self.is_late = last is not self._streams.reduce
-        if self.is_late:
+        self.ends_after_first_sums = last is not self._streams.reduce
+        if self.ends_after_first_sums:
             self._ended = last.mark()
 
     @property

@@ -61,7 +61,7 @@ class ReductionQueue:
     def finish(self, *, all_but: int = 0) -> None:
         """Finish reductions, except for up to `all_but` reductions that wait for second sums only."""
         for unit, reduction in list(self._under_way.items()):
-            if len(self._under_way) > all_but or not reduction.is_late:
+            if len(self._under_way) > all_but or not reduction.ends_after_first_sums:
                 del self._under_way[unit]
                 reduction.finish()
             else:

@@ -137,7 +137,7 @@ class Runtime:
         state.disks.forget()
         state.stack.clear()
         self.hook_driver.reset()
-        state.scheduler.forget_late()
+        state.scheduler.forget_deferred_frees()
         state.reductions.abandon()
         self.manual_driver.reset()
         state.expected.open.clear()

@@ -28,7 +28,7 @@ class UnshardScheduler:
         self._reductions = reductions
         self.after_optimizer: Mark | None = None  # the next forward waits for it
         self.slots = SlotSharing(units)
-        self._late: list[tuple[Unit, Phase]] = []  # to be freed once the next gather has started
+        self._deferred: list[tuple[Unit, Phase]] = []  # to be freed once the next gather has started
         self._clock = 0
 
     @property
@@ -83,7 +83,7 @@ class UnshardScheduler:
             self._make_room(unit)
         residency.start_unshard(phase)
         self.slots.note_unsharded(unit, self.tick())
-        self._free_late()
+        self._free_deferred()
 
     def prefetch(self, units: Iterable[Unit], phase: Phase) -> None:
         """Start to gather those of `units` that can be gathered now.
@@ -128,26 +128,26 @@ class UnshardScheduler:
         `order` is not known, this one is freed after the next gather has started. That gather then overlaps with this
         unit's compute.
         """
-        is_late = self._streams.gather.is_stream and not self._is_next_under_way(order)
-        self.reshard(unit, phase, keep=is_late)
-        if is_late:
+        is_deferred = self._streams.gather.is_stream and not self._is_next_under_way(order)
+        self.reshard(unit, phase, keep=is_deferred)
+        if is_deferred:
             unit.residency.defer_free()
-            self._late.append((unit, phase))
+            self._deferred.append((unit, phase))
 
-    def forget_late(self) -> None:
+    def forget_deferred_frees(self) -> None:
         """Forget the units that wait for the next gather. The caller frees them."""
-        for unit, _ in self._late:
+        for unit, _ in self._deferred:
             unit.residency.keep()
-        self._late.clear()
+        self._deferred.clear()
 
     def _is_next_under_way(self, order: OrderTracker) -> bool:
         """True if the next unit is unsharded or being gathered, or there is none."""
         coming = order.following(1)
         return self._units[coming[0]].residency.state in ACTIVE if coming else order.is_at_end
 
-    def _free_late(self) -> None:
-        late, self._late = self._late, []
-        for unit, phase in late:
+    def _free_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for unit, phase in deferred:
             if unit.residency.state not in ACTIVE:
                 self.reshard(unit, phase)
 
