@@ -15,7 +15,6 @@ from fullshard.comm import pairwise, shared_memory
 from fullshard.liveness import watchdog
 
 SAMPLE = 30
-LATER = ("hidden", "aux")  # backward through units whose outputs no hook sees
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +28,7 @@ def one_thread():
 
 def test_a_sample_of_programs_is_equal_to_plain_pytorch_or_refused():
     with Pool() as pool:
-        programs = {f"sample:{i}": Generator(f"sample:{i}", (1, 2), LATER).program() for i in range(SAMPLE)}
+        programs = {f"sample:{i}": Generator(f"sample:{i}", (1, 2)).program() for i in range(SAMPLE)}
         verdicts = {name: pool.judge(program) for name, program in programs.items()}
     failures = {name: verdict for name, verdict in verdicts.items() if verdict.is_failure}
     assert not failures
@@ -206,7 +205,7 @@ def leave_a_rank_out() -> None:
 @pytest.mark.parametrize("fault", [leave_a_rank_out, pytest.param(scale_gradients, marks=pytest.mark.slow)])
 def test_a_planted_fault_is_found_and_shrunk(fault):
     with Pool(before=fault) as pool:
-        programs = (Generator(f"planted:{i}", (2,), LATER).program() for i in range(20))
+        programs = (Generator(f"planted:{i}", (2,)).program() for i in range(20))
         found = next(program for program in programs if pool.judge(program).kind == WRONG)
         shrunk = shrink(found, lambda smaller: pool.judge(smaller).kind == WRONG, 60)
         verdict = pool.judge(shrunk)
