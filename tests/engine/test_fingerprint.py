@@ -32,15 +32,23 @@ from fullshard.testing import assert_same, run_ranks
 text = st.text(max_size=200)
 
 
-@given(units=st.lists(text, min_size=2, max_size=2), microbatches=st.lists(st.integers(0, 9), min_size=2, max_size=2))
-def test_fingerprints_are_equal_exactly_if_their_contents_are(units, microbatches):
-    fingerprints = [
-        fingerprint("all_gather", Origin(unit[-20:], Phase.FORWARD, microbatch), 3, 77)
-        for unit, microbatch in zip(units, microbatches, strict=True)
-    ]
-    assert all(len(published) == FINGERPRINT_NBYTES for published in fingerprints)
-    same = units[0][-20:] == units[1][-20:] and microbatches[0] == microbatches[1]
-    assert (mismatch(fingerprints, [0, 1]) is None) == same
+@given(
+    texts=st.lists(st.tuples(text, text, text), min_size=2, max_size=2),
+    equal=st.booleans(),
+    microbatch=st.integers(0, 9),
+)
+def test_fingerprints_are_equal_exactly_if_their_contents_are(texts, equal, microbatch):
+    texts = texts[:1] * 2 if equal else texts
+    start = "a long beginning that is common to the texts of all ranks, so that only their ends differ: "
+    for long in ("", start):
+        fingerprints = [
+            fingerprint(long + name, Origin(unit + long, Phase.FORWARD, microbatch, note=long + note), 3, 77)
+            for name, unit, note in texts
+        ]
+        assert all(len(published) == FINGERPRINT_NBYTES for published in fingerprints)
+        error = mismatch(fingerprints, [0, 1])
+        assert (error is None) == (texts[0] == texts[1])
+        assert error is None or ("rank 0 started" in str(error) and "rank 1 started" in str(error))
 
 
 def test_a_long_name_keeps_its_end():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from zlib import crc32
 
 from fullshard.errors import RankMismatchError, named_ranks, same_calls
 from fullshard.tape.recorder import Origin
@@ -18,17 +19,18 @@ from fullshard.tape.recorder import Origin
 __all__ = ["FINGERPRINT_NBYTES", "fingerprint", "mismatch"]
 
 FINGERPRINT_NBYTES = 192
-_HEAD = struct.Struct("<IIQ4I")  # microbatch, tensors, their bytes, lengths of the four texts that follow
+_HEAD = struct.Struct("<IIIQ4I")  # checksum of the whole texts, microbatch, tensors, their bytes, lengths of the texts
 _NAME_NBYTES, _NOTE_NBYTES = 72, 64
 
 
 @lru_cache(maxsize=4096)
 def fingerprint(collective: str, origin: Origin, tensors: int, nbytes: int) -> bytes:
     """Return the fingerprint of a `collective` of `origin` with its tensors and bytes, both 0 for objects."""
+    checksum = crc32("\0".join((collective, origin.note, origin.unit)).encode())  # the texts may be cut below
     texts = [collective.encode()[:_NAME_NBYTES], origin.phase.value.encode(), origin.note.encode()[:_NOTE_NBYTES]]
     room = FINGERPRINT_NBYTES - _HEAD.size - sum(map(len, texts))
     texts.append(origin.unit.encode()[-room:])  # the end of a long name is more specific than its beginning
-    head = _HEAD.pack(origin.microbatch, tensors, nbytes, *map(len, texts))
+    head = _HEAD.pack(checksum, origin.microbatch, tensors, nbytes, *map(len, texts))
     return (head + b"".join(texts)).ljust(FINGERPRINT_NBYTES, b"\0")
 
 
@@ -36,15 +38,15 @@ def mismatch(fingerprints: Sequence[bytes], ranks: Sequence[int]) -> RankMismatc
     """Return the error that every rank raises if `fingerprints`, one for each of `ranks`, are not all identical."""
     if fingerprints.count(fingerprints[0]) == len(fingerprints):
         return None
-    sides: dict[str, list[int]] = {}
+    sides: dict[bytes, list[int]] = {}
     for rank, one in zip(ranks, fingerprints, strict=True):
-        sides.setdefault(_read(one), []).append(rank)
-    stated = "; ".join(f"{named_ranks(who)} started {what}" for what, who in sides.items())
+        sides.setdefault(one, []).append(rank)
+    stated = "; ".join(f"{named_ranks(who)} started {_read(one)}" for one, who in sides.items())
     return RankMismatchError(f"ranks do not do the same: {stated}. {same_calls()}")
 
 
 def _read(one: bytes) -> str:
-    microbatch, tensors, nbytes, *lengths = _HEAD.unpack_from(one)
+    _, microbatch, tensors, nbytes, *lengths = _HEAD.unpack_from(one)
     texts, start = [], _HEAD.size
     for length in lengths:
         texts.append(one[start : start + length].decode(errors="replace"))
