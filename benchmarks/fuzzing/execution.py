@@ -709,7 +709,7 @@ class Plain(Driver):
     def use(self, strategy: str) -> None:
         """Set which ranks' gradients are added first, and in how many parts ranks step each parameter."""
         self.summed_first = 2 if strategy == "hfsdp" else self.shards
-        self.cuts = 1 if strategy == "ddp" else self.summed_first
+        self.cuts = 1 if strategy == "ddp" else self.shards
 
     def computing(self, built: Builder) -> nn.Module:
         """Return the copy that computes for one rank: parameters in the compute dtype, units that cast."""
