@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class PendingSave:
-    """A save in the background. If it fails and nobody waits for it, its error is logged at the end of the program."""
+    """A save in the background. If it fails and `wait` is not called, its error is logged at the end of the program."""
 
     def __init__(self, future: Future[Path]) -> None:
         self._future = future
