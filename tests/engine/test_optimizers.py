@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import ConfigError, ShardedGradScaler, StateError, fully_shard
+from fullshard import ConfigError, Offload, ShardedGradScaler, StateError, fully_shard
 from fullshard.engine.registry import units_in
 from fullshard.optim import step_shards
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
@@ -116,6 +117,47 @@ def complex_parameters_agree() -> None:
     before = wholes(model)["vector"]
     step_shards(optimizer).step()
     assert before is not None and not torch.equal(before, wholes(model)["vector"])
+
+
+class Turn(nn.Module):
+    """A complex matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = nn.Parameter(torch.randn(48, 6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(x.to(torch.complex64) @ self.matrix)
+
+
+def turned_and_loaded(shard: Any, how: str) -> list[Tensor | None]:
+    """Return the parameter after steps of an optimizer, and of another one that has loaded its states."""
+    model, found, loaded = shard(Turn()), [], None
+    for _ in range(2):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if loaded is not None:
+            optimizer.load_state_dict(loaded)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = model(inputs(step)).square().mean()
+            loss.backward()
+            optimizer.step(*[lambda found=loss: found.detach()] if how == "closures" else ())
+            found.append(wholes(model)["matrix"])
+        loaded = copy.deepcopy(optimizer.state_dict())
+    return found
+
+
+def step_complex_parameters_on_a_disk(folder: Path, policy: Any) -> None:
+    for how in ("plain", "closures"):
+        shard = partial(fully_shard, offload_policy=Offload(**policy, folder=folder))
+        assert_same(turned_and_loaded(shard, how), turned_and_loaded(leave, how), name=how)
+
+
+@pytest.mark.parametrize("policy", [{"parameters": {"disk": 1.0}}, {"optimizer": {"disk": 1.0}}, {"budget": "1MB"}])
+def test_complex_parameters_on_a_disk_are_stepped(policy, tmp_path):
+    """A view of them as real numbers is a copy in memory, and writes to it are lost."""
+    run_ranks(1, step_complex_parameters_on_a_disk, tmp_path, policy)
 
 
 def test_complex_parameters_in_unequal_parts_are_stepped():

@@ -542,10 +542,14 @@ def _complex_without_view(optimizer: Optimizer) -> DTensor | None:
     """Return a complex parameter that an optimizer of torch cannot step as a `DTensor`, if `optimizer` has one.
 
     Optimizers view complex tensors as real ones. A `DTensor` that ranks have unequal parts of along its last dim is
-    gathered for that, so what is written to the view is lost. One without a dim raises `RuntimeError`.
+    gathered for that, so what is written to the view is lost. One without a dim raises `RuntimeError`. A view of one on
+    a disk, or of its states there, is a copy in memory.
     """
     for param in _params(optimizer):
         if param.is_complex() and isinstance(param, DTensor):
+            held = (param, *optimizer.state.get(param, {}).values())
+            if any(isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, OnDisk) for tensor in held):
+                return param
             last = param.ndim - 1
             for axis, placement in enumerate(param.placements):
                 is_cut = isinstance(placement, Shard) and placement.dim == last
@@ -569,9 +573,9 @@ def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
         if complex_param is not None and (managed := managed_by(complex_param)) is not None:
             raise ConfigError(
                 f"{type(optimizer).__name__} cannot step {managed.param.fqn}, a complex parameter of shape "
-                f"{tuple(complex_param.shape)}: as a DTensor over {complex_param.device_mesh.size()} ranks it has no "
-                "view as real numbers, so torch would lose what the optimizer writes. If it treats elements by "
-                "themselves, have it step each rank's plain shards: optimizer = "
+                f"{tuple(complex_param.shape)}: as a DTensor over {complex_param.device_mesh.size()} ranks, or on a "
+                "disk, it has no view as real numbers, so torch would lose what the optimizer writes. If it treats "
+                "elements by themselves, have it step each rank's plain shards: optimizer = "
                 "fullshard.optim.step_shards(optimizer)."
             )
         if disk is None:
