@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -25,9 +26,11 @@ from small_models import (
     wholes,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from fullshard import (
+    CheckpointError,
     ConfigError,
     FullyShardedDataParallel,
     StateError,
@@ -37,7 +40,7 @@ from fullshard import (
     summon_full_params,
 )
 from fullshard._compat import storage_watch
-from fullshard.checkpoint import snapshot
+from fullshard.checkpoint import async_save, export_safetensors, save, snapshot
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -497,7 +500,23 @@ ENTRIES: dict[str, Any] = {
     "deepcopy": copy.deepcopy,
     "snapshot": lambda m: snapshot(model=m),
     "to": lambda m: m.double(),
+    "step": lambda m: stepped(m).step(),
+    "get_optimizer_state_dict": lambda m: get_optimizer_state_dict(m, stepped(m)),
 }
+OPTIMIZERS: dict[nn.Module, torch.optim.Optimizer] = {}
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of `model` that has taken a step before a parameter was replaced or added."""
+    return OPTIMIZERS[model]
+
+
+def sharded_and_stepped() -> TwoEnds:
+    model = fully_shard(TwoEnds())
+    optimizer = OPTIMIZERS[model] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    return model
 
 
 def refuse_replaced_parameters() -> None:
@@ -508,12 +527,14 @@ def refuse_replaced_parameters() -> None:
             lambda layer: delattr(layer, "weight"),
         ):
             for is_unsharded in (False, True):
-                model = fully_shard(TwoEnds())
+                model = sharded_and_stepped()
                 if is_unsharded:
                     model.unshard()
                 replace(model.body)
-                if name in ("unshard", "forward"):
+                if name in ("unshard", "forward", "step"):
                     model.reshard()  # the forward of unsharded parameters uses what is there, as functional_call needs
+                if name == "step" and "weight" not in model.body._parameters:
+                    continue  # the step is right, and whatever uses the module is not
                 with pytest.raises(StateError, match=r"body.weight.* was replaced"):
                     enter(model)
                     raise AssertionError(f"{name} took a replaced parameter")
@@ -521,6 +542,42 @@ def refuse_replaced_parameters() -> None:
 
 def test_every_entry_refuses_a_parameter_that_was_replaced():
     run_ranks(2, refuse_replaced_parameters)
+
+
+def step_of_another(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def refuse_added_parameters(folder: Path) -> None:
+    entries = {name: ENTRIES[name] for name in ("state_dict", "stream_weights", "snapshot", "step")} | {
+        "get_optimizer_state_dict": ENTRIES["get_optimizer_state_dict"],
+        "step of another optimizer": step_of_another,
+        "save": lambda m: save(folder, model=m, step=1),
+        "async_save": lambda m: async_save(folder, model=m, step=2).wait(),
+        "export_safetensors": lambda m: export_safetensors(m, folder / "exported"),
+    }
+    for name, enter in entries.items():
+        for add in (
+            lambda model: model.body.register_parameter("extra", nn.Parameter(torch.ones(3))),
+            lambda model: model.body.add_module("extra", nn.Linear(4, 4)),
+            lambda model: setattr(model, "body", nn.Linear(4, 4)),
+        ):
+            model = sharded_and_stepped()
+            add(model)
+            with pytest.raises((StateError, CheckpointError), match=r"body.* was added after fully_shard"):
+                enter(model)
+                raise AssertionError(f"{name} took an added parameter")
+    model = sharded_and_stepped()
+    model.body.extra = nn.Parameter(torch.ones(3), requires_grad=False)  # nothing trains it
+    save(folder, model=model, step=3)
+    OPTIMIZERS[model].step()
+
+
+def test_every_entry_that_saves_or_steps_refuses_a_parameter_that_was_added(tmp_path):
+    run_ranks(2, refuse_added_parameters, tmp_path)
 
 
 def train_tied(tie: Any, shard: Any, forwards: int, moves: bool) -> list[Any]:

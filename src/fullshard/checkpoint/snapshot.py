@@ -22,6 +22,7 @@ from fullshard.checkpoint.plain import plain_copy
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.current import finish_copies
 from fullshard.engine.hooks import check_idle
+from fullshard.engine.late_params import LateParams
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.residency import AT_REST, UnitState
 from fullshard.state.optim_state import StateTemplate, params_by_fqn, sharded_optim_state_dict
@@ -56,12 +57,15 @@ def snapshot(
         CheckpointError: `extra` or the scheduler's state contains something that requires code execution to be read
             back.
         ConfigError: The optimizer has a parameter that is not in the model.
+        StateError: A parameter was replaced after sharding, or a trained one was added.
     """
-    for unit in units_in(model):
+    units = units_in(model)
+    for unit in units:
         if unit.residency.state in AT_REST:
             unit.check_replacements()
         elif unit.residency.state is UnitState.UNSHARDED:
             unit.refuse_replacements()  # the snapshot has the shards, and may not reshard
+    LateParams(units).check()
     taken: dict[str, Any] = {"model": {fqn: _copied(tensor) for fqn, tensor in _own_tensors(model).items()}}
     if optimizer is not None:
         named = sharded_optim_state_dict(model, optimizer)

@@ -1,6 +1,8 @@
 """Trained parameters that were added to a sharded model after `fully_shard`, such as adapters or a new head.
 
-No unit has them, so nothing averages their gradients: each rank would train its own copy.
+No unit has them, so nothing averages their gradients: each rank would train its own copy. Training, optimizer steps and
+whatever saves the model refuse them. `Module.to`, loading, `unshard` and `summon_full_params` do not: they may prepare
+the new parameters before `fully_shard` is called on their module.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from torch.nn.modules.module import (
 
 from fullshard.engine.managed import ignored_names, is_ignored, managed_by
 from fullshard.engine.registry import own_modules
+from fullshard.engine.residency import AT_REST
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
-__all__ = ["LateParams", "watch_registrations"]
+__all__ = ["LateParams", "number_of_registrations", "refuse_changed_modules", "watch_registrations"]
 
 _registrations = 0  # of parameters and modules, in any module of this process
 
@@ -36,6 +39,23 @@ def watch_registrations() -> None:
 def _count(*_: Any) -> None:
     global _registrations
     _registrations += 1
+
+
+def number_of_registrations() -> int:
+    """Return how many parameters and modules were registered so far, in any module."""
+    return _registrations
+
+
+def refuse_changed_modules(units: Sequence[Unit]) -> None:
+    """Raise if modules of `units` got other or further parameters after sharding. Units in use may have others.
+
+    Raises:
+        StateError: a parameter was replaced by one that no unit has, or a trained one was added.
+    """
+    for unit in units:
+        if unit.residency.state in AT_REST:
+            unit.check_replacements()
+    LateParams(units).check()
 
 
 class LateParams:
@@ -61,7 +81,7 @@ class LateParams:
         """
         if again or self._searched_at != _registrations:
             self._searched_at = _registrations
-            self._found = self._search() if self._units[0].axes.world > 1 else []
+            self._found = self._search() if any(unit.axes.world > 1 for unit in self._units) else []
         trained = [(name, param) for name, param in self._found if param.requires_grad]
         if trained:
             name, param = trained[0]

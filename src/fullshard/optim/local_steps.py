@@ -40,7 +40,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.optim.defer import can_defer, defer
 from fullshard.optim.elementwise import Comparison, check_elementwise, check_name, trials
-from fullshard.optim.outside import note_outside
+from fullshard.optim.outside import check_modules, note_outside
 from fullshard.optim.rebinding import point_to_shards
 from fullshard.optim.same_order import check_same_order
 from fullshard.policy.arguments import check_type
@@ -94,6 +94,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if optimizer not in _stepping:
         _give_back(optimizer)
         point_to_shards(optimizer)
+        check_modules(optimizer)
         _accept_whole_states(optimizer)
         _check_steps_shards(optimizer)
         if not _may_have_any_order(optimizer):
@@ -258,6 +259,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
 
     def take_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
+            check_modules(optimizer)
             _accept_whole_states(optimizer)
             note_outside(optimizer)  # which may have more parameters since its last step
             choose_for_budget(optimizer)  # before tiers are looked up: its hook runs after that

@@ -8,14 +8,31 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard.engine.late_params import number_of_registrations, refuse_changed_modules
 from fullshard.engine.managed import is_ignored, managed_by
 from fullshard.engine.root_state import state_of_last_backward
 from fullshard.engine.runtime import runtime_or_none
 
-__all__ = ["note_outside"]
+__all__ = ["check_modules", "note_outside"]
 
 _noted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """The number of parameters of each optimizer at the last check."""
+_found_unchanged: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""The number of registrations at the last check of the units of each optimizer."""
+
+
+def check_modules(optimizer: Optimizer) -> None:
+    """Raise if modules that `optimizer` steps got other or further parameters after sharding.
+
+    The check runs only after something was registered in a module.
+
+    Raises:
+        StateError: a parameter was replaced by one that no unit has, or a trained one was added.
+    """
+    if _found_unchanged.get(optimizer) != number_of_registrations():
+        found = (managed_by(param) for group in optimizer.param_groups for param in group["params"])
+        refuse_changed_modules(list(dict.fromkeys(managed.unit for managed in found if managed is not None)))
+        _found_unchanged[optimizer] = number_of_registrations()
 
 
 def note_outside(optimizer: Optimizer) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fullshard._compat import holds_tensors, loads_whole_states
 from fullshard.comm.mesh import check_own_part
 from fullshard.engine.hooks import is_in_use
+from fullshard.engine.late_params import refuse_changed_modules
 from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.residency import ACTIVE
 from fullshard.errors import StateError
@@ -54,7 +55,7 @@ def prepare_to_save(optimizer: Optimizer) -> None:
         StateError: that has called it to load full states, and the optimizer has none.
     """
     params = (param for group in optimizer.param_groups for param in group["params"])
-    units = dict.fromkeys(managed.unit for managed in map(_sharded, params) if managed is not None)
+    units = list(dict.fromkeys(managed.unit for managed in map(managed_by, params) if managed is not None))
     if not units:
         return
     accept_whole_states(optimizer)
@@ -69,6 +70,7 @@ def prepare_to_save(optimizer: Optimizer) -> None:
     for unit in units:
         if unit.residency.state in ACTIVE and not is_in_use(unit):
             unit.residency.hand_over_shards()
+    refuse_changed_modules(units)
 
 
 def _take_own(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from fullshard.comm.mesh import check_own_part
 from fullshard.device.memory import in_separate_storage
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import is_in_use
+from fullshard.engine.late_params import LateParams
 from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.own_hooks import own_hook
 from fullshard.engine.registry import clean_fqn, process_groups_along, units_in
@@ -258,11 +259,11 @@ class _Hooks:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+        self._late_params = LateParams([unit])
         self._outermost: nn.Module | None = None  # the module whose loading includes the others'
         self._assigned: dict[tuple[int, str], Managed] = {}  # in this loading, by module and name
 
-    @own_hook
-    def before(self, module: nn.Module, *_: Any) -> None:
+    def before(self, module: nn.Module) -> None:
         """Show the shards, in their own dtype, in the modules."""
         if is_in_use(self._unit):
             raise StateError(
@@ -286,6 +287,12 @@ class _Hooks:
                     state[prefix + name] = dtensor_like(in_separate_storage(local), value)
                 elif value.storage_offset():
                     state[prefix + name] = dtensor_like(local, value)
+
+    @own_hook
+    def before_save(self, module: nn.Module, *_: Any) -> None:
+        """Show the shards, and refuse parameters that were added after sharding."""
+        self.before(module)
+        self._late_params.check(again=module is self._unit.module)
 
     @own_hook
     def before_load(
@@ -349,7 +356,7 @@ def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
     """Make `state_dict()` of the `modules` of `unit` return shards at any time, and loading accept whole tensors."""
     hooks = _Hooks(unit)
     for module in set(modules):
-        module.register_state_dict_pre_hook(hooks.before)
+        module.register_state_dict_pre_hook(hooks.before_save)
         module.register_state_dict_post_hook(own_hook(partial(hooks.after)))  # torch sets an attribute of it
         module.register_load_state_dict_pre_hook(hooks.before_load)
         module.register_load_state_dict_post_hook(hooks.after_load)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.routes import collectives_for
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import check_idle
+from fullshard.engine.late_params import LateParams
 from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.sharded_param import full_copy
@@ -54,7 +55,8 @@ def stream_weights(
 
     Raises:
         ConfigError: `bucket_bytes` is not a positive number, or two weights would have the same name.
-        StateError: a unit is in forward or backward, or on the meta device; or a weight is encoded by its class.
+        StateError: a unit is in forward or backward, or on the meta device; or a weight is encoded by its class; or
+            a trained parameter was added after sharding.
 
     Example:
         ```python
@@ -77,6 +79,7 @@ def stream_weights(
         unit.check_materialized()
         unit.residency.reshard()
         unit.check_replacements()
+    LateParams(units).check()
     weights = _weights(model, dtype, rename or (lambda name: name))
     twice = [name for name, count in Counter(weight.name for weight in weights).items() if count > 1]
     if twice:
