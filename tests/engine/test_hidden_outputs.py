@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
+from fullshard.engine.nested import tensors_in
 from fullshard.errors import StateError
+from fullshard.testing import assert_same
 
 STRATEGIES = ("zero3", "zero3", "zero3", "zero2", "zero1", "ddp")
 
@@ -121,3 +124,100 @@ def test_a_write_in_forward_is_logged_once_or_kept(strategy: str, saves: bool) -
 
 def _write(strategy: str, saves: bool) -> Any:
     return write_in_forward(strategy, saves=saves)
+
+
+class Positions(nn.Module):
+    """Returns its parameter, or a part of it, as modules of learned positions do."""
+
+    def __init__(self, returns: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.returns = nn.Parameter(torch.randn(6, 4)), returns
+
+    def forward(self) -> Any:
+        return self.returns(self.weight)
+
+
+class WithPositions(nn.Module):
+    def __init__(self, returns: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.positions, self.first, self.second = Positions(returns), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        given = self.positions()
+        (found,) = tensors_in(given)
+        y = self.second(torch.tanh(self.first(x)) + found.flatten(0, -2).sum(0))
+        return y.square().sum() + found.square().sum(), given
+
+
+def losses_with_positions(returns: Callable[[Tensor], Any], strategy: str | None) -> list[Tensor]:
+    model = WithPositions(returns)
+    if strategy is not None:
+        for unit in (model.positions, model.first, model.second):
+            fully_shard(unit, strategy=strategy)
+        fully_shard(model, strategy=strategy)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for step in range(4):
+        loss = model(torch.full((2, 4), 1.0 + step))[0]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses += [loss.detach(), model(torch.ones(2, 4))[0]]
+    return losses
+
+
+RETURNED: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda weight: weight,
+    "a slice": lambda weight: weight[1:3],
+    "in a list": lambda weight: [weight],
+    "expanded": lambda weight: {"found": weight[None].expand(2, -1, -1)},
+    "transposed": lambda weight: weight.t()[:4, :4],
+    "detached": lambda weight: (weight.detach(),),
+}
+
+
+def return_parameters() -> None:
+    for name, returns in RETURNED.items():
+        expected = losses_with_positions(returns, None)
+        for strategy in ("zero3", "zero2", "zero1", "ddp"):
+            assert_same(losses_with_positions(returns, strategy), expected, name=f"{name}, {strategy}")
+
+
+def test_a_unit_may_return_its_parameters() -> None:
+    run_ranks(2, return_parameters)
+
+
+def return_parameters_in_other_objects() -> None:
+    for strategy in ("zero3", "zero2"):
+        model = WithPositions(lambda weight: hidden_programs.Slotted(weight))
+        for unit in (model.positions, model.first, model.second):
+            fully_shard(unit, strategy=strategy)
+        fully_shard(model, strategy=strategy)
+        refused = pytest.raises(StateError, match=r" returns a .*Slotted .* its parameters")
+        with torch.set_grad_enabled(strategy == "zero3"), refused:  # zero2 frees after an evaluation only
+            model(torch.ones(2, 4))
+        model.positions.returns = lambda weight: weight[:1]
+        model(torch.ones(2, 4))[0].backward()
+
+
+def test_parameters_in_objects_that_cannot_be_copied_are_refused() -> None:
+    run_ranks(2, return_parameters_in_other_objects)
+
+
+def count_hooks_of_a_returned_parameter() -> None:
+    for strategy in ("zero3", "zero1", "ddp"):
+        model = fully_shard(Positions(lambda weight: weight), strategy=strategy)
+        found = []
+        for _ in range(3):
+            model().sum().backward()
+            with torch.no_grad():
+                model()
+            model.unshard()
+            found.append(len(model.weight._backward_hooks or ()))
+            model.reshard()
+        assert found[0] == found[-1], (strategy, found)
+
+
+def test_a_returned_parameter_gets_no_hook_in_each_forward() -> None:
+    run_ranks(2, count_hooks_of_a_returned_parameter)

@@ -84,6 +84,7 @@ ROOMS: dict[str, list[str] | None] = {
         "unshard_scheduler",
         "microbatches",
         "call",
+        "returned_params",
         "expected",
         "offloaded",
         "activations",

@@ -97,7 +97,8 @@ class ForwardCall:
         self._end = end
         outputs = tensors_in(returned)
         for tensor in outputs:
-            if tensor.requires_grad and tensor.grad_fn not in self._before:  # an input may be passed on as it came
+            made_by = tensor.grad_fn  # None for a parameter; an input may be passed on as it came
+            if made_by is not None and made_by not in self._before:
                 tensor.register_hook(partial(self._before_output, self._is_in_order(tensor)))
         given, self._given, self._before = self._given, None, []
         known = {id(tensor) for tensor in outputs}

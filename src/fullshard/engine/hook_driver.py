@@ -26,6 +26,7 @@ from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.engine.at_rest import read_while_sharded
 from fullshard.engine.call import ForwardCall
 from fullshard.engine.residency import UnitState
+from fullshard.engine.returned_params import copy_returned_params
 from fullshard.engine.root_state import RootState, attribute_to, cast_outputs
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
@@ -123,7 +124,8 @@ class HookDriver:
             self._leave(self._stack[-1][0])  # an exception passed through a forward within
             self._stack.pop()
         call = self._stack.pop()[1]
-        output = cast_outputs(unit, output)
+        evaluated = () if self._stack or torch.is_grad_enabled() else self._units
+        output = copy_returned_params(unit, cast_outputs(unit, output), evaluated)
         if call is not None:
             call.watch_outputs(output, self._scheduler.tick())
         unit.finished_modules.add(id(module))

@@ -76,7 +76,7 @@ class ManualDriver:
             attribute_to(unit, Phase.BACKWARD)
 
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:
                 tensor.register_hook(before_backward)
         return output
 
