@@ -204,6 +204,21 @@ def in_backward_of_inputs() -> bool:
     return any(_is_within(frame, code) for frame in sys._current_frames().values())
 
 
+def in_pass_for_inputs() -> bool:
+    """Return True in a pass of `torch.autograd.grad`, or of `backward(inputs=...)`, in any thread."""
+    return any(_takes_inputs(frame) for frame in sys._current_frames().values())  # for threads, see above
+
+
+def _takes_inputs(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is torch.autograd.grad.__code__:
+            return True
+        if frame.f_code is torch.autograd.backward.__code__:
+            return bool(frame.f_locals.get("inputs"))
+        frame = frame.f_back
+    return False
+
+
 def _is_within(frame: FrameType | None, code: CodeType) -> bool:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back

@@ -87,6 +87,48 @@ def test_two_ranks_add_up_the_bits_of_distributed_data_parallel():
     run_ranks(2, like_ddp)
 
 
+def grad_of(model: Any, loss: Tensor, x: Tensor) -> None:
+    torch.autograd.grad(loss, x, retain_graph=True)
+
+
+def grad_of_another_forward(model: Any, loss: Tensor, x: Tensor) -> None:
+    torch.autograd.grad(inner(model)(x).sum(), x)
+
+
+def backward_of_inputs(model: Any, loss: Tensor, x: Tensor) -> None:
+    loss.backward(inputs=[x], retain_graph=True)
+
+
+def learn_with_grads_of_inputs(model: Any, take: Any) -> list[Any]:
+    for unused in (False, True):
+        if unused and not isinstance(model, DistributedDataParallel):
+            model.set_reduce_scatter_unused_params(True)
+        optimizer = sgd(model)
+        for i in range(2 * MICROBATCHES):
+            is_last = i % MICROBATCHES == MICROBATCHES - 1
+            x = batch(i).requires_grad_()
+            with by_context(model, is_last):
+                loss = model(x).square().mean() * 0.01
+                take(model, loss, x)
+                loss.backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+    return wholes(inner(model))
+
+
+def gradients_of_inputs_like_ddp() -> None:
+    for take in (grad_of, grad_of_another_forward, backward_of_inputs):
+        expected = learn_with_grads_of_inputs(DistributedDataParallel(chain(leave)), take)
+        for strategy in ONE_AXIS:
+            model = chain(partial(fully_shard, strategy=strategy))
+            assert_same(learn_with_grads_of_inputs(model, take), expected, name=f"{take.__name__}, {strategy}")
+
+
+def test_passes_that_take_gradients_of_inputs_reduce_nothing_that_is_held_back():
+    run_ranks(2, gradients_of_inputs_like_ddp)
+
+
 def like_one_another(world: int) -> None:
     for quiet in (by_switch, always):
         expected = learn(chain(partial(fully_shard, strategy="ddp")), quiet)

@@ -21,7 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard._compat import in_backward, in_backward_of_inputs, in_pipeline_stage, on_backward_end
+from fullshard._compat import (
+    in_backward,
+    in_backward_of_inputs,
+    in_pass_for_inputs,
+    in_pipeline_stage,
+    on_backward_end,
+)
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.engine.at_rest import read_while_sharded
 from fullshard.engine.call import ForwardCall
@@ -54,6 +60,7 @@ class HookDriver:
         self._scheduler = state.scheduler
         self._serial = 0  # of the last backward
         self._creates_graph = False  # the present backward: a later backward will differentiate it
+        self._is_for_inputs = False  # the present backward: it computes the gradients of given tensors only
         self._is_in_pipeline = False  # the last forward was: a stage may run its backward in two parts
         self._reached: Unit | None = None  # in this backward of a pipeline, the first with trained parameters
         self._has_grads = False  # in this backward, of any unit's parameters
@@ -208,6 +215,7 @@ class HookDriver:
             self._state.disks.begin_pass()
             self._serial += 1
             self._creates_graph = torch.is_grad_enabled()
+            self._is_for_inputs = in_pass_for_inputs()
             self._expected.begin_backward()
             on_backward_end(self.finish_backward)
             self._scheduler.order_gathers_after_compute()
@@ -256,7 +264,8 @@ class HookDriver:
         self._ended.append(call)
         unit = call.unit
         self._scheduler.release(unit)
-        if unit.residency.users == 0 and unit.settings.reduces_unused:  # only this moment occurs on every rank
+        reduces_unused = unit.settings.reduces_unused and not self._is_for_inputs
+        if unit.residency.users == 0 and reduces_unused:  # only this moment occurs on every rank
             self._reductions.start_before_end(unit)
         elif unit.residency.users == 0 and self._ends_held_grads(unit):
             self._reductions.start(unit)
@@ -296,10 +305,9 @@ class HookDriver:
 
     def finish_backward(self) -> None:
         """Finish the backward after the last node: reductions, unused parameters, unsharded units."""
-        # Gradients of inputs only, as of a gradient penalty: the backward of the graph made here gives the others, and
-        # what is held back is added to them first, as without sharding.
-        makes_graph_only = self._creates_graph and not self._has_grads
-        self._reductions.finish_all(starts_others=not makes_graph_only)
+        # Gradients of inputs only, as for a penalty: a later backward gives those of parameters. What is held back is
+        # added to them first, as without sharding.
+        self._reductions.finish_all(starts_others=self._has_grads or not self._is_for_inputs)
         self._calls.clear()
         self._ended.clear()
         self._scheduler.forget_deferred_frees()
