@@ -407,6 +407,25 @@ def test_the_order_in_which_a_rank_gives_parameters_to_an_optimizer_changes_noth
     run_ranks(2, ignore_the_order_of_optimizers, str(tmp_path), strategy)
 
 
+def states_by_torch(seed: int | None) -> list[Any]:
+    """Return the whole states that functions of torch gather."""
+    model = shard(small_gpt(blocks=1))
+    optimizer = torch.optim.Adam(in_any_order(model, seed))
+    loss_of(model, batch(0, sequences=4)).backward()
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True)
+    states = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    return [states, get_state_dict(model, optimizer, options=options)[1]["state"]]
+
+
+def ignore_the_order_in_torch_s_functions() -> None:
+    assert_same(states_by_torch(seed=3), states_by_torch(None))
+
+
+def test_states_that_torch_gathers_do_not_depend_on_the_order_of_parameters():
+    run_ranks(2, ignore_the_order_in_torch_s_functions)
+
+
 def refuse_orders_that_matter() -> None:
     model = shard(small_gpt(blocks=1))
     optimizer = RowScaled(in_any_order(model, seed=3))

@@ -19,7 +19,7 @@ from fullshard._compat import holds_tensors, loads_whole_states
 from fullshard.comm.mesh import check_own_part
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.late_params import refuse_changed_modules
-from fullshard.engine.managed import Managed, managed_by
+from fullshard.engine.managed import Managed, in_model_order, managed_by
 from fullshard.engine.residency import ACTIVE
 from fullshard.errors import StateError
 from fullshard.state.block_states import BlockStates, block_states
@@ -48,14 +48,14 @@ def accept_whole_states(optimizer: Optimizer) -> None:
 
 
 def prepare_to_save(optimizer: Optimizer) -> None:
-    """Accept loaded states, and reshard units that the user has unsharded: `torch.distributed.checkpoint` looks for
-    their parameters in the model. This is called before each `state_dict()`.
+    """Accept loaded states, sort them by parameter, and reshard units that the user has unsharded:
+    `torch.distributed.checkpoint` looks for their parameters in the model. This is called before each `state_dict()`.
 
     Raises:
         StateError: that has called it to load full states, and the optimizer has none.
     """
     params = (param for group in optimizer.param_groups for param in group["params"])
-    units = list(dict.fromkeys(managed.unit for managed in map(managed_by, params) if managed is not None))
+    units = list(dict.fromkeys(managed.unit for managed in map(_sharded, params) if managed is not None))
     if not units:
         return
     accept_whole_states(optimizer)
@@ -71,6 +71,8 @@ def prepare_to_save(optimizer: Optimizer) -> None:
         if unit.residency.state in ACTIVE and not is_in_use(unit):
             unit.residency.hand_over_shards()
     refuse_changed_modules(units)
+    for param in in_model_order(list(optimizer.state)):  # so that all ranks gather states in one order
+        optimizer.state[param] = optimizer.state.pop(param)
 
 
 def _take_own(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
