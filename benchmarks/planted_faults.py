@@ -420,7 +420,7 @@ FAULTS = (
         bytes_per_s=1e9,
         forward_s=0.004,
     ),
-    Plant(title="prefetching off", cause="no prefetch", stated="none was started ahead", shard=never_ahead, **SLOW),
+    Plant(title="prefetching off", cause="no prefetch", stated="none was prefetched", shard=never_ahead, **SLOW),
     Plant(
         title="frozen blocks, sharded",
         cause="frozen part gathered",
@@ -437,12 +437,18 @@ FAULTS = (
         forward_s=0.001,
         **SLOW,
     ),
-    Plant(title="a link of 3 MB/s", cause="slow link", stated="for the wire", latency_s=1e-4, bytes_per_s=3 * MB),
+    Plant(
+        title="a link of 3 MB/s",
+        cause="slow link",
+        stated="waits for communication",
+        latency_s=1e-4,
+        bytes_per_s=3 * MB,
+    ),
     Plant(title="a checkpoint every third step", cause="checkpoint stalls", stated="checkpoints", between=save_often),
     Plant(
         title="norms of all parameters every step",
         cause="host waits",
-        stated="neither computing",
+        stated="neither computes",
         between=log_every_step,
     ),
     Plant(

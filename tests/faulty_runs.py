@@ -272,7 +272,7 @@ FAULTS = (
     Fault(
         "prefetching off",
         "no prefetch",
-        "none was started ahead",
+        "none was prefetched",
         lambda run, item: _exposing(run, item, gathers_ahead=0.0),
     ),
     Fault("frozen blocks, sharded", "frozen part gathered", "frozen units", _frozen),

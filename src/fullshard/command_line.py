@@ -82,7 +82,7 @@ def take_words(settings: type, argv: Sequence[str], names: Sequence[str], *, pro
             remaining.append(value)
     if len(words) != len(names) and not {"-h", "--help"} & set(remaining):
         found = f"found {' '.join(words)}" if words else "found none"
-        raise ConfigError(f"{prog}: {' and '.join(names)} must be named, but {found}.")
+        raise ConfigError(f"{prog}: {' and '.join(names)} must be given, but {found}.")
     return words, remaining
 
 
@@ -137,7 +137,7 @@ def _check_items(settings: type, argv: Sequence[str], prog: str) -> None:
     for item in items:
         if not item.startswith("--"):
             first = next(iter(types))
-            raise ConfigError(f"cannot make sense of {item!r}: options start with --, as in --{first} {item}.")
+            raise ConfigError(f"unexpected argument {item!r}: options start with --, as in --{first} {item}.")
         name, equals, value = item[2:].partition("=")
         name = name.replace("_", "-")
         if bool in (types.get(name), types.get(name.removeprefix("no-"))):

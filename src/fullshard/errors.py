@@ -80,14 +80,14 @@ class MissingLibraryError(FullshardError, ImportError):
 def same_calls() -> str:
     """Return advice for ranks that make different calls, for messages."""
     return (
-        "Every rank must call the same modules in the same order, in as many "
-        "microbatches of a step, and get gradients for the same parameters; every rank, and not the first alone, must "
-        "save, load, export, and ask for whole state dicts and parameters. If only some ranks use some parameters, "
-        "call set_reduce_scatter_unused_params(True) on the model. If only some ranks call a whole unit, as with layer "
+        "Every rank must call the same modules in the same order, in the same number of microbatches per step, and "
+        "compute gradients for the same parameters. Saving, loading, exporting and reading full state dicts or full "
+        "parameters must be done on every rank, not on rank 0 only. If only some ranks use some parameters, call "
+        "set_reduce_scatter_unused_params(True) on the model. If only some ranks call a whole unit, as with layer "
         "drop, draw the same layers on all ranks (a torch.Generator with one seed), or call "
         "set_reduce_scatter_unused_params(True) on the model and add fullshard.take_part(unit) to the output where a "
-        "rank skips that unit. The process group cannot be used any more: end the "
-        "processes and start again; or catch this on every rank, and call abandon_step() on the model."
+        "rank skips that unit. The process group cannot be used any more: end the processes and start again, or "
+        "catch this on every rank and call abandon_step() on the model."
     )
 
 

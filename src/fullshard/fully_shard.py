@@ -149,8 +149,8 @@ def fully_shard(
         offload_policy = policies[root]
     elif isinstance(offload_policy, Mapping):
         raise ConfigError(
-            f"offload_policy names units ({', '.join(offload_policy)}), which auto_wrap_policy is to make. Pass one; "
-            "or give each call of fully_shard the policy of its unit."
+            f"offload_policy names units ({', '.join(offload_policy)}), which an auto_wrap_policy must create. Pass "
+            "auto_wrap_policy, or pass each unit its policy in its own fully_shard call."
         )
     shard_in_place(
         modules,
@@ -253,7 +253,7 @@ def replicate(
     _check_arguments(module, mesh, mp_policy, ignored_params, dp_mesh_dims, None)
     if dp_mesh_dims is not None and dp_mesh_dims.shard is not None:
         raise ConfigError(
-            f"replicate(dp_mesh_dims={dp_mesh_dims}) names axes to shard over. Name them as replicate=, or call "
+            f"replicate(dp_mesh_dims={dp_mesh_dims}) has axes to shard over. Pass them as replicate=, or call "
             "fully_shard."
         )
     return fully_shard(
@@ -278,7 +278,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     _units_of(modules)
 
 
-_NO_STAGING = "messages are sent from shards and gradients, and received where they belong"
+_NO_STAGING = "data is sent from shards and gradients and received in place"
 
 
 @functools.cache
@@ -289,9 +289,9 @@ def _warn_without_effect(name: str, reason: str) -> None:
 
 def _custom_refused(name: str, comm: Any) -> ConfigError:
     return ConfigError(
-        f"{name}({type(comm).__name__}): such a collective copies from one staging buffer to another, and here "
-        f"{_NO_STAGING}. Give the process group a backend that sends in another way, and name it by "
-        "fullshard.comm.routes.register_backend; or set MixedPrecisionPolicy(gather_wire=..., reduce_wire=...)."
+        f"{name}({type(comm).__name__}): such a collective copies between staging buffers, but here {_NO_STAGING}. "
+        "Register a custom backend with fullshard.comm.routes.register_backend and use it for the process group; or "
+        "set MixedPrecisionPolicy(gather_wire=..., reduce_wire=...)."
     )
 
 
@@ -430,7 +430,7 @@ class FSDPModule:
         ranks. A warning is logged for such units, unless their parameters are `DTensor`s that expert parallelism made.
         """
         if not is_number(factor) or not factor > 0:
-            raise ConfigError(f"set_gradient_divide_factor({factor!r}): a positive number is needed.")
+            raise ConfigError(f"set_gradient_divide_factor({factor!r}): expected a positive number.")
         unit_of(_module(self)).settings.gradient_divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -463,7 +463,7 @@ class FSDPModule:
         replicated = next((axes.mesh for axes in unit.collectives if axes.replicate_group is not None), None)
         if stream is not None and replicated is not None:
             raise ConfigError(
-                f"set_all_reduce_hook(stream=...): {replicated} has a replicate axis, and the hook runs on the stream "
+                f"set_all_reduce_hook(stream=...): {replicated} has a replicate axis, so the hook runs on the stream "
                 "of its all-reduce. Leave stream out."
             )
         unit.settings.all_reduce_hook = hook if stream is None else functools.partial(on_stream, stream, hook)
@@ -492,9 +492,10 @@ class FSDPModule:
         """
         if enable:
             raise ConfigError(
-                "set_keep_unsharded_storage(True): a unit that is resharded gives its memory back, and may have other "
-                "memory next time. For CUDA graphs of parts of a model call fullshard.share_memory_between_units(True) "
-                "before the first forward: units then take turns on memory that stays."
+                "set_keep_unsharded_storage(True): resharding frees a unit's memory, and the next unshard may use "
+                "different memory. For CUDA graphs of parts of a model, call "
+                "fullshard.share_memory_between_units(True) before the first forward: units then share permanent "
+                "buffers."
             )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -505,9 +506,9 @@ class FSDPModule:
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
             raise ConfigError(
-                f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): a whole number from 1 on is needed."
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): expected an integer of 1 or more."
             )
-        _warn_without_effect("set_reduce_scatter_max_input_buffers", "gradients are sent from where they lie")
+        _warn_without_effect("set_reduce_scatter_max_input_buffers", "gradients are sent without a staging copy")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Do nothing, for compatibility with torch: staging buffers are not used."""
@@ -519,7 +520,7 @@ class FSDPModule:
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Do nothing, for compatibility with torch: gathers and reductions use the same process group."""
-        _warn_without_effect("set_separate_reduce_scatter_group", "one process group carries gathers and reductions")
+        _warn_without_effect("set_separate_reduce_scatter_group", "gathers and reductions use one process group")
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next forward wait for `event`, recorded on the stream of the optimizer's step.
@@ -541,7 +542,9 @@ class FSDPModule:
         if runtime.finalizes_manually:
             runtime.finalize_manually(True)
         if any(is_in_use(unit) for unit in units_in(_module(self))):
-            raise StateError("reset_iter_state within a forward or backward. Call it once the exception is caught.")
+            raise StateError(
+                "reset_iter_state was called within a forward or backward. Call it after catching the exception."
+            )
 
     def abandon_step(self) -> None:
         """Undo the current step: the next step has the same bits as if this one had never started.
@@ -606,7 +609,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(module, method_name, None)
     if not callable(method):
-        raise ConfigError(f"{type(module).__name__} has no method {method_name!r} to make whole parameters for.")
+        raise ConfigError(f"{type(module).__name__} has no method {method_name!r} to unshard parameters for.")
 
     @functools.wraps(method)
     def run_unsharded(*args: Any, **kwargs: Any) -> Any:
@@ -640,8 +643,8 @@ def take_part(module: nn.Module) -> Tensor:
     if lacking:
         raise StateError(
             f"take_part({type(module).__name__}): {lacking[0].name} is reduced with its last gradient, which other "
-            "ranks may come to at another moment. Call set_reduce_scatter_unused_params(True) on it first, on every "
-            "rank."
+            "ranks may compute at a different time. Call set_reduce_scatter_unused_params(True) on it first, on "
+            "every rank."
         )
     return _zero_through(module, torch.zeros((), device=unit_of(module).device))
 

@@ -128,7 +128,7 @@ def writing(path: str | os.PathLike[str], *, option: str = "", instead: str = "a
         yield
     except OSError as error:
         named = f"{option} {os.fspath(path)}".lstrip()
-        room = "Free space on that disk, or name" if error.errno in _FULL else "Name"
+        room = "Free space on that disk, or choose" if error.errno in _FULL else "Name"
         raise ConfigError(f"{named}: cannot be written ({error.strerror or error}). {room} {instead}.") from error
 
 

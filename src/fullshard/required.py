@@ -21,18 +21,15 @@ def require(library: str, oldest: str, *, extra: str) -> None:
     Raises:
         MissingLibraryError: it is missing, or older.
     """
-    remedy = f"Install it by pip install 'fullshard[{extra}]'."
+    remedy = f"Install it with pip install 'fullshard[{extra}]'."
     try:
         found = version(library)
     except PackageNotFoundError:
         raise MissingLibraryError(
-            f"fullshard[{extra}] needs {library} {oldest} or newer, and found none. {remedy}"
+            f"fullshard[{extra}] needs {library} {oldest} or newer, which is not installed. {remedy}"
         ) from None
     if _numbers(found) < _numbers(oldest):
-        raise MissingLibraryError(
-            f"fullshard[{extra}] needs {library} {oldest} or newer, which it is tested with, and found "
-            f"{found}. {remedy}"
-        )
+        raise MissingLibraryError(f"fullshard[{extra}] needs {library} {oldest} or newer, but found {found}. {remedy}")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

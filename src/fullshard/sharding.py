@@ -145,8 +145,8 @@ def _chosen_place(
         return axes, None
     if type(placement) is not Shard or not -len(shape) <= placement.dim < len(shape):
         raise ConfigError(
-            f"shard_placement_fn gave {chosen!r} for {fqn} of shape {shape}. Return Shard(dim) with one of its "
-            f"{len(shape)} dims, None to leave it open, or a ShardPlacementResult of one of these and a mesh."
+            f"shard_placement_fn returned {chosen!r} for {fqn} of shape {shape}. Return Shard(dim) with one of its "
+            f"{len(shape)} dims, None for the default, or a ShardPlacementResult of one of these and a mesh."
         )
     return axes, placement.dim % len(shape)
 
@@ -169,14 +169,14 @@ def _aligned_place(axes: Axes, dim: int | None, block: int, fqn: str, param: nn.
     if aligned is not None:
         return axes, aligned.dim
     found = (
-        f"{fqn} of shape {shape}, cut along dim {specs[0].dim} for {axes.shard_world} ranks, has shards of "
-        f"{specs[0].part_numel} elements, which are no whole blocks of shard_alignment={block}"
+        f"{fqn} of shape {shape}, sharded along dim {specs[0].dim} over {axes.shard_world} ranks, has shards of "
+        f"{specs[0].part_numel} elements, not a multiple of shard_alignment={block}"
     )
     if isinstance(param, DTensor) or axes.group_size is not None or dim not in (None, 0):
         raise ConfigError(
-            f"{found}; nor can it stay whole on every rank, as it is to be cut in another way, too: by tensor "
-            "parallelism, by groups of ranks or by shard_placement_fn. Choose a number of ranks or rows by which its "
-            "shards are whole blocks, or shard it without shard_alignment."
+            f"{found}. It cannot stay whole on every rank either, since it is also sharded by tensor parallelism, by "
+            "groups of ranks or by shard_placement_fn. Choose a number of ranks or rows so that shards are multiples "
+            "of the block size, or shard it without shard_alignment."
         )
     return axes_of_replicas(axes), None
 
@@ -189,29 +189,30 @@ def _check_together(fqn: str, axes: Axes, others: Axes) -> None:
     """
     if others.mesh.device_type != axes.mesh.device_type:
         raise ConfigError(
-            f"shard_placement_fn chose {others.mesh} for {fqn}, but its unit is on {axes.mesh}. Make both meshes for "
-            "one type of device."
+            f"shard_placement_fn chose {others.mesh} for {fqn}, but its unit is on {axes.mesh}. Create both meshes "
+            "for one type of device."
         )
     if axes.group_size is not None:
         raise ConfigError(
-            f"shard_placement_fn chose {others.mesh} for {fqn}, but its unit has states that are kept in groups of "
-            f"{axes.group_size} ranks of {axes.mesh}. Make a unit of its own of the modules on the other mesh."
+            f"shard_placement_fn chose {others.mesh} for {fqn}, but its unit keeps states in groups of "
+            f"{axes.group_size} ranks of {axes.mesh}. Make the modules on the other mesh a separate unit."
         )
 
 
 def _check(modules: Sequence[nn.Module]) -> None:
     if not modules:
-        raise ConfigError("fully_shard was given an empty list of modules. Pass a module, or a list with at least one.")
+        raise ConfigError("fully_shard got an empty list of modules. Pass a module, or a list with at least one.")
     for module in modules:
         check_type("module", module, nn.Module, "an nn.Module, or a list of them")
         if is_unit(module):
             raise ConfigError(
-                f"{type(module).__name__} is sharded already. Call fully_shard once on each module, inner ones first."
+                f"{type(module).__name__} is already sharded. Call fully_shard once on each module, inner modules "
+                "first."
             )
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise ConfigError(
-                f"{type(module).__name__} has no forward, so it would never be gathered. Call fully_shard on each of "
-                "the modules in it, then on the module that has it."
+                f"{type(module).__name__} has no forward, so it would never be gathered. Call fully_shard on each "
+                "module in it, then on the module that contains it."
             )
 
 
@@ -296,15 +297,15 @@ def _check_whole(module: nn.Module, units: Sequence[Unit]) -> None:
         if odd:
             raise StateError(
                 f"copy.deepcopy of {type(module).__name__}: {odd[0].fqn} of {unit.name or 'its unit'} is a "
-                f"{type(odd[0].local).__name__}, which has no operation that makes a whole one without values. Copy "
-                "the module before fully_shard, and shard both."
+                f"{type(odd[0].local).__name__}, which cannot be created without values. Copy the module before "
+                "fully_shard, and shard both."
             )
         needed = [module for whose in (unit, *unit.borrowed) for module in whose.modules]
         missing = [item for item in needed if item not in inside]
         if missing:
             raise StateError(
-                f"copy.deepcopy of {type(module).__name__}: {unit.name or 'its unit'} has parameters of "
-                f"{type(missing[0]).__name__}, too, which is outside of it. Copy a module that has both."
+                f"copy.deepcopy of {type(module).__name__}: {unit.name or 'its unit'} also has parameters of "
+                f"{type(missing[0]).__name__}, which is outside this module. Copy a module that contains both."
             )
 
 

@@ -119,8 +119,8 @@ class CustomPolicy(WrapPolicy):
         answer = self.lambda_fn(module)
         if not isinstance(answer, bool | dict):
             raise ConfigError(
-                f"CustomPolicy: its function returned {answer!r} for a {type(module).__name__}. "
-                f"Return False (no unit), True (a unit) or a dict of the arguments in which this unit differs."
+                f"CustomPolicy: the function returned {answer!r} for a {type(module).__name__}. Return False (no "
+                "unit), True (a unit) or a dict of the arguments that differ for this unit."
             )
         if not answer:
             return None
@@ -260,8 +260,8 @@ def _as_policy(policy: AutoWrapPolicy) -> WrapPolicy:
         return policy
     if not callable(policy) or isinstance(policy, type):
         raise ConfigError(
-            f"auto_wrap_policy: {policy!r} is not a policy. To make units of all instances of a class, pass "
-            f"ModuleWrapPolicy({{TheClass}}); other policies are in fullshard.wrap."
+            f"auto_wrap_policy: {policy!r} is not a wrap policy. To make all instances of a class units, pass "
+            "ModuleWrapPolicy({TheClass}); other policies are in fullshard.wrap."
         )
     try:
         inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
@@ -318,7 +318,7 @@ class _Walk:
         raise ConfigError(
             f"auto_wrap_policy: picks {fqn}, a {type(module).__name__}, which has no forward, so its "
             f"{self.free_numel(module):,} parameters would never be gathered. Let the policy pick the modules in it, "
-            f"or give the class a forward."
+            "or define a forward."
         )
 
     def free_numel(self, module: nn.Module) -> int:

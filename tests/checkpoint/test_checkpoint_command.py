@@ -107,7 +107,7 @@ def test_ls_reports_every_checkpoint_the_newest_first(command, folder):
 
 
 def test_ls_of_an_empty_folder_and_of_a_damaged_manifest(command, folder, tmp_path):
-    assert "There are no checkpoints" in command.text("ls", tmp_path)
+    assert "No checkpoints found" in command.text("ls", tmp_path)
     flip(folder / "run" / "step-000000020" / "manifest.json", 150)
     reported = command.json("ls", folder / "run")["checkpoints"]
     assert [(item["step"], item["world"], item["intact"]) for item in reported] == [(20, None, False), (10, 2, True)]
@@ -183,7 +183,7 @@ def test_verify_sees_a_checkpoint_without_its_manifest(command, folder):
 
 def test_what_has_no_checksums_cannot_be_verified(command, tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert "no checksums.json to verify it by" in command.text("verify", tmp_path, code=2)
+    assert "checksums.json is missing" in command.text("verify", tmp_path, code=2)
     assert "found nothing to verify" in command.text("verify", tmp_path / "nowhere", code=2)
 
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_is_exported_without_its_model(command, written, tmp_path):
     command.text("diff", tmp_path / "out", written / "run")
     command.text("export", tmp_path / "out", tmp_path / "low", "--dtype", "bfloat16", "--max-shard-size=100KB")
     assert (tmp_path / "low" / "model.safetensors.index.json").exists()
-    assert "there is something already" in command.text("export", written / "run", tmp_path / "out", code=2)
+    assert "the folder is not empty" in command.text("export", written / "run", tmp_path / "out", code=2)
 
 
 def test_a_damaged_checkpoint_is_not_exported(command, folder, tmp_path):
@@ -331,15 +331,15 @@ def test_two_steps_differ(command, written):
     ("argv", "words"),
     [
         (["inspct", "x"], "Did you mean inspect?"),
-        (["ls"], "FOLDER must be named, but found none"),
-        (["diff", "a"], "ONE and OTHER must be named, but found a"),
-        (["ls", "a", "b"], "FOLDER must be named, but found a b"),
-        (["ls", "no/such/folder"], "no such folder"),
+        (["ls"], "FOLDER must be given, but found none"),
+        (["diff", "a"], "ONE and OTHER must be given, but found a"),
+        (["ls", "a", "b"], "FOLDER must be given, but found a b"),
+        (["ls", "no/such/folder"], "the folder does not exist"),
         (["ls", "x", "--jsno"], "Did you mean json?"),
         (["inspect", "no/such/folder"], "found no complete checkpoint"),
         (["inspect", "no.safetensors"], "No such file"),
         (["export", "a", "b", "--dtype", "float8"], "--dtype float8: unknown. Take one of float32"),
-        (["export", "a", "--dtype"], "PATH and OUT must be named, but found a"),
+        (["export", "a", "--dtype"], "PATH and OUT must be given, but found a"),
         (["export", "{run}", "b", "--max-shard-size", "5 apples"], "is not a size of a file"),
     ],
 )

@@ -240,7 +240,7 @@ def test_a_writer_that_dies_leaves_the_others_with_an_error_and_the_old_checkpoi
         run_ranks(2, die_in_the_middle, tmp_path)
     assert caught.value.failures[1].kind == "exit"
     assert caught.value.failures[0].kind == "fullshard.errors.CheckpointError"
-    assert "another rank is gone" in caught.value.failures[0].message
+    assert "another rank has ended" in caught.value.failures[0].message
     run_ranks(3, go_on_from, tmp_path, 1)
 
 

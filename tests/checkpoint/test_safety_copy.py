@@ -325,7 +325,7 @@ RECORDS = ["record is a fifo", "record is a link"]  # in a folder that is as it 
 
 def test_memory_in_which_others_can_rename_is_refused(launcher, tmp_path):
     tmp_path.chmod(0o777)
-    with pytest.raises(PermissionError, match=r"has mode 777: other users can rename and replace what is in it"):
+    with pytest.raises(PermissionError, match=r"has mode 777: other users can rename and replace its contents"):
         kept_folder(launcher.pid, tmp_path)
     tmp_path.chmod(0o1777)
     kept_folder(launcher.pid, tmp_path)

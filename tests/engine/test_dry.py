@@ -302,10 +302,10 @@ def test_models_that_people_have_run_dry(values):
 def test_a_dry_run_states_what_it_cannot_do():
     with pytest.raises(ConfigError, match=r"aten\.nonzero .*depends on values.*values=True"):
         dry.run(make_chain, inputs, world=2, loss=lambda model, batch: model(batch).nonzero().float().sum())
-    with pytest.raises(ConfigError, match="returned list, which is not a tensor and has no loss"):
+    with pytest.raises(ConfigError, match="returned list, which is neither a tensor nor"):
         dry.run(lambda: fully_shard(Listing()), inputs, world=2)
     for arguments in ({"world": 0}, {"world": 2, "rank": 2}, {"world": 2, "ranks_per_host": 0}):
-        with pytest.raises(ConfigError, match="there is no such rank"):
+        with pytest.raises(ConfigError, match="rank must be from 0 to"):
             dry.run(make_chain, inputs, **arguments)
     for arguments in ({"steps": 0}, {"microbatches": 0}):
         with pytest.raises(ConfigError, match="positive numbers are needed"):

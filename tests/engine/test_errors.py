@@ -158,7 +158,9 @@ def linear_with(weight: Tensor) -> nn.Sequential:
 
 
 @mistake(
-    ConfigError, "0.weight is a TwoTensor, a tensor subclass without fsdp_pre_all_gather", "before its parameters are"
+    ConfigError,
+    "0.weight is a TwoTensor, a tensor subclass without fsdp_pre_all_gather",
+    "before converting its parameters",
 )
 def a_tensor_subclass() -> Steps:
     model = linear_with(TwoTensor(torch.ones(6, 8), torch.ones(6, 8)))
@@ -198,7 +200,7 @@ class Params4bit(nn.Parameter):
     __module__ = "bitsandbytes.nn.modules"
 
 
-@mistake(ConfigError, "0.weight is a bitsandbytes.nn.modules.Params4bit that has no quant_state", "before fully_shard")
+@mistake(ConfigError, "0.weight is a bitsandbytes.nn.modules.Params4bit without a quant_state", "before fully_shard")
 def weights_that_are_to_be_quantised_later() -> Steps:
     model = linear_with(Params4bit(torch.ones(6, 8)))
     yield
@@ -210,7 +212,9 @@ class ScaledParam(nn.Parameter):
 
 
 @mistake(
-    ConfigError, r"0.weight is a \w+.ScaledParam with tensors of its own, scale", "list it in ignored_params|List it"
+    ConfigError,
+    r"0.weight is a \w+.ScaledParam with additional tensors \(scale\)",
+    "list it in ignored_params|List it",
 )
 def a_parameter_that_keeps_other_tensors() -> Steps:
     weight = ScaledParam(torch.ones(6, 8))
@@ -224,7 +228,7 @@ class OddHook(Weight):
     def fsdp_pre_all_gather(self, mesh: Any, size: Any) -> Any: ...
 
 
-@mistake(ConfigError, "0.weight, a OddHook .* takes 2 arguments", r"Torch gives it \(mesh\)")
+@mistake(ConfigError, "0.weight, a OddHook .* takes 2 arguments", r"Expected \(mesh\)")
 def a_hook_for_payloads_of_other_arguments() -> Steps:
     model = linear_with(OddHook(torch.ones(6, 8)))
     yield
@@ -232,7 +236,9 @@ def a_hook_for_payloads_of_other_arguments() -> Steps:
 
 
 @mistake(
-    ConfigError, r"0.weight, a Weight .* is to be cut along dim 1 of its shape \(6, 8\)", r"return None or Shard\(0\)"
+    ConfigError,
+    r"0.weight, a Weight .* sharded along dim 1 of its shape \(6, 8\)",
+    r"return None or Shard\(0\)",
 )
 def payloads_along_another_dim() -> Steps:
     model = linear_with(Weight(torch.ones(6, 8)))
@@ -240,7 +246,7 @@ def payloads_along_another_dim() -> Steps:
     fully_shard(model, shard_placement_fn=lambda param: Cut(1))
 
 
-@mistake(ConfigError, "0.weight, a Weight .* kept together by groups of 2 ranks", "'zero3' or 'hsdp'", ranks=4)
+@mistake(ConfigError, "0.weight, a Weight .* cannot be sharded in groups of 2 ranks", "'zero3' or 'hsdp'", ranks=4)
 def payloads_kept_in_groups() -> Steps:
     model = linear_with(Weight(torch.ones(6, 8)))
     yield
@@ -248,7 +254,7 @@ def payloads_kept_in_groups() -> Steps:
 
 
 @mistake(
-    ConfigError, r"0.weight is a NotCut of shape \(6, 8\), which cannot be cut into 2 parts", "that its blocks allow"
+    ConfigError, r"0.weight is a NotCut of shape \(6, 8\), which cannot be sharded by rows", "that fits its blocks"
 )
 def payloads_that_cannot_be_cut() -> Steps:
     model = linear_with(NotCut(torch.ones(6, 8)))
@@ -271,7 +277,7 @@ class Lopsided(Weight):
         return parts[:1] if func is torch.ops.aten.split.Tensor else parts
 
 
-@mistake(ConfigError, r"0.weight is a Lopsided .* parts have \[3\] rows instead of \[3, 3\]", "that its blocks allow")
+@mistake(ConfigError, r"0.weight is a Lopsided .* shards have \[3\] rows instead of \[3, 3\]", "that fits its blocks")
 def payloads_that_are_cut_otherwise() -> Steps:
     model = linear_with(Lopsided(torch.ones(6, 8)))
     yield
@@ -287,7 +293,7 @@ def payloads_that_are_cast_but_never_gathered() -> Steps:
 
 @mistake(
     ConfigError,
-    r"weight is a FlatWeight of 5 rows, .* shape \(24,\) for 3 of them",
+    r"weight is a FlatWeight of 5 rows, .* shape \(24,\) for 3 rows",
     "that divides the rows",
     sends=True,
 )
@@ -311,7 +317,7 @@ def payloads_made_into_another_shape() -> Steps:
     layer(torch.ones(2, 8))
 
 
-@mistake(StateError, "fsdp_pre_all_gather of Moody gave .* before", "must keep its shapes and dtypes", sends=True)
+@mistake(StateError, "fsdp_pre_all_gather of Moody gave .* before", "must keep their shapes and dtypes", sends=True)
 def payloads_that_change() -> Steps:
     layer = fully_shard(LowLinear(8, 6, Moody))
     layer(torch.ones(2, 8))
@@ -335,21 +341,21 @@ def a_copy_of_payloads() -> Steps:
     copy.deepcopy(layer)
 
 
-@mistake(StateError, "stream_weights: 0.weight is a Codes, whose values are encoded", "Leave it out")
+@mistake(StateError, "stream_weights: 0.weight is a Codes, which encodes its values", "Skip it")
 def a_stream_of_codes() -> Steps:
     layer = fully_shard(linear_with(Codes.of(torch.ones(6, 8))))
     yield
     stream_weights(layer)
 
 
-@mistake(CheckpointError, "0.weight is a Codes, whose values are encoded", "such as adapters", sends=True)
+@mistake(CheckpointError, "0.weight is a Codes, which encodes its values", "such as adapters", sends=True)
 def an_export_of_codes() -> Steps:
     layer = fully_shard(linear_with(Codes.of(torch.ones(6, 8))))
     yield
     export_safetensors(layer, tempfile.gettempdir())
 
 
-@mistake(StateError, "weight, a Codes whose values are encoded, was changed", "pass writeback=False", sends=True)
+@mistake(StateError, "weight, a Codes with encoded values, was changed", "pass writeback=False", sends=True)
 def summoned_codes_that_were_changed() -> Steps:
     layer = fully_shard(linear_with(Codes.of(torch.ones(6, 8))))
     yield
@@ -357,7 +363,7 @@ def summoned_codes_that_were_changed() -> Steps:
         layer[0].weight = nn.Parameter(torch.ones(6, 8))
 
 
-@mistake(ConfigError, "weight of Linear is in two modules, which are to be two units", "before any module that")
+@mistake(ConfigError, "weight of Linear is shared by two units", "before any module that")
 def blocks_that_share_a_module() -> Steps:
     shared = linear()
     first, second = nn.Sequential(linear(), shared), nn.Sequential(linear(), shared)
@@ -379,14 +385,14 @@ def a_report_of_a_model_that_is_not_sharded() -> Steps:
     fullshard.report(linear(), "nowhere")
 
 
-@mistake(ConfigError, "first_step=0", "numbered from 1 on")
+@mistake(ConfigError, "first_step=0", "step numbers start at 1")
 def a_report_from_before_the_first_step() -> Steps:
     model = fully_shard(linear())
     yield
     fullshard.report(model, "nowhere", first_step=0)
 
 
-@mistake(ConfigError, "log_to='paper': not known", "Take one of tensorboard, wandb, mlflow")
+@mistake(ConfigError, "log_to='paper': unknown", "Expected one of tensorboard, wandb, mlflow")
 def a_report_to_an_unknown_destination() -> Steps:
     model = fully_shard(linear())
     yield
@@ -400,43 +406,49 @@ def a_report_by_a_library_that_is_missing() -> Steps:
         check_destination("notes")
 
 
-@mistake(ConfigError, "nowhere: no run is recorded there", "before the first step")
+@mistake(ConfigError, "nowhere: no run was recorded there", "before the first step")
 def a_report_of_nothing() -> Steps:
     yield
     read_run(Path("nowhere"))
 
 
-@mistake(ConfigError, r"optimizer=\{'tape': 1\}\): 'tape' is not a tier of optimizer", "Name one of 'cpu', 'disk'")
+@mistake(ConfigError, r"optimizer=\{'tape': 1\}\): 'tape' is not a tier of optimizer", "Expected one of 'cpu', 'disk'")
 def a_tier_that_does_not_exist() -> Steps:
     yield
     Offload(optimizer={"tape": 1}, folder="nowhere")
 
 
-@mistake(ConfigError, r"Offload\(optimizer=\{'disk': 1.5\}\): fractions are of the whole", "each from 0 to 1")
+@mistake(ConfigError, r"Offload\(optimizer=\{'disk': 1.5\}\): each fraction must be", "from 0 to 1")
 def more_than_all_on_a_disk() -> Steps:
     yield
     Offload(optimizer={"disk": 1.5}, folder="nowhere")
 
 
-@mistake(ConfigError, r"Offload\(optimizer=0.5\): how much of it is where", r'optimizer=\{"cpu": 0.5\}', ranks=0)
+@mistake(
+    ConfigError, r"Offload\(optimizer=0.5\): expected the fraction on each tier", r'optimizer=\{"cpu": 0.5\}', ranks=0
+)
 def a_fraction_of_no_tier() -> Steps:
     yield
     Offload(optimizer=0.5)  # type: ignore[arg-type]
 
 
-@mistake(ConfigError, r"activations=\{'disk': '1'\}\): how much", "in numbers from 0 to 1", ranks=0)
+@mistake(ConfigError, r"activations=\{'disk': '1'\}\): expected the fraction", "from 0 to 1", ranks=0)
 def a_fraction_in_words() -> Steps:
     yield
     Offload(activations={"disk": "1"}, folder="nowhere")  # type: ignore[dict-item]
 
 
-@mistake(ConfigError, "offload_policy='cpu' is not a policy", r"Pass Offload\(...\) or CPUOffloadPolicy\(\)")
+@mistake(
+    ConfigError,
+    "offload_policy='cpu' is not an offload policy",
+    r"Pass fullshard.Offload\(...\) or fullshard.CPUOffloadPolicy\(\)",
+)
 def a_policy_in_words() -> Steps:
     yield
     fully_shard(linear(), offload_policy="cpu")  # type: ignore[arg-type]
 
 
-@mistake(ConfigError, r"offload_policy\['0'\]=1.0 is not a policy", "or leave it out")
+@mistake(ConfigError, r"offload_policy\['0'\]=1.0 is not an offload policy", "or leave it out")
 def a_number_for_a_policy() -> Steps:
     yield
     policies: Any = {"0": 1.0}
@@ -454,13 +466,13 @@ def two_budgets() -> Steps:
     optimizer.step()
 
 
-@mistake(ConfigError, "is on the CPU wherever parameters are, so 0.75 of it is", "no more than 0.25 can be on a disk")
+@mistake(ConfigError, "on the CPU wherever parameters are, which is 0.75 of it", "no more than 0.25 can be on a disk")
 def one_state_on_the_cpu_and_on_a_disk() -> Steps:
     yield
     Offload(optimizer={"cpu": 0.5, "disk": 0.5}, parameters={"cpu": 0.75}, folder="nowhere")
 
 
-@mistake(ConfigError, "no unit's name matches 'blocks", "The units are '', '0', '1', where '' is the module itself")
+@mistake(ConfigError, "no unit name matches 'blocks", "The units are '', '0', '1', where '' is the module itself")
 def a_pattern_that_matches_no_unit() -> Steps:
     yield
     model = nn.Sequential(linear(), linear())
@@ -468,20 +480,20 @@ def a_pattern_that_matches_no_unit() -> Steps:
     fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), offload_policy=policies)
 
 
-@mistake(ConfigError, r"offload_policy names units \(0, 1\)", "give each call of fully_shard the policy of its unit")
+@mistake(ConfigError, r"offload_policy names units \(0, 1\)", "pass each unit its policy in its own fully_shard call")
 def policies_by_name_for_one_unit() -> Steps:
     yield
     policy = Offload(optimizer={"cpu": 1})
     fully_shard(nn.Sequential(linear(), linear()), offload_policy={"0": policy, "1": policy})
 
 
-@mistake(ConfigError, "has no folder for what is to rest on a disk", 'folder="/nvme/run"')
+@mistake(ConfigError, "offloads to disk without a folder", 'folder="/nvme/run"')
 def a_disk_without_a_folder() -> Steps:
     yield
     Offload(optimizer={"disk": 0.5})
 
 
-@mistake(ConfigError, r"Offload\(budget=1000, optimizer=\{'disk': 0.5\}", "Leave either out")
+@mistake(ConfigError, r"Offload\(budget=1000, optimizer=\{'disk': 0.5\}", "Leave one of them out")
 def a_budget_and_fractions() -> Steps:
     yield
     Offload(budget=1000, optimizer={"disk": 0.5}, folder="nowhere")
@@ -493,7 +505,12 @@ def a_budget_in_other_words() -> Steps:
     Offload(budget="a lot")
 
 
-@mistake(ConfigError, r"Offload\(budget=10\): a rank needs \d+ bytes with all away", r"Give budget=\d+", sends=True)
+@mistake(
+    ConfigError,
+    r"Offload\(budget=10\): a rank needs at least \d+ bytes with everything offloaded",
+    r"Give budget=\d+",
+    sends=True,
+)
 def a_budget_that_nothing_fits_in() -> Steps:
     model = fully_shard(linear(), offload_policy=Offload(budget=10))
     model(torch.ones(2, 8)).sum().backward()
@@ -504,8 +521,8 @@ def a_budget_that_nothing_fits_in() -> Steps:
 
 @mistake(
     ConfigError,
-    r"would take \d+ more bytes of the host's memory on each rank, and a rank may take 0 more",
-    r"Name a folder on a disk, where states can be, too, give budget=\d+, free memory of the host; or shard over more",
+    r"need \d+ more bytes of host memory per rank, but 0 are available",
+    r"Pass a folder on a disk, so that states can be there, too, give budget=\d+, free host memory; or shard over more",
     sends=True,
 )
 def a_budget_for_which_the_host_has_no_room() -> Steps:
@@ -524,21 +541,21 @@ def parameters_on_a_disk_that_stay_whole() -> Steps:
     fully_shard(linear(), strategy="zero1", offload_policy=policy)
 
 
-@mistake(ConfigError, "with reduce_wire='int8': gradients that rest on a disk", "Leave reduce_wire out")
+@mistake(ConfigError, "with reduce_wire='int8': gradients on a disk", "Leave reduce_wire out")
 def encoded_gradients_on_a_disk() -> Steps:
     yield
     policy = Offload(parameters={"disk": 1}, folder=tempfile.gettempdir())
     fully_shard(linear(), mp_policy=MixedPrecisionPolicy(reduce_wire="int8"), offload_policy=policy)
 
 
-@mistake(ConfigError, "weight is a Weight, whose values are in tensors of its own", "a policy without parameters")
+@mistake(ConfigError, "weight is a Weight, a subclass that holds several tensors", "a policy without parameters")
 def wrapped_parameters_on_a_disk() -> Steps:
     model = linear_with(Weight(torch.ones(6, 8)))
     yield
     fully_shard(model, offload_policy=Offload(parameters={"disk": 1}, folder=tempfile.gettempdir()))
 
 
-@mistake(StateError, "shards that rest on a disk were needed within a CUDA graph", "Leave parameters out of Offload")
+@mistake(StateError, "parameters offloaded to disk were needed within a CUDA graph", "Leave parameters out of Offload")
 def a_graph_of_parameters_on_a_disk() -> Steps:
     model = fully_shard(linear(), offload_policy=Offload(parameters={"disk": 1}, folder=tempfile.gettempdir()))
     model(torch.ones(2, 8))
@@ -547,7 +564,12 @@ def a_graph_of_parameters_on_a_disk() -> Steps:
         model(torch.ones(2, 8))
 
 
-@mistake(ConfigError, "Whole is to have states on a disk, as Offload says", "step_shards", sends=True)
+@mistake(
+    ConfigError,
+    "Whole may need all parameters at once, but Offload",
+    "step_shards",
+    sends=True,
+)
 def states_on_a_disk_of_an_optimizer_that_is_not_known() -> Steps:
     class Whole(torch.optim.SGD):
         """Might do anything."""
@@ -559,7 +581,7 @@ def states_on_a_disk_of_an_optimizer_that_is_not_known() -> Steps:
     optimizer.step()
 
 
-@mistake(ConfigError, "group of 1 ranks: none that the model is sharded over", "Leave group out")
+@mistake(ConfigError, "group of 1 ranks: the model is not sharded over this group", "Leave group out")
 def a_group_that_the_model_is_not_sharded_over() -> Steps:
     model = wrapped()
     group = dist.new_subgroups(1)[0]
@@ -578,7 +600,7 @@ def a_layer_called_alongside_its_unit() -> Steps:
 
 
 @mistake(
-    StateError, "came to the root, which is trained, and not to its parameters", "integrations.pipelining", sends=True
+    StateError, "reached the root, which is trained, but not its parameters", "integrations.pipelining", sends=True
 )
 def a_backward_of_a_pipeline_s_stage_in_two_parts() -> Steps:
     group = dist.new_subgroups(1)[0]
@@ -611,7 +633,7 @@ def buckets_for_nothing() -> Steps:
     stream_weights(model, bucket_bytes=0)
 
 
-@mistake(ConfigError, "names are given to several weights", "a name of its own")
+@mistake(ConfigError, "names are used for several weights", "a unique name")
 def weights_of_one_name() -> Steps:
     model = sharded()
     yield
@@ -669,7 +691,7 @@ def wrapped_weights_saved_as_if_they_were_whole() -> Steps:
     model.save_pretrained("folder")
 
 
-@mistake(StateError, "resize_token_embeddings of FSDPPretrained, which is sharded", "before the model is sharded")
+@mistake(StateError, "resize_token_embeddings of FSDPPretrained, which is sharded", "before sharding the model")
 def embeddings_resized_after_sharding() -> Steps:
     model = pretrained()
     yield
@@ -684,7 +706,7 @@ def ddp_around_a_unit() -> Steps:
     DistributedDataParallel(model)
 
 
-@mistake(ConfigError, "names no axis", r"DataParallelMeshDims\(shard=", ranks=0)
+@mistake(ConfigError, "has no axes", r"DataParallelMeshDims\(shard=", ranks=0)
 def a_mesh_by_no_names() -> Steps:
     yield
     DataParallelMeshDims()
@@ -696,7 +718,7 @@ def names_without_a_mesh() -> Steps:
     fully_shard(linear(), dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 
 
-@mistake(ConfigError, r"names 'cp', but the axes of the mesh are \('dp', 'tp'\)", "Name each to shard or replicate")
+@mistake(ConfigError, r"names 'cp', but the axes of the mesh are \('dp', 'tp'\)", "List each axis to shard")
 def an_axis_that_the_mesh_lacks() -> Steps:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     yield
@@ -710,7 +732,7 @@ def a_strategy_that_shards_over_replicas_only() -> Steps:
     fully_shard(linear(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"), strategy="zero2")
 
 
-@mistake(ConfigError, r"weight is already a DTensor .* is cut on \['dp'\] already", r"Place it Replicate\(\) there")
+@mistake(ConfigError, r"weight is already a DTensor .* already sharded over \['dp'\]", r"Place it Replicate\(\) there")
 def a_parameter_that_is_cut_on_the_axis_to_shard_over() -> Steps:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = linear()
@@ -733,7 +755,7 @@ def a_mesh_of_another_device() -> Steps:
     fully_shard(linear(), shard_placement_fn=lambda _: ShardPlacementResult(None, other))
 
 
-@mistake(ConfigError, r"replicate\(dp_mesh_dims=.*shard='dp'", "Name them as replicate=")
+@mistake(ConfigError, r"replicate\(dp_mesh_dims=.*shard='dp'", "Pass them as replicate=")
 def replicas_over_an_axis_to_shard_over() -> Steps:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     yield
@@ -770,7 +792,7 @@ def a_reduction_of_ones_own() -> Steps:
     model.set_custom_reduce_scatter(object())
 
 
-@mistake(ConfigError, r"set_reduce_scatter_max_input_buffers\(True\)", "a whole number from 1 on")
+@mistake(ConfigError, r"set_reduce_scatter_max_input_buffers\(True\)", "an integer of 1 or more")
 def buffers_that_are_no_number() -> Steps:
     model = fully_shard(linear())
     yield
@@ -784,7 +806,7 @@ def a_part_in_what_is_reduced_at_its_last_gradient() -> Steps:
     fullshard.take_part(model)
 
 
-@mistake(ConfigError, "has states that are kept in groups of 2 ranks", "Make a unit of its own", ranks=4)
+@mistake(ConfigError, "keeps states in groups of 2 ranks", "a separate unit", ranks=4)
 def a_mesh_for_some_parameters_alongside_groups() -> Steps:
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))["efsdp"]
     yield
@@ -792,7 +814,7 @@ def a_mesh_for_some_parameters_alongside_groups() -> Steps:
 
 
 @mistake(
-    ConfigError, "the optimizer state dict has 'other.weight', but SGD has 2 parameters", "the optimizer that it is of"
+    ConfigError, "the optimizer state dict has 'other.weight', but SGD has 2 parameters", "the optimizer that was saved"
 )
 def rekey_the_state_of_another_model() -> Steps:
     model = wrapped()
@@ -809,28 +831,28 @@ def stepped_by(make: Callable[[Any], torch.optim.Optimizer]) -> Any:
     return model, optimizer
 
 
-@mistake(ConfigError, "Adafactor takes sums over whole parameters, of which each rank has a part", "Use AdamW, or Muon")
+@mistake(ConfigError, "Adafactor computes sums over whole parameters, but each rank", "Use AdamW, or Muon")
 def step_with_sums_over_rows() -> Steps:
     _, optimizer = stepped_by(torch.optim.Adafactor)
     yield
     optimizer.step()
 
 
-@mistake(ConfigError, "LBFGS takes sums over whole parameters", "Use AdamW, or keep parameters whole")
+@mistake(ConfigError, "LBFGS computes sums over whole parameters", "Use AdamW, or keep parameters whole")
 def step_shards_by_lbfgs() -> Steps:
     _, optimizer = stepped_by(torch.optim.LBFGS)
     yield
     step_shards(optimizer)
 
 
-@mistake(ConfigError, r"Rprop cannot step DTensors, as \d+ sharded parameters are", r"step_shards\(optimizer\)")
+@mistake(ConfigError, r"Rprop cannot step DTensors, but \d+ sharded parameters", r"step_shards\(optimizer\)")
 def step_with_operations_that_dtensor_lacks() -> Steps:
     _, optimizer = stepped_by(torch.optim.Rprop)
     yield
     optimizer.step()
 
 
-@mistake(ConfigError, "Rprop cannot step DTensors, as 1 sharded parameters are", r"step_shards\(optimizer\)")
+@mistake(ConfigError, "Rprop cannot step DTensors, but 1 sharded parameters are DTensors", r"step_shards\(optimizer\)")
 def step_a_replicated_scalar_by_masks() -> Steps:
     layer = nn.Linear(16, 16)
     layer.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
@@ -862,7 +884,11 @@ def shards_that_are_no_whole_blocks() -> Steps:
         step_shards(optimizer)
 
 
-@mistake(ConfigError, r"has the states of .* \(plain in it, in blocks in the optimizer\)", "that encodes states alike")
+@mistake(
+    ConfigError,
+    r"has the states of .* \(plain in it, in blocks in the optimizer\)",
+    "that encodes states in the same way",
+)
 def a_state_dict_of_states_that_are_encoded_otherwise() -> Steps:
     model, optimizer = stepped_by(partial(torch.optim.SGD, momentum=0.9))
     optimizer.step()
@@ -875,7 +901,7 @@ def a_state_dict_of_states_that_are_encoded_otherwise() -> Steps:
 @mistake(
     StateError,
     r"'momentum_buffer' of layers\.0\.norm\.weight is a whole tensor",
-    "Load what .*optim_state_dict_to_load returns",
+    "Load the result of .*optim_state_dict_to_load",
 )
 def whole_states_for_an_optimizer_that_encodes_them_in_blocks() -> Steps:
     _, optimizer = stepped_by(partial(torch.optim.SGD, momentum=0.9))
@@ -898,7 +924,7 @@ def whole_states_for_an_optimizer_without_states() -> Steps:
 
 
 @mistake(
-    ConfigError, r"saved by another class, loaded into AdamW \(its options have .*momentum", "the class that saved it"
+    ConfigError, r"saved by another class, loaded into AdamW \(its options have .*momentum", "the class that was saved"
 )
 def a_state_dict_of_another_optimizer() -> Steps:
     model, optimizer = stepped_by(partial(torch.optim.SGD, momentum=0.9))
@@ -909,13 +935,13 @@ def a_state_dict_of_another_optimizer() -> Steps:
     optim_state_dict_to_load(model, other, states)
 
 
-@mistake(ConfigError, "shard_alignment=0: a number of elements from 1 on is needed", "such as 256")
+@mistake(ConfigError, "shard_alignment=0: expected a number of elements, 1 or more", "such as 256")
 def blocks_of_nothing() -> Steps:
     yield
     sharded(shard_alignment=0)
 
 
-@mistake(ConfigError, r"weight of shape \(65, 65\), cut along dim 1 for 2 ranks, .* no whole blocks", "Choose")
+@mistake(ConfigError, r"weight of shape \(65, 65\), sharded along dim 1 over 2 ranks, .* not a multiple of", "Choose")
 def blocks_along_another_dim() -> Steps:
     model = nn.Linear(65, 65, bias=False)
     yield
@@ -923,7 +949,7 @@ def blocks_along_another_dim() -> Steps:
 
 
 @mistake(
-    StateError, "'scales' of .* in the state of SGD is of this rank's shard alone", "Save the model without the optim"
+    StateError, "'scales' of .* in the state of SGD covers only this rank's shard", "Save the model without the optim"
 )
 def save_the_state_of_a_shard() -> Steps:
     model, optimizer = stepped_by(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
@@ -938,7 +964,11 @@ def save_the_state_of_a_shard() -> Steps:
 # -- process groups, and questions about models ----------------------------------------------------------------------
 
 
-@mistake(ConfigError, "process group with backend 'gloo' for cpu tensors: known are nccl", "register_backend")
+@mistake(
+    ConfigError,
+    "backend 'gloo' for cpu tensors is not supported. Supported: nccl",
+    "register_backend",
+)
 def an_unknown_backend() -> Steps:
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch:
@@ -962,15 +992,13 @@ def count_the_bytes_of_a_plain_model() -> Steps:
 # -- fully_shard ------------------------------------------------------------------------------------------------------
 
 
-@mistake(
-    StateError, "there is no process group to shard over", r"Call torch\.distributed\.init_process_group\(\)", ranks=0
-)
+@mistake(StateError, "no process group is initialized", r"Call torch\.distributed\.init_process_group\(\)", ranks=0)
 def no_process_group() -> Steps:
     yield
     fully_shard(linear())
 
 
-@mistake(StateError, "there is no process group to shard over", "one process alone is a valid world too", ranks=0)
+@mistake(StateError, "no process group is initialized", "One process is a valid world, too", ranks=0)
 def no_process_group_for_the_wrapper() -> Steps:
     yield
     wrapped()
@@ -988,13 +1016,13 @@ def strategy_of_another_kind() -> Steps:
     wrapped(sharding_strategy=3)
 
 
-@mistake(ConfigError, r"reshard_after_forward='yes'", "True, False, None or a number of ranks from 1 on is needed")
+@mistake(ConfigError, r"reshard_after_forward='yes'", "expected True, False, None or a number of ranks, 1 or more")
 def reshard_after_forward_of_another_kind() -> Steps:
     yield
     fully_shard(linear(), reshard_after_forward="yes")
 
 
-@mistake(ConfigError, r"reshard_after_forward=0", "a number of ranks from 1 on is needed")
+@mistake(ConfigError, r"reshard_after_forward=0", "a number of ranks, 1 or more")
 def reshard_to_no_rank() -> Steps:
     yield
     fully_shard(linear(), reshard_after_forward=0)
@@ -1006,7 +1034,7 @@ def reshard_what_is_whole() -> Steps:
     fully_shard(linear(), strategy="zero1", reshard_after_forward=2)
 
 
-@mistake(ConfigError, r"groups of 3 ranks .* but the shard axis has 4", "Choose one of 1, 2, 4", ranks=4)
+@mistake(ConfigError, r"groups of 3 ranks do not divide the shard axis of 4 ranks", "Choose one of 1, 2, 4", ranks=4)
 def groups_that_do_not_divide() -> Steps:
     yield
     fully_shard(linear(), reshard_after_forward=3)
@@ -1014,7 +1042,7 @@ def groups_that_do_not_divide() -> Steps:
 
 @mistake(
     ConfigError,
-    r"shard_placement_fn gave Shard\(dim=2\) for weight of shape \(6, 8\)",
+    r"shard_placement_fn returned Shard\(dim=2\) for weight of shape \(6, 8\)",
     r"Return Shard\(dim\) with one of its 2",
 )
 def cut_along_a_dim_that_is_not_there() -> Steps:
@@ -1022,7 +1050,7 @@ def cut_along_a_dim_that_is_not_there() -> Steps:
     fully_shard(linear(), shard_placement_fn=lambda param: Cut(2))
 
 
-@mistake(ConfigError, "given an empty list of modules", "Pass a module, or a list with at least one")
+@mistake(ConfigError, "got an empty list of modules", "Pass a module, or a list with at least one")
 def shard_nothing() -> Steps:
     yield
     fully_shard([])
@@ -1034,21 +1062,21 @@ def shard_a_string() -> Steps:
     fully_shard("model")
 
 
-@mistake(ConfigError, "FSDPLinear is sharded already", "Call fully_shard once on each module, inner ones first")
+@mistake(ConfigError, "FSDPLinear is already sharded", "Call fully_shard once on each module, inner modules first")
 def shard_twice() -> Steps:
     module = fully_shard(linear())
     yield
     fully_shard(module)
 
 
-@mistake(ConfigError, "Linear is sharded already")
+@mistake(ConfigError, "Linear is already sharded")
 def wrap_what_is_sharded() -> Steps:
     module = fully_shard(linear())
     yield
     FullyShardedDataParallel(module)
 
 
-@mistake(ConfigError, "ModuleList has no forward, so it would never be gathered", "on each of the modules in it")
+@mistake(ConfigError, "ModuleList has no forward, so it would never be gathered", "on each module in it")
 def shard_a_container() -> Steps:
     yield
     fully_shard(nn.ModuleList([linear()]))
@@ -1056,8 +1084,8 @@ def shard_a_container() -> Steps:
 
 @mistake(
     StateError,
-    "SGD has state for weight of Linear from before that was sharded",
-    "Make the optimizer after",
+    "SGD has state for weight of Linear from before sharding",
+    "Create the optimizer after",
 )
 def step_with_state_from_before() -> Steps:
     module = linear()
@@ -1071,7 +1099,7 @@ def step_with_state_from_before() -> Steps:
 
 @mistake(
     StateError,
-    "SGD has state for weight of the root that was loaded while that was unsharded: momentum_buffer",
+    "SGD has state for weight of the root that was loaded while the parameters were unsharded: momentum_buffer",
     r"call reshard\(\) after unshard\(\)",
 )
 def step_with_state_loaded_while_unsharded() -> Steps:
@@ -1095,8 +1123,8 @@ def distributed(mesh: DeviceMesh, placement: Any) -> nn.Linear:
 
 @mistake(
     ConfigError,
-    r"weight is already a DTensor placed \(Replicate\(\),\) on mesh .*tp=2.*To be sharded over DeviceMesh\(\(2,\)",
-    r"both must be axes of one mesh.* fully_shard\(module, mesh=mesh\['dp'\]\), or list it in ignored_params",
+    r"weight is already a DTensor placed \(Replicate\(\),\) on mesh .*tp=2.*To shard it over DeviceMesh\(\(2,\)",
+    r"both must be named axes of one mesh.* fully_shard\(module, mesh=mesh\['dp'\]\), or list it in ignored_params",
 )
 def shard_over_the_ranks_of_tensor_parallelism() -> Steps:
     module = distributed(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), Replicate())
@@ -1104,7 +1132,7 @@ def shard_over_the_ranks_of_tensor_parallelism() -> Steps:
     fully_shard(module)
 
 
-@mistake(ConfigError, "already a DTensor placed", "both must be axes of one mesh, with names")
+@mistake(ConfigError, "already a DTensor placed", "both must be named axes of one mesh")
 def shard_over_axes_without_names() -> Steps:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "dp"))
     module = distributed(mesh["tp"], Replicate())
@@ -1113,7 +1141,7 @@ def shard_over_axes_without_names() -> Steps:
 
 
 @mistake(
-    ConfigError, r"a DTensor placed \(Partial\(sum\),\).*Only what is placed Shard\(dim\)", "Redistribute it first"
+    ConfigError, r"a DTensor placed \(Partial\(sum\),\).*Only parameters placed Shard\(dim\)", "Redistribute it first"
 )
 def shard_what_is_a_sum() -> Steps:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "dp"))
@@ -1124,7 +1152,7 @@ def shard_what_is_a_sum() -> Steps:
 
 @mistake(
     ConfigError,
-    "1.weight is on the meta device, but 0.weight, in the same unit, is not",
+    "1.weight is on the meta device, but 0.weight in the same unit is not",
     r'under torch\.device\("meta"\)',
 )
 def shard_half_on_meta() -> Steps:
@@ -1132,14 +1160,14 @@ def shard_half_on_meta() -> Steps:
     fully_shard(nn.Sequential(linear(), nn.Linear(6, 6, device="meta")))
 
 
-@mistake(ConfigError, "FSDPLinear has no method 'generate' to make whole parameters for")
+@mistake(ConfigError, "FSDPLinear has no method 'generate' to unshard parameters for")
 def register_a_method_that_is_not_there() -> Steps:
     module = fully_shard(linear())
     yield
     register_fsdp_forward_method(module, "generate")
 
 
-@mistake(ConfigError, r"set_gradient_divide_factor\(0\)", "a positive number is needed")
+@mistake(ConfigError, r"set_gradient_divide_factor\(0\)", "expected a positive number")
 def divide_by_zero() -> Steps:
     module = fully_shard(linear())
     yield
@@ -1153,7 +1181,7 @@ def prefetch_what_is_no_unit() -> Steps:
     model.set_modules_to_forward_prefetch([model.head])
 
 
-@mistake(LayoutError, r"cannot cut a tensor of shape \(3,\) along dim 1", "Choose a dim from 0 to 0", ranks=0)
+@mistake(LayoutError, r"cannot split a tensor of shape \(3,\) along dim 1", "Choose a dim from 0 to 0", ranks=0)
 def cut_where_nothing_is() -> Steps:
     yield
     ShardSpec((3,), 1, 2)
@@ -1162,7 +1190,7 @@ def cut_where_nothing_is() -> Steps:
 # -- meshes and placements --------------------------------------------------------------------------------------------
 
 
-@mistake(ConfigError, r"mesh has 3 axes \('a', 'b', 'c'\)", r"Pass the part of it to shard over, such as mesh\[")
+@mistake(ConfigError, r"mesh has 3 axes \('a', 'b', 'c'\)", r"Pass the submesh to shard over, such as mesh\[")
 def mesh_of_three_axes() -> Steps:
     mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
     yield
@@ -1178,7 +1206,7 @@ def hybrid_on_one_axis() -> Steps:
 
 @mistake(
     ConfigError,
-    "gradients are grouped, but the mesh has a replicate axis of 2 besides",
+    "gradients are grouped, but the mesh also has a replicate axis of size 2",
     "Pass a mesh with one axis",
     ranks=4,
 )
@@ -1215,13 +1243,17 @@ def placements(**states: Placement) -> Placements:
     return Placements(**{**sharded, **states})
 
 
-@mistake(ConfigError, "parameters_in_step is sharded but parameters is whole", "Make parameters sharded too", ranks=0)
+@mistake(
+    ConfigError, "parameters_in_step is sharded but parameters is whole", "Set parameters to sharded, too", ranks=0
+)
 def freed_within_a_step_only() -> Steps:
     yield
     placements(parameters=Placement.WHOLE)
 
 
-@mistake(ConfigError, "optimizer is whole but parameters or gradients are not", "Make optimizer sharded too", ranks=0)
+@mistake(
+    ConfigError, "optimizer is whole but parameters or gradients are not", "Set optimizer to sharded, too", ranks=0
+)
 def step_what_is_not_there() -> Steps:
     yield
     placements(optimizer=Placement.WHOLE)
@@ -1242,7 +1274,7 @@ def compute_in_integers() -> Steps:
     MixedPrecisionPolicy(param_dtype=torch.int8)
 
 
-@mistake(ConfigError, r"MixedPrecision\(reduce_dtype='bf16'\)", r"a floating-point torch\.dtype is needed", ranks=0)
+@mistake(ConfigError, r"MixedPrecision\(reduce_dtype='bf16'\)", r"expected a floating-point torch\.dtype", ranks=0)
 def a_dtype_by_name() -> Steps:
     yield
     MixedPrecision(reduce_dtype="bf16")
@@ -1259,7 +1291,7 @@ def low_precision_gradients() -> Steps:
     MixedPrecision(keep_low_precision_grads=True)
 
 
-@mistake(ConfigError, r"MixedPrecisionPolicy\(gather_wire='int3'\)", "one of 'int8', 'fp8' is needed", ranks=0)
+@mistake(ConfigError, r"MixedPrecisionPolicy\(gather_wire='int3'\)", "one of 'int8', 'fp8' expected", ranks=0)
 def unknown_transport() -> Steps:
     yield
     MixedPrecisionPolicy(gather_wire="int3")
@@ -1271,13 +1303,13 @@ def encoded_and_summed_in_low_precision() -> Steps:
     MixedPrecisionPolicy(reduce_wire="int8", reduce_dtype=torch.bfloat16)
 
 
-@mistake(ConfigError, "gather_wire='fp8', but every rank keeps whole parameters", "such as 'zero1'")
+@mistake(ConfigError, "gather_wire='fp8', but every rank keeps and updates whole parameters", "such as 'zero1'")
 def encoded_without_a_gather() -> Steps:
     yield
     fully_shard(linear(), strategy="ddp", mp_policy=MixedPrecisionPolicy(gather_wire="fp8"))
 
 
-@mistake(ConfigError, "group=0: a number of ranks of 1 or more", "or None, is needed")
+@mistake(ConfigError, "group=0: expected a number of ranks, 1 or more", "or None")
 def groups_of_no_ranks() -> Steps:
     yield
     names = ("parameters", "parameters_in_step", "gradients", "optimizer")
@@ -1291,7 +1323,7 @@ def a_state_without_groups() -> Steps:
     optim_state_dict_to_load(model, None, {"state": {}})
 
 
-@mistake(ConfigError, r"stream_weights\(to_rank='0'\)", "the number of a rank, or None, is needed")
+@mistake(ConfigError, r"stream_weights\(to_rank='0'\)", "expected the number of a rank, or None")
 def a_rank_by_name() -> Steps:
     model = chain(fully_shard)
     yield
@@ -1301,7 +1333,7 @@ def a_rank_by_name() -> Steps:
 # -- the wrapper ------------------------------------------------------------------------------------------------------
 
 
-@mistake(StateError, "share_memory.. of .*, which is sharded", "before it is sharded")
+@mistake(StateError, "share_memory.. of .*, which is sharded", "before sharding the module")
 def shared_memory_of_shards() -> Steps:
     model = chain(fully_shard)
     yield
@@ -1338,7 +1370,7 @@ def device_that_is_no_device() -> Steps:
     wrapped(device_id=1.5)
 
 
-@mistake(ConfigError, "device_id='gpu' names no device", "Pass a torch.device or its number")
+@mistake(ConfigError, "device_id='gpu' is not a device", "Pass a torch.device or its index")
 def device_of_an_unknown_name() -> Steps:
     yield
     wrapped(device_id="gpu")
@@ -1358,7 +1390,7 @@ def a_hook_that_torch_calls() -> Steps:
     model.register_comm_hook(None, noop_hook)
 
 
-@mistake(ConfigError, r"register_comm_hook\(state=None\): the state of a hook has a process group", "Pass DefaultState")
+@mistake(ConfigError, r"register_comm_hook\(state=None\): .* hook must have a process group", "Pass DefaultState")
 def a_hook_without_its_state() -> Steps:
     model = wrapped()
     yield
@@ -1366,7 +1398,7 @@ def a_hook_without_its_state() -> Steps:
 
 
 @mistake(
-    ConfigError, "process group has 1 ranks, which are not the 2 that parameters are sharded over", "Pass the wrap"
+    ConfigError, "process group has 1 ranks, but parameters are sharded over other ones \\(2 ranks\\)", "Pass the wrap"
 )
 def a_hook_over_other_ranks() -> Steps:
     model, groups = wrapped(), [dist.new_group([rank]) for rank in range(2)]
@@ -1381,7 +1413,7 @@ def a_hook_to_another_dtype() -> Steps:
     model.register_comm_hook(LowPrecisionState(dist.group.WORLD, torch.float64), bf16_compress_hook)
 
 
-@mistake(StateError, "a hook is registered already", "Register one, once")
+@mistake(StateError, "a hook is already registered", "Register one hook per model")
 def two_hooks() -> Steps:
     model, state = wrapped(), LowPrecisionState(dist.group.WORLD)
     model.register_comm_hook(state, bf16_compress_hook)
@@ -1389,7 +1421,7 @@ def two_hooks() -> Steps:
     model.register_comm_hook(state, allreduce_hook)
 
 
-@mistake(StateError, "register_comm_hook: .* has gradients already", "before the first backward, or after zero_grad")
+@mistake(StateError, "register_comm_hook: .* already has gradients", "before the first backward, or after zero_grad")
 def a_hook_between_two_microbatches() -> Steps:
     model = wrapped()
     model(torch.ones(2, 8)).sum().backward()
@@ -1403,7 +1435,7 @@ def flattened_parameters() -> Steps:
     wrapped(use_orig_params=False)
 
 
-@mistake(ConfigError, "process_group and device_mesh both say which ranks to shard over", "Pass one of them")
+@mistake(ConfigError, "process_group and device_mesh both define the ranks to shard over", "Pass one of them")
 def a_group_and_a_mesh() -> Steps:
     mesh = init_device_mesh("cpu", (2,))
     yield
@@ -1412,29 +1444,27 @@ def a_group_and_a_mesh() -> Steps:
 
 @mistake(
     ConfigError,
-    r"process_group=\(.*one process group is needed",
-    "For a hybrid strategy pass device_mesh=init_device_mesh",
+    r"process_group=\(.*expected one process group",
+    "For a hybrid strategy, pass device_mesh=init_device_mesh",
 )
 def a_pair_of_groups() -> Steps:
     yield
     wrapped(process_group=(dist.group.WORLD, dist.group.WORLD), sharding_strategy="hsdp")
 
 
-@mistake(ConfigError, "ignored_modules and ignored_states both say what to leave alone", "Pass one of them")
+@mistake(ConfigError, "ignored_modules and ignored_states are both given", "Pass one of them")
 def ignored_twice() -> Steps:
     yield
     wrapped(ignored_modules=[], ignored_states=[])
 
 
-@mistake(ConfigError, "ignored_states hold a str", "modules or parameters are needed")
+@mistake(ConfigError, "ignored_states contain", "expected modules or parameters")
 def ignored_by_name() -> Steps:
     yield
     wrapped(ignored_states=["weight"])
 
 
-@mistake(
-    ConfigError, "device_id=7: there is no such GPU, torch sees 0 here", r'Pass torch\.device\("cpu"\), or leave it out'
-)
+@mistake(ConfigError, "device_id=7: no such GPU, torch sees 0 here", r'Pass torch\.device\("cpu"\), or leave it out')
 def a_gpu_that_is_not_there() -> Steps:
     yield
     wrapped(device_id=7)
@@ -1442,7 +1472,7 @@ def a_gpu_that_is_not_there() -> Steps:
 
 @mistake(
     ConfigError,
-    r"device_id=device\(type='meta'\) is not of the kind that device_mesh has \(cpu\)",
+    r"device_id=device\(type='meta'\) does not match the device type of device_mesh \(cpu\)",
     "or leave device_id out",
 )
 def a_device_of_another_kind_than_the_mesh() -> Steps:
@@ -1478,7 +1508,7 @@ def initialise_by_nothing() -> Steps:
 # -- wrap policies ----------------------------------------------------------------------------------------------------
 
 
-@mistake(ConfigError, r"auto_wrap_policy: \{.*Layer'>\} is not a policy", r"pass ModuleWrapPolicy\(\{TheClass\}\)")
+@mistake(ConfigError, r"auto_wrap_policy: \{.*Layer'>\} is not a wrap policy", r"pass ModuleWrapPolicy\(\{TheClass\}\)")
 def classes_instead_of_a_policy() -> Steps:
     yield
     fully_shard(Chain(), auto_wrap_policy={Layer})
@@ -1500,7 +1530,7 @@ def a_class_instead_of_a_set() -> Steps:
     fully_shard(Chain(), auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls=Layer))
 
 
-@mistake(ConfigError, "its function returned 'yes' for a ", r"Return False \(no unit\), True \(a unit\) or a dict")
+@mistake(ConfigError, "the function returned 'yes' for a ", r"Return False \(no unit\), True \(a unit\) or a dict")
 def a_policy_that_answers_in_words() -> Steps:
     yield
     wrapped_chain(CustomPolicy(lambda module: "yes"))
@@ -1582,14 +1612,19 @@ def summon_within_forward() -> Steps:
     within_forward(model, summon_full_params(model).__enter__)
 
 
-@mistake(StateError, "was to be moved or cast within its forward or backward", "Do it between steps", sends=True)
+@mistake(StateError, "was to be moved or cast within its forward or backward", "only between steps", sends=True)
 def cast_within_forward() -> Steps:
     model = sharded()
     yield
     within_forward(model, model.layers[1].double)
 
 
-@mistake(StateError, "abandon_step within a forward or backward", "Call it once the exception is caught", sends=True)
+@mistake(
+    StateError,
+    "abandon_step was called within a forward",
+    "Call it after catching the exception",
+    sends=True,
+)
 def abandon_within_forward() -> Steps:
     model = sharded()
     yield
@@ -1597,7 +1632,10 @@ def abandon_within_forward() -> Steps:
 
 
 @mistake(
-    StateError, "reset_iter_state within a forward or backward", "Call it once the exception is caught", sends=True
+    StateError,
+    "reset_iter_state was called within a forward",
+    "Call it after catching the exception",
+    sends=True,
 )
 def reset_within_forward() -> Steps:
     model = sharded()
@@ -1605,7 +1643,7 @@ def reset_within_forward() -> Steps:
     within_forward(model, model.reset_iter_state)
 
 
-@mistake(StateError, "the root is needed within summon_full_params", "Leave the context first")
+@mistake(StateError, "the root was used within summon_full_params", "Exit the context first")
 def forward_while_summoned() -> Steps:
     model = sharded()
     with summon_full_params(model):
@@ -1658,7 +1696,7 @@ class Nesting(nn.Module):
 
 @mistake(
     StateError,
-    "are needed whole at the same time, but share memory, since they never were in the steps before",
+    "share one buffer because they were never unsharded at the same time before",
     r"Call fullshard\.share_memory_between_units\(False\) before the first forward",
     sends=True,
 )
@@ -1678,8 +1716,8 @@ def whole_at_once_without_notice() -> Steps:
 
 @mistake(
     StateError,
-    r"copy.deepcopy of FSDPLinear: .* has parameters of FSDPReLU, too, which is outside of it",
-    "Copy a module that has both",
+    r"copy.deepcopy of FSDPLinear: .* also has parameters of FSDPReLU, which is outside this module",
+    "Copy a module that contains both",
 )
 def copy_a_part_of_a_unit() -> Steps:
     model = nn.Sequential(linear(), nn.ReLU())
@@ -1711,8 +1749,8 @@ def local_state_dicts() -> Steps:
 
 @mistake(
     ConfigError,
-    "ShardedStateDictConfig does not go with StateDictType.FULL_STATE_DICT",
-    "Pass a FullStateDictConfig, or none",
+    "ShardedStateDictConfig does not match StateDictType.FULL_STATE_DICT",
+    "Pass a FullStateDictConfig, or leave it out",
 )
 def a_config_of_another_kind() -> Steps:
     model = wrapped()
@@ -1722,7 +1760,7 @@ def a_config_of_another_kind() -> Steps:
 
 @mistake(
     ConfigError,
-    "FullStateDictConfig does not go with StateDictType.SHARDED_STATE_DICT",
+    "FullStateDictConfig does not match StateDictType.SHARDED_STATE_DICT",
     "Pass a ShardedOptimStateDictConfig",
 )
 def an_optimizer_config_of_another_kind() -> Steps:
@@ -1752,8 +1790,8 @@ def write_back_from_one_rank() -> Steps:
 
 @mistake(
     StateError,
-    r"bias was given the shape \(9,\) within summon_full_params, but is sharded as \(6,\)",
-    "reshape before sharding",
+    r"bias has the shape \(9,\) within summon_full_params, but was sharded with \(6,\)",
+    "Change its shape before sharding",
 )
 def reshape_while_summoned() -> Steps:
     model = fully_shard(linear())
@@ -1764,7 +1802,7 @@ def reshape_while_summoned() -> Steps:
 
 @mistake(
     StateError,
-    r"the shards of weight were written to .* within summon_full_params",
+    r"the shards of weight were modified within summon_full_params",
     "Step outside, or pass writeback=False",
 )
 def step_while_summoned() -> Steps:
@@ -1783,7 +1821,7 @@ def clip_below_zero() -> Steps:
     clip_grad_norm_(model.parameters(), -1)
 
 
-@mistake(RuntimeError, "the total norm of order 2.0 of the gradients is nan, so nothing was clipped", ranks=0)
+@mistake(RuntimeError, "the total gradient norm of order 2.0 is nan, so nothing was clipped", ranks=0)
 def clip_what_is_no_number() -> Steps:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.full((2,), torch.nan)
@@ -1799,7 +1837,7 @@ def stepped(model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Opti
     return model, optimizer
 
 
-@mistake(ConfigError, r"Adam has a parameter of shape \(6, 8\) that is not in the model", "after the model is sharded")
+@mistake(ConfigError, r"Adam has a parameter of shape \(6, 8\) that is not in the model", "after sharding the model")
 def an_optimizer_made_before_sharding() -> Steps:
     model = linear()
     optimizer = torch.optim.Adam(model.parameters())
@@ -1817,7 +1855,12 @@ def load_no_optimizer_state() -> Steps:
     optim_state_dict_to_load(model, optimizer, {})
 
 
-@mistake(ConfigError, r"it has 10 \(such as 0\) others, and misses 10", "so that they have names", ranks=2)
+@mistake(
+    ConfigError,
+    r"it has 10 \(such as 0\), which the optimizer does not step, and lacks 10",
+    "which uses FQNs",
+    ranks=2,
+)
 def load_numbered_optimizer_state() -> Steps:
     model, optimizer = stepped(fully_shard(nn.Sequential(Layer(), nn.Linear(48, 48), nn.Linear(48, 5))))
     yield
@@ -1826,7 +1869,7 @@ def load_numbered_optimizer_state() -> Steps:
 
 @mistake(
     ConfigError,
-    r"it has no others, and misses 1 \(such as 'bias'\)",
+    r"it has no, which the optimizer does not step, and lacks 1 \(such as 'bias'\)",
     "Load it into an optimizer of the same parameters",
 )
 def load_optimizer_state_of_a_part() -> Steps:
@@ -1839,8 +1882,8 @@ def load_optimizer_state_of_a_part() -> Steps:
 
 @mistake(
     ConfigError,
-    r"has 'exp_avg' of weight in the shape \(7, 48\), but the optimizer keeps it in \(6, 48\)",
-    "Build model and optimizer as when",
+    r"has 'exp_avg' of weight with shape \(7, 48\), but the optimizer has shape \(6, 48\)",
+    "Build the model and optimizer as they were when",
 )
 def load_optimizer_state_of_another_shape() -> Steps:
     model, optimizer = stepped(fully_shard(nn.Linear(48, 6)))
@@ -1861,7 +1904,7 @@ def load_into_a_named_optimizer() -> Steps:
 @mistake(
     ConfigError,
     r"Muon: parameter 3, in param group 1, has the shape \(192,\) and the dtype torch.float32",
-    "Give it to another optimizer, such as torch.optim.AdamW",
+    "another optimizer for it, such as torch.optim.AdamW",
 )
 def a_vector_for_muon() -> Steps:
     model = sharded()
@@ -1874,7 +1917,7 @@ def a_vector_for_muon() -> Steps:
 @mistake(
     ConfigError,
     r"Muon: 0.norm.weight, in param group 0, has the shape \(48,\)",
-    "matrices of real numbers only, and 3-D stacks",
+    "only real matrices and 3-D stacks",
 )
 def muon_for_all() -> Steps:
     model = fully_shard(nn.Sequential(Layer()))
@@ -1885,7 +1928,7 @@ def muon_for_all() -> Steps:
 @mistake(
     ConfigError,
     r"Muon: parameter 0, in param group 0, is placed \(Partial\(sum\),\)",
-    r"cut by Shard\(dim\), or not at all",
+    r"supports only Shard\(dim\) and Replicate",
 )
 def muon_for_terms_of_a_sum() -> Steps:
     terms = DTensor.from_local(torch.zeros(4, 4), init_device_mesh("cpu", (2,)), [Partial()])
@@ -1893,14 +1936,14 @@ def muon_for_terms_of_a_sum() -> Steps:
     Muon([nn.Parameter(terms)])
 
 
-@mistake(ConfigError, r"Muon\(ns_coefficients=\(3.4, 2\)\): a tuple of three numbers is needed")
+@mistake(ConfigError, r"Muon\(ns_coefficients=\(3.4, 2\)\): expected a tuple of three numbers")
 def two_coefficients() -> Steps:
     weight = sharded().head.weight
     yield
     Muon([weight], ns_coefficients=(3.4, 2))
 
 
-@mistake(ConfigError, r"Muon\(lr=tensor\(\[1., 2.\]\)\): one number from 0 on is needed", ranks=0)
+@mistake(ConfigError, r"Muon\(lr=tensor\(\[1., 2.\]\)\): expected one number of 0 or more", ranks=0)
 def two_learning_rates() -> Steps:
     yield
     Muon([nn.Parameter(torch.zeros(2, 2))], lr=torch.tensor([1.0, 2.0]))
@@ -1947,13 +1990,13 @@ def clip_parity_below_zero() -> Steps:
     compare(clip=-1)
 
 
-@mistake(ConfigError, "optimizer='adam': unknown", "Take adamw or sgd, or a function", ranks=0)
+@mistake(ConfigError, "optimizer='adam': unknown", "Pass adamw or sgd, or a function", ranks=0)
 def an_unknown_optimizer() -> Steps:
     yield
     compare(optimizer="adam")
 
 
-@mistake(ConfigError, r"lr=0\.1: the optimizer is made by a function of yours", "Set its learning rate there", ranks=0)
+@mistake(ConfigError, r"lr=0\.1: your function creates the optimizer", "Set the learning rate there", ranks=0)
 def a_learning_rate_for_an_optimizer_of_my_own() -> Steps:
     yield
     compare(optimizer=torch.optim.Adam, lr=0.1)
@@ -1971,7 +2014,7 @@ def a_model_that_is_none() -> Steps:
     recipe(lambda: None).model()
 
 
-@mistake(ConfigError, "ReLU returned a model without trained parameters: nothing to compare", ranks=0)
+@mistake(ConfigError, "ReLU returned a model without trained parameters, so nothing can be compared", ranks=0)
 def a_model_of_nothing() -> Steps:
     yield
     recipe(nn.ReLU).model()
@@ -1994,7 +2037,7 @@ def wrap_a_class_that_is_not_there() -> Steps:
     recipe(auto_wrap_policy=ClassNames(("Layer", "Block"))).policy(Chain())
 
 
-@mistake(ConfigError, "the loss of microbatch 3 is a dict, but must be a tensor", "Let the model return it", ranks=0)
+@mistake(ConfigError, "microbatch 3 is a dict, but must be a tensor", "Let the model return the loss", ranks=0)
 def a_loss_that_is_a_dict() -> Steps:
     yield
     loss_of(linear(), {"loss": torch.ones(())})
@@ -2012,7 +2055,7 @@ def a_loss_of_nothing() -> Steps:
     loss_of(linear(), torch.ones(()))
 
 
-@mistake(ConfigError, "the loss of microbatch 0 is of shape", "Let the model return it", ranks=0)
+@mistake(ConfigError, "the loss of microbatch 0 is of shape", "Let the model return the loss", ranks=0)
 def a_loss_that_plain_training_refuses() -> Steps:
     yield
     compare(Chain, ranks=1)
@@ -2030,7 +2073,7 @@ def compare_no_replica() -> Steps:
     compare(replicas=0)
 
 
-@mistake(ConfigError, "strategies are empty: name at least one", ranks=0)
+@mistake(ConfigError, "strategies is empty: pass at least one", ranks=0)
 def compare_no_strategy() -> Steps:
     yield
     compare(strategies=())
@@ -2071,31 +2114,31 @@ def no_rank_of_tensor_parallelism() -> Steps:
     Parallelism(tp=0)
 
 
-@mistake(ConfigError, "Linear has no plan of tensor parallelism", "Pass --tp-plan", ranks=0)
+@mistake(ConfigError, "Linear has no tensor parallel plan", "Pass --tp-plan", ranks=0)
 def no_plan_of_tensor_parallelism() -> Steps:
     yield
     cut(linear(), None, mock.Mock())
 
 
-@mistake(ConfigError, "the plan of tensor parallelism of Linear is None. It must be a dict", ranks=0)
+@mistake(ConfigError, "the tensor parallel plan of Linear is None. It must be a dict", ranks=0)
 def a_plan_that_is_none() -> Steps:
     yield
     cut(linear(), lambda model: None, mock.Mock())
 
 
-@mistake(ConfigError, "plan of tensor parallelism of Linear has 'moe' for up", "Known are colwise, rowwise", ranks=0)
+@mistake(ConfigError, "tensor parallel plan of Linear has 'moe' for up", "Supported: colwise, rowwise", ranks=0)
 def a_style_that_is_not_known() -> Steps:
     yield
     cut(linear(), lambda model: {"up": "moe"}, mock.Mock())
 
 
-@mistake(ConfigError, "--mesh dp2,dp: dp is not an axis with its size", "Write it as pp2,dp2,tp2", ranks=0)
+@mistake(ConfigError, "--mesh dp2,dp: dp is not an axis with a size", "Expected a list such as pp2,dp2,tp2", ranks=0)
 def an_axis_without_a_size() -> Steps:
     yield
     parity(mesh="dp2,dp")
 
 
-@mistake(ConfigError, "pp=2: name the list of blocks", "blocks='model.layers'", ranks=0)
+@mistake(ConfigError, "pp=2: pass the FQN of the list of blocks", "blocks='model.layers'", ranks=0)
 def a_mesh_with_a_pipeline_of_nothing() -> Steps:
     yield
     parity(mesh="pp2,dp2")
@@ -2107,25 +2150,30 @@ def an_unknown_schedule() -> Steps:
     parity(mesh="pp2,dp2", blocks="layers", schedule="2F2B")
 
 
-@mistake(ConfigError, "a pipeline of 4 stages with accumulate=3: it takes all", "Leave these options out", ranks=0)
+@mistake(ConfigError, "a pipeline of 4 stages with accumulate=3: a pipeline", "Leave these options out", ranks=0)
 def too_few_microbatches_for_the_stages() -> Steps:
     yield
     parity(mesh="pp4,dp2", blocks="layers", accumulate="3")
 
 
-@mistake(ConfigError, "ep=2: name a function of the model and the mesh", "--experts my_model:place", ranks=0)
+@mistake(ConfigError, "ep=2: pass a function of the model and the mesh", "--experts my_model:place", ranks=0)
 def experts_without_placement() -> Steps:
     yield
     parity(mesh="dp2,ep2")
 
 
-@mistake(ConfigError, "ep=2: does not divide the 1 ranks .* hsdp on 2 ranks", "Take a size that does", ranks=0)
+@mistake(
+    ConfigError,
+    "ep=2: does not divide the 1 ranks .* hsdp on 2 data parallel ranks",
+    "Choose a size that does",
+    ranks=0,
+)
 def more_ranks_of_experts_than_of_shards() -> Steps:
     yield
     parity(mesh="dp2,ep2", experts="small_models:chain", strategies="hsdp")
 
 
-@mistake(ConfigError, "ep=2: .* left no parameter of Linear as a DTensor", r"distribute_tensor\(", ranks=0)
+@mistake(ConfigError, "ep=2: .* set no parameter of Linear to a DTensor", r"distribute_tensor\(", ranks=0)
 def experts_that_stay_whole() -> Steps:
     given = recipe(parallelism=Parallelism(ep=2, experts=lambda model, mesh: None))
     yield
@@ -2157,26 +2205,26 @@ class Perceptrons(nn.Module):
         return self.layers[1](x) if self.how == "twice" else x * self.scale
 
 
-@mistake(ConfigError, "pp: layer of Perceptrons is not there. Name the nn.ModuleList or .*: layers", ranks=0)
+@mistake(ConfigError, "pp: layer of Perceptrons is not there. Pass the nn.ModuleList or .*: layers", ranks=0)
 def stages_of_what_is_not_there() -> Steps:
     yield
     in_two_stages(Perceptrons, "layer")
 
 
-@mistake(ConfigError, "pp: 2 blocks in layers are too few for 4 stages", "Take fewer ranks", ranks=0)
+@mistake(ConfigError, "pp: 2 blocks in layers are too few for 4 stages", "Use fewer ranks", ranks=0)
 def more_stages_than_blocks() -> Steps:
     yield
     given = recipe(Perceptrons, parallelism=Parallelism(pp=4, blocks="layers"))
     find_cut(given, given.model())
 
 
-@mistake(ConfigError, "pp: scale is needed in stages 0 and 1 of 2", "untie it", ranks=0)
+@mistake(ConfigError, "pp: scale is needed in stages 0 and 1 of 2", "Untie it", ranks=0)
 def one_parameter_in_two_stages() -> Steps:
     yield
     in_two_stages(partial(Perceptrons, "scaled"), "layers")
 
 
-@mistake(ConfigError, "pp: the first block of stage 1 is given nothing", "It must be the tensor", ranks=0)
+@mistake(ConfigError, "pp: the first block of stage 1 gets nothing", "It must be the tensor", ranks=0)
 def a_block_that_is_called_by_keyword() -> Steps:
     yield
     in_two_stages(partial(Perceptrons, "named"), "layers")
@@ -2204,7 +2252,7 @@ def half_a_sequence_without_attention() -> Steps:
         pass
 
 
-@mistake(ConfigError, r"cp=2: a batch has a tensor of shape \(2, 5\), whose dim 1", "Take another length", ranks=0)
+@mistake(ConfigError, r"cp=2: a batch has a tensor of shape \(2, 5\), whose dim 1", "Use another length", ranks=0)
 def an_odd_sequence_in_halves() -> Steps:
     yield
     with attention_over(HALVES):
@@ -2225,7 +2273,7 @@ def no_model_named() -> Steps:
     ParitySettings().recipe()
 
 
-@mistake(ConfigError, "--model small_models: must name a function as package.module:function or file.py:", ranks=0)
+@mistake(ConfigError, "--model small_models: expected a function as package.module:function or file.py:", ranks=0)
 def no_function_named() -> Steps:
     yield
     parity(model="small_models")
@@ -2243,13 +2291,13 @@ def a_number_for_a_function() -> Steps:
     parity(batch="small_models:WIDTH")
 
 
-@mistake(ConfigError, "--model no/such.py: there is no such file", "Start in the folder", ranks=0)
+@mistake(ConfigError, "--model no/such.py: the file does not exist", "relative to the current folder", ranks=0)
 def a_file_that_is_not_there() -> Steps:
     yield
     parity(model="no/such.py:make_model")
 
 
-@mistake(ConfigError, "argparse is the name of another module, too", "Rename the file", ranks=0)
+@mistake(ConfigError, "another module is also named argparse", "Rename the file", ranks=0)
 def a_file_named_like_a_module() -> Steps:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "argparse.py"
@@ -2258,7 +2306,7 @@ def a_file_named_like_a_module() -> Steps:
         parity(model=f"{path}:make_model")
 
 
-@mistake(ConfigError, "--loss no.such: there is no such module here", ranks=0)
+@mistake(ConfigError, "--loss no.such: no such module in", ranks=0)
 def a_module_that_is_not_there() -> Steps:
     yield
     parity(loss="no.such:loss")
@@ -2273,7 +2321,7 @@ def imports(source: str) -> Steps:
         parity(model=f"{path}:make_model")
 
 
-@mistake(ConfigError, "it imports nowhere_to_be_found, which is not there", ranks=0)
+@mistake(ConfigError, "it imports nowhere_to_be_found, which is not installed", ranks=0)
 def a_module_that_imports_what_is_not_there() -> Steps:
     yield from imports("import nowhere_to_be_found")
 
@@ -2309,7 +2357,7 @@ def saved(**values: Any) -> Path:
     return save(tempfile.mkdtemp(), model=linear(), step=1, **values)
 
 
-@mistake(ConfigError, "step=-1: a checkpoint is named by the steps done", "by 0 or more", ranks=0)
+@mistake(ConfigError, "step=-1: must be the number of completed steps", "0 or more", ranks=0)
 def save_before_the_first_step() -> Steps:
     yield
     saved_of_step(-1)
@@ -2319,7 +2367,12 @@ def saved_of_step(step: int, **options: Any) -> Path:
     return save(tempfile.mkdtemp(), model=linear(), step=step, **options)
 
 
-@mistake(ConfigError, "keep=0: at least the checkpoint that is being saved is kept", "Pass 1 or more, or None", ranks=0)
+@mistake(
+    ConfigError,
+    "keep=0: must be 1 or more, since the checkpoint",
+    "None keeps all",
+    ranks=0,
+)
 def keep_nothing() -> Steps:
     yield
     saved_of_step(1, keep=0)
@@ -2327,7 +2380,7 @@ def keep_nothing() -> Steps:
 
 @mistake(
     CheckpointError,
-    r"the checkpoint's \['extra'\] is a pathlib.*Path: to read it back",
+    r"the checkpoint's \['extra'\] is a pathlib.*Path. Reading it back",
     "Save plain values",
     sends=True,
 )
@@ -2391,7 +2444,7 @@ def load_with(name: str, value: Any) -> None:
         load(path, model=linear())
 
 
-@mistake(CheckpointError, "expected numbers in the order of bytes sparse, found little", ranks=0)
+@mistake(CheckpointError, "expected byte order sparse, found little", ranks=0)
 def load_on_another_kind_of_machine() -> Steps:
     yield
     load_with("sys", SimpleNamespace(byteorder="sparse"))
@@ -2403,14 +2456,14 @@ def load_what_is_cut_after_it_was_verified() -> Steps:
     load_with("_start_of_tensor", lambda entry, nbytes: 1 << 40)
 
 
-@mistake(CheckpointError, "/nowhere: rank 0: found no complete checkpoint there", "Name a checkpoint", sends=True)
+@mistake(CheckpointError, "/nowhere: rank 0: found no complete checkpoint there", "Pass a checkpoint", sends=True)
 def load_from_nowhere() -> Steps:
     model = sharded()
     yield
     load("/nowhere", model=model)
 
 
-@mistake(CheckpointError, "test_errors.py is a file, and a checkpoint is a folder", "torch.load", sends=True)
+@mistake(CheckpointError, "test_errors.py is a file, but a checkpoint is a folder", "torch.load", sends=True)
 def load_a_single_file() -> Steps:
     model = sharded()
     yield
@@ -2442,7 +2495,9 @@ def load_where_all_are_damaged() -> Steps:
     load(checkpoint.parent, model=linear())
 
 
-@mistake(CheckpointError, r"missing in it: 0.weight, 0.bias; unexpected in it: weight, bias", "Build model", ranks=0)
+@mistake(
+    CheckpointError, r"missing in it: 0.weight, 0.bias; unexpected in it: weight, bias", "Build the model", ranks=0
+)
 def load_another_model() -> Steps:
     checkpoint = saved()
     yield
@@ -2518,19 +2573,24 @@ def load_a_value_that_would_run_code() -> Steps:
     load(folder, model=model, optimizer=torch.optim.SGD(model.parameters()))
 
 
-@mistake(ConfigError, r"seconds=0\): takes some time", "Give it 30 seconds", ranks=0)
+@mistake(ConfigError, r"seconds=0\): must be greater than 0", "Pass 30", ranks=0)
 def a_calibration_in_no_time() -> Steps:
     yield
     calibration.calibrate("cpu", seconds=0)
 
 
-@mistake(ConfigError, "'meta'", "neither a CPU nor reached by torch.cuda", "Take one of these", ranks=0)
+@mistake(ConfigError, "'meta'", "expected a CPU or a device of torch.cuda", ranks=0)
 def a_device_that_is_not_measured() -> Steps:
     yield
     calibration.calibrate("meta")
 
 
-@mistake(ConfigError, "h100-80: a CPU's costs are measured by operation", "Run `fullshard calibrate` there", ranks=0)
+@mistake(
+    ConfigError,
+    "h100-80: its description lacks the measured costs",
+    "Run `fullshard calibrate` on that machine",
+    ranks=0,
+)
 def a_cpu_that_was_not_measured() -> Steps:
     yield
     costs_of(dataclasses.replace(hardware.hardware("h100-80"), kind="cpu"))
@@ -2542,7 +2602,7 @@ def a_gpu_like_no_other() -> Steps:
     calibration._like("Abacus 3000", 1 << 30)
 
 
-@mistake(ConfigError, "like='h100-80'.*: a CPU is measured whole", "Leave `like` out", ranks=0)
+@mistake(ConfigError, "like='h100-80'.*: a CPU is measured completely", "Leave `like` out", ranks=0)
 def a_cpu_that_is_like_a_gpu() -> Steps:
     yield
     calibration.calibrate("cpu", like="h100-80")
@@ -2557,7 +2617,7 @@ def described_by(text: str) -> Steps:
         hardware.hardware(str(path))
 
 
-@mistake(ConfigError, "abacus: no hardware of that name", "Take one of .*h100-80", ranks=0)
+@mistake(ConfigError, "abacus: neither known hardware", "Expected one of .*h100-80", ranks=0)
 def unknown_hardware() -> Steps:
     yield
     hardware.hardware("abacus")
@@ -2598,7 +2658,7 @@ def a_description_like_itself() -> Steps:
     yield from described_by('like = "{path}"')
 
 
-@mistake(ConfigError, "ours.toml: says nothing of kind, .*memory_bytes", "Say so, or name what is like it", ranks=0)
+@mistake(ConfigError, "ours.toml: lacks kind, .*memory_bytes", "or name similar hardware", ranks=0)
 def a_description_of_a_name() -> Steps:
     yield from described_by('name = "ours"')
 
@@ -2623,7 +2683,7 @@ def a_network_that_is_a_number() -> Steps:
     yield from described_by('like = "h100-80"\nnetwork = 25.0')
 
 
-@mistake(ConfigError, "ours.toml: fitted.matmul_share = 60: must be a share, such as 0.6", ranks=0)
+@mistake(ConfigError, "ours.toml: fitted.matmul_share = 60: must be a fraction, such as 0.6", ranks=0)
 def a_share_in_percent() -> Steps:
     yield from described_by('like = "h100-80"\n[fitted]\nmatmul_share = 60')
 
@@ -2633,7 +2693,7 @@ def a_kind_of_machine_that_is_none() -> Steps:
     yield from described_by('like = "h100-80"\nkind = "tpu"')
 
 
-@mistake(ConfigError, "here: this machine is not described yet in .*here.toml", "Run `fullshard calibrate`", ranks=0)
+@mistake(ConfigError, "here: .*here.toml does not exist yet", "Run `fullshard calibrate`", ranks=0)
 def a_machine_that_was_not_measured() -> Steps:
     before = os.environ.get("XDG_CONFIG_HOME")
     with tempfile.TemporaryDirectory() as folder:

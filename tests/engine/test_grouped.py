@@ -188,7 +188,7 @@ def refuse() -> None:
     model = Chain()
     initialise(model)
     for options, stated in [
-        ({"reshard_after_forward": 3}, "groups of 3 ranks were asked for, but the shard axis has 4"),
+        ({"reshard_after_forward": 3}, "groups of 3 ranks do not divide the shard axis of 4 ranks"),
         ({"reshard_after_forward": 0}, "reshard_after_forward=0"),
         ({"reshard_after_forward": "host"}, "reshard_after_forward='host'"),
         ({"reshard_after_forward": 2, "strategy": "zero1"}, "parameters are whole between steps"),

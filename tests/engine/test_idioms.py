@@ -316,7 +316,9 @@ def test_a_function_of_a_sharded_weight_is_reported_with_its_remedy():
     assert ended.returncode == 1
     assert "mixed torch.Tensor and DTensor" in ended.stderr
     stated = ended.stderr.rsplit("[fullshard] ", 1)[1]
-    assert stated.startswith("In reach there: 1.weight of the root, 1.bias of the root, weight of 0 and others.")
+    assert stated.startswith(
+        "Sharded parameters in scope there: 1.weight of the root, 1.bias of the root, weight of 0 and others."
+    )
     assert "call unshard() on the unit before" in stated
 
 
@@ -353,7 +355,7 @@ def test_a_norm_that_is_changed_in_place_is_reported_what_to_do():
 def test_an_average_of_parameters_and_buffers_is_reported_what_to_do():
     ended = subprocess.run([sys.executable, "-c", AVERAGES], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert "[fullshard] A foreach operation got sharded parameters and plain buffers" in ended.stderr
+    assert "[fullshard] A foreach operation received sharded parameters and plain buffers" in ended.stderr
     assert "Use get_ema_avg_fn" in ended.stderr
 
 

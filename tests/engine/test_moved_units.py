@@ -228,4 +228,4 @@ def share_what_is_sharded() -> list[str]:
 
 def test_shared_memory_is_refused_with_the_remedy():
     for stated in run_ranks(2, share_what_is_sharded):
-        assert all("Call share_memory() on the module before it is sharded" in message for message in stated)
+        assert all("Call share_memory() before sharding the module" in message for message in stated)

@@ -562,7 +562,7 @@ def test_the_command_states_no_with_the_parameter_and_exit_code_1(tmp_path, caps
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--model", "nowhere:make_model"], "there is no such module"),
+        (["--model", "nowhere:make_model"], "no such module in"),
         (["--model", "os:make_model"], "there is no make_model in os"),
         (["--model", "builtins:dict"], "dict returned a dict. It must return the model"),
         (["--model", "{here}:Net", "--wrap", "Block"], "no module below Net is a Block"),
@@ -597,7 +597,7 @@ def test_plain_training_that_fails_is_reported_with_its_traceback_and_exit_code_
     assert main(["parity", *HERE, *(item.format(here=__file__) for item in argv)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("fullshard: plain training fails, so there is nothing to compare with. ")
+    assert err.startswith("fullshard: plain training fails, so sharded training cannot be compared with it. ")
     assert words in err
     assert "Traceback" in err
 
@@ -684,4 +684,4 @@ def test_strategies_have_the_bits_of_tensor_parallelism_alone():
     ]
     assert [row.is_bit_for_bit for row in report.rows if row.strategy != "none"] == [True, True], str(report)
     assert report.is_equal, str(report)
-    assert "2 agree bit for bit with the same ranks with nothing sharded" in report.stated
+    assert "2 agree bit for bit with unsharded training on the same ranks" in report.stated

@@ -540,7 +540,7 @@ def is_common(scenario: Scenario) -> bool:
 
 
 REDUNDANT = {
-    "Batch.take_back: self._wait()": "the reduce stream sends what it has received itself; on a CPU the host must wait",
+    "MatrixBatch.take_back: self._wait()": "the reduce stream sends its own result; on a CPU the host must wait",
     "Residency.hand_over_shards: self.reshard()": "the next gather waits for compute; the next forward need not",
     "Residency.notice_step: self.finish_gather()": "compute has waited for that gather, which began between steps",
     "Buffers.take: small.settle()": "its memory is freed, which torch and the work in progress keep",
@@ -619,7 +619,7 @@ def test_shards_that_are_written_while_they_are_read_from_a_disk_are_read_again(
     no_version = mock.PropertyMock(return_value=-1)
     with mock.patch.object(Extent, "version", no_version, create=True):  # all versions are equal
         found = dry.races(tape_of("zero3", loop, "disk"))
-    assert found and all("uses what was read while it was written" in race.what for race in found)
+    assert found and all("uses data that was read while it was being written" in race.what for race in found)
 
 
 @pytest.mark.parametrize("rank", [3, 7])

@@ -549,7 +549,7 @@ def assign_other_dtypes() -> None:
         assert_same(tensors_of(whole_state(net)), tensors_of(plain.state_dict()))
         mixed = {**state, "cells.1.norm.weight": torch.ones(WIDTH)}
         with pytest.raises(
-            ConfigError, match=r"norm.weight is of torch.float32 now, but scale of torch.bfloat16: they"
+            ConfigError, match=r"norm.weight is of torch.float32 now, but scale of torch.bfloat16. They"
         ):
             net.load_state_dict(mixed, assign=True)
 

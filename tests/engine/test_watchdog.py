@@ -82,7 +82,7 @@ def await_reports(number):
 dist.init_process_group("gloo")
 store = default_store()
 logging.getLogger("fullshard.liveness.watchdog").addFilter(
-    lambda record: "goes on" not in record.getMessage() or store.add("reports", 1)
+    lambda record: "the job continues" not in record.getMessage() or store.add("reports", 1)
 )
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
@@ -165,9 +165,9 @@ def await_ends(ranks: list[int], reported: Iterable[str]) -> dict[int, tuple[int
 @pytest.mark.parametrize(
     ("action", "code", "how"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", -KILLED, "its process ended without a word (killed"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -KILLED, "its process ended without a message (killed"),
         pytest.param("raise ValueError('a bad batch')", 1, "it raised ValueError: a bad batch", marks=pytest.mark.slow),
-        pytest.param("sys.exit()", 0, "its process ended, when others still waited for it", marks=pytest.mark.slow),
+        pytest.param("sys.exit()", 0, "its process ended while other ranks waited for it", marks=pytest.mark.slow),
     ],
     ids=["killed", "raised", "ended"],
 )
@@ -179,7 +179,7 @@ def test_ranks_that_wait_for_a_lost_one_state_which_and_where(action, code, how)
         assert end.code in (1, EXIT_CODE)  # the latter if rank 1 takes its time to go
         assert f"rank 1 was lost: {how}" in end.stated
         assert f"Rank {rank} was in all_gather of 0 in forward, microbatch 1, step 6" in end.stated
-        assert "start again from the last checkpoint" in end.stated
+        assert "restart from the last checkpoint" in end.stated
         assert end.at - lost.at < 10  # a bound that is promised, not a measurement
 
 
@@ -188,7 +188,7 @@ def test_ranks_that_do_not_notice_a_loss_are_ended():
     first, lost, last = run(IN_RING + "os.kill(os.getpid(), signal.SIGKILL)", destinations=UNAWARE)
     for rank, end in ((0, first), (2, last)):
         assert end.code == EXIT_CODE
-        assert "[fullshard] rank 1 was lost: its process ended without a word" in end.stated
+        assert "[fullshard] rank 1 was lost: its process ended without a message" in end.stated
         assert f"Rank {rank} was in all_gather of 0 in forward, microbatch 1, step 5, for" in end.stated
         assert end.at - lost.at < 10
 
@@ -219,7 +219,7 @@ def check_lost(ends: list[Ended], places: dict[int, str]) -> None:
     for rank, end in ((0, first), (2, last)):
         assert end.code in (1, EXIT_CODE), end.stated
         assert end.at - lost.at < 30  # and not the 30 minutes of the process group
-        assert "rank 1 was lost: its process ended without a word" in end.stated
+        assert "rank 1 was lost: its process ended without a message" in end.stated
         assert places.get(rank, "") in end.stated
 
 
@@ -255,7 +255,7 @@ def test_a_parameter_that_one_rank_gathers_alone_is_reported_early():
     whole = alone + "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else dist.barrier()"
     ends = run("import time; time.sleep(0.1); dist.barrier()", EARLY + "import threading", destinations=whole)
     reports = "".join(end.stated for end in ends)
-    assert "and no rank does anything but wait, though not all for the same: every rank must" in reports
+    assert "and all ranks wait, but not for the same collective: every rank must" in reports
     assert "rank 0: in DTensor.full_tensor, step 5, at " in reports
     assert "in torch.distributed.barrier, step 5, at " in reports
 
@@ -367,14 +367,14 @@ def test_a_collective_that_takes_long_is_reported_once_and_the_job_goes_on():
     ends = run(late, FAILS + "set_collective_timeout(60, report_after=1)", steps="4 6")
     assert [end.code for end in ends] == [0] * WORLD
     reports = "".join(end.stated for end in ends)
-    head = r"for \d+ s, and the job goes on; it ends if that takes 60 s. Where all ranks are:"
+    head = r"for \d+ s, and the job continues; it will be ended after 60 s. Progress of all ranks:"
     for step in (4, 6):
         assert len(re.findall(rf"is in all_gather of 0 in forward, microbatch 1, step {step}, {head}", reports)) == 1
         assert f"ranks 0, 2: in all_gather of 0 in forward, microbatch 1, step {step}, for" in reports
-    assert reports.count("rank 1: in no collective (the last was ") == reports.count("the job goes on") == 2
+    assert reports.count("rank 1: in no collective (the last was ") == reports.count("the job continues") == 2
     assert reports.count("in await_reports, for ") == 2
-    assert reports.count("the watchdog failed, and looks again: ValueError('no such key'). Until a look") == WORLD
-    assert reports.count("the GPU cannot be asked") == WORLD
+    assert reports.count("the watchdog failed and retries: ValueError('no such key'). Until it succeeds") == WORLD
+    assert reports.count("the GPU does not report") == WORLD
     blind = "whether all_gather of 2 in forward, microbatch 1 has ended: RuntimeError('CUDA error: unspecified"
     assert reports.count(blind) == WORLD
 
@@ -398,8 +398,8 @@ def test_a_store_that_is_gone_is_reported_once_and_long_waits_are_reported_still
     for end in ends:
         gone = "the store of the process group has not answered for 2 s: DistNetworkError('connection reset"
         assert end.stated.count(gone) == 1
-        assert "this one watches its own collectives, and the rank before it, still" in end.stated
-    assert ends[0].stated.count("and the job goes on; it ends if that takes 60 s") == 1
+        assert "This rank still watches its own collectives and the previous rank" in end.stated
+    assert ends[0].stated.count("and the job continues; it will be ended after 60 s") == 1
 
 
 @pytest.mark.slow
@@ -432,21 +432,21 @@ def test_a_collective_that_takes_too_long_ends_all_and_reports_where_each_is(act
     ends = run(action, setting)
     waiting = [ends[0], ends[2]]
     assert all(end.code == EXIT_CODE for end in waiting)
-    reports = [end.stated for end in waiting if f"longer than the {limit} that a collective may take" in end.stated]
+    reports = [end.stated for end in waiting if f"longer than the {limit} allowed for a collective" in end.stated]
     assert len(reports) == 1
     assert "ranks 0, 2: in all_gather of 0 in forward, microbatch 1, step 6, for" in reports[0]
     assert answer in reports[0]
     assert advice in reports[0]
     if "sleep" in action:
         assert ends[1].code == EXIT_CODE
-        assert "another rank waits too long for a collective. Rank 1 is in no collective" in ends[1].stated
+        assert "another rank has waited too long for a collective. Rank 1 is in no collective" in ends[1].stated
         assert "at <string>:1 in <module>" in ends[1].stated
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
 def test_a_time_that_is_none_is_refused(seconds):
     for call in (partial(set_collective_timeout, seconds), partial(set_collective_timeout, 60, report_after=seconds)):
-        with pytest.raises(ConfigError, match=r"a positive number of seconds, or None, is needed"):
+        with pytest.raises(ConfigError, match=r"expected a positive number of seconds, or None"):
             call()
 
 
@@ -489,7 +489,7 @@ def test_a_barrier_that_other_ranks_do_not_reach_is_reported_early():
     alone = "import threading; threading.Timer(5.5, lambda: os._exit(9)).start(); dist.barrier()"
     ends = run(alone, "import fullshard.liveness.watchdog as watchdog; watchdog._EARLY_S = 2.2")
     reports = "".join(end.stated for end in ends)
-    assert reports.count("and no rank does anything but wait, though not all for the same: every rank must") == 1
+    assert reports.count("and all ranks wait, but not for the same collective: every rank must") == 1
     assert "ranks 0, 2: in all_gather of 0 in forward, microbatch 1, step 6, for" in reports
     assert "rank 1: in torch.distributed.barrier, step 5, at " in reports
 
@@ -583,7 +583,7 @@ EARLY_S, LOOK_S = 0.6, 0.2
 def wait_in_a_circle(rank: int, groups: list[dist.ProcessGroup]) -> str:
     """Rank r waits for rank r + 1 in a process group of these two."""
     collectives = collectives_for(groups[rank], torch.device("cpu"))
-    with pytest.raises(RankMismatchError, match="they wait for one another, in different process groups") as caught:
+    with pytest.raises(RankMismatchError, match="they wait for one another in different process groups") as caught:
         collectives.combine(torch.ones(4), dist.ReduceOp.SUM, origin=Origin("circle", Phase.IDLE))
     return str(caught.value)
 

@@ -663,7 +663,7 @@ def reset_after_a_failure() -> None:
     assert all(unit.residency.users == 0 for unit in units_in(model))
     assert_same(learn(model), expected)
     handle = model.layers[2].register_forward_hook(lambda *_: model.reset_iter_state())
-    with pytest.raises(StateError, match="reset_iter_state within a forward or backward"):
+    with pytest.raises(StateError, match="reset_iter_state was called within a forward"):
         model(inputs())
 
 
@@ -722,7 +722,7 @@ def cut_wrongly(answer: object) -> str:
 @pytest.mark.parametrize("answer", [Cut(2), Cut(-3), Replicate(), 0, "0"])
 def test_a_placement_that_cannot_be_is_refused(answer):
     for message in run_ranks(2, cut_wrongly, answer):
-        assert f"shard_placement_fn gave {answer!r} for layers.0.norm.weight of shape (48,)" in message
+        assert f"shard_placement_fn returned {answer!r} for layers.0.norm.weight of shape (48,)" in message
         assert "Return Shard(dim) with one of its 1 dims" in message
 
 

@@ -375,31 +375,34 @@ def test_units_of_any_model_run_again_in_backward():
 @pytest.mark.parametrize(
     ("config", "stated"),
     [
-        ({"shard_everything": True}, "no key shard_everything"),
+        ({"shard_everything": True}, "unknown key shard_everything"),
         ({"xla": True}, "xla=True is not supported: .*XLA"),
         ({"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, "xla_fsdp_settings"),
         ({"fsdp_use_orig_params": False}, "never flattened"),
-        ({"state_dict_type": "LOCAL_STATE_DICT"}, "no flattened shards"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "not flattened"),
         ({"strategy": "zero4"}, "zero4"),
         ({"strategy": "zero1", "reshard_after_forward": True}, "Leave one of them out"),
-        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "from how many elements"),
-        ({"min_num_params": 100}, "means something with auto_wrap_policy=SIZE_BASED_WRAP"),
-        ({"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": "A"}, "TRANSFORMER_BASED_WRAP only"),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "the number of elements from which"),
+        ({"min_num_params": 100}, "requires auto_wrap_policy=SIZE_BASED_WRAP"),
+        (
+            {"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": "A"},
+            "requires auto_wrap_policy=TRANSFORMER_BASED_WRAP",
+        ),
         ({"auto_wrap_policy": "WRAP"}, "choose one of"),
-        ({"cpu_offload": "perhaps"}, "true or false is needed"),
+        ({"cpu_offload": "perhaps"}, "expected true or false"),
         ({"backward_prefetch": "SOON"}, "choose one of BACKWARD_PRE"),
-        ({"version": 3}, "there are 1 and 2"),
+        ({"version": 3}, "expected 1 or 2"),
         ({"sharding_strategy": "MOST"}, "choose one of FULL_SHARD"),
         ({"param_dtype": "int8"}, "choose one of float32"),
         ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "Set sync_module_states"),
         ({"activation_checkpointing_offload": True}, "needs activation_checkpointing"),
         ({"offload_optimizer": "half"}, "a number from 0 to 1"),
-        ({"offload_optimizer": 0.5}, "has no folder"),
-        ({"offload_folder": "/nvme"}, "nothing is to be there"),
-        ({"offload_folder": "/nvme", "offload_activations_cpu": 1}, "nothing is to be there"),
+        ({"offload_optimizer": 0.5}, "without a folder"),
+        ({"offload_folder": "/nvme"}, "is not used"),
+        ({"offload_folder": "/nvme", "offload_activations_cpu": 1}, "is not used"),
         ({"offload_activations": 2, "offload_folder": "/nvme"}, "from 0 to 1"),
         ({"offload_budget": "20GB", "offload_optimizer": 0.5, "offload_folder": "/nvme"}, "chooses the fractions"),
-        ({"offload_optimizer": 1, "offload_folder": "/nvme", "cpu_offload": True}, "the one or the other"),
+        ({"offload_optimizer": 1, "offload_folder": "/nvme", "cpu_offload": True}, "Leave out one of them"),
         ({"param_init_fn": print}, "param_init_fn"),
     ],
 )
@@ -457,11 +460,13 @@ def test_the_private_names_are_those_of_the_version_that_was_checked():
 
 
 def test_a_library_that_is_missing_or_older_is_reported(monkeypatch):
-    with pytest.raises(MissingLibraryError, match=r"nowhere 1.0 or newer, and found none. .*fullshard\[nowhere\]"):
+    with pytest.raises(
+        MissingLibraryError, match=r"nowhere 1.0 or newer, which is not installed.*fullshard\[nowhere\]"
+    ):
         required.require("nowhere", "1.0", extra="nowhere")
     monkeypatch.setattr(required, "version", lambda library: "1.9.3rc1")
     required.require("anything", "1.9", extra="anything")
-    with pytest.raises(MissingLibraryError, match=r"1.10 or newer, which it is tested with, and found 1.9.3rc1"):
+    with pytest.raises(MissingLibraryError, match=r"1.10 or newer, but found 1.9.3rc1"):
         required.require("anything", "1.10", extra="anything")
 
 

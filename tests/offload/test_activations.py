@@ -301,7 +301,7 @@ def write_in_place(folder: Path) -> None:
         model = alone(lambda model: model, folder, Writing)
         loss = model(rows()).square().mean()
         if fails:
-            with pytest.raises(StateError, match="that backward needs was changed in place since forward saved it"):
+            with pytest.raises(StateError, match="that backward needs was modified in place after forward saved it"):
                 loss.backward()
         else:
             loss.backward()
@@ -311,7 +311,7 @@ def write_in_place(folder: Path) -> None:
         with dry.taped(values=True):  # while a copy of it is under way
             policy = Offload(activations={tier: 1.0}, folder=folder)
             loss = chain(partial(fully_shard, offload_policy=policy), Chain([Writing()]))(rows()).sum()
-            with pytest.raises(StateError, match="that backward needs was changed in place"):
+            with pytest.raises(StateError, match="that backward needs was modified in place"):
                 loss.backward()
 
 
@@ -387,9 +387,9 @@ def test_fractions_are_of_units_the_earliest_first_and_the_root_last(fractions, 
 
 def test_a_policy_that_cannot_be_honoured_is_refused():
     for wrong, why in [
-        ({"activations": {"disk": 0.5}}, "no folder"),
+        ({"activations": {"disk": 0.5}}, "without a folder"),
         ({"activations": {"gpu": 0.5}}, "'gpu' is not a tier of activations"),
-        ({"activations": {"cpu": 0.7, "disk": 0.7}, "folder": "/x"}, "no more than 1 together"),
+        ({"activations": {"cpu": 0.7, "disk": 0.7}, "folder": "/x"}, "their sum at most 1"),
     ]:
         with pytest.raises(ConfigError, match=why):
             Offload(**wrong)

@@ -93,7 +93,7 @@ def test_a_file_system_without_direct_reads_is_used_through_the_cache(tmp_path, 
     file = DiskFile(tmp_path, "state", 1 << 16)
     assert not file.is_direct
     assert there_and_back(file, noise(1 << 16)).equal(noise(1 << 16))
-    with pytest.raises(DiskError, match=r"reads and writes through the system's cache only\. Leave `direct` out"):
+    with pytest.raises(DiskError, match=r"does not support direct I/O\. Leave `direct` out"):
         DiskFile(tmp_path, "state", 1 << 16, direct=True)
 
 
@@ -157,7 +157,9 @@ def test_what_a_disk_cannot_take_is_refused_before_it_is_requested(tmp_path, off
 def test_a_full_disk_is_found_at_the_start(tmp_path):
     free = free_bytes(tmp_path)
     requested = 2 * free
-    with pytest.raises(DiskError, match=rf"{tmp_path}/state: a scratch file of {requested} bytes.*\d+ bytes are free"):
+    with pytest.raises(
+        DiskError, match=rf"{tmp_path}/state: growing .* to {requested} bytes failed, \d+ bytes are free"
+    ):
         DiskFile(tmp_path, "state", requested)
     assert free_bytes(tmp_path) > free // 2
     assert list(tmp_path.iterdir()) == []
@@ -165,7 +167,7 @@ def test_a_full_disk_is_found_at_the_start(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiskError, match=f"{tmp_path}/file is a file, and no folder for a scratch file of 4096 bytes"):
+    with pytest.raises(DiskError, match=f"{tmp_path}/file is a file, but a scratch file of 4096 bytes needs a folder"):
         DiskFile(tmp_path / "file", "state", 4096)
 
 
@@ -285,10 +287,10 @@ def test_how_fast_a_disk_is_makes_no_difference_to_the_memory_of_its_buffers(doi
     ("lines", "path", "kind", "stated"),
     [
         (["/ / rw - ext4"], "/data/run", "ext4", None),
-        (["/ / rw - ext4", "/ /data rw - tmpfs"], "/data/run", "tmpfs", "lies in this machine's memory"),
+        (["/ / rw - ext4", "/ /data rw - tmpfs"], "/data/run", "tmpfs", "is in this machine's memory"),
         (["/ / rw - ext4", "/ /dat rw - tmpfs"], "/data/run", "ext4", None),
-        (["/ /data rw - nfs4", "/ / rw - ext4"], "/data/run", "nfs4", "over a network"),
-        (["/ / rw - ext4", r"/ /my\040data rw shared:1 - fuse.sshfs"], "/my data", "fuse.sshfs", "over a network"),
+        (["/ /data rw - nfs4", "/ / rw - ext4"], "/data/run", "nfs4", "cross a network"),
+        (["/ / rw - ext4", r"/ /my\040data rw shared:1 - fuse.sshfs"], "/my data", "fuse.sshfs", "cross a network"),
         (["/ /data rw - tmpfs", "/ /data rw - xfs"], "/data/run", "xfs", None),
         ([], "/data", None, None),
     ],
@@ -393,17 +395,17 @@ def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path):
 
 
 def test_measuring_needs_time_and_room(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="for 0 seconds: takes some time"):
+    with pytest.raises(ConfigError, match="for 0 seconds: must be greater than 0"):
         speed.measure(tmp_path, seconds=0)
     monkeypatch.setattr(speed, "free_bytes", lambda folder: 20 << 20)
     assert speed.measure(tmp_path, seconds=0.1).free_bytes == 20 << 20, "what is little is enough to measure on"
     monkeypatch.setattr(speed, "free_bytes", lambda folder: 1 << 20)
-    with pytest.raises(DiskError, match="1048576 bytes are free there, and 16777216 are needed to measure on"):
+    with pytest.raises(DiskError, match="1048576 bytes are free there, but the measurement needs 16777216"):
         speed.measure(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(DiskError, match=r"file is a file, and no folder for"):
+    with pytest.raises(DiskError, match=r"file is a file, but"):
         speed.measure(tmp_path / "file")
-    with pytest.raises(DiskError, match=r"file/below: Not a directory .*Name another folder"):
+    with pytest.raises(DiskError, match=r"file/below: Not a directory .*Choose another folder"):
         speed.measure(tmp_path / "file" / "below")
 
 
@@ -424,7 +426,7 @@ def test_what_offloading_costs_is_the_formula_of_the_page():
     assert found.written_a_day == pytest.approx(56e9 * 86400 / 56)
     assert found.steps_of_life == pytest.approx(1200e12 / 56e9)
     stated = "\n".join(found.lines(10_000))
-    assert "560 TB in 10000 steps: 46.7% of the 1200 TB that a disk of 2 TB is likely to bear" in stated
+    assert "560 TB in 10000 steps: 46.7% of the 1200 TB that a disk of 2 TB is likely to endure" in stated
     assert "86.4 TB a day" in stated and "56 s of the disk, for a step of 56 to 76 s" in stated
     of_sheet = predict_load(disk(), Traffic.of_optimizer(7e9), endurance_bytes=1.5e12).lines(10_000)
     assert of_sheet[-1].endswith("37333.3% of the 1.5 TB that its data sheet warrants")
@@ -460,13 +462,13 @@ def test_the_command_states_what_a_folder_costs(tmp_path, capsys, monkeypatch):
     stated = capsys.readouterr().out
     assert "takes 0.008 GB" in stated and "0.004 TB in 500 steps" in stated
     for wrong, why in [
-        ([], "FOLDER must be named"),
+        ([], "FOLDER must be given"),
         ([str(tmp_path), "--fraction", "1.5"], "--fraction 1.5: must be from 0 to 1"),
         ([str(tmp_path), "--shards", "2"], "--shards 2: must be from 0 to 1"),
-        ([str(tmp_path), "--steps", "0"], "must be from 1 on"),
-        ([str(tmp_path), "--parameters", "-3"], "--parameters -3: must be from 0 on"),
-        ([str(tmp_path), "--step-seconds", "-1"], "--step-seconds -1: must be from 0 on"),
-        ([str(tmp_path), "--endurance", "0"], "--endurance 0: a disk bears some writing"),
+        ([str(tmp_path), "--steps", "0"], "must be 1 or more"),
+        ([str(tmp_path), "--parameters", "-3"], "--parameters -3: must be 0 or more"),
+        ([str(tmp_path), "--step-seconds", "-1"], "--step-seconds -1: must be 0 or more"),
+        ([str(tmp_path), "--endurance", "0"], "--endurance 0: must be greater than 0"),
     ]:
         with monkeypatch.context() as patch:
             patch.setattr("fullshard.cli.disk.measure", None)  # nothing has been measured then

@@ -48,7 +48,7 @@ def test_a_disk_that_becomes_slow_is_reported_once(caplog, measured, slower):
     for record in caplog.records:
         stated = record.getMessage()
         assert f"{2 / slower:.3g} GB/s now, 2 GB/s {'when it was measured' if measured else 'in the first'}" in stated
-        assert f"needs {slower:.3g} s instead of 1 s" in stated
+        assert f"takes {slower:.3g} s instead of 1 s" in stated
 
 
 def test_a_disk_that_is_never_idle_is_no_slow_one(caplog):

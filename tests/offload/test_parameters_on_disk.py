@@ -146,7 +146,7 @@ def look(folder: Path) -> None:
         with summon_full_params(model), torch.no_grad():
             for param in model.parameters():
                 param.add_(1)
-    assert_same(wholes(there), wholes(plain), name="written to in place")
+    assert_same(wholes(there), wholes(plain), name="modified in place")
 
     left = []
     for model in (there, plain):
@@ -262,7 +262,7 @@ def weigh(folder: Path) -> None:
     found = measure_ledger(model, optimizer, lambda: model(torch.randn(4, WIDTH)).square().mean())
     predicted = predict_ledger(model)
     assert (predicted.parameters, predicted.gradients) == (found.parameters, found.gradients) == (0, 0)
-    assert "12 of 13 units rest on a disk between uses" in explain(model)
+    assert "12 of 13 units are on a disk between uses" in explain(model)
 
 
 def test_memory_is_that_of_few_units_from_the_making_of_the_model_on(tmp_path):
@@ -300,7 +300,7 @@ def fail(folder: Path) -> None:
 
         setattr(os, call, broken)
         try:
-            with pytest.raises(DiskError, match="go on from the last checkpoint, on another disk"):
+            with pytest.raises(DiskError, match="continue from the last checkpoint, on another disk"):
                 optimizer.step()
                 loss_of(model, my_part(batch(1)))
         finally:
@@ -317,7 +317,7 @@ def fail_unreported(folder: Path) -> None:
     model = build(1.0, folder)
     model.set_manual_backward_finalization(True)
     broken = mock.patch("os.preadv", side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
-    with torch.no_grad(), broken, pytest.raises(DiskError, match="go on from the last checkpoint"):
+    with torch.no_grad(), broken, pytest.raises(DiskError, match="continue from the last checkpoint"):
         loss_of(model, my_part(batch(0)))
 
 

@@ -199,7 +199,7 @@ def test_a_report_has_the_bytes_on_disk_and_the_bytes_moved_per_step(tmp_path):
         ahead = WIDTH * WIDTH * 4 / COUNTED if state == "parameters" else 0
         assert element.arrived - ahead <= disk.comes[state] <= element.arrived, state
     assert disk.goes == {state: item.passed for (_, state), item in moved.items()}
-    assert "on the disk" in text and "in a step of one microbatch" in text
+    assert "on the disk" in text and "per step of one microbatch" in text
 
 
 def test_a_report_of_a_run_without_offload_has_nothing_new(tmp_path):

@@ -447,8 +447,8 @@ def test_the_command_writes_the_page_and_states_the_verdict(
 @pytest.mark.parametrize(
     ("words", "stated"),
     [
-        ([], "RUN must be named"),
-        (["{empty}"], "no run is recorded there"),
+        ([], "RUN must be given"),
+        (["{empty}"], "no run was recorded there"),
         (["{empty}", "--agianst=x"], "Did you mean against?"),
     ],
 )

@@ -403,7 +403,7 @@ def test_a_torn_tail_and_a_missing_rank_are_tolerated_and_nothing_is_an_error(tr
     path.unlink()
     assert [rank.rank for rank in read_run(folder).ranks] == [0]
     path_of(folder, 0).unlink()
-    with pytest.raises(fullshard.ConfigError, match="no run is recorded there"):
+    with pytest.raises(fullshard.ConfigError, match="no run was recorded there"):
         read_run(folder)
 
 
@@ -418,7 +418,7 @@ def test_damaged_lines_are_reported_and_other_lines_are_read(trained, tmp_path, 
     path.write_bytes(b"".join(lines))
     assert np.array_equal(read_run(folder).step_s, whole.step_s, equal_nan=True)
     (record,) = caplog.records
-    assert f"{path}: damaged and left out: line 3 (1 in all)." == record.message
+    assert f"{path}: skipped damaged line 3 (1 in total)." == record.message
 
 
 ODD_VALUES = [None, True, -1, 0.5, math.nan, 10**30, "9", "<b>", "\x1b[31m", [], [None], {}, {"a": 1}, 2**31]
@@ -469,7 +469,7 @@ def test_any_value_at_any_place_of_a_log_is_shown_or_left_out(trained, tmp_path,
 def test_a_folder_that_cannot_be_written_is_an_error_of_our_own(trained, tmp_path):
     folder = copied(trained, tmp_path)
     (folder / "report.json.new").mkdir()
-    with pytest.raises(fullshard.ConfigError, match="the page cannot be written there"):
+    with pytest.raises(fullshard.ConfigError, match="the report cannot be written there"):
         report_command([str(folder)])
 
 
@@ -586,7 +586,7 @@ def test_a_disk_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path,
             file.add("step", n=number)
             file.flush()
         file.close()
-    assert [record.message.count("nothing more is recorded") for record in caplog.records] == [1, 1]
+    assert [record.message.count("recording of this run has ended") for record in caplog.records] == [1, 1]
 
 
 def test_a_page_that_finds_no_room_is_a_warning_of_one_line(tmp_path, caplog):

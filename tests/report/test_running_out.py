@@ -156,4 +156,4 @@ def test_a_nearly_full_container_is_reported_once(reported):
     """The page is written while there is memory for it, and the run continues."""
     assert reported["near"]["notes"] == []
     assert reported["near"]["state"].used_bytes == 99
-    assert sum("about to run out of memory" in item for item in reported["near"]["logged"]) == 1
+    assert sum("will soon run out of memory" in item for item in reported["near"]["logged"]) == 1

@@ -80,10 +80,10 @@ def test_with_little_time_fewer_sizes_are_measured(stated):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--out", "here.json"], "Name it here.toml"),
+        (["--out", "here.json"], "Use here.toml"),
         (["--out", "/proc/none/here.toml"], "cannot be written"),
-        (["--device", "tpu"], "Take cpu or cuda"),
-        (["--seconds", "0"], "Give it 30 seconds"),
+        (["--device", "tpu"], "Expected cpu or cuda"),
+        (["--seconds", "0"], "Pass 30"),
         (["--secs", "1"], "Did you mean seconds"),
     ],
 )

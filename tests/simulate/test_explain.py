@@ -36,9 +36,9 @@ def test_every_parameter_is_named_with_shape_dtypes_and_placement(strategy):
         assert len(re.findall(rf"^    {re.escape(name)} \(", text, re.MULTILINE)) == 4
     assert "head.weight (5, 48): " in text
     assert "stored float32, computed and gathered bfloat16, reduced float32; frozen" in text
-    assert "this is part 1 of 3" in text
+    assert "this is shard 1 of 3" in text
     assert ("Replicate()" in text or "R;" in text) == (strategy == "ddp")
-    assert "order: not known before the first forward" in text
+    assert "order: unknown before the first forward" in text
     assert "layers.3: FSDPLayer, 18,768 parameters" in text
     for nbytes in (ledger.parameters, ledger.gradients, ledger.total):
         size = f"{nbytes / 1024:,.1f} KiB" if nbytes < 2**20 else f"{nbytes / 2**20:,.1f} MiB"
@@ -91,5 +91,5 @@ def offloaded(folder: str) -> str:
 
 def test_the_placement_of_activations_is_reported(tmp_path):
     text = run_ranks(1, offloaded, str(tmp_path))[0]
-    assert f"what forward keeps of 25% of all units is in {tmp_path} until backward\n" in text
-    assert "of 50% of all units is in the host's memory, where the CPU computes, until backward\n" in text
+    assert f"saved activations of 25% of all units are in {tmp_path} until backward\n" in text
+    assert "of 50% of all units are in the host's memory, where the CPU computes, until backward\n" in text

@@ -68,7 +68,7 @@ def test_a_difference_is_explained_by_what_took_the_time():
     assert "reductions" in causes(step_s=1.5, gather_s=0.2, reduce_s=0.55)
     assert "waited for a core" in causes(step_s=1.5, gather_s=0.2, core_s=0.4)
     assert "slower compute" in causes(step_s=1.5, gather_s=0.2, core_s=0.01, input_s=0.01)
-    assert "described as slower" in causes(step_s=0.5)
+    assert "faster than its description" in causes(step_s=0.5)
     assert "20% more memory" in causes(needed_bytes=1200)
     assert causes(step_s=1.09, needed_bytes=1090, input_s=0.09) == ""
 
@@ -109,7 +109,7 @@ def test_the_background_process_reports_why_it_has_no_result():
         Forecasting(break_off).result()
     function = of_script
     function.__module__ = "__main__"
-    with pytest.raises(ConfigError, match=r"of_script is of the script that runs.*into a module"):
+    with pytest.raises(ConfigError, match=r"of_script is defined in the running script.*to a module"):
         Forecasting(break_off, function)
     with pytest.raises(ConfigError, match="no units"):
         predict_beside(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), chain, inputs)
@@ -151,7 +151,7 @@ def both(out: Path) -> list[Any]:
 
 def test_a_run_shows_what_was_predicted_next_to_what_was_measured(tmp_path, capsys):
     first, second = run_ranks(2, both, tmp_path / "run")
-    assert second == [0] and first[0] == 0 and first[1].startswith("predicted beside measured")
+    assert second == [0] and first[0] == 0 and first[1].startswith("predicted and measured")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     found = {line["kind"]: line for line in lines}
     predicted, measured = found["forecast"]["by_state"], found["measured"]["by_state"]
@@ -164,7 +164,7 @@ def test_a_run_shows_what_was_predicted_next_to_what_was_measured(tmp_path, caps
     assert "activations" in capsys.readouterr().out
     assert main(["plan", "--against", str(tmp_path / "run"), "--json", "-"]) == 0
     assert {row["name"] for row in json.loads(capsys.readouterr().out)["rows"]} >= {"memory", "  activations"}
-    with pytest.raises(ConfigError, match="no run that was predicted"):
+    with pytest.raises(ConfigError, match="found no run with a prediction"):
         comparison_of(tmp_path)
 
 
@@ -185,7 +185,7 @@ def test_a_prediction_counts_the_model_s_own_work():
     assert plain.fits and 0 < plain.flops_utilisation < 1
     assert plain.peak.nbytes <= sum(plain.most_by_state.values())
     assert prediction(Layer, replace(hardware("h100-80"), memory_bytes_per_s=1e9)).step_s > plain.step_s
-    with pytest.raises(ConfigError, match="a tape of 0 steps"):
+    with pytest.raises(ConfigError, match="a trace of 0 steps"):
         read_off(dry.Tape(), hardware("h100-80"), 1)
 
 

@@ -78,17 +78,17 @@ def test_hosts_of_another_size_are_otherwise_the_same():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"h100: no hardware of that name.*a100-80.*h100-80.*`here`.*TOML file"):
+    with pytest.raises(ConfigError, match=r"h100: neither known hardware.*a100-80.*h100-80.*`here`.*TOML file"):
         hardware("h100")
 
 
 @pytest.mark.parametrize(
     ("text", "reported"),
     [
-        ('name = "ours"', r"says nothing of kind.*link.*like = "),
+        ('name = "ours"', r"lacks kind.*link.*like = "),
         ('like = "h100-80"\nflops = 1', r"flops: unknown"),
         ('like = "h100-80"\n[link]\nspeed = 1', r"speed.*docs/plan.md"),
-        ('like = "h100-81"', r"h100-81: no hardware of that name"),
+        ('like = "h100-81"', r"h100-81: neither known hardware"),
         ("like = ", r"not valid TOML"),
     ],
 )

@@ -209,7 +209,7 @@ def test_twice_the_hosts_are_reported_if_they_cannot_share_the_batch():
     with Workers(question) as workers:
         of_network, of_twice = what_ifs(search(question, workers), workers)
     assert of_network.figures is not None and of_twice.figures is None
-    assert str(of_twice) == "Twice the hosts: --global-batch 16: 32 ranks cannot share 16 rows evenly. Take 32."
+    assert str(of_twice) == "Twice the hosts: --global-batch 16: 32 ranks cannot share 16 rows evenly. Use 32."
 
 
 def test_without_gradients_to_keep_zero1_and_zero2_are_identical():
@@ -308,11 +308,11 @@ def test_the_disk_is_considered_and_reported_if_nothing_else_fits(tmp_path, caps
     argv = [*TIGHT, "--hardware", str(tmp_path / "small.toml")]
     code, stated = reported(capsys, *argv)
     assert code == 0, stated
-    assert "1 of which a host's memory cannot hold enough, with states on the CPU" in stated
-    assert "of the optimizer's state on a disk" in stated and "TB written a day" in stated
+    assert "1 of which the memory of a host is too small, with states on the CPU" in stated
+    assert "of the optimizer's state on a disk" in stated and "TB written per day" in stated
     assert 'offload_policy=Offload(optimizer={"disk": 0.' in stated and "--offload-optimizer 0." in stated
     code, stated = reported(capsys, *argv, "--why", "ddp")
-    assert code == 1 and re.search(r"Nearest to fitting: .*% of states on disk.* fits, with", stated), stated
+    assert code == 1 and re.search(r"Closest to fitting: .*% of states on disk.* fits, with", stated), stated
 
 
 def test_states_are_on_the_cpu_before_any_are_on_a_disk(capsys):
@@ -679,7 +679,7 @@ def test_a_model_of_a_configuration(tmp_path, capsys):
 def test_other_questions(capsys, tmp_path):
     size = ["--size", "nano", "--layers", "6", "--seq", "32"]
     code, out = reported(capsys, *size, "--fits-on")
-    assert code == 0 and "Fewest ranks that will do: 1 (" in out
+    assert code == 0 and "Fewest ranks that are enough: 1 (" in out
     code, out = reported(capsys, *size, "--largest-batch", "--html", str(tmp_path / "plan.html"))
     assert code == 0 and "Largest microbatch: " in out
     assert (tmp_path / "plan.html").stat().st_size > 1000
@@ -723,7 +723,7 @@ def test_suggestions_are_sorted_by_the_memory_that_they_need():
         likes = nearest(tight, program, workers)
     assert [(like.sketch.program.checkpointing, like.fits) for like in likes] == [("every-1", True), ("none", False)]
     (line,) = nearest_lines(tight, likes[1], likes)
-    assert line.startswith("Nearest to fitting: zero2, checkpoints every-1, rows 1 x 1: ") and "fits, with" in line
+    assert line.startswith("Closest to fitting: zero2, checkpoints every-1, rows 1 x 1: ") and "fits, with" in line
 
 
 def test_values_are_measured_if_requested(models, capsys):
@@ -754,50 +754,53 @@ OWN = ["--model", "my_training:make_model", "--batch", "my_training:make_batch"]
             ["--model", "my_training:Item", "--batch", "my_training:pair"],
             "Item.forward does not take a batch of .*--loss",
         ),
-        (["--model", "my_training:make_model", "--batch", "my_training:numbered"], "the same for 1 row and for 2"),
+        (
+            ["--model", "my_training:make_model", "--batch", "my_training:numbered"],
+            "same shapes for 1 row and for 2",
+        ),
         ([*OWN, "--optimizer", "my_training:one_row"], "It is called with a list of parameters"),
         ([*OWN, "--optimizer", "my_training:make_batch"], r"py:\d+: .*TypeError"),
         ([*OWN, "--optimizer", "builtins:list"], "returned list, but must return an optimizer"),
         ([*OWN, "--loss", "my_training:one_row"], "called with the model and a batch"),
-        ([*OWN, "--seq", "8"], "--seq: not for a model of --model"),
-        (["--size", "nano", "--batch", "my_training:make_batch"], "--batch: not for a model of --size.*take --model"),
-        (["--size", "nano", "--fits-on", "--why", "zero3"], "--fits-on and --why are questions of their own"),
+        ([*OWN, "--seq", "8"], "--seq: not supported with --model"),
+        (["--size", "nano", "--batch", "my_training:make_batch"], "--batch: not supported with --size.*use --model"),
+        (["--size", "nano", "--fits-on", "--why", "zero3"], "--fits-on and --why cannot be combined"),
         (["--size", "nano", "--largest-batch", "--global-batch", "8"], "Leave --global-batch out"),
         (["--size", "nano", "--why", "zero3", "--html", "x.html"], "Leave --html out"),
         (["--size", "nano", "--against", "x"], "Leave --size out"),
         (["--size", "nano", "--most", "-1"], "--most -1: must be 0 or more"),
         (
             ["--model", "my_training:make_sharded", "--batch", "my_training:make_batch", "--strategies", "zero3"],
-            "--strategies: .* shards its model itself",
+            "--strategies: .* already shards its model",
         ),
-        (["--size", "nano", "--hardware", "h1000"], "no hardware of that name .* h100-80"),
+        (["--size", "nano", "--hardware", "h1000"], "neither known hardware .* h100-80"),
         (["--size", "nano", "--hardware", "here"], "Run `fullshard calibrate` first"),
-        (["--size", "nano", "--global-batch", "9"], "8 ranks cannot share 9 rows evenly. Take 8 or 16"),
+        (["--size", "nano", "--global-batch", "9"], "8 ranks cannot share 9 rows evenly. Use 8 or 16"),
         (["--size", "nano", "--per-host", "9"], "a host of h100-80 has 8"),
         (["--size", "nano", "--hosts", "0"], "--hosts 0: must be at least 1"),
-        (["--size", "nano", "--gpu-memory", "2"], "must be a share"),
-        (["--size", "nano", "--disk", "/no/such/disk"], "there is no such folder"),
+        (["--size", "nano", "--gpu-memory", "2"], "must be a fraction"),
+        (["--size", "nano", "--disk", "/no/such/disk"], "the folder does not exist"),
         (
             ["--model", "my_training:Waits", "--batch", "my_training:make_batch"],
-            r"py:\d+ in .*forward has asked for a value .*100 times.*does not end. Add --measure",
+            r"py:\d+ in .*forward has read a value .*100 times.*does not end. Add --measure",
         ),
         (["--size", "nano", "--seq", "0"], "--seq 0"),
         (["--size", "nano", "--measure"], "Leave it out"),
-        (["--size", "nano", "--strategies", "zero9"], "zero9 is unknown. Take some of ddp"),
-        (["--size", "nano", "--precision", "int3"], "Take some of bf16"),
+        (["--size", "nano", "--strategies", "zero9"], "zero9 is unknown. Choose from ddp"),
+        (["--size", "nano", "--precision", "int3"], "Choose from bf16"),
         (["--size", "nano", "--gather-wire", "int3"], "Take one of int8"),
         (["--size", "nano", "--why", "zero4"], "Did you mean"),
         (["--size", "giant"], "--size giant: unknown"),
         ([], "found none of them"),
         (["--size", "nano", "--config", "x.json"], "found --config and --size"),
         (["--config", "nowhere.json"], "cannot be read as JSON"),
-        (["--model", "nowhere:make", "--batch", "nowhere:make"], "there is no such module"),
+        (["--model", "nowhere:make", "--batch", "nowhere:make"], "no such module in"),
         (["--model", "my_training:make_model"], "--batch is missing"),
         (["--model", "my_training:not_a_model", "--batch", "my_training:make_batch"], "must return the model"),
         (["--model", "my_training:made_of_values", "--batch", "my_training:make_batch"], r"py:\d+: return nn.Linear"),
         (
             ["--model", "my_training:Item", "--batch", "my_training:make_batch"],
-            r"reads a value within its forward \(.*py:\d+: return x \* 2 if x.sum",
+            r"its forward reads a value \(.*py:\d+: return x \* 2 if x.sum",
         ),
         (["--model", "torch.nn:Identity", "--batch", "my_training:make_batch"], "without trained parameters"),
     ],
@@ -833,7 +836,7 @@ def test_what_cannot_be_a_loss_is_answered(models):
     class Nothing(nn.Module):
         def forward(self, x: Tensor) -> None: ...
 
-    with pytest.raises(ConfigError, match="returned NoneType, which is not a tensor"):
+    with pytest.raises(ConfigError, match="returned NoneType, which is neither a tensor"):
         own_loss(Nothing(), torch.ones(1))
 
 

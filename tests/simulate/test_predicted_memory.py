@@ -148,7 +148,7 @@ def test_a_loop_that_waits_for_a_value_is_named(monkeypatch):
             batch = batch - 1
         return model(batch).mean()
 
-    with pytest.raises(ConfigError, match=r"in .*loss has asked for a value .*100 times in a row.*values=True"):
+    with pytest.raises(ConfigError, match=r"in .*loss has read a value .*100 times in a row.*values=True"):
         dry.run(lambda: fully_shard(nn.Linear(8, 8)), lambda: torch.randn(4, 8), world=2, loss=loss)
 
 

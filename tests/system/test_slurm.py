@@ -69,7 +69,7 @@ def submit(slurm: Slurm, out: Path, programs: Path) -> int:
 def wait_for_resumes(out: Path, count: int) -> None:
     """Wait until the run has resumed `count` times."""
     deadline = time.monotonic() + 100
-    while (stated := (out.parent / "said").read_text()).count("Going on after step") < count:
+    while (stated := (out.parent / "said").read_text()).count("Resuming after step") < count:
         assert time.monotonic() < deadline, stated[-4000:]
         time.sleep(0.1)
 

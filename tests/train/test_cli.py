@@ -40,16 +40,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--text", "no/such/text"], "no such file or folder"),
+        (["--text", "no/such/text"], "the file or folder does not exist"),
         (["--text", "{short}"], "too short"),
         (["--strategy", "zero4"], "Did you mean zero"),
         (["--size", "gigantic"], "Take one of nano"),
         (["--dtype", "float8"], "Take one of float32 or bfloat16"),
         (["--width", "100", "--heads", "3"], "Take --width 96"),
-        (["--ranks", "2", "--batch", "7"], "Take 6 or 8"),
+        (["--ranks", "2", "--batch", "7"], "Use 6 or 8"),
         (["--ranks", "0"], "at least 1 rank"),
-        (["--ranks", "3", "--strategy", "hsdp", "--replicas", "2"], "Take one of 1, 3"),
-        (["--replicas", "2"], "has no replicas"),
+        (["--ranks", "3", "--strategy", "hsdp", "--replicas", "2"], "Choose one of 1, 3"),
+        (["--replicas", "2"], "does not use replicas"),
         (["--steps", "0"], "at least 1"),
         (["--steps", "many"], "must be a whole number"),
         (["--lr", "nan"], "must be a finite number"),
@@ -92,7 +92,7 @@ def test_every_rank_refuses_bad_input_and_the_first_states_so(
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert main(["train", "--ranks", "2"]) == 2
-        assert ("torchrun has started 4 ranks" in capsys.readouterr().err) == (rank == "0")
+        assert ("torchrun started 4 ranks" in capsys.readouterr().err) == (rank == "0")
 
 
 def test_ranks_are_started_with_the_users_words_and_a_folder_of_their_own(
@@ -191,7 +191,7 @@ def test_a_broken_connection_is_not_taken_for_a_closed_pipe(monkeypatch: pytest.
 
 def test_a_folder_that_is_missing_is_refused_and_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["disk", str(tmp_path / "no" / "thing")]) == 2
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "the folder does not exist" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -261,4 +261,4 @@ def test_a_full_disk_is_one_line_that_names_the_file(
         prepare(monkeypatch)
     assert main([word.format(full=full) for word in argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{full}: cannot be written (No space left on device). Free space on that disk, or name another" in line
+    assert f"{full}: cannot be written (No space left on device). Free space on that disk, or choose another" in line

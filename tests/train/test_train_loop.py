@@ -172,7 +172,7 @@ def refused(folder: Path, flags: list[str]) -> None:
     ):
         with pytest.raises(DiskError, match=f"{free} are free. Ask for --offload") as caught:
             lines(flags)
-        [requested] = re.findall(r"Ask for (.*), make room", str(caught.value))
+        [requested] = re.findall(r"Ask for (.*), free space", str(caught.value))
         assert len(lines(requested.split())) == 4
         assert [part for part in requested.split() if part[0] == "-"] == flags[::2]
 
@@ -217,7 +217,7 @@ def train_as_a_user_does(out: Path, argv: list[str]) -> None:
 def train_without_room(out: Path, argv: list[str]) -> None:
     with (
         mock.patch("fullshard.train.predicting.free_bytes", lambda _: 10),
-        pytest.raises(DiskError, match=r"10 are free\. Not even one unit fits"),
+        pytest.raises(DiskError, match=r"10 are free\. One unit does not fit"),
     ):
         train_as_a_user_does(out, argv)
 
@@ -264,7 +264,7 @@ def test_weights_on_disk_validate_as_the_run_did(two_ranks: Path) -> None:
 def train_unevenly(out: Path) -> None:
     rank = replace(this_rank(), local_world=3 if dist.get_rank() == 2 else 1, machines=2)
     settings = parse_settings([*QUICK, "--strategy", "hsdp", "--out", str(out)])
-    with pytest.raises(ConfigError, match=r"one has 1 and another 3 ranks\. .* name --replicas"):
+    with pytest.raises(ConfigError, match=r"machines have 1 to 3 ranks\. .* set --replicas"):
         train(settings, check(settings, rank.world, rank.machines), rank)
     assert not out.exists()
 

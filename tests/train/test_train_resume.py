@@ -179,7 +179,7 @@ def test_a_run_that_could_save_no_checkpoint_is_an_error_after_its_end(writable_
     assert weights(tmp_path / "run")
     if writable_from is None:
         assert "no checkpoint could be saved since this run started" in first
-        assert "FileExistsError" in first and "name another --out" in first
+        assert "FileExistsError" in first and "choose another --out" in first
     else:
         assert first is None
 
@@ -193,7 +193,7 @@ def refuse(out: Path, argv: list[str]) -> str:
 def test_a_run_that_has_gone_further_is_refused(whole, tmp_path):
     resume = str(whole / "checkpoints")
     (stated,) = run_ranks(1, refuse, tmp_path / "new", ["--steps", "2", "--resume", resume])
-    assert "has 4 steps behind it, and --steps 2 asks for fewer" in stated
+    assert "has completed 4 steps, but --steps is 2" in stated
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_another_text_is_refused(whole, tmp_path):
     text.write_text("to be or not to be " * 120)
     argv = [*SAVING, "--text", str(text), "--batch", "2", "--resume", "auto"]
     (stated,) = run_ranks(1, refuse, out, argv)
-    assert "Put the text back as it was" in stated
+    assert "Restore the text" in stated
 
 
 @pytest.mark.parametrize(
@@ -233,23 +233,23 @@ def test_auto_needs_to_know_where():
     [
         (["--keep", "0"], "at least 1"),
         (["--checkpoint-every", "-1"], "at least 0"),
-        (["--resume", "no/where"], "there is no such folder"),
+        (["--resume", "no/where"], "the folder does not exist"),
         (["--gather-wire", "int4"], "Take one of int8 or fp8"),
-        (["--gather-wire", "int8", "--strategy", "ddp"], "no parameters are gathered"),
+        (["--gather-wire", "int8", "--strategy", "ddp"], "does not gather parameters"),
         (["--reduce-wire", "fp8"], "Take one of bf16, int8 or int4"),
         (["--reduce-wire", "bf16", "--reduce-dtype", "bfloat16"], "summed in float32"),
-        (["--offload-optimizer", "1.5"], "--offload-optimizer 1.5: is a part of the whole, from 0 to 1"),
+        (["--offload-optimizer", "1.5"], "--offload-optimizer 1.5: must be a fraction from 0 to 1"),
         (
             ["--offload-parameters", "0.7", "--offload-optimizer-cpu", "0.5", "--offload-folder", "."],
-            "--offload-parameters 0.7 puts on a disk what",
+            "--offload-parameters 0.7 and",
         ),
         (["--offload-activations", "0.5"], "--offload-activations 0.5 needs --offload-folder"),
         (["--offload-activations-cpu", "1.5"], "--offload-activations-cpu 1.5: is a part of the whole"),
         (
             ["--offload-activations-cpu", "0.7", "--offload-activations", "0.5", "--offload-folder", "."],
-            "--offload-activations 0.5 and --offload-activations-cpu 0.7: are parts of one whole",
+            "--offload-activations 0.5 and --offload-activations-cpu 0.7: their sum must be at most 1",
         ),
-        (["--offload-folder", "."], "--offload-folder .: nothing is to be there"),
+        (["--offload-folder", "."], "--offload-folder .: not used"),
         (["--offload-budget", "9GB", "--offload-activations-cpu", "1"], "with --offload-activations-cpu 1: a budget"),
     ],
 )
@@ -319,12 +319,12 @@ def test_sigterm_saves_and_ends_with_a_code_that_means_start_me_again(rounds, tm
             run.kill()
         assert run.returncode == PREEMPTED == 75, err
         assert err == ""
-        assert "Go on by --resume auto" in out
+        assert "Resume with --resume auto" in out
         last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
         assert last["kind"] == "stopped"
         assert Manifest.read(latest(tmp_path / "checkpoints")).step == last["step"] >= reached
         reached = last["step"]  # or the next round would ask ranks to stop that have not begun
-        assert ("Going on after step" in out) == (round_ > 0)
+        assert ("Resuming after step" in out) == (round_ > 0)
 
 
 def test_only_the_ranks_that_save_heed_sigterm():

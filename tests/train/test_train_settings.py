@@ -87,7 +87,7 @@ def test_the_command_line_overrides_the_file_in_any_order(name: str, content: st
         ("steps:", "steps has no value"),
         ("steps: [1, 2]", "steps must be one value, not a list"),
         ("activation-checkpointing: 3", "must be true or false"),
-        ("config: other.yaml", "names another configuration file"),
+        ("config: other.yaml", "refers to another configuration file"),
         ("- steps", "must hold option names with values"),
         ("steps: {", "is not valid YAML"),
     ],
@@ -148,7 +148,7 @@ def test_a_batch_left_out_suits_every_world_size(world: int) -> None:
 
 
 def test_a_batch_that_ranks_cannot_share_names_the_ones_they_can() -> None:
-    for batch, world, words in ((10, 4, "Take 8 or 12"), (3, 4, "Take 4."), (0, 2, "Take 2."), (-1, 2, "Take 2.")):
+    for batch, world, words in ((10, 4, "Use 8 or 12"), (3, 4, "Use 4."), (0, 2, "Use 2."), (-1, 2, "Use 2.")):
         with pytest.raises(ConfigError, match=words):
             rows_of(OptimizationSettings(batch=batch), world)
 
@@ -171,9 +171,9 @@ def test_replicas_are_one_a_machine_or_two_and_only_for_hybrid_strategies() -> N
     assert replicas_of(hybrid, world=3) == replicas_of(hybrid, world=1) == 1
     assert replicas_of(hybrid, world=3, machines=3) == 3
     assert replicas_of(ParallelSettings(strategy="zero3"), world=4) is None
-    with pytest.raises(ConfigError, match="Take one of 1, 3"):
+    with pytest.raises(ConfigError, match="Choose one of 1, 3"):
         replicas_of(replace(hybrid, replicas=2), world=3)
-    with pytest.raises(ConfigError, match="has no replicas"):
+    with pytest.raises(ConfigError, match="does not use replicas"):
         replicas_of(ParallelSettings(strategy="zero2", replicas=2), world=4)
 
 

@@ -132,7 +132,7 @@ def test_the_default_text_is_the_standard_library() -> None:
 
 
 def test_no_text_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file or folder"):
+    with pytest.raises(ConfigError, match="the file or folder does not exist"):
         find_text(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="no text files"):
         find_text(tmp_path)

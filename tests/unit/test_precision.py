@@ -56,7 +56,7 @@ def test_a_contract_reads_as_a_sentence():
     ],
 )
 def test_what_is_no_floating_point_dtype_is_refused_by_name(policy, name, wrong):
-    with pytest.raises(ConfigError, match=rf"{policy.__name__}\({name}=.*floating-point torch.dtype is needed"):
+    with pytest.raises(ConfigError, match=rf"{policy.__name__}\({name}=.*expected a floating-point torch.dtype"):
         policy(**{name: wrong})
 
 

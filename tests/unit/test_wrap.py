@@ -246,9 +246,9 @@ def test_a_container_without_forward_cannot_hold_parameters_as_a_unit():
 @pytest.mark.parametrize(
     ("policy", "stated"),
     [
-        ({nn.Linear}, "is not a policy.*ModuleWrapPolicy"),
-        (ModuleWrapPolicy, "is not a policy"),
-        (None, "is not a policy"),
+        ({nn.Linear}, "is not a wrap policy.*ModuleWrapPolicy"),
+        (ModuleWrapPolicy, "is not a wrap policy"),
+        (None, "is not a wrap policy"),
         (transformer_auto_wrap_policy, "missing a required argument: 'transformer_layer_cls'.*functools.partial"),
         (lambda module: True, "cannot be called with module, recurse and nonwrapped_numel"),
         (partial(transformer_auto_wrap_policy, transformer_layer_cls=nn.Linear), "Pass a set of module classes"),

@@ -244,7 +244,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
     except OSError as error:
         raise CheckpointError(
             f"{path}: expected the metadata of a checkpoint, found none ({error.strerror}). Name the folder that "
-            "torch.distributed.checkpoint or fullshard.checkpoint has written."
+            "torch.distributed.checkpoint or fullshard.checkpoint wrote."
         ) from error
     except CheckpointError as error:
         raise CheckpointError(
@@ -386,7 +386,7 @@ class _RegularFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        assert mode == "rb", "this file system only reads"
+        assert mode == "rb", "the file system is read-only"
         with open_regular(path) as file:
             yield file
 
@@ -446,7 +446,7 @@ def _start_of_tensor(entry: _Entry, nbytes: int) -> int:
         [record] = [item for item in records.infolist() if item.filename.endswith("/data/0")]
         order = records.read(record.filename.removesuffix("data/0") + "byteorder").decode()
     if order != sys.byteorder:
-        raise CheckpointError(f"expected numbers in the order of bytes {sys.byteorder}, found {order}")
+        raise CheckpointError(f"expected byte order {sys.byteorder}, found {order}")
     if record.file_size != nbytes or record.compress_type != ZIP_STORED:
         raise CheckpointError(f"expected a tensor of {nbytes} bytes, found {record.file_size}")
     entry.seek(record.header_offset + 26)  # in the record's header: the lengths of its name and of the extra field

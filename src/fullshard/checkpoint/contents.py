@@ -190,9 +190,9 @@ def _plain(fqn: str, value: Any) -> Any:
     values = plain_values(value._local_tensor)
     if values is None:
         raise CheckpointError(
-            f"{fqn} is a {type(value._local_tensor).__name__}, whose values are encoded in several tensors, for which "
-            "there is no form here. Save it by fullshard.checkpoint.save, if it is cut by this library alone; or what "
-            "is trained beside it, such as adapters, by their own state_dict."
+            f"{fqn} is a {type(value._local_tensor).__name__}, which encodes its values in several tensors. A full "
+            "state dict cannot hold it. Save it with fullshard.checkpoint.save if only fullshard shards it; or save "
+            "only the trained parameters next to it, such as adapters, with their own state_dict."
         )
     return dtensor_like(values, value)
 

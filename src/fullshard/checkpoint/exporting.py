@@ -134,7 +134,7 @@ def export_stored(
     if stored.values:
         raise CheckpointError(_no_tensors(stored.path, stored.values))
     if not stored.weights:
-        raise CheckpointError(f"{stored.path}: expected the weights of a model, found none. Name another checkpoint.")
+        raise CheckpointError(f"{stored.path}: expected the weights of a model, found none. Choose another checkpoint.")
     kept = {name: weight for name, weight in stored.weights.items() if name not in stored.ties}
     export.write(kept, stored.ties, Ranks(), stored.fetch, lambda _: {}, progress)
     return folder
@@ -191,10 +191,15 @@ class _Export:
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ConfigError(f"dtype={self.dtype}: weights cannot be cast to that. Pass a floating-point one.")
+            raise ConfigError(
+                f"dtype={self.dtype}: weights can only be cast to a floating-point dtype. Pass one, such as "
+                "torch.bfloat16."
+            )
         odd = [repr(item) for pair in self.metadata.items() for item in pair if not isinstance(item, str)]
         if odd:
-            raise ConfigError(f"metadata has {odd[0]}: a safetensors file keeps words only. Pass strings.")
+            raise ConfigError(
+                f"metadata has {odd[0]}: the metadata of a safetensors file can only hold strings. Pass strings."
+            )
 
     @property
     def doing(self) -> str:
@@ -264,7 +269,7 @@ class _Export:
     def _begin(self) -> Path:
         """Create a temporary folder next to the final one. Remove those of killed exports."""
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise CheckpointError("there is something already. Name a folder that does not exist, or is empty.")
+            raise CheckpointError("the folder is not empty. Choose a folder that does not exist or is empty.")
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         beginning = f"{self.folder.name}.partial-"
         for left in self.folder.parent.iterdir():

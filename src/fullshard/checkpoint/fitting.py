@@ -19,7 +19,7 @@ from fullshard.state.optim_state import StateTemplate
 __all__ = ["Misfit", "fit_model", "fit_optimizer"]
 
 _LISTED = 20  # maximum FQNs listed per kind
-_REMEDY = "Build model and optimizer as when it was saved, and pass only what was saved."
+_REMEDY = "Build the model and optimizer as they were when it was saved, and pass only what was saved."
 _EXTRA_STATE = "_extra_state"  # added by modules to their state, in a shape of their choice
 
 
@@ -51,7 +51,7 @@ class Misfit:
             "missing in it:": self.missing,
             "unexpected in it:": self.unexpected,
             "of another shape:": self.misshapen,
-            "tied in the model, but not in it:": self.untied,
+            "tied in the model, but not in the checkpoint:": self.untied,
             "encoded otherwise:": self.encoded,
             "state of another optimizer:": self.kinds,
         }

@@ -125,8 +125,8 @@ def commit(
     missing = list(damage_in(partial, manifest.files if files is None else files, reads=False))
     if missing:
         raise CheckpointError(
-            f"{missing[0]}. Not all that the ranks have written is to be seen from the first rank. Save to a folder "
-            "that all hosts share."
+            f"{missing[0]}. The first rank cannot see all files that the ranks have written. Save to a folder that "
+            "all hosts share."
         )
     if writes:
         write_synced(partial / MANIFEST, manifest.dumps().encode())
@@ -156,7 +156,7 @@ def clear_up(folder: Path) -> None:
         if left[2] == "replaced" and not place.exists():
             path.rename(place)
         else:
-            logger.info("removing %s, which an earlier run has left unfinished", path)
+            logger.info("removing %s, which an earlier run left unfinished", path)
             discard(path)
 
 

@@ -27,7 +27,10 @@ from fullshard.state.state_dict import StateDictType, device_of, state_dict_type
 
 __all__ = ["Unmatched", "load_safetensors"]
 
-_REMEDY = "Pass rename= to give tensors of the files other names, or strict=False to load what there is."
+_REMEDY = (
+    "Pass rename= to map the names in the files to the names in the model, or strict=False to load the tensors that "
+    "match."
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,9 @@ def load_safetensors(
         ConfigError: An argument is not supported.
     """
     if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype}: weights cannot be cast to that. Pass a floating-point one.")
+        raise ConfigError(
+            f"dtype={dtype}: weights can only be cast to a floating-point dtype. Pass one, such as torch.bfloat16."
+        )
     checkpoints.wait()
     ranks, path = default_ranks(), Path(path)
     doing = f"loading {path}"
@@ -146,8 +151,8 @@ class _Taker:
             type(placement) not in (Shard, Replicate) for placement in value.placements
         ):
             raise CheckpointError(
-                f"{fqn} is placed {value.placements}, and no rank can tell its rows. Redistribute it to Shard(dim) or "
-                "Replicate() first."
+                f"{fqn} has placements {value.placements}, which do not say which rows each rank has. Redistribute it "
+                "to Shard(dim) or Replicate() first."
             )
         if there.shape != value.shape:
             misfit.misshapen.append(f"{fqn} ({there.shape} in it, {tuple(value.shape)} in the model)")
@@ -196,7 +201,9 @@ def _renamed(names: Mapping[str, Any], rename: Callable[[str], str | None] | Non
     for name in names:
         fqn = name if rename is None else rename(name)
         if fqn in found:
-            raise CheckpointError(f"rename gives {found[fqn]!r} and {name!r} the same name, {fqn!r}. Tell them apart.")
+            raise CheckpointError(
+                f"rename gives {found[fqn]!r} and {name!r} the same name, {fqn!r}. Return different names."
+            )
         if fqn is not None:
             found[fqn] = name
     return found

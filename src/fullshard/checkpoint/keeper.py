@@ -59,8 +59,8 @@ def kept_folder(launcher: int, memory: Path = MEMORY) -> Path:
     mode = memory.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
         raise PermissionError(
-            f"{memory} has mode {stat.S_IMODE(mode):o}: other users can rename and replace what is in it. Set its "
-            "sticky bit (chmod +t), or mount it as the system does."
+            f"{memory} has mode {stat.S_IMODE(mode):o}: other users can rename and replace its contents. Set its "
+            "sticky bit (chmod +t), or mount it as the system does by default."
         )
     identity = launcher_identity(launcher)
     found = None
@@ -88,7 +88,7 @@ def opened_folder(folder: Path) -> Iterator[int]:
         if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise PermissionError(
                 f"{folder} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}, but must "
-                f"belong to user {os.geteuid()} and have mode 700. Another user may have made it."
+                f"belong to user {os.geteuid()} and have mode 700. Another user may have created it."
             )
         yield descriptor
     finally:

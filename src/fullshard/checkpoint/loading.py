@@ -126,8 +126,8 @@ def _accounts(opened: Opened, world: int, wants_data: bool) -> tuple[dict[str, A
     if odd:
         raise CheckpointError(
             f"{opened.doing}: {world} ranks saved it, and ranks 0 and {odd[0]} had different positions in the data, "
-            f"which cannot be divided over {ranks.world}. Pass data=None, and set the position by what you keep in "
-            "extra; or load with as many ranks."
+            f"which cannot be divided over {ranks.world}. Pass data=None and set the position from your own values in "
+            "extra, or load with the same number of ranks."
         )
     return record, {name: value for name, value in first.items() if name != "plain"}
 

@@ -131,7 +131,7 @@ class _Interpreter:
             self._at += 1
             if code == _STOP:
                 if len(self._stack) != 1 or self._at != len(data):
-                    raise _refused("its end is not where it should be")
+                    raise _refused("it does not end where it should")
                 return self._pop()
             step = _STEPS.get(code)
             if step is None:
@@ -191,7 +191,7 @@ class _Interpreter:
 
     def _protocol(self) -> None:
         if self._number("<B") > 5:
-            raise _refused("its protocol is not known")
+            raise _refused("its pickle protocol is unknown")
 
     def _frame(self) -> None:
         self._take(8)  # a hint for reading in pieces
@@ -231,7 +231,7 @@ class _Interpreter:
     def _new(self) -> None:
         args, kind = self._pop(tuple), self._pop(_Global)
         if kind not in _CLASSES or args:
-            raise _refused(f"it makes a {kind} with {len(args)} arguments")
+            raise _refused(f"it creates a {kind} with {len(args)} arguments")
         self._push(_Object(kind, args))
 
     def _reduce(self) -> None:
@@ -243,13 +243,13 @@ class _Interpreter:
         elif (kind in (_LAYOUT, _MEMORY_FORMAT) and len(args) == 1) or kind in _PATHS:
             self._push(_Object(kind, args))
         else:
-            raise _refused(f"it calls {kind} with arguments of no size, layout or path")
+            raise _refused(f"it calls {kind} with arguments that are not a size, layout or path")
 
     def _build(self) -> None:
         state: Any = self._pop()
         target = self._top(_Object)
         if target.kind not in _CLASSES or target.state is not None or type(state) not in (dict, tuple):
-            raise _refused(f"it gives a {target.kind} a state that it cannot have")
+            raise _refused(f"it sets an invalid state on a {target.kind}")
         target.state = state
 
     def _set(self, items: list[Any]) -> None:
@@ -333,7 +333,7 @@ def _metadata(value: Any, *, most_parts: int) -> Metadata:
     tensors = {name: entry for name, entry in entries.items() if _is_a(entry, "TensorStorageMetadata")}
     parts = {name: _list(_state(tensor, "TensorStorageMetadata").get("chunks")) for name, tensor in tensors.items()}
     if sum(map(len, parts.values())) > most_parts:  # before reading any: a file may refer to one list many times
-        raise _refused("it has more parts of tensors than there is room for in it")
+        raise _refused("it lists more chunks of tensors than fit in a file of its size")
     made = {name: _tensor(name, entry) if name in tensors else _bytes(entry) for name, entry in entries.items()}
     for name, entry in made.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -367,7 +367,7 @@ def _check_stored(
     nbytes = math.prod(chunk.sizes) * dtype.itemsize
     if place is None or place.length < nbytes:
         found = "nothing" if place is None else f"{place.length} bytes"
-        raise _refused(f"{name!r} has {nbytes} bytes at {tuple(chunk.offsets)}, of which {found} is stored")
+        raise _refused(f"{name!r} has {nbytes} bytes at {tuple(chunk.offsets)}, but {found} is stored")
 
 
 def _bytes(value: Any) -> BytesStorageMetadata:
@@ -388,7 +388,7 @@ def _properties(value: Any) -> TensorProperties:
     if type(dtype) is not _Global or dtype not in _DTYPES:
         raise _refused("a tensor has no dtype")
     if type(requires_grad) is not bool or type(pin_memory) is not bool:
-        raise _refused("a tensor has odd properties")
+        raise _refused("a tensor has invalid properties")
     return TensorProperties(
         dtype=_DTYPES[dtype],
         layout=_known(layout, _LAYOUT, _LAYOUTS),
@@ -404,7 +404,7 @@ def _known(value: Any, kind: _Global, values: Mapping[Any, T]) -> T:
         raise _refused(f"expected a {kind}")
     [stated] = value.args
     if type(stated) not in (int, str) or stated not in values:
-        raise _refused(f"it has a {kind} that is not known")
+        raise _refused(f"it has an unknown {kind}")
     return values[stated]
 
 

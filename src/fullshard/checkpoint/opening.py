@@ -59,7 +59,9 @@ class Opened:
         values = self.values(*keys)
         odd = [key for key, value in zip(keys, values, strict=True) if type(value) is not tuple or len(value) != 1]
         if odd:
-            raise CheckpointError(f"{self.doing}: {odd[0]!r} is not as fullshard writes it. Load another checkpoint.")
+            raise CheckpointError(
+                f"{self.doing}: {odd[0]!r} does not have the form that fullshard writes. Load another checkpoint."
+            )
         return [value for (value,) in values]
 
     def read(self, targets: dict[str, Any], progress: Progress | None = None) -> None:
@@ -112,14 +114,14 @@ def _found(path: Path) -> list[Path]:
         return [path]
     if path.is_file():
         raise CheckpointError(
-            f"{path.name} is a file, and a checkpoint is a folder. Weights that torch.save has written are read by "
-            "model.load_state_dict(torch.load(path)), and safetensors by fullshard.checkpoint.load_safetensors."
+            f"{path.name} is a file, but a checkpoint is a folder. Use model.load_state_dict(torch.load(path)) for a "
+            "file written by torch.save, and fullshard.checkpoint.load_safetensors for safetensors."
         )
     found = [entry.path for entry in entries(path)]
     if not found:
         raise CheckpointError(
-            "found no complete checkpoint there. Name a checkpoint, such as folder/step-000000100, or a folder that "
-            "holds some."
+            "found no complete checkpoint there. Pass a checkpoint, such as folder/step-000000100, or a folder of "
+            "checkpoints."
         )
     return found
 

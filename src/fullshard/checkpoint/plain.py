@@ -41,8 +41,8 @@ def _copied(value: Any, what: str, path: str) -> Any:
     for place, leaf in _leaves(value, path):
         if isinstance(leaf, DTensor) or not _is_readable(leaf):
             raise CheckpointError(
-                f"{what}{place} is a {type(leaf).__module__}.{type(leaf).__qualname__}: to read it back would take "
-                "executing code, or all ranks. Save plain values (numbers, strings, lists, dicts) and plain tensors."
+                f"{what}{place} is a {type(leaf).__module__}.{type(leaf).__qualname__}. Reading it back would execute "
+                "code or need all ranks. Save plain values (numbers, strings, lists, dicts) and plain tensors."
             )
     return _read_back(value)
 

@@ -160,11 +160,11 @@ class _Order:
 
     def __post_init__(self) -> None:
         if self.step < 0:
-            raise ConfigError(f"step={self.step}: a checkpoint is named by the steps done, so by 0 or more.")
+            raise ConfigError(f"step={self.step}: must be the number of completed steps, 0 or more.")
         if self.keep is not None and self.keep < 1:
             raise ConfigError(
-                f"keep={self.keep}: at least the checkpoint that is being saved is kept. Pass 1 or more, or None to "
-                "keep all."
+                f"keep={self.keep}: must be 1 or more, since the checkpoint that is being saved is always kept. None "
+                "keeps all."
             )
 
     @property

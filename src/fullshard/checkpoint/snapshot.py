@@ -30,7 +30,7 @@ from fullshard.state.optim_state import StateTemplate, params_by_fqn, sharded_op
 __all__ = ["restore_snapshot", "snapshot"]
 
 _WHAT = "the snapshot"
-_REMEDY = "Take it and restore it with the same model, optimizer, strategy and number of ranks, on the same rank."
+_REMEDY = "Take and restore a snapshot with the same model, optimizer, strategy and number of ranks, on the same rank."
 
 
 def snapshot(

@@ -245,7 +245,7 @@ def _described_merged(name: str, merged: Merged, tensors: Mapping[str, Descripti
     dtypes = {tensors[part].dtype for part in merged.names}
     if not fits(merged) or len(dtypes) > 1:
         each = ", ".join(f"{part} {tensors[part]}" for part in list(merged.names)[:5])
-        raise CheckpointError(f"{name} is made of tensors that do not fit together, such as {each}. {_AGAIN}")
+        raise CheckpointError(f"{name} is stored in tensors that do not fit together, such as {each}. {_AGAIN}")
     return Description(_shape_of(merged, tensors), dtypes.pop())
 
 
@@ -302,7 +302,7 @@ def open_tensor_files(path: Path) -> TensorFiles:
         found, header = _described(file)
         twice = [name for name in found if name in tensors]
         if twice:
-            raise CheckpointError(f"{file}: expected tensors that no other file has, found {twice[0]!r}. {_AGAIN}")
+            raise CheckpointError(f"{file}: expected tensors that are in no other file, found {twice[0]!r}. {_AGAIN}")
         tensors |= found
         places |= dict.fromkeys(found, file)
         metadata |= header
@@ -313,7 +313,7 @@ def open_tensor_files(path: Path) -> TensorFiles:
     return TensorFiles(path, tensors, places, metadata, _checksums(files[0].parent, [file.name for file in listed]))
 
 
-_AGAIN = "Get the files again, or name another one."
+_AGAIN = "Download the files again, or choose another checkpoint."
 
 
 def _index_of(path: Path) -> Path | None:
@@ -334,7 +334,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: expected an index of safetensors files, found no 'weight_map'. {_AGAIN}")
     odd = [name for name in weight_map.values() if not is_plain_name(name)]
     if odd:
-        raise CheckpointError(f"{index}: expected names of files beside it, found {odd[0]!r}. {_AGAIN}")
+        raise CheckpointError(f"{index}: expected names of files in the same folder, found {odd[0]!r}. {_AGAIN}")
     return weight_map
 
 
@@ -346,7 +346,7 @@ def _only_file(path: Path) -> Path:
     if len(found) != 1:
         stated = f"{len(found)} of them, and no index" if found else "none"
         raise CheckpointError(
-            f"{path}: expected a safetensors file, found {stated}. Name a file, or a folder with one."
+            f"{path}: expected a safetensors file, found {stated}. Pass a file, or a folder that contains one."
         )
     return found[0]
 
@@ -359,7 +359,7 @@ def _described(path: Path) -> tuple[dict[str, Description], dict[str, str]]:
             there = file.get_slice(name)
             code = there.get_dtype()
             if code not in _DTYPES:
-                raise CheckpointError(f"{path}: expected a dtype that torch has, found {code} of {name!r}.")
+                raise CheckpointError(f"{path}: expected a dtype of torch, found {code} of {name!r}.")
             found[name] = Description(tuple(there.get_shape()), _DTYPES[code])
         return found, file.metadata() or {}
 
@@ -400,5 +400,5 @@ def _json(path: Path, expected: str) -> Any:
         raise CheckpointError(f"{path}: expected {expected}, found none ({error.strerror}). {_AGAIN}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: expected {expected}, found a file that cannot be understood ({error}). {_AGAIN}"
+            f"{path}: expected {expected}, found a file that cannot be parsed ({error}). {_AGAIN}"
         ) from error

@@ -127,7 +127,7 @@ def _outcome(action: Callable[[], T]) -> tuple[T | _Failed, BaseException | None
 def failure_of_group(doing: str, error: BaseException) -> CheckpointError:
     """Return the error if ranks cannot reach each other."""
     return CheckpointError(
-        f"{doing}: another rank is gone, or does not answer ({reported_by(error)}). End the processes and start again."
+        f"{doing}: another rank has ended or does not answer ({reported_by(error)}). End the processes and start again."
     )
 
 

@@ -30,17 +30,20 @@ class Subcommand:
 
 
 SUBCOMMANDS = {
-    "plan": Subcommand("fullshard.planner.command", "say what fits on which machines, how fast, and with which lines"),
-    "train": Subcommand("fullshard.train.command", "train a byte-level GPT with everything sharded over the ranks"),
+    "plan": Subcommand(
+        "fullshard.planner.command",
+        ("predict which configurations fit, how fast they are, and print the code for them"),
+    ),
+    "train": Subcommand("fullshard.train.command", "train a byte-level GPT with fully sharded data parallelism"),
     "parity": Subcommand(
         "fullshard.testing.parity.command", "compare sharded training with plain training, bit for bit"
     ),
     "checkpoint": Subcommand(
         "fullshard.cli.checkpoint.command", "list, inspect, verify, export and compare checkpoints"
     ),
-    "report": Subcommand("fullshard.cli.report", "write the page of a run: why it is slow, or out of memory"),
-    "disk": Subcommand("fullshard.cli.disk", "measure a folder's disk, and say what offloading to it will cost"),
-    "calibrate": Subcommand("fullshard.cli.calibrate", "measure this machine, for predictions of steps on it"),
+    "report": Subcommand("fullshard.cli.report", "write a report of a run: what slows it down, what fills its memory"),
+    "disk": Subcommand("fullshard.cli.disk", "measure the disk of a folder and predict the cost of offloading to it"),
+    "calibrate": Subcommand("fullshard.cli.calibrate", "measure this machine for predictions"),
 }
 
 
@@ -101,7 +104,7 @@ def dispatch(argv: Sequence[str]) -> int:
         return 0
     if name not in SUBCOMMANDS:
         raise ConfigError(
-            f"{name}: unknown subcommand.{near_matches(name, SUBCOMMANDS)} Take one of {', '.join(SUBCOMMANDS)}."
+            f"{name}: unknown subcommand.{near_matches(name, SUBCOMMANDS)} Expected one of: {', '.join(SUBCOMMANDS)}."
         )
     exit_code: int = importlib.import_module(SUBCOMMANDS[name].module).run(remaining)
     return exit_code

@@ -24,8 +24,9 @@ MEASURED = 0
 WIDTH = 110  # of a table without a terminal
 
 _DESCRIPTION = (
-    "Measure this machine in under a minute, and write a description of it that predictions take by --hardware here: "
-    "the rates of matrix products by size, memory, what it costs to ask for an operation, and the links between ranks."
+    "Measure this machine in under a minute and write a description of it for predictions (--hardware here): the "
+    "speed of matrix products by size, memory bandwidth, the host time of launching an operation, and the links "
+    "between ranks."
 )
 
 
@@ -59,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
     stated = parse(CalibrateSettings, argv, prog="fullshard calibrate", description=_DESCRIPTION).machine
     out = here_path() if stated.out is None else stated.out
     if out.suffix != ".toml":
-        raise ConfigError(f"--out {out}: descriptions are TOML. Name it {out.with_suffix('.toml')}.")
+        raise ConfigError(f"--out {out}: descriptions are TOML files. Use {out.with_suffix('.toml')}.")
     with writing(out, option="--out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()
@@ -86,7 +87,7 @@ def _device(name: str | None) -> torch.device | None:
     if name is None:
         return None
     if name not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: unknown. Take cpu or cuda.")
+        raise ConfigError(f"--device {name}: unknown device. Expected cpu or cuda.")
     return torch.device(name)
 
 

@@ -21,8 +21,8 @@ _FP32_BYTES = 4
 
 _PROG = "fullshard disk"
 _DESCRIPTION = (
-    "Measure the disk of FOLDER in under ten seconds, and say what offloading to it will cost: seconds of every step, "
-    "terabytes written a day, and how much of the disk's life that is."
+    "Measure the disk of FOLDER in under ten seconds and predict the cost of offloading to it: seconds per step, "
+    "terabytes written per day, and the share of the disk's endurance."
 )
 
 
@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
         return f"Ask for --fraction {floored(fits)}" if fits > 0 else f"Ask for {less}"
 
     if not folder.exists():
-        raise ConfigError(f"{folder}: there is no such folder. Make it first, or name another one.")
+        raise ConfigError(f"{folder}: the folder does not exist. Create it first, or choose another folder.")
     with made(folder):
         check_room(folder, traffic, free_bytes(folder), ask=ask)
     found = predict_load(
@@ -108,8 +108,8 @@ def _check(stated: DiskSettings) -> None:
             raise ConfigError(f"--{name} {getattr(stated, name):g}: must be from 0 to 1.")
     for name in ("parameters", "bytes_each", "activations", "step_seconds"):
         if getattr(stated, name) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(stated, name):g}: must be from 0 on.")
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(stated, name):g}: must be 0 or more.")
     if min(stated.steps, stated.microbatches) < 1:
-        raise ConfigError(f"--steps {stated.steps}, --microbatches {stated.microbatches}: must be from 1 on.")
+        raise ConfigError(f"--steps {stated.steps}, --microbatches {stated.microbatches}: must be 1 or more.")
     if stated.endurance is not None and stated.endurance <= 0:
-        raise ConfigError(f"--endurance {stated.endurance:g}: a disk bears some writing. Leave out what is not known.")
+        raise ConfigError(f"--endurance {stated.endurance:g}: must be greater than 0. Leave it out if it is unknown.")

@@ -24,8 +24,9 @@ _LOOK_S = 2.0
 
 _PROG = "fullshard report"
 _DESCRIPTION = (
-    "Write the page of RUN into that folder: why it is slow or out of memory, where a step goes, what each unit waits "
-    "for, memory, ranks, shards. report.json has the same in numbers, trace.json.gz the streams for ui.perfetto.dev."
+    "Write a report of RUN into its folder: what slows it down or fills its memory, the timeline of a step, the "
+    "waits of each unit, memory, ranks and shards. report.json has the same data, trace.json.gz the streams for "
+    "ui.perfetto.dev."
 )
 
 
@@ -75,8 +76,8 @@ def _write(folder: Path, against: Path | None) -> tuple[Path, str]:
         path = write(found, findings, folder, against=other)
     except OSError as error:
         raise ConfigError(
-            f"{folder}: the page cannot be written there ({error.strerror}). Copy the run to a folder that you can "
-            "write to, and name that one."
+            f"{folder}: the report cannot be written there ({error.strerror}). Copy the run to a folder that you can "
+            "write to, and pass that folder."
         ) from error
     return path, "\n".join(shown(line, lines=True) for line in [verdict(found, findings), *tier_lines(found)])
 

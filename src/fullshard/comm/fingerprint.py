@@ -42,7 +42,7 @@ def mismatch(fingerprints: Sequence[bytes], ranks: Sequence[int]) -> RankMismatc
     for rank, one in zip(ranks, fingerprints, strict=True):
         sides.setdefault(one, []).append(rank)
     stated = "; ".join(f"{named_ranks(who)} started {_read(one)}" for one, who in sides.items())
-    return RankMismatchError(f"ranks do not do the same: {stated}. {same_calls()}")
+    return RankMismatchError(f"ranks issued different collectives: {stated}. {same_calls()}")
 
 
 def _read(one: bytes) -> str:

@@ -138,10 +138,10 @@ def check_own_part(name: str, tensor: DTensor, target: DeviceMesh | None) -> Non
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if target is not None and mesh != target and any(_ranks_along(mesh, axis) != mesh.size(axis) for axis in cut):
         raise CheckpointError(
-            f"{name} of shape {tuple(tensor.shape)} is one part on a mesh of shape {tuple(mesh.shape)}, which does not "
-            f"exist in this run of {dist.get_world_size()} ranks. Load with as many ranks as saved it, or save whole "
-            "tensors (get_model_state_dict with full_state_dict=True) or with fullshard.checkpoint.save, which any "
-            "number of ranks can load."
+            f"{name} of shape {tuple(tensor.shape)} is one shard on a mesh of shape {tuple(mesh.shape)}, which does "
+            f"not exist in this run of {dist.get_world_size()} ranks. Load with as many ranks as saved it, or save "
+            "whole tensors (get_model_state_dict with full_state_dict=True) or with fullshard.checkpoint.save, which "
+            "any number of ranks can load."
         )
     if saved is not None and cut and (own is None or any(saved[axis] != own[axis] for axis in cut)):
         raise CheckpointError(
@@ -209,8 +209,8 @@ def resolve_axes(mesh: DeviceMesh | Axes | None, placements: Placements, device_
         axes = Axes(mesh)
     if mesh.ndim > 2:
         raise ConfigError(
-            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: one shard axis and at most one replicate axis are "
-            "needed. Pass the part of it to shard over, such as mesh['replicate', 'shard'], or name its axes by "
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: expected one shard axis and at most one replicate "
+            "axis. Pass the submesh to shard over, such as mesh['replicate', 'shard'], or name its axes by "
             "dp_mesh_dims."
         )
     if placements.replicated and mesh.ndim != 2:
@@ -242,8 +242,8 @@ def axes_by_name(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> Axes:
     wrong = next((name for name in named if name not in has or named.count(name) > 1), None)
     if wrong is not None:
         raise ConfigError(
-            f"{requested} names {wrong!r}{' twice' if wrong in has else ''}, but the axes of the mesh are {has}. Name "
-            "each to shard or replicate over once; those of other parallelisms are left out."
+            f"{requested} names {wrong!r}{' twice' if wrong in has else ''}, but the axes of the mesh are {has}. List "
+            "each axis to shard or replicate over once, and leave out the axes of other parallelisms."
         )
     shard, replicate = (tuple(sorted(names, key=has.index)) for names in (known.shard_names, known.replicate_names))
     made = _by_name.get_or_make((mesh, shard, replicate), lambda: _mesh_of(mesh, shard, replicate))
@@ -271,8 +271,8 @@ def axes_chosen(info: Any, fqn: str) -> Axes:
     if not isinstance(mesh, DeviceMesh) or last > 1 or not is_usual:
         raise ConfigError(
             f"shard_placement_fn chose the mesh {info!r} for {fqn}. Return ShardPlacementResult(placement, "
-            "FSDPMeshInfo(mesh, shard_mesh_dim=0)) with a mesh of one axis to shard over; of two, the first "
-            "replicates: HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)."
+            "FSDPMeshInfo(mesh, shard_mesh_dim=0)) with a mesh of one axis to shard over. On a mesh of two axes, the "
+            "first replicates: HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)."
         )
     dims, whole = getattr(info, "dp_mesh_dims", None), getattr(info, "spmd_mesh", None)
     if dims is None or whole is None:
@@ -311,17 +311,17 @@ def resolve_groups(axes: Axes, placements: Placements) -> tuple[Axes, Placements
         return axes, placements
     if placements.gradients is Placement.GROUPED and axes.replicate_group is not None:
         raise ConfigError(
-            f"gradients are grouped, but the mesh has a replicate axis of {axes.mesh.size(0)} besides: sums are taken "
-            "in two levels at most. Pass a mesh with one axis."
+            f"gradients are grouped, but the mesh also has a replicate axis of size {axes.mesh.size(0)}. Gradients "
+            "can be summed in at most two levels. Pass a mesh with one axis."
         )
     world = axes.shard_world
     size = placements.group or _ranks_per_host(
-        axes.shard_group, "states are grouped by hosts", "Name the number of ranks: Placements(group=...)"
+        axes.shard_group, "states are grouped by hosts", "Set the number of ranks: Placements(group=...)"
     )
     if size < 1 or world % size:
         raise ConfigError(
-            f"groups of {size} ranks were asked for, but the shard axis has {world}, which {size} does not divide. "
-            f"Choose one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
+            f"groups of {size} ranks do not divide the shard axis of {world} ranks. Choose one of "
+            f"{', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
         )
     if size in (1, world):
         return axes, placements.without_groups(Placement.WHOLE if size == 1 else Placement.SHARDED)
@@ -357,8 +357,8 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
     """
     if not dist.is_initialized():
         raise StateError(
-            "there is no process group to shard over. Call torch.distributed.init_process_group() first, under "
-            "torchrun; one process alone is a valid world too."
+            "no process group is initialized. Call torch.distributed.init_process_group() first, under torchrun. One "
+            "process is a valid world, too."
         )
     world = dist.get_world_size()
     shape: tuple[int, ...] = (world,)
@@ -408,7 +408,7 @@ def _compare(group: dist.ProcessGroup, ranks: int, requested: str, remedy: str) 
     if odd is not None:
         first, second = dist.get_global_rank(group, 0), dist.get_global_rank(group, odd)
         raise RankMismatchError(
-            f"{requested}, but hosts have different numbers of ranks: that of rank {first} has {counts[0]}, that of "
-            f"rank {second} has {counts[odd]}. {remedy}, or start as many ranks on every host."
+            f"{requested}, but hosts have different numbers of ranks: the host of rank {first} has {counts[0]}, the "
+            f"host of rank {second} has {counts[odd]}. {remedy}, or start the same number of ranks on every host."
         )
     return True

@@ -72,9 +72,8 @@ class PairwiseCollectives(Collectives):
 
     def _cut_error(self) -> RankMismatchError:
         return RankMismatchError(
-            f"the connections between {named_ranks(self.ranks)} were broken to end waits of ranks for one another that "
-            "would never have ended. This process group cannot be used again: end the processes, and start again from "
-            "the last checkpoint."
+            f"the connections between {named_ranks(self.ranks)} were closed to end a deadlock. This process group "
+            "cannot be used again: end the processes and restart from the last checkpoint."
         )
 
     def _wait_all(self, works: _Works) -> None:

@@ -66,8 +66,9 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
     if backend not in _routes:
         known = ", ".join([*_routes, *_registered])
         raise ConfigError(
-            f"process group with backend {backend!r} for {device.type} tensors: known are {known}. Create it with one "
-            "of these, or call fullshard.comm.routes.register_backend to define how this backend moves data."
+            f"process group with backend {backend!r} for {device.type} tensors is not supported. Supported: {known}. "
+            "Create the process group with one of these, or call fullshard.comm.routes.register_backend to define "
+            "how this backend moves data."
         )
     accelerator = accelerator_for(device)
     if accelerator.has_streams:

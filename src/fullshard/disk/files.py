@@ -182,8 +182,8 @@ class DiskFile:
             self.is_direct = direct is not False and self._go_direct()
             if direct and not self.is_direct:
                 raise DiskError(
-                    f"{folder}: its file system reads and writes through the system's cache only. Leave `direct` out, "
-                    "or name a folder on another."
+                    f"{folder}: its file system does not support direct I/O. Leave `direct` out, or choose a folder "
+                    "on another file system."
                 )
         except BaseException:
             self._close()
@@ -243,9 +243,9 @@ class DiskFile:
         except OSError as error:
             free = free_bytes(self.path.parent)
             raise DiskError(
-                f"{self.path}: a scratch file of {start + nbytes} bytes was asked for, {start} of which it has, and "
-                f"{free} bytes are free there: {error.strerror} (errno {error.errno}). Make room, name a folder on "
-                "another disk, or offload less."
+                f"{self.path}: growing the scratch file from {start} to {start + nbytes} bytes failed, {free} bytes "
+                f"are free: {error.strerror} (errno {error.errno}). Free space, choose a folder on another disk, or "
+                "offload less."
             ) from error
 
     def _go_direct(self) -> bool:
@@ -295,7 +295,8 @@ class DiskFile:
     def _failure(self, kind: _Kind, offset: int, nbytes: int, error: OSError) -> DiskError:
         return DiskError(
             f"{self.path}: cannot {kind.verb} {nbytes} bytes at offset {offset}: {error.strerror} (errno "
-            f"{error.errno}). What this step has changed is not whole: go on from the last checkpoint, on another disk."
+            f"{error.errno}). The changes of this step are incomplete: continue from the last checkpoint, on another "
+            "disk."
         )
 
 
@@ -343,4 +344,6 @@ def _warn_if_unfit(folder: Path) -> None:
     reason = why_unfit(folder)
     if reason is not None and folder not in _warned:
         _warned.add(folder)
-        _log.warning("%s is a bad place to offload to: %s. Name a folder on a disk of this machine.", folder, reason)
+        _log.warning(
+            ("offloading to %s is slow or frees no memory: %s. Choose a folder on a local disk."), folder, reason
+        )

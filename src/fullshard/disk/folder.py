@@ -58,15 +58,15 @@ def made(folder: Path, what: str = "a scratch file") -> Iterator[None]:
     """
     try:
         if folder.exists() and not folder.is_dir():
-            raise DiskError(f"{folder} is a file, and no folder for {what}. Name one on a disk of this machine.")
+            raise DiskError(f"{folder} is a file, but {what} needs a folder. Choose a folder on a local disk.")
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except DiskError:  # a subclass of OSError with a better message
         raise
     except OSError as error:
         raise DiskError(
-            f"{folder}: {error.strerror} (errno {error.errno}), when {what} was to be made there. Name another folder, "
-            "on a disk of this machine."
+            f"{folder}: {error.strerror} (errno {error.errno}) while creating {what} there. Choose another folder, on "
+            "a local disk."
         ) from error
 
 
@@ -82,7 +82,7 @@ def why_unfit(folder: Path) -> str | None:
     if mount is None:
         return None
     if mount.kind in IN_MEMORY:
-        return f"{mount.point} is {mount.kind}, which lies in this machine's memory: what goes there frees none"
+        return f"{mount.point} is {mount.kind}, which is in this machine's memory, so offloading to it frees none"
     if mount.kind in _OVER_A_NETWORK or mount.kind.startswith("fuse."):
-        return f"{mount.point} is {mount.kind}, and every byte may go over a network, in every step"
+        return f"{mount.point} is {mount.kind}, so every byte of every step may cross a network"
     return None

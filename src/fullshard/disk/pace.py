@@ -156,9 +156,9 @@ class DiskPace:
         if self._slow > 1 and not self._stated:
             self._stated = True
             _log.warning(
-                "the disk of %s has become slow: %.3g GB/s now, %.3g GB/s %s. A step moves %.3g GB, for which it needs "
-                "%.3g s instead of %.3g s, and the step waits %.3g s for it. Look at its temperature and at who else "
-                "uses it, or offload less.",
+                "the disk of %s has become slow: %.3g GB/s now, %.3g GB/s %s. A step moves %.3g GB, which takes %.3g "
+                "s instead of %.3g s, and the step waits %.3g s for it. Check the temperature of the disk and its "
+                "other users, or offload less.",
                 self.folder,
                 nbytes / moved.busy_s / 1e9,
                 nbytes / expected_s / 1e9,

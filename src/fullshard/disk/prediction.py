@@ -138,7 +138,7 @@ class PredictedLoad:
             f"{'direct' if speed.is_direct else 'through the cache'}): reads {_gb(speed.read_bytes_per_s)}/s, writes "
             f"{_gb(speed.write_bytes_per_s)}/s, both at once {_gb(speed.both_bytes_per_s)}/s in all, by "
             f"{speed.depth} requests of {speed.request_bytes >> 10} KiB",
-            f"takes {_gb(traffic.room_bytes)} of {_gb(speed.free_bytes)} that are free",
+            f"takes {_gb(traffic.room_bytes)} of {_gb(speed.free_bytes)} free space",
             f"a step reads {_gb(traffic.read_bytes)} and writes {_gb(traffic.written_bytes)}: {self.disk_s:.3g} s of "
             f"the disk{step}",
             f"writes {a_day}{_tb(self.written_in(steps))} in {steps} steps{self._life(steps)}",
@@ -148,7 +148,7 @@ class PredictedLoad:
         """Return the share of the endurance that `steps` steps use. Empty for memory, which does not wear out."""
         if self.speed.file_system in IN_MEMORY:
             return ""
-        disk = f"a disk of {_tb(self.speed.disk_bytes)} is likely to bear"
+        disk = f"a disk of {_tb(self.speed.disk_bytes)} is likely to endure"
         bears = "its data sheet warrants" if self.is_endurance_known else disk
         life = self.written_in(steps) / self.endurance_bytes
         return f": {life:.1%} of the {_tb(self.endurance_bytes)} that {bears}"
@@ -180,7 +180,7 @@ def predict_load(
     if step_s < 0 or endurance <= 0 or min(traffic.room_bytes, traffic.read_bytes, traffic.written_bytes) < 0:
         raise ConfigError(
             f"{traffic}, a step of {step_s:g} s, {endurance:g} bytes of endurance: none of them may be negative, and "
-            "a disk bears some writing. Leave out what is not known."
+            "endurance must be greater than 0. Leave out what is unknown."
         )
     check_room(speed.folder, traffic, speed.free_bytes, ask=ask)
     return PredictedLoad(
@@ -208,8 +208,8 @@ def check_room(folder: Path, traffic: Traffic, free_bytes: int, *, ask: Callable
         return
     fits = f"Offload {floored(free_bytes / traffic.room_bytes)} of it" if ask is None else ask(free_bytes)
     raise DiskError(
-        f"{folder}: {traffic.room_bytes} bytes are to rest there, and {free_bytes} are free. {fits}, make room, or "
-        "name a folder on a larger disk."
+        f"{folder}: {traffic.room_bytes} bytes are needed there, but {free_bytes} are free. {fits}, free space, or "
+        "choose a folder on a larger disk."
     )
 
 

@@ -84,15 +84,17 @@ def measure(folder: Path, *, seconds: float = 8.0, clock: Callable[[], float] = 
         DiskError: The folder is not writable or the disk has too little free space.
     """
     if seconds <= 0:
-        raise ConfigError(f"measuring the disk of {folder} for {seconds:g} seconds: takes some time. Give it 8.")
+        raise ConfigError(
+            f"measuring the disk of {folder} for {seconds:g} seconds: must be greater than 0. Pass 8, for example."
+        )
     with made(folder):
         free = free_bytes(folder)
     largest = max(REQUESTS)
     nbytes = max(min(LARGEST, int(free * SHARE_OF_FREE)) // largest, 1) * largest
     if nbytes > free:
         raise DiskError(
-            f"{folder}: {free} bytes are free there, and {nbytes} are needed to measure on. Make room, or name another "
-            "folder."
+            f"{folder}: {free} bytes are free there, but the measurement needs {nbytes}. Free space, or choose "
+            "another folder."
         )
     file = DiskFile(folder, "speed", nbytes, request_bytes=largest, depth=max(DEPTHS))
     try:

@@ -172,7 +172,7 @@ class _Reader:
                 rest = [(torn.start, start), (stop, torn.stop)]
                 left += [torn._replace(start=first, stop=last) for first, last in rest if first < last]
             else:
-                self._report(f"{use.name} uses what was read while it was written:", torn.read, torn.written)
+                self._report(f"{use.name} uses data that was read while it was being written:", torn.read, torn.written)
         if left:
             self._torn[use.access.storage] = left
 
@@ -183,7 +183,7 @@ class _Reader:
         for use in self._freed.pop(stream, []):
             if clock.get(use.stream, 0) < use.time:
                 new = _Use("the next allocation", stream, entry.origin, 0, use.access, writes=True)
-                self._report("may be handed out again while in use:", use, new)
+                self._report("may be reused while still in use:", use, new)
         # Other streams may use it once they follow the earlier work of this stream, which may still use that memory.
         access = Access(entry.storage, 0, entry.nbytes)
         made = _Use("its allocation", stream, entry.origin, clock.get(stream, 0), access, writes=True)

@@ -51,11 +51,15 @@ def world(size: int, *, rank: int = 0, ranks_per_host: int = 8) -> Iterator[None
         StateError: A default process group exists already.
     """
     if not 0 <= rank < size or ranks_per_host < 1:
-        raise ConfigError(f"dry.world({size}, rank={rank}, ranks_per_host={ranks_per_host}): there is no such rank.")
+        raise ConfigError(
+            f"dry.world({size}, rank={rank}, ranks_per_host={ranks_per_host}): rank must be from 0 to {size - 1}, and "
+            "ranks_per_host 1 or more."
+        )
     if dist.is_initialized():
         raise StateError(
-            "a dry run pretends a default process group, and there is a real one. Make it in a process of its own, or "
-            "before init_process_group(); to record what real ranks do on pretended streams, use fullshard.dry.taped()."
+            "a dry run simulates the default process group, but a real one exists. Create the dry run in a separate "
+            "process, or before init_process_group(). To record real ranks on simulated streams, use "
+            "fullshard.dry.taped()."
         )
     before = os.environ.get("LOCAL_WORLD_SIZE")
     os.environ["LOCAL_WORLD_SIZE"] = str(min(size, ranks_per_host))
@@ -200,7 +204,7 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
     found = getattr(returned, "loss", returned)
     if not isinstance(found, Tensor):
         raise ConfigError(
-            f"{type(model).__name__} returned {type(returned).__name__}, which is not a tensor and has no loss. Pass "
-            "loss=lambda model, batch: ..."
+            f"{type(model).__name__} returned {type(returned).__name__}, which is neither a tensor nor an object with "
+            "a loss attribute. Pass loss=lambda model, batch: ..."
         )
     return found if found.ndim == 0 else found.float().mean()

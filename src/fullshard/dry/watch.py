@@ -56,7 +56,7 @@ class EndlessLoopError(ConfigError):
     """A loop in a dry run that waits for a value that never appears. `found` is the location, without advice."""
 
     def __init__(self, found: str) -> None:
-        super().__init__(f"{found} Pass values=True, or leave the loop out.")
+        super().__init__(f"{found} Pass values=True, or remove the loop.")
         self.found = found
 
 
@@ -168,8 +168,8 @@ class Watch(TorchDispatchMode):
             return self._given_by(func, args, kwargs)
         except data_dependent_errors as error:
             raise ConfigError(
-                f"{name} was asked for in a dry run, and what it gives depends on values, which fake tensors do not "
-                "have. Pass values=True: a dry run on real tensors, of a model that this machine has memory for."
+                f"{name} was called in a dry run, but its result depends on values, which fake tensors do not have. "
+                "Pass values=True to use real tensors, if the model fits in this machine's memory."
             ) from error
 
     def _given_by(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -191,8 +191,8 @@ class Watch(TorchDispatchMode):
         self._requested_at = site
         if self._requested > _ENDLESS:
             raise EndlessLoopError(
-                f"{site} has asked for a value ({name}) {_ENDLESS} times in a row in a dry run. Fake tensors have "
-                "none: a truth is True and a number 1, so a loop that waits for another does not end."
+                f"{site} has read a value ({name}) {_ENDLESS} times in a row in a dry run. Fake tensors have no "
+                "values: bool() returns True and a number is 1, so a loop that waits for another value does not end."
             )
 
     def _collect(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -50,10 +50,10 @@ def _check_unsharded(module: nn.Module, args: Any) -> None:
         if managed is not None and param is managed.param.sharded:
             unit, kind = managed.unit, type(module).__name__
             raise StateError(
-                f"{kind} was called while its {name} ({managed.param.fqn} of {unit.name or 'the root'}) is sharded: "
-                f"that is unsharded within forward and backward of {type(unit.module).__name__}, its unit, only. Call "
-                f"that instead; or make {kind} a unit of its own by fully_shard before the modules around it; or let "
-                "the unit's method that calls it count as a forward, by register_fsdp_forward_method(module, name); or "
+                f"{kind} was called while its {name} ({managed.param.fqn} of {unit.name or 'the root'}) is sharded. "
+                f"It is unsharded only during forward and backward of its unit, {type(unit.module).__name__}. Call "
+                f"that module instead; or make {kind} a separate unit with fully_shard before the modules around it; "
+                "or register the unit's method that calls it with register_fsdp_forward_method(module, name); or "
                 "call it between unshard() and reshard() of the unit, or within summon_full_params."
             )
 
@@ -83,7 +83,7 @@ def check_saved(tensor: Tensor) -> Tensor:
         StateError: it is a view of an unsharded parameter that has no valid values.
     """
     if is_invalid(tensor._version):
-        raise _explain_version(tensor._version) or StateError("backward reads a parameter whose model is gone.")
+        raise _explain_version(tensor._version) or StateError("backward reads a parameter of a model that was deleted.")
     return tensor
 
 
@@ -96,10 +96,10 @@ def _explain_version(version: int) -> StateError | None:
     if is_invalid(version):
         return read_while_sharded(param.fqn, unit)
     return StateError(
-        f"backward needs {param.fqn} of {unit or 'the root'} as it was in forward, but it was written to in place and "
-        "resharded since, which lost the write, or the unit was moved, cast or loaded between forward and backward. "
-        "Do not write to parameters in forward: compute with a new tensor instead, or change the sharded parameter "
-        "between steps."
+        f"backward needs {param.fqn} of {unit or 'the root'} with its values from forward, but they are lost: either "
+        "it was modified in place and then resharded, or the unit was moved, cast or loaded between forward and "
+        "backward. Do not write to parameters in forward: compute with a new tensor instead, or change the sharded "
+        "parameter between steps."
     )
 
 
@@ -114,15 +114,16 @@ def explain_mixtures() -> None:
             names = list(dict.fromkeys(_sharded_in(traceback)))
             if names:
                 sys.stderr.write(
-                    f"[fullshard] In reach there: {', '.join(names[:3])}{' and others' if names[3:] else ''}. Sharded "
-                    "parameters are DTensors outside of forward and backward of their unit. To compute with them, call "
-                    "unshard() on the unit before, and reshard() after it; or summon_full_params; or make the function "
-                    "a method of the unit, and register_fsdp_forward_method(module, name).\n"
+                    "[fullshard] Sharded parameters in scope there: "
+                    f"{', '.join(names[:3])}{' and others' if names[3:] else ''}. Outside forward and backward of "
+                    "their unit, sharded parameters are DTensors. To compute with them, call unshard() on the unit "
+                    "before and reshard() after; or use summon_full_params; or make the function a method of the "
+                    "unit and call register_fsdp_forward_method(module, name).\n"
                 )
             if "_foreach_" in str(error):
                 sys.stderr.write(
-                    "[fullshard] A foreach operation got sharded parameters and plain buffers in one list, as averages "
-                    "of weights do. Use get_ema_avg_fn (avg_fn) instead of get_ema_multi_avg_fn for torch's "
+                    "[fullshard] A foreach operation received sharded parameters and plain buffers in one list, as "
+                    "in averages of weights. Use get_ema_avg_fn (avg_fn) instead of get_ema_multi_avg_fn for torch's "
                     "AveragedModel, or foreach=False for timm's ModelEmaV3.\n"
                 )
 

@@ -84,8 +84,12 @@ def are_identical(params: Sequence[nn.Parameter], unit: Unit) -> bool:
     return len(set(_of_all_ranks(local, unit, "comparison of parameters in no unit").values())) == 1
 
 
-def check_same_names(names: Sequence[str], unit: Unit, optimizer: str) -> None:
+def check_same_names(names: Sequence[str], unit: Unit, optimizer: str, *, reason: str, instead: str) -> None:
     """Raise on every rank of `unit` if the parameters of `optimizer` do not have the same `names` on all of them.
+
+    Args:
+        reason: the sentence of the error message that says why the order matters.
+        instead: the sentence that states another remedy than the same order.
 
     Raises:
         RankMismatchError: the names or their order differ.
@@ -98,10 +102,9 @@ def check_same_names(names: Sequence[str], unit: Unit, optimizer: str) -> None:
     pairs = zip_longest(peer[first], peer[odd[0]], fillvalue="no further one")
     number, one, other = next((i, one, other) for i, (one, other) in enumerate(pairs) if one != other)
     raise RankMismatchError(
-        f"{optimizer} has its parameters in different orders: parameter {number} is {one} on rank {first}, but {other} "
-        f"on rank {odd[0]}. It steps DTensors, whose operations can run collectives, parameter by parameter in its own "
-        "order. Build its groups from lists in the order of model.named_parameters(), not from a set. If it treats "
-        "each element separately, call fullshard.optim.step_shards(optimizer)."
+        f"{optimizer} has its parameters in different orders: parameter {number} is {one} on rank {first}, but "
+        f"{other} on rank {odd[0]}. {reason} Build its groups from lists in the order of model.named_parameters(), "
+        f"not from a set. {instead}"
     )
 
 
@@ -160,7 +163,7 @@ def _difference(first: int, local: Sequence[str], second: int, peer: Sequence[st
     of_first = local[at] if at < len(local) else "no further unit"
     of_second = peer[at] if at < len(peer) else "no further unit"
     return (
-        f"ranks do not have the same model. Unit {at} is on rank {first}: {of_first}; on rank {second}: {of_second}. "
+        f"ranks have different models. Unit {at} is {of_first} on rank {first}, but {of_second} on rank {second}. "
         "Build and shard the same modules in the same order on every rank."
     )
 
@@ -191,11 +194,17 @@ def _compare_values(units: Sequence[Unit], hashes: Mapping[int, bytes], digests:
         )
         name = f"{unit.name}.{param.fqn}" if unit.name else param.fqn
         where = f"{len(odd)} parameters, such as {name} on rank {first} and rank {other}"
-        stated = f"ranks built the model with different values: {where}"
+        stated = f"ranks initialized the model with different values: {where}"
         if are_replicas or unit.options.placements.optimizer is Placement.WHOLE:
-            raise RankMismatchError(f"{stated}. Each would go on from its own, with gradients of all. {remedy}.")
+            raise RankMismatchError(
+                f"{stated}. Each rank would train its own values with the gradients of all ranks. {remedy}."
+            )
         if dist.get_rank() == first:
-            _log.warning("%s. What is trained is a mixture, one rank's part beside another's. %s.", stated, remedy)
+            _log.warning(
+                ("%s. The trained model would be a mixture of shards from different initializations. %s."),
+                stated,
+                remedy,
+            )
 
 
 def _different_values(

@@ -65,9 +65,9 @@ def _account(findings: Iterable[_Finding]) -> str:
     lines = [f"{fqn} (unit {unit or 'the root'}): {', '.join(where)}" for (fqn, unit), where in ranks.items()]
     shown = lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more parameters"] if len(lines) > _SHOWN else [])
     return (
-        f"gradients are not finite. {'; '.join(shown)}. Backward came through these units from first to last: look at "
-        "the first one, and at the batch of its rank. The gradients have been reduced as they are: call "
-        "optimizer.zero_grad() before going on."
+        f"gradients are not finite. {'; '.join(shown)}. The units are listed in the order of backward: check the "
+        "first one and the batch of its rank. The gradients have been reduced anyway: call optimizer.zero_grad() "
+        "before continuing."
     )
 
 

@@ -269,8 +269,8 @@ class ShardsOnDisk(ShardStorage):
         plan, layout, stored, taken = self.plan, self.plan.layout, self.plan.contract.stored, None
         if is_capturing(plan.device):
             raise StateError(
-                "shards that rest on a disk were needed within a CUDA graph, which reads no disk when it is replayed. "
-                "Leave parameters out of Offload, or capture no graph of this model."
+                "parameters offloaded to disk were needed within a CUDA graph, which cannot read a disk when it is "
+                "replayed. Leave parameters out of Offload, or do not capture this model."
             )
         self.read_ahead()
         with self.failures.noted():

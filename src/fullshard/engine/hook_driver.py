@@ -206,10 +206,10 @@ class HookDriver:
         if self._state.phase is not Phase.BACKWARD:
             if in_backward_of_inputs() and any(unit.trainable for unit in self._units):
                 raise StateError(
-                    f"stage_backward_input was called on {type(self._units[0].module).__name__}, which is sharded: it "
-                    "takes gradients of inputs first, and those of parameters later (stage_backward_weight), when they "
-                    "would not be reduced. Zero-bubble schedules do so. Make the stages by "
-                    "fullshard.integrations.pipelining.PipelineStage; in a loop without stages call backward()."
+                    f"stage_backward_input was called on {type(self._units[0].module).__name__}, which is sharded. It "
+                    "computes gradients of inputs first and gradients of parameters later (stage_backward_weight), "
+                    "when they would not be reduced. Zero-bubble schedules call it. Create the stages with "
+                    "fullshard.integrations.pipelining.PipelineStage. In a loop without stages, call backward()."
                 )
             self._state.phase = Phase.BACKWARD
             self._state.disks.begin_pass()
@@ -334,10 +334,10 @@ class HookDriver:
         self._reached, self._has_grads = None, False
         if missed is not None:
             raise StateError(
-                f"the backward of a pipeline's stage came to {missed.name or 'the root'}, which is trained, and not to "
-                "its parameters: a zero-bubble schedule (such as ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "
-                "ScheduleDualPipeV) takes gradients of inputs first, and those of parameters later, when they would "
-                "not be reduced. Make the stages by fullshard.integrations.pipelining.PipelineStage."
+                f"the backward of a pipeline stage reached {missed.name or 'the root'}, which is trained, but not its "
+                "parameters: a zero-bubble schedule (such as ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "
+                "ScheduleDualPipeV) computes gradients of inputs first and gradients of parameters later, when they "
+                "would not be reduced. Create the stages with fullshard.integrations.pipelining.PipelineStage."
             )
 
     def _prefetch_forward(self, unit: Unit) -> None:

@@ -112,7 +112,7 @@ def abandon_step(module: nn.Module) -> None:
     """Drop what the current step of the outermost `module` has done. See `FSDPModule.abandon_step`."""
     runtime = runtime_of(module)
     if runtime.state.is_running:
-        raise StateError("abandon_step within a forward or backward. Call it once the exception is caught.")
+        raise StateError("abandon_step was called within a forward or backward. Call it after catching the exception.")
     runtime.abandon()
 
 
@@ -158,7 +158,9 @@ def check_idle(unit: Unit, doing: str) -> None:
     """
     unit.residency.check_not_summoned()
     if is_in_use(unit):
-        raise StateError(f"{unit.name or 'the root'} was {doing} within its forward or backward. Do it between steps.")
+        raise StateError(
+            f"{unit.name or 'the root'} was {doing} within its forward or backward. This is allowed only between steps."
+        )
 
 
 @contextmanager
@@ -176,8 +178,8 @@ def changing_shards(unit: Unit, function: Callable[..., Any] | None = None) -> I
     check_idle(unit, "to be moved or cast")
     if function is not None and is_share_memory(function):
         raise StateError(
-            f"share_memory() of {unit.name or 'the root'}, which is sharded: torch cannot put a DTensor into shared "
-            "memory. Call share_memory() on the module before it is sharded, or on the tensors of a full state dict."
+            f"share_memory() of {unit.name or 'the root'}, which is sharded: torch cannot move a DTensor to shared "
+            "memory. Call share_memory() before sharding the module, or on the tensors of a full state dict."
         )
     unit.residency.reshard()
     unit.check_replacements()  # before the unit would adopt them
@@ -217,6 +219,6 @@ def refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:
         StateError: always.
     """
     raise StateError(
-        f"pickle, torch.save or copy.copy of {type(module).__name__}, which is sharded: what came back would belong to "
-        "no unit. Save its state_dict(), and load that into a module that was built and sharded."
+        f"pickle, torch.save or copy.copy of {type(module).__name__}, which is sharded: the restored module would "
+        "belong to no unit. Save its state_dict(), and load it into a new sharded module."
     )

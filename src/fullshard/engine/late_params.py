@@ -90,8 +90,8 @@ class LateParams:
                 + (f", and so were {len(trained) - 1} other trained parameters" if len(trained) > 1 else "")
                 + ". No unit manages it, so its gradient would not be averaged and each rank would train its own "
                 "copy. Add adapters, heads and parameters before fully_shard; or call fully_shard on the new "
-                "module; or freeze the parameter by requires_grad_(False). If you average its gradient "
-                "yourself, call fully_shard(new_module, ignored_params=new_module.parameters())."
+                "module; or freeze the parameter by requires_grad_(False). If your code averages its gradient, "
+                "call fully_shard(new_module, ignored_params=new_module.parameters())."
             )
 
     def _search(self) -> list[tuple[str, nn.Parameter]]:

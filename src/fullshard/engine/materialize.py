@@ -112,15 +112,14 @@ def _check_inner_first(modules: Sequence[nn.Module], module: nn.Module, name: st
         )
         if around is not None and not any(around is inner for inner in outer.modules()):
             raise ConfigError(
-                f"{name} of {type(module).__name__} is in two modules, which are to be two units: the unit of "
-                f"{type(outer).__name__}, which was sharded first and owns it, and that of {type(around).__name__}. "
-                f"Make the shared {type(module).__name__} a unit: call fully_shard on it before any module that "
-                "contains it."
+                f"{name} of {type(module).__name__} is shared by two units: {type(outer).__name__}, which was sharded "
+                f"first and owns it, and {type(around).__name__}. Make the shared {type(module).__name__} a unit: "
+                "call fully_shard on it before any module that contains it."
             )
         raise ConfigError(
             f"{name} of {type(module).__name__} belongs to the unit of {type(outer).__name__} around it, which was "
-            "sharded first, so that there is nothing left to shard here. Call fully_shard on inner modules first, on "
-            "the outermost last."
+            "sharded first, so no parameters are left to shard here. Call fully_shard on inner modules first and on "
+            "the outermost module last."
         )
 
 

@@ -96,10 +96,10 @@ class Microbatches:
             self._outside = []
             if unit.axes.shard_rank == 0:
                 _log.warning(
-                    "%d parameters that no unit has, the first of shape %s, are trained by each rank separately: ranks "
-                    "have different values after %d steps. Call fully_shard on the outermost module, which manages all "
-                    "parameters that are left; or call it on the module that has these; or average their gradients "
-                    "yourself and list them in ignored_params.",
+                    "%d parameters belong to no unit (the first has shape %s), so each rank trains them separately: "
+                    "ranks have different values after %d steps. Call fully_shard on the outermost module, which "
+                    "manages all remaining parameters; or call it on the module that owns these; or average their "
+                    "gradients yourself and list them in ignored_params.",
                     *(len(params), tuple(params[0].shape), age),
                 )
         elif age + 1 >= _LAST_COMPARISON:

@@ -379,6 +379,6 @@ def _was_written_to(offloaded: Offloaded) -> bool:
 def written_to(nbytes: int) -> StateError:
     """Return the error of a backward that needs values which were overwritten, like autograd's."""
     return StateError(
-        f"a tensor of {nbytes} bytes that backward needs was changed in place since forward saved it. Change a clone "
-        "of it; torch.autograd.set_detect_anomaly(True) shows the operation that saved it."
+        f"a tensor of {nbytes} bytes that backward needs was modified in place after forward saved it. Modify a clone "
+        "instead. torch.autograd.set_detect_anomaly(True) shows the operation that saved it."
     )

@@ -28,7 +28,7 @@ def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
         if fqn not in left_alone and managed_by(param) is not None:
             raise StateError(
                 f"{type(parent).__name__} around {type(module).__name__}, whose {fqn} is sharded: its gradients are "
-                "averaged over the ranks already. Leave the wrapper out, and call fully_shard on the outermost module; "
-                "for replicas of shards pass strategy='hsdp'. If DDP is to have the other parameters, list the names "
-                "of the sharded ones in module._ddp_params_and_buffers_to_ignore."
+                "already averaged over the ranks. Remove the wrapper and call fully_shard on the outermost module. "
+                "For replicas of shards pass strategy='hsdp'. To use DDP for the other parameters, list the names of "
+                "the sharded ones in module._ddp_params_and_buffers_to_ignore."
             )

@@ -106,20 +106,20 @@ class TensorParallelView(ParamView):
             mesh = join(outer, axes.mesh)
         if mesh is None:
             raise ConfigError(
-                f"{found}. To be sharded over {axes.mesh} as well, both must be axes of one mesh, with names. Slice it "
-                "for each, as in parallelize_module(module, mesh['tp'], plan) and fully_shard(module, mesh=mesh['dp']),"
-                " or list it in ignored_params."
+                f"{found}. To shard it over {axes.mesh} as well, both must be named axes of one mesh. Slice that mesh "
+                "for each, as in parallelize_module(module, mesh['tp'], plan) and fully_shard(module, "
+                "mesh=mesh['dp']), or list it in ignored_params."
             )
         if any(type(placement) not in (Shard, Replicate) for placement in param.placements):
             raise ConfigError(
-                f"{found}. Only what is placed Shard(dim) or Replicate() can be sharded further. Redistribute it "
+                f"{found}. Only parameters placed Shard(dim) or Replicate() can be sharded further. Redistribute it "
                 "first, or list it in ignored_params."
             )
         cut = [name for name, placement in zip(names, param.placements, strict=True) if placement.is_shard()]
         if own.intersection(cut):
             raise ConfigError(
-                f"{found}, and so is cut on {cut} already, over which it is to be sharded here: dp_mesh_dims names "
-                f"{sorted(own)}. Place it Replicate() there, and name in dp_mesh_dims only axes of data parallelism."
+                f"{found}, so it is already sharded over {cut}, which dp_mesh_dims={sorted(own)} names, too. Place it "
+                "Replicate() there, and list only data parallel axes in dp_mesh_dims."
             )
         self._found = param._spec
         self._mesh = mesh
@@ -203,14 +203,14 @@ def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
         _check_class(fqn, param)
     if module.split(".")[0] == "bitsandbytes" and getattr(param, "quant_state", None) is None:
         raise ConfigError(
-            f"{fqn} is a {module}.{kind} that has no quant_state: 8-bit weights cannot be sharded, and 4-bit ones are "
-            "once they are quantised. Call model.to(device) before fully_shard, or list it in ignored_params."
+            f"{fqn} is a {module}.{kind} without a quant_state: 8-bit weights cannot be sharded, and 4-bit weights "
+            "only after they are quantized. Call model.to(device) before fully_shard, or list it in ignored_params."
         )
     kept = [name for name, value in vars(param).items() if isinstance(value, Tensor)]
     if kept:
         raise ConfigError(
-            f"{fqn} is a {module}.{kind} with tensors of its own, {', '.join(kept)}, of which every rank would keep "
-            "all. List it in ignored_params, or give its class fsdp_pre_all_gather and fsdp_post_all_gather."
+            f"{fqn} is a {module}.{kind} with additional tensors ({', '.join(kept)}), which every rank would keep "
+            "whole. List it in ignored_params, or define fsdp_pre_all_gather and fsdp_post_all_gather on its class."
         )
     return OwnClassView(param)
 
@@ -228,8 +228,8 @@ def _check_annotations(fqn: str, param: nn.Parameter, axes: Axes) -> None:
     others = [f"{name} ({size})" for name, size in sizes if size > 1 and name not in axes.spmd_names]
     if others:
         raise ConfigError(
-            f"{fqn} is a plain tensor whose place on the axes {', '.join(others)} is annotated by spmd_types. "
-            "Annotations are not read, except for data: make a DTensor of it, as torchtitan does with "
+            f"{fqn} is a plain tensor whose placement on the axes {', '.join(others)} is annotated by spmd_types. "
+            "These annotations are read for data only. Make it a DTensor, as torchtitan does with "
             "--parallelism.spmd_backend partial_dtensor."
         )
 
@@ -244,8 +244,8 @@ def _check_class(fqn: str, local: Tensor) -> None:
     if not (plain or sends_payloads(local)):
         raise ConfigError(
             f"{fqn} is a {type(local).__name__}, a tensor subclass without fsdp_pre_all_gather and "
-            "fsdp_post_all_gather, by which such a class says what of it is sent: sharded, it would be a plain tensor. "
-            "Shard the model before its parameters are converted, or list it in ignored_params."
+            "fsdp_post_all_gather, which define what is gathered: sharding would turn it into a plain tensor. Shard "
+            "the model before converting its parameters, or list it in ignored_params."
         )
 
 
@@ -261,20 +261,20 @@ def check_payloads(fqn: str, local: Tensor, axes: Axes, dim: int | None) -> None
         ConfigError: The tensor would be sharded along another dim than 0, or gathered in two levels, or its method has
             other arguments than torch's.
     """
-    name = f"{fqn}, a {type(local).__name__} that says itself what of it is sent,"
+    name = f"{fqn}, a {type(local).__name__} with fsdp_pre_all_gather,"
     count = len(signature(local.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]
     if count not in (1, 5):
         raise ConfigError(
-            f"{name} has an fsdp_pre_all_gather that takes {count} arguments. Torch gives it (mesh), or (mesh, "
-            "outer_size, outer_stride, module, mp_policy)."
+            f"{name} has an fsdp_pre_all_gather that takes {count} arguments. Expected (mesh) or (mesh, outer_size, "
+            "outer_stride, module, mp_policy)."
         )
     if dim not in (None, 0) or not local.ndim:
         raise ConfigError(
-            f"{name} is to be cut along dim {dim} of its shape {tuple(local.shape)}. Such tensors are cut along their "
-            "first dim only: return None or Shard(0) for it from shard_placement_fn, or list it in ignored_params."
+            f"{name} cannot be sharded along dim {dim} of its shape {tuple(local.shape)}. Such tensors support dim 0 "
+            "only: return None or Shard(0) for it from shard_placement_fn, or list it in ignored_params."
         )
     if axes.group_size is not None:
         raise ConfigError(
-            f"{name} is to be kept together by groups of {axes.group_size} ranks, which could not know its encoding. "
-            "Choose a strategy without groups for its unit, such as 'zero3' or 'hsdp'."
+            f"{name} cannot be sharded in groups of {axes.group_size} ranks, which do not know its encoding. Choose a "
+            "strategy without groups for its unit, such as 'zero3' or 'hsdp'."
         )

@@ -115,10 +115,10 @@ class PayloadParam(ShardedParam):
         uneven = [p for p in payloads if self._spec.padding and (not p.ndim or len(p) != len(shard))]
         if uneven:
             raise ConfigError(
-                f"{self.fqn} is a {type(shard).__name__} of {shape[0]} rows, which do not divide evenly by "
-                f"{self._spec.world} ranks, and sends a tensor of shape {tuple(uneven[0].shape)} for {len(shard)} of "
-                "them: rows that are missing in the last shards cannot be told from others. Choose a number of ranks "
-                "that divides the rows, or list it in ignored_params."
+                f"{self.fqn} is a {type(shard).__name__} of {shape[0]} rows, which {self._spec.world} ranks cannot "
+                f"share evenly, and its all-gather input has shape {tuple(uneven[0].shape)} for {len(shard)} rows, so "
+                "padding cannot be removed. Choose a number of ranks that divides the rows, or list it in "
+                "ignored_params."
             )
         return payloads
 
@@ -139,8 +139,8 @@ class PayloadParam(ShardedParam):
         if tuple(form.shape) != self._spec.shape:
             raise ConfigError(
                 f"{self.fqn}: fsdp_post_all_gather of {type(self._padded).__name__} gave a {type(form).__name__} of "
-                f"shape {tuple(form.shape)}, but the parameter's is {self._spec.shape}. Let it return the whole "
-                "parameter, of the tensors that it was given."
+                f"shape {tuple(form.shape)}, but the parameter has shape {self._spec.shape}. It must build the whole "
+                "parameter from the gathered tensors."
             )
         given = {tensor.untyped_storage()._cdata for tensor in gathered}
         self._inner = [item for item in inner if item.untyped_storage()._cdata not in given]
@@ -186,7 +186,7 @@ def _padded_part(fqn: str, whole: Tensor, spec: ShardSpec, rank: int, device: to
         found = [len(part) for part in parts]
         wanted = [len(spec.span(index)) for index in range(spec.world) if len(spec.span(index))]
         if found != wanted:
-            raise ValueError(f"parts have {found} rows instead of {wanted}")
+            raise ValueError(f"shards have {found} rows instead of {wanted}")
         shape = spec.shard_shape(0)
         padded = (parts[0] if whole.device == device else parts[0].to(device)).new_zeros(shape)
         if rank < len(parts):
@@ -195,9 +195,9 @@ def _padded_part(fqn: str, whole: Tensor, spec: ShardSpec, rank: int, device: to
     except Exception as error:
         kind = type(whole).__name__
         raise ConfigError(
-            f"{fqn} is a {kind} of shape {tuple(whole.shape)}, which cannot be cut into {spec.world} parts of rows: "
-            f"{str(error) or type(error).__name__}. Choose a number of ranks that its blocks allow, or list it in "
-            "ignored_params, or shard the model before its parameters are converted."
+            f"{fqn} is a {kind} of shape {tuple(whole.shape)}, which cannot be sharded by rows over {spec.world} "
+            f"ranks: {str(error) or type(error).__name__}. Choose a number of ranks that fits its blocks, or list it "
+            "in ignored_params, or shard the model before converting its parameters."
         ) from error
     return padded
 
@@ -253,7 +253,8 @@ class PayloadStorage(ShardStorage):
             param = self._params[odd[0]]
             raise StateError(
                 f"{param.fqn}: fsdp_pre_all_gather of {type(param.local).__name__} gave {forms[odd[0]]}, but "
-                f"{self.buffer.forms[odd[0]]} before. What a class sends must keep its shapes and dtypes."
+                f"{self.buffer.forms[odd[0]]} before. The all-gather inputs of a class must keep their shapes and "
+                "dtypes."
             )
         self._payloads = [_as_bytes(payload) for payloads in sent for payload in payloads]
         self.buffer.allocate()

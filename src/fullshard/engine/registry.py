@@ -60,7 +60,7 @@ def unit_of(module: nn.Module) -> Unit:
     unit = _unit_or_none(module) or _unit_or_none(unwrapped(module))
     if unit is None:
         raise StateError(
-            f"{type(module).__name__} is not a unit. Call fully_shard(module) on it first, or name one of its units."
+            f"{type(module).__name__} is not a unit. Call fully_shard(module) on it first, or pass one of its units."
         )
     return unit
 

@@ -113,7 +113,7 @@ class Residency:
         if state not in TRANSITIONS[self.state]:
             raise StateError(
                 f"{self._unit.name or 'the root'} is {self.state.value} and cannot become {state.value}. This is a "
-                "fault of fullshard: please report it with the calls that led to it."
+                "bug in fullshard: please report it with the calls that led to it."
             )
         self.state = state
 
@@ -308,8 +308,8 @@ class Residency:
         """
         if self.state is _SUMMONED:
             raise StateError(
-                f"{self._unit.name or 'the root'} is needed within summon_full_params: its parameters are in the "
-                "user's hands, and changes to them are not in place yet. Leave the context first."
+                f"{self._unit.name or 'the root'} was used within summon_full_params, which has not written back "
+                "changes yet. Exit the context first."
             )
 
     # -- changes of shards --------------------------------------------------------------------------------------------

@@ -117,8 +117,9 @@ class Runtime:
         """
         if not self.finalizes_manually:
             raise StateError(
-                f"finalize_backward of {type(self.units[0].module).__name__}: every backward ends with its gradients "
-                "reduced. Call set_manual_backward_finalization(True) before the step's first forward."
+                f"finalize_backward of {type(self.units[0].module).__name__}: backward already finalizes itself, "
+                "since manual finalization is off. Call set_manual_backward_finalization(True) before the first "
+                "forward of the step."
             )
         self.manual_driver.finalize_backward()
 

@@ -63,9 +63,9 @@ def plan_for(kind: Sequence[Source], options: ShardOptions, device: torch.device
     plan = PayloadPlan.of(shapes, dims, contract, options, kind[0].axes, device, memory)
     if not plan.shards_optimizer and contract.compute != contract.stored:
         raise ConfigError(
-            f"param_dtype={contract.compute}, but {kind[0].fqn}, a {type(kind[0].local).__name__}, is never gathered, "
-            f"as under strategy='ddp', so that modules see it as it was found, in {contract.stored}. Leave param_dtype "
-            "out, or choose a strategy that shards the optimizer's state, such as 'zero1'."
+            f"param_dtype={contract.compute}, but {kind[0].fqn}, a {type(kind[0].local).__name__}, is never gathered "
+            f"(as under strategy='ddp'), so it cannot be cast from {contract.stored}. Leave param_dtype out, or "
+            "choose a strategy that shards the optimizer state, such as 'zero1'."
         )
     return replace(
         plan, inner_nbytes=sum(inner_tensor.nbytes for source in kind for inner_tensor in inner_tensors(source.local))
@@ -98,7 +98,7 @@ def device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
     if meta and len(meta) < len(sources):
         real = next(source.fqn for source in sources if not source.param.is_meta)
         raise ConfigError(
-            f"{meta[0]} is on the meta device, but {real}, in the same unit, is not. Build all modules of a unit under "
+            f"{meta[0]} is on the meta device, but {real} in the same unit is not. Build all modules of a unit under "
             'torch.device("meta"), or none.'
         )
     return torch.device("meta") if meta else device
@@ -114,7 +114,7 @@ def check_one_dtype(param_group: ParamGroup) -> None:
     odd = [param for param in values if param.shown.dtype != values[0].shown.dtype]
     if odd:
         raise ConfigError(
-            f"{odd[0].fqn} is of {odd[0].shown.dtype} now, but {values[0].fqn} of {values[0].shown.dtype}: they "
-            "were of one dtype when their module was sharded, and lie in one buffer. Change the dtype of all of them, "
-            "or do it before sharding."
+            f"{odd[0].fqn} is of {odd[0].shown.dtype} now, but {values[0].fqn} of {values[0].shown.dtype}. They had "
+            "one dtype when their module was sharded and share a buffer. Change the dtype of all of them, or change "
+            "it before sharding."
         )

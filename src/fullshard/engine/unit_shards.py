@@ -258,8 +258,8 @@ def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, alongside
         return False
     if wrapped:
         raise ConfigError(
-            f"Offload(parameters={{'disk': {fraction}}}): {wrapped[0].fqn} is a {type(wrapped[0].local).__name__}, "
-            "whose values are in tensors of its own, which cannot rest on a disk. Give its unit a policy without "
+            f"Offload(parameters={{'disk': {fraction}}}): {wrapped[0].fqn} is a {type(wrapped[0].local).__name__}, a "
+            "subclass that holds several tensors, which cannot be offloaded to disk. Give its unit a policy without "
             "parameters."
         )
     identical = [unit for unit in _made if unit.runtime is None and unit.options.offload == options.offload]

@@ -74,9 +74,9 @@ class UnshardedMemory:
         """
         if self.slot.is_referenced:
             raise StateError(
-                f"{self._unit.name} and {self.slot.occupant!r} are needed whole at the same time, but share memory, "
-                "since they never were in the steps before, and a graph that waits for its backward has views of it. "
-                "Call fullshard.share_memory_between_units(False) before the first forward."
+                f"{self._unit.name} and {self.slot.occupant!r} share one buffer because they were never unsharded at "
+                "the same time before. This step needs both, and a graph that waits for its backward has views of "
+                "the buffer. Call fullshard.share_memory_between_units(False) before the first forward."
             )
         self.drop_views(groups)
         regions = self.occupy(slot, [group.plan for group in groups])

@@ -139,9 +139,9 @@ class Validity:
 
 
 _LOST_WRITE = (
-    "%s was written to in place while it was unsharded. The write is lost: resharding frees the unsharded parameter, "
-    "and the next all-gather brings back the values of the shards. Other ranks of the host may have computed with the "
-    "written values, if they share this memory. To change a parameter, write to the sharded one between steps (under "
+    "%s was modified in place while it was unsharded. The change is lost: resharding frees the unsharded parameter, "
+    "and the next all-gather restores the values of the shards. Other ranks on the host may have computed with the "
+    "modified values if they share this memory. To change a parameter, write to the sharded one between steps (under "
     "torch.no_grad()), or within summon_full_params. To compute with changed values, use a new tensor instead of an "
     "in-place operation. This is logged once per parameter."
 )

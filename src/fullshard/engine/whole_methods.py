@@ -43,11 +43,11 @@ def _check(module: nn.Module, name: str, arguments: dict[str, Any]) -> None:
 def _check_save(module: nn.Module, arguments: dict[str, Any]) -> None:
     if arguments.get("state_dict") is None:
         raise StateError(
-            f"save_pretrained of {type(module).__name__}, which is sharded: each rank has a part of the weights only. "
+            f"save_pretrained of {type(module).__name__}, which is sharded: each rank has only a part of the weights. "
             "On every rank, call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and pass it to save_pretrained as "
-            "state_dict on rank 0. Or call fullshard.checkpoint.export_safetensors(model, folder) on every rank, which "
-            "gathers one weight at a time."
+            "state_dict on rank 0. Or call fullshard.checkpoint.export_safetensors(model, folder) on every rank, "
+            "which gathers one weight at a time."
         )
 
 
@@ -56,8 +56,8 @@ def _check_resize(module: nn.Module, arguments: dict[str, Any]) -> None:
     wanted = arguments.get("new_num_tokens") or rows
     if wanted != rows or wanted % (arguments.get("pad_to_multiple_of") or 1):
         raise StateError(
-            f"resize_token_embeddings of {type(module).__name__}, which is sharded: it would replace parameters, and "
-            "those of a unit cannot change their shapes. Call it before the model is sharded."
+            f"resize_token_embeddings of {type(module).__name__}, which is sharded: it would replace parameters, but "
+            "the parameters of a unit cannot change their shapes. Call it before sharding the model."
         )
 
 

@@ -56,9 +56,9 @@ class MixedPrecision:
         check_encoding(self)
         if self.keep_low_precision_grads:
             raise ConfigError(
-                "keep_low_precision_grads=True is not supported: shards keep the dtype of their parameters, and an "
-                "optimizer needs gradients of that dtype. Leave it False, and set reduce_dtype to reduce gradients in "
-                "low precision."
+                "keep_low_precision_grads=True is not supported: shards keep the dtype of their parameters, and the "
+                "optimizer needs gradients of that dtype. Leave it False, and set reduce_dtype to reduce gradients "
+                "in low precision."
             )
 
     def policy(self) -> MixedPrecisionPolicy:

@@ -340,12 +340,12 @@ class FullyShardedDataParallel(nn.Module):
         dtype = _dtype_of_hook(hook)
         _check_hook_state(state, self.process_group, units)
         if any(vars(wrapper).get(_HOOKED) for wrapper in wrappers):
-            raise StateError("register_comm_hook: a hook is registered already. Register one, once, for each model.")
+            raise StateError("register_comm_hook: a hook is already registered. Register one hook per model.")
         for unit in units:
             check_idle(unit, "to be given a hook")
             if unit.gradients.are_waiting:
                 raise StateError(
-                    f"register_comm_hook: {unit.name or 'the root'} has gradients already. Call it before the first "
+                    f"register_comm_hook: {unit.name or 'the root'} already has gradients. Call it before the first "
                     "backward, or after zero_grad()."
                 )
         for wrapper in wrappers:
@@ -464,8 +464,9 @@ class FullyShardedDataParallel(nn.Module):
         _check_group(group, model)
         if is_named_optimizer:
             raise ConfigError(
-                "optim_state_dict_to_load(is_named_optimizer=True): what torch.optim's load_state_dict takes numbers "
-                "its parameters. Leave the argument out; for an optimizer that names them, pass on optim_state_dict."
+                "optim_state_dict_to_load(is_named_optimizer=True): load_state_dict of torch.optim expects numbered "
+                "parameters. Leave the argument out. For an optimizer with named parameters, pass optim_state_dict "
+                "unchanged."
             )
         return optim_state.optim_state_dict_to_load(model, optim, optim_state_dict, load_directly)
 
@@ -566,8 +567,8 @@ def _check_group(group: dist.ProcessGroup | None, model: nn.Module) -> None:
     known = [*process_groups_along(units_in(model)), dist.group.WORLD]
     if group is not None and group not in known:
         raise ConfigError(
-            f"group of {dist.get_world_size(group)} ranks: none that the model is sharded over, so that its optimizer "
-            "state cannot be exchanged there. Leave group out."
+            f"group of {dist.get_world_size(group)} ranks: the model is not sharded over this group, so the optimizer "
+            "state cannot be exchanged in it. Leave group out."
         )
 
 
@@ -605,18 +606,18 @@ def _check(
     check_flags(use_orig_params=use_orig_params)
     if not use_orig_params:
         raise ConfigError(
-            "use_orig_params=False is not supported: parameters are never flattened here, each keeps its shape and "
-            "FQN. Leave the argument out."
+            "use_orig_params=False is not supported: parameters are never flattened and keep their shapes and FQNs. "
+            "Leave the argument out."
         )
     if process_group is not None and device_mesh is not None:
-        raise ConfigError("process_group and device_mesh both say which ranks to shard over. Pass one of them.")
+        raise ConfigError("process_group and device_mesh both define the ranks to shard over. Pass one of them.")
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise ConfigError(
-            f"process_group={process_group!r}: one process group is needed. For a hybrid strategy pass "
+            f"process_group={process_group!r}: expected one process group. For a hybrid strategy, pass "
             'device_mesh=init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard")).'
         )
     if ignored_modules is not None and ignored_states is not None:
-        raise ConfigError("ignored_modules and ignored_states both say what to leave alone. Pass one of them.")
+        raise ConfigError("ignored_modules and ignored_states are both given. Pass one of them.")
 
 
 def _dtype_of_hook(hook: Callable[..., Any]) -> torch.dtype | None:
@@ -630,10 +631,10 @@ def _dtype_of_hook(hook: Callable[..., Any]) -> torch.dtype | None:
     if not found:
         names = ", ".join(each.__name__ for each in known)
         raise ConfigError(
-            f"register_comm_hook: {getattr(hook, '__name__', repr(hook))} is not supported, since a hook of torch's "
-            f"takes gradients as one flat tensor, and there is none. Pass one of {names}; or set "
+            f"register_comm_hook: {getattr(hook, '__name__', repr(hook))} is not supported: torch's hooks expect "
+            f"gradients in one flat tensor, which does not exist here. Pass one of {names}; or set "
             "MixedPrecision(reduce_dtype=..., reduce_wire=...) for fewer bits; or use fullshard.fully_shard, whose "
-            "set_all_reduce_hook calls a function with the sums."
+            "set_all_reduce_hook calls a function with the reduced gradients."
         )
     return found[0]
 
@@ -647,14 +648,14 @@ def _check_hook_state(state: Any, group: dist.ProcessGroup, units: Iterable[Unit
     ranks = getattr(state, "process_group", None)
     if not isinstance(ranks, dist.ProcessGroup):
         raise ConfigError(
-            f"register_comm_hook(state={state!r}): the state of a hook has a process group. Pass "
+            f"register_comm_hook(state={state!r}): the state of a hook must have a process group. Pass "
             "DefaultState(process_group) or LowPrecisionState(process_group) of "
             "torch.distributed.algorithms._comm_hooks."
         )
     if dist.get_process_group_ranks(ranks) != dist.get_process_group_ranks(group):
         raise ConfigError(
-            f"register_comm_hook: the state's process group has {ranks.size()} ranks, which are not the "
-            f"{group.size()} that parameters are sharded over. Pass the wrapper's process_group."
+            f"register_comm_hook: the state's process group has {ranks.size()} ranks, but parameters are sharded over "
+            f"other ones ({group.size()} ranks). Pass the wrapper's process_group."
         )
     given = getattr(state, "parameter_type", None)
     trained = [each for unit in units for each in unit.param_groups if each.is_trained]
@@ -683,8 +684,8 @@ def _check_types(
         if mixed_precision.param_dtype is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
             raise ConfigError(
                 f"FSDP_USE_FULL_PREC_IN_EVAL=1 with mixed_precision={mixed_precision}: evaluation computes in "
-                "param_dtype here, as training does. Unset the variable; to evaluate in full precision, load the "
-                "weights into a model without mixed_precision, or evaluate within summon_full_params."
+                "param_dtype, like training. Unset the variable. To evaluate in full precision, load the weights "
+                "into a model without mixed_precision, or evaluate within summon_full_params."
             )
     if param_init_fn is not None:
         check_callable("param_init_fn", param_init_fn, "a function of one module, or None")
@@ -707,7 +708,7 @@ def _ignored(
     params = [item for item in given if isinstance(item, nn.Parameter)]
     odd = [type(item).__name__ for item in given if not isinstance(item, nn.Module | nn.Parameter)]
     if odd:
-        raise ConfigError(f"ignored_modules / ignored_states hold a {odd[0]}: modules or parameters are needed.")
+        raise ConfigError(f"ignored_modules / ignored_states contain {odd[0]}: expected modules or parameters.")
     return modules, params + [param for module in modules for param in module.parameters()]
 
 
@@ -720,16 +721,16 @@ def _device(device_id: int | torch.device | None, mesh: DeviceMesh | None) -> to
     try:
         device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
     except RuntimeError as error:
-        raise ConfigError(f"device_id={device_id!r} names no device. Pass a torch.device or its number.") from error
+        raise ConfigError(f"device_id={device_id!r} is not a device. Pass a torch.device or its index.") from error
     if device.type == kind and (device.index or 0) >= count_devices():
         raise ConfigError(
-            f"device_id={device_id!r}: there is no such GPU, torch sees {count_devices()} here. Pass "
-            'torch.device("cpu"), or leave it out: then the present GPU computes where there is one, else the CPU.'
+            f'device_id={device_id!r}: no such GPU, torch sees {count_devices()} here. Pass torch.device("cpu"), or '
+            "leave it out to use the current GPU, or the CPU if there is no GPU."
         )
     if mesh is not None and mesh.device_type != device.type:
         raise ConfigError(
-            f"device_id={device_id!r} is not of the kind that device_mesh has ({mesh.device_type}). Make the mesh by "
-            f"init_device_mesh({device.type!r}, ...), or leave device_id out."
+            f"device_id={device_id!r} does not match the device type of device_mesh ({mesh.device_type}). Create the "
+            f"mesh with init_device_mesh({device.type!r}, ...), or leave device_id out."
         )
     return device if device.type == "cpu" or device.index is not None else current_device(device.type)
 

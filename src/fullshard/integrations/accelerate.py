@@ -94,7 +94,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         if int(os.environ.get("WORLD_SIZE", "1")) != self.num_processes:
             raise StateError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but accelerate counts {self.num_processes}. It was "
-                "set up for GPUs before. On CPUs set TrainingArguments(use_cpu=True), or the environment "
+                "initialized for GPUs before. On CPUs set TrainingArguments(use_cpu=True), or the environment "
                 "variable ACCELERATE_USE_CPU=true."
             )
         if self.sharding.cpu_ram_efficient_loading:
@@ -134,8 +134,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         if not is_unit(inner):
             if inner is not model:
                 raise ConfigError(
-                    f"prepare got a {type(model).__name__} around a {type(inner).__name__}. Prepare the model itself: "
-                    "it is sharded first, and then compiled."
+                    f"prepare got a {type(model).__name__} around a {type(inner).__name__}. Pass the model itself: "
+                    "prepare shards it first and then compiles it."
                 )
             shard(model, self.sharding, computes_in=_COMPUTES_IN.get(self.mixed_precision) if self.native_amp else None)
             _remember_names(model)
@@ -160,8 +160,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         """
         if self.shards and any(isinstance(each_tensor, DTensor) for each_tensor in tensors_in(tensor)):
             raise StateError(
-                "reduce of a DTensor, of which each rank has another part: there is nothing to add. LocalSGD, which "
-                "averages whole parameters, cannot be used with a sharded model; use gradient accumulation."
+                "reduce of a DTensor is not possible: each rank has a different shard. LocalSGD, which averages "
+                "whole parameters, cannot be used with a sharded model. Use gradient accumulation."
             )
         return super().reduce(tensor, reduction, scale)
 
@@ -231,14 +231,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     def _newest_checkpoint(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ConfigError(
-                "load_state() without input_dir needs checkpoints that accelerate names. Pass input_dir, or make the "
+                "load_state() without input_dir needs automatic checkpoint names. Pass input_dir, or create the "
                 "Accelerator with ProjectConfiguration(automatic_checkpoint_naming=True)."
             )
         folder = Path(self.project_dir) / "checkpoints"
         found = sorted(folder.glob("checkpoint_*"), key=lambda path: int(path.name.removeprefix("checkpoint_")))
         complete = [path for path in found if checkpoint.latest(path / f"{_FOLDER}_0") is not None]
         if not complete:
-            raise CheckpointError(f"{folder} has no complete checkpoint among {len(found)}.")
+            raise CheckpointError(f"none of the {len(found)} checkpoints in {folder} is complete.")
         return complete[-1]
 
     # -- private to accelerate ----------------------------------------------------------------------------------------
@@ -261,8 +261,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             ]
             if len(found) > 1:
                 raise ConfigError(
-                    f"{len(found)} optimizers step parameters of one {type(model).__name__}, and a checkpoint has room "
-                    "for one. Make one optimizer of several parameter groups."
+                    f"{len(found)} optimizers step parameters of one {type(model).__name__}, but a checkpoint can "
+                    "hold one. Create one optimizer with several parameter groups."
                 )
             yield model, found[0] if found else None
 
@@ -286,13 +286,13 @@ def _check(given: dict[str, Any]) -> None:
     """Raise for options that cannot be combined with sharding."""
     for name in _EXCLUDED:
         if given.get(name) is not None:
-            raise ConfigError(f"Accelerator({name}=...) excludes sharding by fullshard. Leave one of them out.")
+            raise ConfigError(f"Accelerator({name}=...) cannot be combined with fullshard. Leave one of them out.")
     if str(given.get("mixed_precision")) == "fp8":
-        raise ConfigError("mixed_precision='fp8' is not supported: nothing computes in 8 bits here. Choose 'bf16'.")
+        raise ConfigError("mixed_precision='fp8' is not supported. Choose 'bf16'.")
     if getattr(given.get("dynamo_plugin"), "use_regional_compilation", False):
         raise ConfigError(
-            "use_regional_compilation is not supported: it puts copies in the place of modules, and the units stay "
-            "behind. Call compile() on each layer before prepare, or let the whole model be compiled."
+            "use_regional_compilation is not supported: it replaces modules by copies, which are not units. Call "
+            "compile() on each layer before prepare, or compile the whole model."
         )
 
 

@@ -33,8 +33,8 @@ class _Joined:
         params = [id(param) for group in self.param_groups for param in group["params"]]
         if len(params) > len(set(params)):
             raise ConfigError(
-                "two optimizers step the same parameter, and a checkpoint has one state for each. Give every "
-                "parameter to one optimizer, or save weights only."
+                "two optimizers step the same parameter, but a checkpoint holds one state per parameter. Pass each "
+                "parameter to one optimizer only, or save only weights."
             )
 
     @property

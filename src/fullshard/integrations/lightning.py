@@ -218,14 +218,14 @@ class FullShardStrategy(DDPStrategy):
         """
         if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
             raise ConfigError(
-                "storage_options and CheckpointIO plugins are not supported: checkpoints are folders of shards, which "
-                "fullshard.checkpoint writes."
+                "storage_options and CheckpointIO plugins are not supported: checkpoints are folders of shards "
+                "written by fullshard.checkpoint."
             )
         given = checkpoint.get("state_dict", {})
         if given.keys() != self._given.keys() or any(given[name] is not item for name, item in self._given.items()):
             raise ConfigError(
-                "on_save_checkpoint has changed checkpoint['state_dict']: a checkpoint has the state of the module as "
-                "it is. Save what is to be different in another file."
+                "on_save_checkpoint changed checkpoint['state_dict'], but a checkpoint stores the unchanged state of "
+                "the module. Save changed values in another file."
             )
         self._given = {}
         remaining = {name: item for name, item in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
@@ -400,7 +400,9 @@ class FabricFullShardStrategy(FabricDDPStrategy):
             ConfigError: `state` does not contain exactly one module, or an option is not supported.
         """
         if storage_options is not None or filter is not None:
-            raise ConfigError("fabric.save(storage_options=..., filter=...) are not supported: all of it is saved.")
+            raise ConfigError(
+                "fabric.save(storage_options=..., filter=...) are not supported: the whole state is saved."
+            )
         parts = _Parts.of(state)
         remaining = {name: item.state_dict() if _is_stateful(item) else item for name, item in parts.remaining.items()}
         save(
@@ -426,7 +428,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
             ConfigError: `state` does not contain exactly one module, or an option is not supported.
         """
         if not isinstance(state, dict):
-            raise ConfigError('fabric.load(path, state): pass what was saved, such as {"model": model}.')
+            raise ConfigError('fabric.load(path, state): pass the same keys that were saved, such as {"model": model}.')
         parts = _Parts.of(state)
         restored = load(Path(self.broadcast(path)), model=parts.module, optimizer=joined(parts.optimizers))
         remaining = dict(restored.extra or {})
@@ -434,7 +436,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         if absent and strict:
             raise ConfigError(
                 f"fabric.load: {', '.join(absent)} are not in {path}, which has {', '.join(remaining) or 'nothing'} "
-                "besides module and optimizers. Leave them out of the state, or pass strict=False."
+                "in addition to module and optimizers. Leave them out of the state, or pass strict=False."
             )
         for name, item in parts.remaining.items():
             if name in absent:
@@ -483,8 +485,8 @@ class _Parts:
         modules = [item for item in state.values() if isinstance(item, nn.Module)]
         if len(modules) != 1:
             raise ConfigError(
-                f"the state has {len(modules)} modules ({', '.join(state)}), and a checkpoint is of one. Pass one; "
-                "put several into an nn.ModuleDict."
+                f"the state has {len(modules)} modules ({', '.join(state)}), but a checkpoint holds one. Pass one "
+                "module. Put several modules into an nn.ModuleDict."
             )
         optimizers = [item for item in state.values() if isinstance(item, Optimizer)]
         known = {id(module) for module in (*modules, *optimizers)}
@@ -501,8 +503,8 @@ def _known(options: dict[str, Any], backend: str | None, timeout: timedelta | No
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ConfigError(
-            f"FullShardStrategy({', '.join(unknown)}): not known. Options of DistributedDataParallel have no meaning "
-            f"here, nor has checkpoint_io; there are {', '.join(sorted(known))} besides the named ones."
+            f"FullShardStrategy({', '.join(unknown)}): unknown options. Options of DistributedDataParallel and "
+            f"checkpoint_io are not supported. Supported in addition to the named ones: {', '.join(sorted(known))}."
         )
     timed = {} if timeout is None else {"timeout": timeout}
     return {**options, **timed, "process_group_backend": backend}

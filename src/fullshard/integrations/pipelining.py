@@ -143,8 +143,9 @@ def with_actions(schedule: S) -> S:
     for stage in schedule._stages:
         if not isinstance(stage, PipelineStage):
             raise ConfigError(
-                f"with_actions({type(schedule).__name__}): stage {stage.stage_index} is a {type(stage).__module__}."
-                f"{type(stage).__name__}. Make all stages by fullshard.integrations.pipelining.PipelineStage."
+                f"with_actions({type(schedule).__name__}): stage {stage.stage_index} is a "
+                f"{type(stage).__module__}.{type(stage).__name__}. Create all stages with "
+                "fullshard.integrations.pipelining.PipelineStage."
             )
         stages[stage.stage_index] = stage
 

@@ -111,23 +111,23 @@ class ShardingPlugin:
             _check_choice("backward_prefetch", self.backward_prefetch, tuple(PREFETCHES))
         if policy == SIZE and self.min_num_params < 1:
             raise ConfigError(
-                f"auto_wrap_policy={SIZE} with min_num_params={self.min_num_params}: say from how many elements on a "
-                "module becomes a unit."
+                f"auto_wrap_policy={SIZE} with min_num_params={self.min_num_params}: set the number of elements from "
+                "which a module becomes a unit."
             )
         if policy != SIZE and self.min_num_params:
             raise ConfigError(
-                f"min_num_params={self.min_num_params} means something with auto_wrap_policy={SIZE} only, and that is "
-                f"{policy!r}. Set the one or leave out the other."
+                f"min_num_params={self.min_num_params} requires auto_wrap_policy={SIZE}, but it is {policy!r}. Change "
+                "auto_wrap_policy, or leave the option out."
             )
         if policy != TRANSFORMER and self.transformer_layer_cls_to_wrap:
             raise ConfigError(
-                f"transformer_layer_cls_to_wrap means something with auto_wrap_policy={TRANSFORMER} only, and that is "
-                f"{policy!r}. Set the one or leave out the other."
+                f"transformer_layer_cls_to_wrap requires auto_wrap_policy={TRANSFORMER}, but it is {policy!r}. Change "
+                "auto_wrap_policy, or leave the option out."
             )
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             raise ConfigError(
-                "cpu_ram_efficient_loading leaves all ranks but the first without weights, so they need those of rank "
-                "0. Set sync_module_states."
+                "cpu_ram_efficient_loading loads weights on rank 0 only, so the other ranks must receive them. Set "
+                "sync_module_states."
             )
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing_offload needs activation_checkpointing. Set both.")
@@ -135,14 +135,13 @@ class ShardingPlugin:
             stated = ", ".join(f"{name}={fraction:g}" for name, fraction in self._fractions.items() if fraction)
             stated = stated or f"offload_budget={self.offload_budget}"
             raise ConfigError(
-                f"cpu_offload with {stated}: all shards are on the CPU, or a part of what is said. Leave out the one "
-                "or the other; cpu_offload is offload_parameters_cpu=1."
+                f"cpu_offload with {stated}: cpu_offload means offload_parameters_cpu=1. Leave out one of them."
             )
         on_disk = self.offload_optimizer or self.offload_parameters or self.offload_activations
         if self.offload_folder is not None and not on_disk and self.offload_budget is None:
             raise ConfigError(
-                f"offload_folder={self.offload_folder!r}: nothing is to be there. Say how much by offload_optimizer, "
-                "offload_parameters, offload_activations or offload_budget, or leave it out."
+                f"offload_folder={self.offload_folder!r} is not used. Set offload_optimizer, offload_parameters, "
+                "offload_activations or offload_budget, or leave it out."
             )
         self.offload_policy  # noqa: B018  # checks fractions and folder
 
@@ -188,8 +187,8 @@ class ShardingPlugin:
                 raise ConfigError(f"fsdp_config: {key}={value!r} is not supported: {REFUSED[key]}")
             if key not in REFUSED and key not in HONOURED:
                 raise ConfigError(
-                    f"fsdp_config: there is no key {key}, but there are {', '.join(sorted(HONOURED))}. "
-                    "docs/transformers.md tells what they mean."
+                    f"fsdp_config: unknown key {key}. Supported: {', '.join(sorted(HONOURED))}. See "
+                    "docs/transformers.md."
                 )
         given = {**defaults}
         for key, value in stated.items():
@@ -199,8 +198,8 @@ class ShardingPlugin:
             spoken = [key for key in ("sharding_strategy", "reshard_after_forward") if _names_strategy(stated.get(key))]
             if spoken:
                 raise ConfigError(
-                    f"fsdp_config: strategy={stated['strategy']!r} and {spoken[0]}={stated[spoken[0]]!r} both say "
-                    "what is sharded. Leave one of them out; fsdp='full_shard' and 'shard_grad_op' set the latter."
+                    f"fsdp_config: strategy={stated['strategy']!r} and {spoken[0]}={stated[spoken[0]]!r} both define "
+                    "the sharding. Leave one of them out. fsdp='full_shard' and 'shard_grad_op' set the latter."
                 )
             given["strategy"] = stated["strategy"]
         return cls(**given)
@@ -282,7 +281,9 @@ def plugin_from_config_file(path: str | os.PathLike[str]) -> ShardingPlugin:
     try:
         content = yaml.safe_load(read_text(file, limit=CONFIG_BYTES)) or {}
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror}). Name a file of accelerate config.") from error
+        raise ConfigError(
+            f"{file}: cannot be read ({error.strerror}). Pass a file written by accelerate config."
+        ) from error
     except (yaml.YAMLError, *UNPARSED) as error:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not isinstance(content.get("fsdp_config"), dict):
@@ -325,7 +326,7 @@ def _truth(key: str, value: Any) -> bool:
         return True
     if str(value).lower() in ("false", "0", "no"):
         return False
-    raise ConfigError(f"fsdp_config: {key}={value!r}: true or false is needed.")
+    raise ConfigError(f"fsdp_config: {key}={value!r}: expected true or false.")
 
 
 def _flag(key: str, value: Any) -> dict[str, Any]:
@@ -347,7 +348,7 @@ def _dtype(key: str, value: Any) -> dict[str, Any]:
 
 def _version(key: str, value: Any) -> dict[str, Any]:
     if str(value) not in ("1", "2"):
-        raise ConfigError(f"fsdp_config: version={value!r}: there are 1 and 2, and one engine for both.")
+        raise ConfigError(f"fsdp_config: version={value!r}: expected 1 or 2, which use the same engine.")
     return {}
 
 
@@ -378,14 +379,14 @@ def _number(key: str, value: Any) -> dict[str, Any]:
     try:
         return {key: int(value)}
     except (TypeError, ValueError):
-        raise ConfigError(f"fsdp_config: {key}={value!r}: a whole number is needed.") from None
+        raise ConfigError(f"fsdp_config: {key}={value!r}: expected an integer.") from None
 
 
 def _fraction(key: str, value: Any) -> dict[str, Any]:
     try:
         return {key: float(value)}
     except (TypeError, ValueError):
-        raise ConfigError(f"fsdp_config: {key}={value!r}: a number from 0 to 1 is needed.") from None
+        raise ConfigError(f"fsdp_config: {key}={value!r}: expected a number from 0 to 1.") from None
 
 
 def _modules(key: str, value: Any) -> dict[str, Any]:
@@ -395,7 +396,7 @@ def _modules(key: str, value: Any) -> dict[str, Any]:
 def _orig_params(key: str, value: Any) -> dict[str, Any]:
     if not _truth(key, value):
         raise ConfigError(
-            "fsdp_config: use_orig_params=False is not supported: parameters are never flattened here. Leave it out."
+            "fsdp_config: use_orig_params=False is not supported: parameters are never flattened. Leave it out."
         )
     return {}
 
@@ -404,8 +405,8 @@ def _state_dict_type(key: str, value: Any) -> dict[str, Any]:
     name = getattr(value, "name", str(value)).upper()
     if name == "LOCAL_STATE_DICT":
         raise ConfigError(
-            f"fsdp_config: state_dict_type={name} is not supported: there are no flattened shards for it to hold. "
-            f"Set {SHARDED} or {FULL}."
+            f"fsdp_config: state_dict_type={name} is not supported, since parameters are not flattened. Set {SHARDED} "
+            f"or {FULL}."
         )
     return {key: name}
 
@@ -445,9 +446,11 @@ HONOURED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "use_orig_params": _orig_params,
     "version": _version,
 }
-_ON_TPU = "fullshard trains on CPUs and on GPUs, not through PyTorch/XLA. Leave it out."
+_ON_TPU = "fullshard does not support PyTorch/XLA. Leave it out."
 REFUSED = {
-    "param_init_fn": "weights of a model on the meta device are loaded, or made by reset_parameters(). Leave it out.",
+    "param_init_fn": (
+        "weights of a model on the meta device are loaded, or initialized by reset_parameters(). Leave it out."
+    ),
     "xla": _ON_TPU,
     "xla_fsdp_grad_ckpt": _ON_TPU,
     "xla_fsdp_settings": _ON_TPU,

@@ -99,8 +99,8 @@ def _policy(model: nn.Module, plugin: ShardingPlugin) -> AutoWrapPolicy | None:
     missing = [name for name in plugin.transformer_layer_cls_to_wrap if name not in there]
     if missing:
         raise ConfigError(
-            f"transformer_layer_cls_to_wrap names {missing[0]}; no module of {type(model).__name__} is of that class. "
-            f"There are {', '.join(sorted(there))}."
+            f"transformer_layer_cls_to_wrap names {missing[0]}, but no module of {type(model).__name__} has that "
+            f"class. Its classes: {', '.join(sorted(there))}."
         )
     return ModuleWrapPolicy({there[name] for name in plugin.transformer_layer_cls_to_wrap})
 
@@ -111,7 +111,9 @@ def _ignored(model: nn.Module, plugin: ShardingPlugin) -> list[nn.Module]:
         return list(requested or ())
     found = [module for name, module in model.named_modules() if re.fullmatch(requested, name)]
     if not found:
-        raise ConfigError(f"ignored_modules={requested!r} matches the name of no module of {type(model).__name__}.")
+        raise ConfigError(
+            f"ignored_modules={requested!r} does not match the name of any module of {type(model).__name__}."
+        )
     return found
 
 
@@ -144,7 +146,7 @@ def _checkpoint_activations(model: Any, units: Iterable[nn.Module], offload: boo
     if offload:
         raise ConfigError(
             f"activation_checkpointing_offload: {type(model).__name__} has no method activation_checkpointing_enable. "
-            "Put torch.autograd.graph.save_on_cpu around what it computes."
+            "Use torch.autograd.graph.save_on_cpu around its forward."
         )
     for unit in units:
         unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)

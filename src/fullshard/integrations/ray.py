@@ -103,6 +103,6 @@ def _check_is_worker(name: str) -> None:
         ray.train.get_context().get_world_rank()
     except Exception as error:
         raise ConfigError(
-            f"{name} was called outside of a worker of Ray Train. Call it in the function that you give to "
-            "ray.train.torch.TorchTrainer; elsewhere use fullshard.checkpoint."
+            f"{name} was called outside a Ray Train worker. Call it in the function that you pass to "
+            "ray.train.torch.TorchTrainer. Elsewhere use fullshard.checkpoint."
         ) from error

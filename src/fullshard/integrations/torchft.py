@@ -80,13 +80,13 @@ class Replicas:
         lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
         if not isinstance(model, FSDPModule):
             raise ConfigError(
-                f"Replicas({type(model).__name__}) is not sharded: nothing of it would be summed over replicas. Call "
-                "fully_shard on its inner modules, and on itself last."
+                f"Replicas({type(model).__name__}) is not sharded, so its gradients would not be summed over "
+                "replicas. Call fully_shard on its inner modules first and on the model last."
             )
         if not lighthouse:
             raise ConfigError(
-                "Replicas(lighthouse=None): no lighthouse is named. Start one by torchft_lighthouse --min_replicas 1, "
-                "and pass its address, or set TORCHFT_LIGHTHOUSE to it."
+                "Replicas(lighthouse=None): no lighthouse is given. Start one with torchft_lighthouse --min_replicas "
+                "1, and pass its address, or set TORCHFT_LIGHTHOUSE to it."
             )
         if not dist.is_initialized():
             raise StateError(
@@ -132,8 +132,8 @@ class Replicas:
             )
         except Exception as error:
             raise StateError(
-                f"Replicas(lighthouse={lighthouse!r}): replica {name!r} could not join: {error}. Is the lighthouse "
-                "there, and reached from this host?"
+                f"Replicas(lighthouse={lighthouse!r}): replica {name!r} could not join: {error}. Check that the "
+                "lighthouse runs and can be reached from this host."
             ) from error
 
     @property
@@ -166,8 +166,8 @@ class Replicas:
             self._manager.start_quorum()
         except Exception as error:
             raise StateError(
-                f"begin_step of step {self.step}: no quorum of replicas: {error}. Is the lighthouse there, and are as "
-                "many replicas as it was started with?"
+                f"begin_step of step {self.step}: no quorum of replicas: {error}. Check that the lighthouse runs, and "
+                "that at least as many replicas run as it requires."
             ) from error
 
     def should_commit(self) -> bool:

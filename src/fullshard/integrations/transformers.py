@@ -87,8 +87,8 @@ class _Sharding(transformers.Trainer):
             )
         if self.args.optim == "adafactor":
             raise ConfigError(
-                "optim=adafactor is not supported: transformers' Adafactor takes means over rows and columns, and a "
-                "rank has a part of them. Choose another one, such as adamw_torch."
+                "optim=adafactor is not supported: transformers' Adafactor computes means over rows and columns, but "
+                "each rank has only a part of them. Choose another optimizer, such as adamw_torch."
             )
         with self._making(plugin):
             super().create_accelerator_and_postprocess()
@@ -235,8 +235,8 @@ def enable() -> None:
     early = [cls for cls in transformers.trainer.Trainer.__subclasses__() if cls not in own]
     if early and transformers.trainer.Trainer is not Trainer:
         raise StateError(
-            f"{early[0].__module__}.{early[0].__qualname__} was made from transformers' Trainer before enable(), and "
-            "would train without sharding. Call enable() before that module is imported."
+            f"{early[0].__module__}.{early[0].__qualname__} was derived from transformers' Trainer before enable() "
+            "and would train without sharding. Call enable() before importing that module."
         )
     for module, cls in (
         (transformers, Trainer),
@@ -281,8 +281,8 @@ def from_pretrained(
     config, unknown = transformers.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
     if unknown:
         raise ConfigError(
-            f"from_pretrained: {', '.join(unknown)}: there is no such value in the configuration of "
-            f"{config.model_type}. Only such can be given; transformers' own from_pretrained knows other options."
+            f"from_pretrained: {', '.join(unknown)}: unknown values of the configuration of {config.model_type}. Only "
+            "configuration values can be passed. Other options are supported by transformers' from_pretrained."
         )
     chosen: torch.dtype | None = dtype or config.dtype
     with accelerate.init_empty_weights(include_buffers=False):  # buffers that are not in files are computed
@@ -330,10 +330,10 @@ class _Conversions:
             ):
                 names = ", ".join(kind.__name__ for kind in kinds)
                 raise ConfigError(
-                    f"from_pretrained: transformers computes the weights of {model_type} models from those in files "
-                    f"({names}), so a rank cannot read its own rows. Use its own from_pretrained, with "
-                    "cpu_ram_efficient_loading in fsdp_config to read them on one rank only; or pass rename= where "
-                    "names are all that differs."
+                    f"from_pretrained: transformers computes the weights of {model_type} models from the tensors in "
+                    f"the files ({names}), so a rank cannot read only its rows. Use from_pretrained of transformers, "
+                    "with cpu_ram_efficient_loading in fsdp_config to read them on one rank only; or pass rename= if "
+                    "only names differ."
                 )
 
     def rename(self, name: str) -> str | None:
@@ -406,7 +406,7 @@ def _newest_complete(folder: Path) -> Path:
         if _is_complete(path):
             return path
     raise ConfigError(
-        f"resume_from_checkpoint=True: {folder} has no complete checkpoint, but {len(newest)} others. Start anew."
+        f"resume_from_checkpoint=True: {folder} has {len(newest)} checkpoints, but none is complete. Start a new run."
     )
 
 

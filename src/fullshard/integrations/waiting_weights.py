@@ -64,6 +64,6 @@ def read_waiting(model: nn.Module) -> None:
         if is_waiting(part):
             raise ConfigError(
                 f"the weights of {name} ({type(part).__name__}) wait in {vars(part)[_WAITING].path} until it is "
-                f"sharded, and it is within a {type(model).__name__}, which has others besides. Load it by its own "
-                "from_pretrained before adapters or heads are put around it."
+                f"sharded, but it is part of a {type(model).__name__} with other weights. Load it with its class's "
+                "from_pretrained before adding adapters or heads around it."
             )

@@ -28,13 +28,15 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     filled = []
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return f"a part of shape {tuple(sizes)} at {tuple(offsets)} has another number of dims than {tuple(shape)}"
+            return (
+                f"a part of shape {tuple(sizes)} at {tuple(offsets)} has a different number of dims than {tuple(shape)}"
+            )
         if min((*offsets, *sizes), default=0) < 0:
             return f"a part of shape {tuple(sizes)} at {tuple(offsets)} is negative"
         if 0 in sizes:
             continue
         if any(start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)):
-            return f"a part of shape {tuple(sizes)} at {tuple(offsets)} reaches beyond {tuple(shape)}"
+            return f"a part of shape {tuple(sizes)} at {tuple(offsets)} exceeds {tuple(shape)}"
         filled.append((offsets, sizes))
     cut = [
         dim
@@ -42,7 +44,7 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
         if any(offsets[dim] != 0 or sizes[dim] != whole for offsets, sizes in filled)
     ]
     if len(cut) > _MOST_DIMS:
-        return f"its parts are cut along {len(cut)} dims; at most {_MOST_DIMS} are supported"
+        return f"its parts are split along {len(cut)} dims; at most {_MOST_DIMS} are supported"
     corners: Counter[tuple[int, ...]] = Counter()
     for offsets, sizes in filled:
         _add_corners(corners, [(offsets[dim], offsets[dim] + sizes[dim]) for dim in cut], 1)
@@ -50,7 +52,7 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
         _add_corners(corners, [(0, shape[dim]) for dim in cut], -1)
     if not any(corners.values()):
         return None
-    return f"its {len(filled)} parts do not cover each element of {tuple(shape)} once"
+    return f"its {len(filled)} parts do not cover each element of {tuple(shape)} exactly once"
 
 
 def _add_corners(corners: Counter[tuple[int, ...]], spans: Sequence[tuple[int, int]], sign: int) -> None:

@@ -33,7 +33,7 @@ class ShardSpec:
     def __post_init__(self) -> None:
         if self.dim is not None and not 0 <= self.dim < len(self.shape):
             raise LayoutError(
-                f"cannot cut a tensor of shape {self.shape} along dim {self.dim}: it has {len(self.shape)} dims. "
+                f"cannot split a tensor of shape {self.shape} along dim {self.dim}: it has {len(self.shape)} dims. "
                 f"Choose a dim from 0 to {len(self.shape) - 1}."
             )
 

@@ -62,7 +62,7 @@ _LINES = 16  # ranks that an error names
 _SETTLED_S = 2.0  # of waiting: a rank that has just arrived may be about to start what the others wait for
 _LEAD_S = 10.0  # to get the report before the process group gives up, whose error names one rank only
 
-_NO_WORD = "its process ended without a word (killed, out of memory, or crashed)"
+_NO_WORD = "its process ended without a message (killed, out of memory, or crashed)"
 _NO_ANSWER = "its host does not answer (powered off, or the network is down)"
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def set_collective_timeout(seconds: float | None, *, report_after: float | None 
     for name, value in (("seconds=", seconds), ("report_after=", report_after)):
         if value is not None and not (is_number(value) and value > 0):
             requested = f"set_collective_timeout({name}{value!r})"
-            raise ConfigError(f"{requested}: a positive number of seconds, or None, is needed.")
+            raise ConfigError(f"{requested}: expected a positive number of seconds, or None.")
     switches.end_after_s = math.inf if seconds is None else seconds
     switches.report_after_s = math.inf if report_after is None else report_after
 
@@ -142,8 +142,8 @@ class _Loss:
 
 def _loss(loss: _Loss, where: str) -> str:
     return (
-        f"rank {loss.rank} was lost: {loss.how}. Rank {dist.get_rank()} was {where}. The ranks that are left cannot go "
-        "on with this process group: end them, and start again from the last checkpoint."
+        f"rank {loss.rank} was lost: {loss.how}. Rank {dist.get_rank()} was {where}. The remaining ranks cannot "
+        "continue with this process group: end them and restart from the last checkpoint."
     )
 
 
@@ -178,7 +178,7 @@ class _Watchdog:
 
     def stop(self, *, failure: str = "") -> None:
         """Stop the thread. If this rank ends with a `failure`, publish it for the other ranks."""
-        self._board.publish_end(self._rank, failure or "its process ended, when others still waited for it")
+        self._board.publish_end(self._rank, failure or "its process ended while other ranks waited for it")
         self._stopped.set()
         if self._ring is not None:
             self._ring.leave(farewell=not failure)
@@ -194,7 +194,7 @@ class _Watchdog:
     def account_for(self, rank: int) -> _Loss:
         """Return the rank that was lost first and how it ended, now that the connection to `rank` is broken."""
         loss = self._board.first_loss(_Loss(rank, self._board.end_of(rank, _NO_WORD)))
-        self._board.publish_end(self._rank, f"it missed rank {loss.rank} in its turn")
+        self._board.publish_end(self._rank, f"it lost its connection to rank {loss.rank}")
         return loss
 
     def _run(self) -> None:
@@ -205,8 +205,8 @@ class _Watchdog:
             except Exception as error:
                 self._warn_once(
                     repr(error),
-                    f"the watchdog failed, and looks again: {error!r}. Until a look succeeds, this rank notices "
-                    "neither long waits nor lost ranks, and gives no answer to others",
+                    f"the watchdog failed and retries: {error!r}. Until it succeeds, this rank detects neither long "
+                    "waits nor lost ranks and does not answer other ranks",
                 )
                 self._stopped.wait(self._look_s)
             self._report_what_is_not_watched()
@@ -253,15 +253,15 @@ class _Watchdog:
         if (blind := here.unwatched) is not None:
             self._warn_once(
                 repr(blind.error),
-                f"the GPU cannot be asked whether {blind.task} has ended: {blind.error!r}. This collective, and any "
-                "other that it says so of, is not watched, however long it takes; lost ranks still are noticed",
+                f"the GPU does not report whether {blind.task} has ended: {blind.error!r}. Collectives with this "
+                "error are not watched. Lost ranks are still detected",
             )
         if self._own_board.silent_s > SILENCE_S:
             self._warn_once(
                 "store",
                 f"the store of the process group has not answered for {SILENCE_S} s: {self._own_board.error!r}. Until "
-                "it does, ranks cannot tell one another which of them was lost, or where they are; this one watches "
-                "its own collectives, and the rank before it, still",
+                "it answers, ranks cannot exchange their progress or report lost ranks. This rank still watches its "
+                "own collectives and the previous rank",
             )
 
     def _warn_once(self, cause: str, failure: str) -> None:
@@ -308,7 +308,7 @@ class _Watchdog:
             if question.purpose == "report" or is_split:
                 _log.warning(report)
         else:
-            report = f"another rank waits too long for a collective. Rank {self._rank} is {here}"
+            report = f"another rank has waited too long for a collective. Rank {self._rank} is {here}"
         if ends:
             self._own_board.await_account(question)
             self._end(report)
@@ -359,7 +359,7 @@ class _Watchdog:
             )
             return self._ring.join()
         except (OSError, RuntimeError) as error:  # torch's errors of the store are of the latter kind
-            _log.warning("rank %d: lost ranks may be noticed late, for want of a connection: %s", self._rank, error)
+            _log.warning("rank %d: lost ranks may be detected late, because a connection failed: %s", self._rank, error)
             return True
 
     def _lost_previous(self) -> _Loss | None:
@@ -374,7 +374,7 @@ class _Watchdog:
 
     def _collect(self, question: _Question, verdict: str) -> str:
         """Return the report of all ranks, below a head that ends with `verdict`. Ranks may end once it is collected."""
-        head = f"rank {self._rank} is {here}, {verdict}. Where all ranks are:"
+        head = f"rank {self._rank} is {here}, {verdict}. Progress of all ranks:"
         self._await_answers(question)
         lines = [f"  {line}" for line in self._own_board.answers(question, self._world)]
         self._own_board.close_account(question)
@@ -395,14 +395,14 @@ class _Watchdog:
 
 def _long(end_s: float) -> str:
     """Return the verdict on a collective that is reported."""
-    return "and the job goes on" + ("" if math.isinf(end_s) else f"; it ends if that takes {end_s:g} s")
+    return "and the job continues" + ("" if math.isinf(end_s) else f"; it will be ended after {end_s:g} s")
 
 
 def _separate(end_s: float) -> str:
     """Return the verdict on ranks that all wait, and not for the same collective."""
     return (
-        "and no rank does anything but wait, though not all for the same: every rank must make the same calls, saving, "
-        f"state dicts and barriers among them, after as many batches; {_long(end_s).removeprefix('and ')}"
+        "and all ranks wait, but not for the same collective: every rank must make the same calls (including saving, "
+        f"state dicts and barriers) after the same number of batches; {_long(end_s).removeprefix('and ')}"
     )
 
 
@@ -412,8 +412,8 @@ def _too_long(end_s: float) -> str:
     if switches.end_after_s is not None:
         more = "call fullshard.set_collective_timeout(seconds)"
     return (
-        f"longer than the {end_s:g} s that a collective may take, so all ranks end now. If one merely needs more time, "
-        f"{more}"
+        f"longer than the {end_s:g} s allowed for a collective, so all ranks end now. If a collective needs more "
+        f"time, {more}"
     )
 
 
@@ -439,8 +439,7 @@ def _deadlock(waits: Sequence[Wait | None], places: Sequence[str]) -> str:
         lines[_LINES:] = [f"  and {len(lines) - _LINES} more ranks"]
     return "\n".join(
         [
-            "ranks do not do the same: they wait for one another, in different process groups or for different "
-            "collectives, and none of them would ever go on:",
+            "ranks are deadlocked: they wait for one another in different process groups or for different collectives:",
             *lines,
             same_calls(),
         ]

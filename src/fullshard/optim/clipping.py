@@ -67,9 +67,7 @@ def clip_grad_norm_(
     with acting_for(_NORM):
         norm = total_norm(grads, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so nothing was clipped"
-        )
+        raise RuntimeError(f"the total gradient norm of order {norm_type} is {norm.item()}, so nothing was clipped")
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for local in _by_memory([_local(grad) for grad in grads]).values():
         torch._foreach_mul_(local, accelerator_for(norm.device).alongside(coefficient, local[0]))

@@ -57,14 +57,14 @@ def check_name(optimizer: Optimizer) -> None:
         name = _known_name(kind.__name__)
         if name is not None:
             raise ConfigError(
-                f"{type(optimizer).__name__} takes sums over whole parameters, of which each rank has a part. "
-                f"{_INSTEAD.get(name, 'Use AdamW')}, or keep parameters whole with strategy='ddp'."
+                f"{type(optimizer).__name__} computes sums over whole parameters, but each rank has only a part of "
+                f"them. {_INSTEAD.get(name, 'Use AdamW')}, or keep parameters whole with strategy='ddp'."
             )
     clipped = next((group["max_unorm"] for group in _options(optimizer) if group.get("max_unorm")), 0)
     if clipped:
         raise ConfigError(
-            f"{type(optimizer).__name__} with max_unorm={clipped} takes norms of whole parameters, of which each rank "
-            "has a part. Leave max_unorm out, or keep parameters whole with strategy='ddp'."
+            f"{type(optimizer).__name__} with max_unorm={clipped} computes norms of whole parameters, but each rank "
+            "has only a part of them. Leave max_unorm out, or keep parameters whole with strategy='ddp'."
         )
 
 
@@ -96,7 +96,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
         again = _try_both(optimizer, seed=1)[0]
     except Exception as error:
         _log.warning(
-            "step_shards(%s): its step could not be tried on test tensors (%s: %s). It is right only if it treats each "
+            "step_shards(%s): its step could not be tested (%s: %s). Results are correct only if it treats each "
             "element, or each block of elements, separately. step_shards(optimizer, verify=True) compares the first "
             "steps with whole tensors.",
             *(kind, type(error).__name__, str(error).partition("\n")[0]),
@@ -104,22 +104,22 @@ def check_elementwise(optimizer: Optimizer) -> None:
         return
     if _difference(wholes, again) > 0:
         _log.warning(
-            "step_shards(%s): its steps are random, so that a trial on test tensors says nothing. It is right only if "
-            "it treats each element, or each block of elements, separately.",
+            "step_shards(%s): its steps are random, so they cannot be tested. Results are correct only if it treats "
+            "each element, or each block of elements, separately.",
             kind,
         )
         return
     difference = _difference(wholes, parts)
     if difference > _TOLERANCE:
         raise ConfigError(
-            f"{kind} needs whole parameters, of which each rank has a part: on test tensors that are cut in two, its "
-            f"steps differ from those on whole ones by {difference:.2g} of the largest step. Use AdamW or another "
-            "optimizer that treats each element separately, or keep parameters whole with strategy='ddp'."
+            f"{kind} needs whole parameters, but each rank has only a part of them: its steps on the halves of test "
+            f"tensors differ from those on the whole tensors by {difference:.2g} of the largest step. Use AdamW or "
+            "another optimizer that treats each element separately, or keep parameters whole with strategy='ddp'."
         )
     if shapes:
         _log.warning(
             "step_shards(%s): its state %r has shape %s for a parameter of shape %s. Steps on test tensors do not "
-            "depend on it yet. If later ones need whole parameters, keep these whole with strategy='ddp'; "
+            "depend on it yet. If later steps need whole parameters, keep parameters whole with strategy='ddp'; "
             "step_shards(optimizer, verify=True) compares the first steps with whole tensors.",
             *(kind, *shapes[0]),
         )
@@ -262,8 +262,8 @@ class Comparison:
         if self.made is None:
             if any(optimizer.state.values()):
                 raise ConfigError(
-                    f"step_shards(verify=True): {type(optimizer).__name__} has states, which another one would need. "
-                    "Verify in a run that begins without states, such as before load_state_dict."
+                    f"step_shards(verify=True): {type(optimizer).__name__} already has states, but the reference "
+                    "optimizer starts without states. Verify before load_state_dict and before the first step."
                 )
             wholes = [[_whole(param).requires_grad_() for param in group["params"]] for group in optimizer.param_groups]
             self.made = _made_like(optimizer, optimizer.param_groups, wholes)
@@ -291,10 +291,10 @@ class Comparison:
                 managed = managed_by(param)
                 name = "a parameter" if managed is None else managed.param.fqn
                 raise ConfigError(
-                    f"{type(self._optimizer).__name__} needs whole parameters, of which each rank has a part: the step "
-                    f"of {name} of shape {tuple(whole.shape)} on shards differs from that on the whole tensor by "
-                    f"{off:.2g}, and the largest step of an element is {largest:.2g}. Use AdamW or another optimizer "
-                    "that treats each element separately, or keep parameters whole with strategy='ddp'."
+                    f"{type(self._optimizer).__name__} needs whole parameters, but each rank has only a part of them: "
+                    f"the step of {name} of shape {tuple(whole.shape)} on shards differs from that on the whole "
+                    f"tensor by {off:.2g}, and the largest step of an element is {largest:.2g}. Use AdamW or another "
+                    "optimizer that treats each element separately, or keep parameters whole with strategy='ddp'."
                 )
         return self.steps_left <= 0
 

@@ -207,9 +207,9 @@ def _check_steps_shards(optimizer: Optimizer) -> None:
         check_name(optimizer)
     if kind is torch.optim.Rprop or _is_of_library_with_kernels(optimizer):
         raise ConfigError(
-            f"{kind.__module__}.{kind.__name__} cannot step DTensors, as {len(sharded)} sharded parameters are. If it "
-            "treats elements or blocks of them by themselves, have it step each rank's plain shards: optimizer = "
-            "fullshard.optim.step_shards(optimizer)."
+            f"{kind.__module__}.{kind.__name__} cannot step DTensors, but {len(sharded)} sharded parameters are "
+            "DTensors. If it treats each element, or each block of elements, separately, let it step the local "
+            "shards: optimizer = fullshard.optim.step_shards(optimizer)."
         )
 
 
@@ -576,16 +576,15 @@ def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
             raise ConfigError(
                 f"{type(optimizer).__name__} cannot step {managed.param.fqn}, a complex parameter of shape "
                 f"{tuple(complex_param.shape)}: as a DTensor over {complex_param.device_mesh.size()} ranks, or on a "
-                "disk, it has no view as real numbers, so torch would lose what the optimizer writes. If it treats "
-                "elements by themselves, have it step each rank's plain shards: optimizer = "
-                "fullshard.optim.step_shards(optimizer)."
+                "disk, it cannot be viewed as real numbers, so torch would lose the update. If it treats each element "
+                "separately, let it step the local shards: optimizer = fullshard.optim.step_shards(optimizer)."
             )
         if disk is None:
             return None
         raise ConfigError(
-            f"{type(optimizer).__name__} is to have states on a disk, as Offload says, but may need all parameters at "
-            "once. Use an optimizer of torch.optim that is known to step each by itself, such as AdamW, or Muon of "
-            "fullshard.optim; or, if it treats elements by themselves, fullshard.optim.step_shards(optimizer)."
+            f"{type(optimizer).__name__} may need all parameters at once, but Offload puts its states on a disk. Use "
+            "an optimizer of torch.optim that steps each parameter separately, such as AdamW, or "
+            "fullshard.optim.Muon. If it treats each element separately, use fullshard.optim.step_shards(optimizer)."
         )
     _given[optimizer] = [group["params"] for group in optimizer.param_groups]
     has_closure = len(args) > 1 or bool(kwargs)  # the optimizer is one

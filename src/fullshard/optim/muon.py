@@ -210,15 +210,15 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
             if param.ndim not in (2, 3) or not param.is_floating_point():
                 return (
                     f"Muon: {name}, in param group {number}, has the shape {tuple(param.shape)} and the dtype "
-                    f"{param.dtype}, but Muon steps matrices of real numbers only, and 3-D stacks of them. Give it to "
-                    "another optimizer, such as torch.optim.AdamW."
+                    f"{param.dtype}, but Muon supports only real matrices and 3-D stacks of them. Use another "
+                    "optimizer for it, such as torch.optim.AdamW."
                 )
             placements = param.placements if isinstance(param, DTensor) else ()
             if any(type(placement) not in (Replicate, Shard) for placement in placements):
                 return (
-                    f"Muon: {name}, in param group {number}, is placed {placements}, but Muon steps matrices that are "
-                    "cut by Shard(dim), or not at all. Redistribute it first, or give it to another optimizer, such "
-                    "as torch.optim.AdamW."
+                    f"Muon: {name}, in param group {number}, is placed {placements}, but Muon supports only "
+                    "Shard(dim) and Replicate(). Redistribute it first, or use another optimizer for it, such as "
+                    "torch.optim.AdamW."
                 )
         return None
 
@@ -228,16 +228,16 @@ def _wrong_option(options: Mapping[str, Any]) -> str | None:
     one = lr.numel() == 1 if isinstance(lr, Tensor) else is_number(lr)
     steps, coefficients = options["ns_steps"], options["ns_coefficients"]
     needed = {
-        "lr": (one and lr >= 0, "one number from 0 on"),
-        "weight_decay": (is_number(options["weight_decay"]) and options["weight_decay"] >= 0, "a number from 0 on"),
-        "momentum": (is_number(options["momentum"]) and options["momentum"] >= 0, "a number from 0 on"),
+        "lr": (one and lr >= 0, "one number of 0 or more"),
+        "weight_decay": (is_number(options["weight_decay"]) and options["weight_decay"] >= 0, "a number of 0 or more"),
+        "momentum": (is_number(options["momentum"]) and options["momentum"] >= 0, "a number of 0 or more"),
         "nesterov": (isinstance(options["nesterov"], bool), "True or False"),
         "ns_coefficients": (isinstance(coefficients, Sequence) and len(coefficients) == 3, "a tuple of three numbers"),
-        "eps": (is_number(options["eps"]) and options["eps"] >= 0, "a number from 0 on"),
+        "eps": (is_number(options["eps"]) and options["eps"] >= 0, "a number of 0 or more"),
         "ns_steps": (type(steps) is int and 0 <= steps < 100, "a number from 0 to 99"),
         "adjust_lr_fn": (adjust in (None, "original", "match_rms_adamw"), "'original', 'match_rms_adamw' or None"),
     }
-    wrong = [f"Muon({name}={options[name]!r}): {text} is needed." for name, (fits, text) in needed.items() if not fits]
+    wrong = [f"Muon({name}={options[name]!r}): expected {text}." for name, (fits, text) in needed.items() if not fits]
     return wrong[0] if wrong else None
 
 

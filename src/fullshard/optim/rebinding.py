@@ -38,12 +38,12 @@ def _sharded(param: Any, optimizer: Optimizer) -> Any:
         names = ", ".join(optimizer.state[param])
         if param is sharded.unsharded:  # loading has cast the states to the compute dtype
             raise StateError(
-                f"{what} that was loaded while that was unsharded: {names}. Make the optimizer and load its state "
-                "while parameters are sharded: call reshard() after unshard(), and abandon_step() after an exception "
-                "in a step."
+                f"{what} that was loaded while the parameters were unsharded: {names}. Create the optimizer and load "
+                "its state while parameters are sharded: call reshard() after unshard(), and abandon_step() after an "
+                "exception in a step."
             )
         raise StateError(
-            f"{what} from before that was sharded: {names}. Make the optimizer after sharding, and load into it what "
-            "FullyShardedDataParallel.optim_state_dict_to_load makes of the old one's state by FQN."
+            f"{what} from before sharding: {names}. Create the optimizer after sharding, and load the old state by "
+            "FQN with FullyShardedDataParallel.optim_state_dict_to_load."
         )
     return sharded.sharded

@@ -34,4 +34,10 @@ def check_same_order(optimizer: Optimizer) -> None:
         return  # it has not run yet, so gradients do not exist
     _checked.add(optimizer)
     names = [f"{item.unit.name}.{item.param.fqn}".removeprefix(".") for item in found if item is not None]
-    check_same_names(names, first.unit, type(optimizer).__name__)
+    check_same_names(
+        names,
+        first.unit,
+        type(optimizer).__name__,
+        reason="It steps DTensors one parameter at a time in this order, and DTensor operations can run collectives.",
+        instead="If it treats each element separately, call fullshard.optim.step_shards(optimizer).",
+    )

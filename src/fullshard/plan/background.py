@@ -215,5 +215,5 @@ def warn_if_too_large(forecast: Forecast, log: Callable[[str], None]) -> None:
     fitting = " or ".join(forecast.would_fit) or "`fullshard plan` looks for what does"
     log(
         f"A rank is predicted to need {forecast.needed_bytes / 1e9:.3g} GB in {forecast.peak_at}, and there are "
-        f"{forecast.limit_bytes / 1e9:.3g} GB. What would fit: {fitting}."
+        f"{forecast.limit_bytes / 1e9:.3g} GB available. This would fit: {fitting}."
     )

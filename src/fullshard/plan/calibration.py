@@ -48,17 +48,17 @@ def calibrate(
         ConfigError: No known hardware matches the GPU, `like` is given for a CPU, or there is too little time.
     """
     if seconds <= 0:
-        raise ConfigError(f"calibrate(seconds={seconds:g}): takes some time. Give it 30 seconds.")
+        raise ConfigError(f"calibrate(seconds={seconds:g}): must be greater than 0. Pass 30, for example.")
     current = torch.accelerator.current_accelerator()
     chosen = torch.device(device) if device is not None else current or torch.device("cpu")
     if chosen.type == "cpu" and like is not None:
-        raise ConfigError(f"calibrate(like={like!r}): a CPU is measured whole, and is like nothing. Leave `like` out.")
+        raise ConfigError(f"calibrate(like={like!r}): a CPU is measured completely. Leave `like` out.")
     if like is not None:
         hardware(like)  # raises before anything is measured if it is unknown
     if chosen.type == "cpu":
         return _cpu(seconds, on_progress)
     if not torch.cuda.is_available() or chosen.type != "cuda":
-        raise ConfigError(f"calibrate({str(chosen)!r}): neither a CPU nor reached by torch.cuda. Take one of these.")
+        raise ConfigError(f"calibrate({str(chosen)!r}): expected a CPU or a device of torch.cuda.")
     return _gpu(torch.device("cuda", chosen.index or 0), like, on_progress)
 
 
@@ -103,7 +103,7 @@ def _gpu(device: torch.device, like: str | None, on_progress: Report) -> dict[st
         "measured": found,
         "sources": [
             f"measured by fullshard calibrate with torch {torch.__version__}, Python {platform.python_version()}",
-            f"peaks, and links that were not measured: those of {like}",
+            f"peaks and unmeasured links: those of {like}",
         ],
     }
 
@@ -139,8 +139,8 @@ def _cpu(seconds: float, on_progress: Report) -> dict[str, Any]:
         "measured": found,
         "sources": [
             f"measured by fullshard calibrate with torch {torch.__version__}, Python {platform.python_version()}, on "
-            "all cores at once: of each, the time that it was busy",
-            "flops_per_s: the best of the products that were measured; memory_bytes_per_s: a copy",
+            "all cores at the same time: the busy time of each",
+            "flops_per_s: the fastest measured matrix product; memory_bytes_per_s: a copy",
             "network: not measured, 10 Gbit/s assumed",
         ],
     }
@@ -184,8 +184,8 @@ def _like(gpu: str, memory_bytes: int) -> str:
     named = {name: item for name, item in known.items() if item.kind == "gpu" and name.split("-")[0] in words}
     if not named:
         raise ConfigError(
-            f"{gpu}: none of {', '.join(known)} is called so, and links to other GPUs cannot be measured on one. Say "
-            f"which one it is like: --like {next(iter(known))}"
+            f"{gpu}: none of {', '.join(known)} has this name, and links to other GPUs cannot be measured with one "
+            f"GPU. Choose the most similar one: --like {next(iter(known))}"
         )
     return min(named, key=lambda name: abs(named[name].memory_bytes - memory_bytes))
 

@@ -206,8 +206,8 @@ class CpuCosts(Costs):
         """
         if missing := sorted(_NEEDED - here.measured.keys()):
             raise ConfigError(
-                f"{here.name}: a CPU's costs are measured by operation and size, and its description says nothing of "
-                f"{', '.join(missing)}. Run `fullshard calibrate` there, and take the file that it writes."
+                f"{here.name}: its description lacks the measured costs of {', '.join(missing)}. Run `fullshard "
+                "calibrate` on that machine and pass the file that it writes."
             )
         return cls(time=CoreTime(here, ranks=ranks, dtype=dtype), turns=max(1.0, ranks / here.ranks_per_host))
 

@@ -55,7 +55,9 @@ def _head(units: Sequence[Unit]) -> Iterator[str]:
     axes, placements = units[0].axes, units[0].options.placements
     names = axes.mesh.mesh_dim_names or [f"axis {i}" for i in range(axes.mesh.ndim)]
     mesh = " x ".join(f"{name} {axes.mesh.size(i)}" for i, name in enumerate(names))
-    yield f"{len(units)} units on {units[0].device}; mesh: {mesh}; this is part {axes.shard_rank} of {axes.shard_world}"
+    yield (
+        f"{len(units)} units on {units[0].device}; mesh: {mesh}; this is shard {axes.shard_rank} of {axes.shard_world}"
+    )
     yield (
         f"parameters {placements.parameters.value} between steps, {placements.parameters_in_step.value} from forward "
         f"to backward; gradients {placements.gradients.value}; optimizer state {placements.optimizer.value}"
@@ -68,9 +70,9 @@ def _advice(units: Sequence[Unit]) -> Iterator[str]:
     small = [unit for unit in units if unit.params and unit.unsharded_nbytes < _SMALL_UNIT]
     if len(small) > 1 and units[0].axes.world > 1:
         yield (
-            f"{len(small)} units have less than {_size(_SMALL_UNIT)}: whatever its size, a unit costs the host some "
-            "tenths of a millisecond in a step. Fewer and larger ones are faster: fully_shard([first, second]) makes "
-            "one of several modules, and a model of a few MiB is one unit, or wants strategy='ddp'"
+            f"{len(small)} units have less than {_size(_SMALL_UNIT)}. Each unit costs a few tenths of a millisecond "
+            "of host time per step, whatever its size. Fewer and larger units are faster: fully_shard([first, "
+            "second]) makes one unit of several modules. Use one unit or strategy='ddp' for a model of a few MiB"
         )
 
 
@@ -93,18 +95,21 @@ def offload_lines(units: Sequence[Unit]) -> Iterator[str]:
         there = sum(unit.shards.is_on_disk for unit in units if unit.options.offload == policy)
         if there:
             yield (
-                f"{there} of {count} units rest on a disk between uses, in {policy.disk_folder}: their shards, "
-                "gradients and optimizer's state"
+                f"{there} of {count} units are on a disk between uses, in {policy.disk_folder}: their shards, "
+                "gradients and optimizer state"
             )
         if policy.budget is not None:
-            yield f"a budget of {policy.budget}{which}: all is away that can be until the first step of an optimizer"
+            yield (
+                f"a budget of {policy.budget}{which}: everything that can be offloaded is offloaded until the first "
+                "optimizer step"
+            )
         if policy.disk_fraction and states_on_cpu < 1:
-            yield f"{policy.disk_fraction:.0%} of the optimizer's state{which} rests on a disk, in {policy.disk_folder}"
+            yield f"{policy.disk_fraction:.0%} of the optimizer state{which} is on a disk, in {policy.disk_folder}"
         computes = "" if is_alongside else ", where the CPU computes,"
         for tier, place in (("disk", f"in {policy.folder}"), ("cpu", f"in the host's memory{computes}")):
             if policy.activations.get(tier):
                 share = f"{policy.activations[tier]:.0%} of {which.removeprefix(' of ') or 'all units'}"
-                yield f"what forward keeps of {share} is {place} until backward"
+                yield f"saved activations of {share} are {place} until backward"
 
 
 def _unit(unit: Unit, destination: StatePlacement, names: Mapping[nn.Module, str]) -> Iterator[str]:
@@ -116,7 +121,7 @@ def _unit(unit: Unit, destination: StatePlacement, names: Mapping[nn.Module, str
         yield f"  its shards, their gradients and the optimizer's state are {destination.value}"
     for other in unit.borrowed:
         lender = names.get(other.module, other.name)
-        yield f"  is whole together with {lender}, which has weights tied to some of its own"
+        yield f"  is unsharded together with {lender}, which shares tied weights with it"
     for param_group in unit.param_groups:
         trained = "trained" if param_group.is_trained else "frozen"
         plan = param_group.plan
@@ -147,14 +152,14 @@ def _order(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> Iterator[st
     runtime = runtime_or_none(units[0])
     yield ""
     if runtime is None or not runtime.expected.forward_order:
-        yield "order: not known before the first forward, which gathers nothing ahead"
+        yield "order: unknown before the first forward, which does not prefetch"
         return
     for name, order in (("forward", runtime.expected.forward_order), ("backward", runtime.expected.backward_order)):
         known = [names.get(runtime.units[n].module, runtime.units[n].name) for n in order]
         yield f"order of {name}: {' > '.join(known) or 'not known yet'}"
     ahead = sorted({unit.options.prefetch_depth for unit in units})
     depth = " or ".join(map(str, ahead))
-    yield f"while a unit computes, the next {depth} in this order is gathered, if it is not whole already"
+    yield f"while a unit computes, the next {depth} in this order is gathered if it is not unsharded already"
 
 
 def _bytes(model: nn.Module) -> Iterator[str]:
@@ -186,7 +191,7 @@ def _offloaded(model: nn.Module) -> Iterator[str]:
             ("goes there", {state: item.passed for state, item in moved.items()}),
         ):
             stated = _states(each) or "nothing"
-            yield f"    {way:14}{_size(sum(each.values())):>12} in a step of one microbatch: {stated}"
+            yield f"    {way:14}{_size(sum(each.values())):>12} per step of one microbatch: {stated}"
 
 
 def _states(nbytes: Mapping[str, int]) -> str:

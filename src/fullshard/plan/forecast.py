@@ -135,8 +135,8 @@ def check_importable(arguments: Iterable[Any]) -> None:
     of_script = [argument for argument in arguments if getattr(argument, "__module__", "") == "__main__"]
     if of_script:
         raise ConfigError(
-            f"{of_script[0].__qualname__} is of the script that runs, which another process cannot import. Put it "
-            "into a module, and import it from there."
+            f"{of_script[0].__qualname__} is defined in the running script, which another process cannot import. Move "
+            "it to a module and import it from there."
         )
 
 
@@ -175,8 +175,8 @@ class Forecasting(Generic[T]):
         except subprocess.TimeoutExpired as error:
             self.close()
             raise ConfigError(
-                f"nothing could be predicted within {_PATIENCE_S:g} s. The run goes on without; `fullshard plan` takes "
-                "its time."
+                f"the prediction did not finish within {_PATIENCE_S:g} s. The run continues without it; `fullshard "
+                "plan` has no time limit."
             ) from error
         if self._process.returncode:
             last = stated.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
@@ -293,11 +293,11 @@ def _causes(forecast: Forecast, measured: Measured, rows: list[Row]) -> list[str
     memory, step = by_name.get("memory"), by_name.get("step")
     if memory is not None and abs(memory.difference) > NOTABLE:
         more = "more" if memory.difference > 0 else "less"
-        stated = "what other libraries and this script keep in the same process is not on the tape of a dry run"
+        stated = "a dry run does not trace the memory of other libraries and of this script"
         if measured.core_s is not None:  # on CPUs
             stated += (
-                ", and which pieces of freed memory the C library can use again is partly chance: with "
-                "MALLOC_MMAP_THRESHOLD_=65536 in the environment there are fewer"
+                ", and how much freed memory the C library reuses varies: MALLOC_MMAP_THRESHOLD_=65536 in the "
+                "environment reduces this"
             )
         causes.append(f"{abs(memory.difference):.0%} {more} memory than predicted: {stated}.")
     if step is None or abs(step.difference) <= NOTABLE:
@@ -306,14 +306,14 @@ def _causes(forecast: Forecast, measured: Measured, rows: list[Row]) -> list[str
     if late < 0:
         return [
             *causes,
-            f"A step is {-step.difference:.0%} shorter: {forecast.hardware} is described as slower than it is.",
+            f"A step is {-step.difference:.0%} shorter: {forecast.hardware} is faster than its description.",
         ]
     shares: dict[str, float] = {}
     if measured.input_s is not None:
         shares["input: time between an optimizer's step and the next forward"] = measured.input_s
     for name in ("gathers under way", "reductions under way"):
         if (row := by_name.get(name)) is not None:
-            cause = "a slower link than described, or ranks that wait for others"
+            cause = "a slower link than described, or ranks that wait for slower ranks"
             took = f"{name} for {_stated(row.measured, row.unit)} instead of {_stated(row.predicted, row.unit)}"
             shares[f"{cause}: {took}"] = row.measured - row.predicted
     if measured.core_s is not None:
@@ -321,8 +321,8 @@ def _causes(forecast: Forecast, measured: Measured, rows: list[Row]) -> list[str
     reported = [
         f"{cause} ({seconds:.3f} s of {late:.3f} s)" for cause, seconds in shares.items() if seconds > 0.25 * late
     ]
-    stated = (
-        "; ".join(reported) or f"slower compute than {forecast.hardware} is described with: `fullshard calibrate` again"
+    stated = "; ".join(reported) or (
+        f"slower compute than in the description of {forecast.hardware}: run `fullshard calibrate` again"
     )
     return [*causes, f"A step is {step.difference:.0%} longer. {stated[0].upper()}{stated[1:]}."]
 
@@ -331,7 +331,7 @@ def comparison_table(comparison: Comparison) -> Table:
     """Return the numbers as a `rich` table."""
     from rich.table import Table  # late: importing this library does not require rich
 
-    table = Table(title="predicted beside measured, one rank")
+    table = Table(title="predicted and measured, one rank")
     table.add_column("")
     for heading in ("predicted", "measured", "differs by"):
         table.add_column(heading, justify="right")

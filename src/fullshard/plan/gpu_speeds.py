@@ -41,7 +41,7 @@ def gpu_speeds(device: torch.device, on_progress: Report) -> dict[str, Any]:
         products = {name: [_product(device, dtype, *size) for size in PRODUCTS] for name, dtype in DTYPES.items()}
         on_progress("memory")
         memory = [_bandwidth(device, mib * 2**20) for mib in MIB]
-        on_progress("launches, and what the host does for them")
+        on_progress("kernel launches and their host time")
         launch_s, host_s = _launch_s(device), _host_s(device)
         on_progress("copies between the host and the GPU")
         to_device, to_host = _host_link(device)

@@ -190,8 +190,8 @@ def _made(found: dict[str, Any], name: str) -> Hardware:
     missing = [item for item in needed if item not in found]
     if missing:
         raise ConfigError(
-            f"{name}: says nothing of {', '.join(missing)}. Say so, or name what is like it: "
-            f'like = "{known_hardware()[0]}"'
+            f"{name}: lacks {', '.join(missing)}. Add the missing values, or name similar hardware: like = "
+            f'"{known_hardware()[0]}"'
         )
     if wrong := next(_wrong(found), None):
         raise ConfigError(f"{name}: {wrong}. docs/plan.md shows a description.")
@@ -206,13 +206,13 @@ def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
     for part in (*_PARTS, "flops_per_s"):
         stated = found.get(part)
         if stated is not None and not isinstance(stated, Mapping):
-            yield f"{part} = {stated}: is a table, so write [{part}] and its figures below"
+            yield f"{part} = {stated}: is a table, so write [{part}] and its values below it"
         elif part in _PARTS and stated is not None:
             known = {each_field.name: each_field.default is MISSING for each_field in fields(_PARTS[part])}
             if unknown := stated.keys() - known.keys():
                 yield f"[{part}] {min(unknown)}: unknown, a {part} has {', '.join(known)}"
             if missing := [item for item, needed in known.items() if needed and item not in stated]:
-                yield f"[{part}] says nothing of {', '.join(missing)}"
+                yield f"[{part}] lacks {', '.join(missing)}"
     for figure, number in _figures(found):
         positive = figure in _POSITIVE or figure.startswith("flops_per_s.")
         if isinstance(number, bool) or not isinstance(number, int | float) or number < 0 or (positive and not number):
@@ -220,7 +220,7 @@ def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
         elif figure == "ranks_per_host" and number != int(number):
             yield f"{figure} = {number!r}: must be a whole number"
         elif figure.endswith("_share") and number > _LARGEST_SHARE:
-            yield f"{figure} = {number!r}: must be a share, such as 0.6"
+            yield f"{figure} = {number!r}: must be a fraction, such as 0.6"
 
 
 def _figures(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -243,16 +243,14 @@ def _read(name: str, visited: tuple[str, ...]) -> dict[str, Any]:
         text = (_MACHINES / f"{name}.toml").read_text()
     elif name == HERE:
         if not here_path().exists():
-            raise ConfigError(
-                f"{name}: this machine is not described yet in {here_path()}. Run `fullshard calibrate` first."
-            )
+            raise ConfigError(f"{name}: {here_path()} does not exist yet. Run `fullshard calibrate` first.")
         text = _text_of(here_path())
     elif name.endswith(".toml") and Path(name).exists():
         text = _text_of(Path(name))
     else:
         raise ConfigError(
-            f"{name}: no hardware of that name is known, nor is there such a file. Take one of "
-            f"{', '.join(known_hardware())}, `here` for this machine, or the path of a TOML file."
+            f"{name}: neither known hardware nor a file. Expected one of {', '.join(known_hardware())}, `here` for "
+            "this machine, or the path of a TOML file."
         )
     try:
         stated = tomllib.loads(text)
@@ -265,7 +263,7 @@ def _text_of(path: Path) -> str:
     try:
         return read_text(path, limit=CONFIG_BYTES)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Name a TOML file.") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Pass a TOML file.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not a TOML file: {error}.") from error
 

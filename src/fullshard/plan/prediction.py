@@ -135,7 +135,9 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
     """
     begins = steps_of(tape.entries)
     if len(begins) < 2:
-        raise ConfigError(f"a tape of {len(begins)} steps: the first differs from later ones. Take two, at least.")
+        raise ConfigError(
+            f"a trace of {len(begins)} steps: the first step differs from later ones. Record at least two."
+        )
     step, dtype = tape.entries[begins[-1] :], compute_dtype(tape.entries)
     has_streams = any(isinstance(entry, Recorded) for entry in tape.entries)
     on_host = min(world, ranks_per_host or hardware.ranks_per_host)

@@ -234,7 +234,7 @@ def _step(program: Program, figures: Figures, max_norm: float | None) -> list[st
         lines = [f"# each step: one microbatch of {rows}", "...  # forward and backward"]
     else:
         sums = (
-            "# gradients are reduced after each microbatch, which takes less memory than no_sync"
+            "# gradients are reduced after each microbatch, which needs less memory than no_sync"
             if program.syncs_each
             else f"model.set_requires_gradient_sync(number == {count - 1})"
         )

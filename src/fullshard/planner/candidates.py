@@ -100,14 +100,14 @@ class Cluster:
         whole, usable = self.hardware.memory_bytes / 1e9, self.usable_bytes / 1e9
         if self.hardware.kind == "cpu":
             return (
-                f"{usable:.1f} GB of each rank's part of {whole:.1f} GB: {_CPU_BYTES_SEPARATE / 1e9:.2f} GB a process "
-                "are left for Python and torch"
+                f"{usable:.1f} GB of each rank's part of {whole:.1f} GB: {_CPU_BYTES_SEPARATE / 1e9:.2f} GB per "
+                "process are reserved for Python and torch"
             )
         if self.share is not None:
             return f"{usable:.1f} of {whole:.1f} GB, as --gpu-memory {self.share:g} says"
         return (
-            f"{usable:.1f} of {whole:.1f} GB: {_GPU_BYTES_SEPARATE / 1e9:.0f} GB are left for CUDA's context, NCCL's "
-            "buffers and cuBLAS's workspaces (--gpu-memory says otherwise)"
+            f"{usable:.1f} of {whole:.1f} GB: {_GPU_BYTES_SEPARATE / 1e9:.0f} GB are reserved for the CUDA context, "
+            "NCCL buffers and cuBLAS workspaces (--gpu-memory changes this)"
         )
 
     def costs(self, dtype: str) -> Costs:
@@ -269,7 +269,7 @@ def share_rows(global_batch: int, world: int) -> list[int]:
         below, above = global_batch // world * world, (global_batch // world + 1) * world
         near = f"{below} or {above}" if below > 0 else f"{above}"
         raise ConfigError(
-            f"--global-batch {global_batch}: {world} ranks cannot share {global_batch} rows evenly. Take {near}."
+            f"--global-batch {global_batch}: {world} ranks cannot share {global_batch} rows evenly. Use {near}."
         )
     local = global_batch // world
     return [rows for rows in range(1, local + 1) if local % rows == 0]

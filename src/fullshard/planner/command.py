@@ -42,9 +42,9 @@ __all__ = ["run"]
 FITS, FITS_NOT, INTERRUPTED = 0, 1, 130
 
 _DESCRIPTION = (
-    "Say what of a model fits on which machines, how fast it will be, where the time goes, and with which lines. The "
-    "engine itself is run without memory and without a GPU, and what it does is laid out on the machine's description. "
-    "The exit code is 0 if something fits, 1 if nothing does."
+    "Predict which configurations of a model fit on which machines, how fast they are and where the time goes, and "
+    "print the code for the best one. The engine runs on fake tensors without a GPU, and its operations are "
+    "simulated on the description of the machine. The exit code is 0 if something fits, 1 if nothing fits."
 )
 
 
@@ -102,7 +102,8 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
             changes = [] if plan is None or asks_size else what_ifs(plan, workers)
     if plan is None:
         nowhere = (
-            "It fits on none of the worlds that were tried: a row's activations, or a unit, are too large for a rank."
+            "It does not fit on any of the world sizes that were tried: the activations of one row, or one unit, are "
+            "too large for a rank."
         )
         log(nowhere)
         _write_json(answer.json, {"recommended": None, "said": [nowhere]})
@@ -110,7 +111,7 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
     if answer.fits_on:
         cluster = plan.question.cluster
         hosts = f"{cluster.hosts} host{'s' * (cluster.hosts > 1)} of {cluster.per_host}"
-        log(f"Fewest ranks that will do: {cluster.world} ({hosts}).")
+        log(f"Fewest ranks that are enough: {cluster.world} ({hosts}).")
     if not quiet:
         console.print(table(plan))
     if answer.largest_batch:
@@ -125,7 +126,7 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
         with writing(answer.html, option="--html"):
             answer.html.write_text(drawn)
     elif answer.html is not None:
-        log(f"{answer.html} is not written: there is no step to draw, since nothing fits.")
+        log(f"{answer.html} is not written, since nothing fits.")
     return FITS if plan.best is not None else FITS_NOT
 
 
@@ -183,10 +184,10 @@ def _largest(plan: Plan) -> list[str]:
     """Return lines about the largest microbatch of all simulated programs."""
     most = max(plan.found, key=lambda item: item.largest, default=None)
     if most is None or not most.largest:
-        return [*left_out_lines(plan), "Not even one row fits."]
+        return [*left_out_lines(plan), "One row does not fit."]
     unit = plan.question.subject
     return [
         *left_out_lines(plan),
-        f"Largest microbatch: {most.largest} rows of {unit.per_row} {unit.unit} a rank, with {most.sketch.program}. "
-        "The last column has that of the others.",
+        f"Largest microbatch: {most.largest} rows of {unit.per_row} {unit.unit} per rank, with {most.sketch.program}. "
+        "The last column shows the largest microbatch of each row.",
     ]

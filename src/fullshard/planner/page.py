@@ -66,7 +66,7 @@ def _shown(best: Found) -> str:
     parts = [
         f"{fqn or 'the model'}: {longest.lengths[fqn]} of {length} blocks" for fqn, length in best.sketch.whole.items()
     ]
-    return f"Shown is the model shortened to a few blocks ({'; '.join(parts)}): all others are like them."
+    return f"The model is shortened to a few blocks ({'; '.join(parts)}). All other blocks are like them."
 
 
 def _spans(placed: Sequence[Placed], end: float) -> Iterator[Span]:

@@ -53,8 +53,8 @@ def head(question: Question) -> list[str]:
     lines += _states_line(question)
     lines += [
         f"Usable: {cluster.why_usable}.",
-        f"Fitted, not looked up: products of matrices reach {fitted.matmul_share:.0%} of the peak rate, other kernels "
-        f"{fitted.memory_share:.0%} of the memory's bandwidth, and the host asks for an operation in "
+        f"Fitted to measurements: matrix products reach {fitted.matmul_share:.0%} of the peak rate, other kernels "
+        f"{fitted.memory_share:.0%} of the memory's bandwidth, and the host launches an operation in "
         f"{fitted.host_s * 1e6:.1f} us.",
     ]
     return [*lines, *subject.notes]
@@ -69,8 +69,8 @@ def _states_line(question: Question) -> list[str]:
     trained = sum(param.numel() * param.element_size() for param in model.parameters() if param.requires_grad)
     whole = stored + 3 * trained
     return [
-        f"States (parameters, gradients, AdamW's two moments): {_gb(whole)} whole, {_gb(whole / world)} a rank if all "
-        f"of it is sharded over {world}."
+        f"States (parameters, gradients, AdamW's two moments): {_gb(whole)} whole, {_gb(whole / world)} per rank if "
+        f"fully sharded over {world} ranks."
     ]
 
 
@@ -117,9 +117,9 @@ def stated(plan: Plan) -> list[str]:
     lines = left_out_lines(plan)
     names = sorted({name for found in plan.found for name in found.sketch.custom_operations})
     if names:
-        lines.append(f"Without a formula of their FLOPs, and counted by their bytes: {', '.join(names)}.")
+        lines.append(f"Without a FLOP formula, so timed by their bytes: {', '.join(names)}.")
     if any(found.sketch.program.syncs_each for found in plan.found):
-        lines.append("sums: gradients are reduced after each microbatch; otherwise after the last (no_sync).")
+        lines.append("sums: gradients are reduced after each microbatch; otherwise after the last one (no_sync).")
     best, second = plan.best, plan.runner_up
     if best is None:
         return [*lines, _nothing_fits(plan)]
@@ -154,7 +154,7 @@ class WhatIf:
     change: str
     figures: Figures | None
     of_best: float  # throughput relative to the plan
-    why_none: str = "nothing of the above fits."
+    why_none: str = "none of the above fits."
 
     def __str__(self) -> str:
         if self.figures is None:
@@ -162,8 +162,8 @@ class WhatIf:
         program = self.figures.candidate.program
         return (
             f"{self.change}: {program.strategy}, checkpoints {program.checkpointing}, {self.figures.candidate.rows} x "
-            f"{self.figures.candidate.microbatches}: {_ms(self.figures.step_s)} ms a step, {self.of_best:.2f} times as "
-            "much in a second."
+            f"{self.figures.candidate.microbatches}: {_ms(self.figures.step_s)} ms per step, {self.of_best:.2f} times "
+            "the throughput."
         )
 
 
@@ -251,9 +251,9 @@ def why(question: Question, found: Found) -> list[str]:
     lines += [f"  {_gb(nbytes):>10}  {state.value}" for nbytes, state in found.sketch.peak_moment().largest[:5]]
     states = states_bytes(question, found.sketch.program)
     if states > usable:
-        lines.append(f"States alone take {_gb(states)}: no batch is small enough. Shard more, or take more ranks.")
+        lines.append(f"The states need {_gb(states)}, so no batch fits. Shard more, or use more ranks.")
     elif over > 0 and found.largest:
-        lines.append(f"Up to {found.largest} rows a microbatch fit.")
+        lines.append(f"Up to {found.largest} rows per microbatch fit.")
     return lines
 
 
@@ -262,12 +262,12 @@ def nearest_lines(question: Question, found: Found, others: Sequence[Found]) -> 
     fitting = [other for other in others if other.fits]
     best = min(fitting, key=lambda item: item.figures.seconds_a_row, default=None) or next(iter(others), found)
     if best.sketch.program == found.sketch.program:
-        return ["Nothing else with this strategy comes nearer to fitting."] if others else []
+        return ["No other configuration of this strategy is closer to fitting."] if others else []
     figures, usable = best.figures, question.cluster.usable_bytes
     over = figures.needed_bytes - usable
     verdict = f"{_gb(over)} over, in {figures.where}" if over > 0 else f"fits, with {_gb(-over)} to spare"
     rows = f"{figures.candidate.rows} x {figures.candidate.microbatches}"
-    return [f"Nearest to fitting: {best.sketch.program}, rows {rows}: {_gb(figures.needed_bytes)} needed, {verdict}."]
+    return [f"Closest to fitting: {best.sketch.program}, rows {rows}: {_gb(figures.needed_bytes)} needed, {verdict}."]
 
 
 def as_dict(plan: Plan, changes: Sequence[WhatIf] = ()) -> dict[str, Any]:
@@ -361,11 +361,11 @@ def _reason(best: Found, plan: Plan) -> str:
     share = figures.limits[figures.limited_by] / figures.step_s
     is_fastest = plan.fitting[0] is best
     beyond = (
-        "is faster" if is_fastest else f"is faster by more than {IDENTICAL - 1:.1%}, and this takes the least memory"
+        "is faster" if is_fastest else f"is faster by more than {IDENTICAL - 1:.1%}, and this needs the least memory"
     )
     return (
-        f"Nothing simulated that fits {beyond}: {_ms(figures.step_s)} ms a step, of which {share:.0%} are "
-        f"{figures.limited_by}, in {figures.needed_bytes / usable:.0%} of the usable memory."
+        f"No simulated configuration that fits {beyond}: {_ms(figures.step_s)} ms per step ({share:.0%} "
+        f"{figures.limited_by}), in {figures.needed_bytes / usable:.0%} of the usable memory."
     )
 
 
@@ -385,11 +385,11 @@ def _on_disk(best: Found, plan: Plan) -> str:
     """Return a sentence about the traffic of each host's disk, and its assumed speed."""
     cluster = plan.question.cluster
     nbytes = best.sketch.disk_bytes * cluster.per_host
-    known = "as measured" if cluster.disk is not TYPICAL else "taken as an SSD's; --disk FOLDER measures one"
+    known = "as measured" if cluster.disk is not TYPICAL else "assumed, as of an SSD; --disk FOLDER measures one"
     a_day = nbytes * DAY_S / best.figures.step_s / 1e12
     return (
-        f"The disk of a host holds {_gb(nbytes)}, all of it read and written in a step: {a_day:,.1f} TB written a day. "
-        f"Both at once {cluster.disk.both_bytes_per_s / 1e9:.2g} GB/s in all, {known}."
+        f"The disk of a host holds {_gb(nbytes)}, all of it read and written in each step: {a_day:,.1f} TB written "
+        f"per day. Reads and writes together: {cluster.disk.both_bytes_per_s / 1e9:.2g} GB/s in all, {known}."
     )
 
 
@@ -411,12 +411,12 @@ def _behind(best: Found, second: Found) -> str:
 def _nothing_fits(plan: Plan) -> str:
     usable = plan.question.cluster.usable_bytes
     least = min(plan.found, key=lambda item: item.figures.needed_bytes, default=None)
-    ask = "--fits-on says how many ranks it takes"
+    ask = "--fits-on shows how many ranks are needed"
     if least is None:
-        return f"Nothing fits: the states alone take more than {_gb(usable)} a rank under every strategy; {ask}."
+        return f"Nothing fits: the states need more than {_gb(usable)} per rank under every strategy; {ask}."
     return (
-        f"Nothing fits: {least.sketch.program} needs least, {_gb(least.figures.needed_bytes)} of {_gb(usable)}, in "
-        f"{least.figures.where}; {ask}."
+        f"Nothing fits: {least.sketch.program} needs the least, {_gb(least.figures.needed_bytes)} of {_gb(usable)}, "
+        f"in {least.figures.where}; {ask}."
     )
 
 

@@ -40,7 +40,7 @@ def search(
             wanted = with_cpu(question, (program for program in question.programs() if program not in fitting))
             _add(plan, _searched_on_cpu(question, wanted, ask), "states on the CPU")
         if plan.best is None and not question.offload and question.subject.make_sharded is None:
-            ask.on_progress("nothing fits: the same with shards on the CPU, or part of the optimizer's state on a disk")
+            ask.on_progress("nothing fits: the same with shards on the CPU, or part of the optimizer state on a disk")
             offloaded = replace(question, offload=True)
             wanted = [program for program in offloaded.programs() if program.offload or program.disk]
             _add(plan, _searched(offloaded, wanted, ask, plan.found), "offload")
@@ -98,7 +98,7 @@ def _searched(
         if not question.shapes_of(program):
             continue
         if states_bytes(question, program) > usable:
-            plan.leave_out("whose states alone do not fit")
+            plan.leave_out("whose states do not fit")
         else:
             waiting.append(program)
     bounds = Bounds(question)
@@ -138,8 +138,8 @@ def _searched(
         waiting.sort(key=bounds.is_likely_too_large)
         found = answer(question, made)
         if found is None:
-            on_disk = "that need no disk, or cannot be told for so many rows"
-            plan.leave_out(on_disk if program.disk else "that cannot be told for so many rows")
+            on_disk = "that need no disk, or cannot be predicted for this many rows"
+            plan.leave_out(on_disk if program.disk else "that cannot be predicted for this many rows")
         else:
             plan.found.append(found)
     return plan
@@ -180,7 +180,7 @@ def _searched_on_cpu(question: Question, wanted: Iterable[Program], ask: Workers
 
 
 _CHOSEN = 2
-_NO_ROOM = "of which a host's memory cannot hold enough"
+_NO_ROOM = "of which the memory of a host is too small"
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def nearest(question: Question, program: Program, ask: Workers) -> list[Found]:
     """Simulate `program` and variants with other checkpoints or with reductions after each microbatch.
 
     Those that need least come first. If none of them fits, as much of the optimizer state as needed is put on the CPU,
-    and then on disk. Programs whose states alone do not fit are skipped. If steps can have any number of rows, they
+    and then on disk. Programs whose states do not fit are skipped. If steps can have any number of rows, they
     have one per rank.
     """
     everything = replace(question, exhaustive=True, global_batch=question.global_batch or question.cluster.world)

@@ -135,20 +135,18 @@ class PlanSettings:
         answer = self.answer
         requested = [name for name in ("fits_on", "largest_batch", "why", "against") if getattr(answer, name)]
         if len(requested) > 1:
-            raise ConfigError(f"{_options(requested)} are questions of their own. Ask one at a time.")
+            raise ConfigError(f"{_options(requested)} cannot be combined. Use one at a time.")
         if requested and requested[0] in ("fits_on", "largest_batch") and self.search.global_batch is not None:
             raise ConfigError(
-                f"--global-batch {self.search.global_batch}: {_options(requested)} asks of one microbatch of any "
-                "number of rows. Leave --global-batch out."
+                f"--global-batch {self.search.global_batch}: {_options(requested)} searches for the number of rows of "
+                "one microbatch. Leave --global-batch out."
             )
         if requested and requested[0] in ("why", "against") and answer.html is not None:
-            raise ConfigError(
-                f"--html: {_options(requested)} recommends nothing that could be drawn. Leave --html out."
-            )
+            raise ConfigError(f"--html: {_options(requested)} has no step to draw. Leave --html out.")
         model = next((name for name in _OF_MODEL if getattr(self.subject, name) is not None), None)
         if requested == ["against"] and model is not None:
             raise ConfigError(
-                f"--{model}: --against tells of a run that was, which has its model. Leave --{model} out."
+                f"--{model}: --against describes a finished run, including its model. Leave --{model} out."
             )
         strange = [
             name
@@ -157,7 +155,7 @@ class PlanSettings:
         ]
         if strange:
             known = " or ".join(f"--{item}" for item, names in _OF_MODEL.items() if strange[0] in names)
-            raise ConfigError(f"{_options(strange)}: not for a model of --{model}. Leave it out, or take {known}.")
+            raise ConfigError(f"{_options(strange)}: not supported with --{model}. Leave it out, or use {known}.")
         for name, number in (("clip", self.subject.clip), ("most", self.search.most)):
             if number < 0:
                 raise ConfigError(f"--{name} {number:g}: must be 0 or more.")
@@ -210,15 +208,15 @@ class PlanSettings:
             if number < 1:
                 raise ConfigError(f"--{name} {number}: must be at least 1.")
         if requested.gpu_memory is not None and not 0 < requested.gpu_memory <= 1:
-            raise ConfigError(f"--gpu-memory {requested.gpu_memory:g}: must be a share, such as 0.95.")
+            raise ConfigError(f"--gpu-memory {requested.gpu_memory:g}: must be a fraction, such as 0.95.")
         if requested.disk is not None and not requested.disk.is_dir():
             raise ConfigError(
-                f"--disk {requested.disk}: there is no such folder. Name one on a disk like that of the hosts."
+                f"--disk {requested.disk}: the folder does not exist. Pass one on a disk like that of the hosts."
             )
         if per_host > machine.ranks_per_host and machine.kind == "gpu":
             raise ConfigError(
-                f"--per-host {per_host}: a host of {machine.name} has {machine.ranks_per_host}. Take so many, or "
-                f'describe another one in a TOML file: like = "{machine.name}", ranks_per_host = {per_host}'
+                f"--per-host {per_host}: a host of {machine.name} has {machine.ranks_per_host}. Use that number, or "
+                f'describe other hosts in a TOML file: like = "{machine.name}", ranks_per_host = {per_host}'
             )
         return Cluster(
             hardware=machine.with_hosts_of(per_host) if machine.kind == "gpu" else machine,
@@ -239,7 +237,7 @@ class PlanSettings:
         if len(named) != 1:
             found = " and ".join(f"--{name}" for name in named) or "none of them"
             raise ConfigError(
-                f"--model, --config and --size each name a model; found {found}. Name one, such as --model "
+                f"--model, --config and --size each define a model; found {found}. Pass one, such as --model "
                 "my:make_model --batch my:make_batch, or --size large."
             )
         if requested.seq is not None and requested.seq < 1:
@@ -247,7 +245,7 @@ class PlanSettings:
         if requested.model is not None:
             return named_subject(requested.model, requested.batch, requested.loss, measure=requested.measure)
         if requested.measure:
-            raise ConfigError("--measure: is for models of --model. Leave it out: this one needs no values.")
+            raise ConfigError("--measure: only for models of --model. Leave it out: this model needs no values.")
         if requested.config is not None:
             return transformers_subject(requested.config, requested.seq)
         assert requested.size is not None
@@ -267,8 +265,8 @@ class PlanSettings:
         given = [name for name in names if getattr(self.search, name) != getattr(plain, name)]
         if given:
             raise ConfigError(
-                f"{_options(given)}: --model {self.subject.model} shards its model itself, and is planned so. Leave "
-                "that out, or name a function that returns the plain model."
+                f"{_options(given)}: --model {self.subject.model} already shards its model, and this sharding is "
+                "used. Leave the option out, or pass a function that returns the plain model."
             )
 
     def _optimizer(self) -> MakeOptimizer | None:
@@ -299,5 +297,5 @@ def _words(option: str, listed: str, known: tuple[str, ...]) -> tuple[str, ...]:
     unknown = [word for word in words if word not in known]
     if unknown or not words:
         found = unknown[0] if unknown else "nothing"
-        raise ConfigError(f"--{option} {listed}: {found} is unknown. Take some of {', '.join(known)}, or all.")
+        raise ConfigError(f"--{option} {listed}: {found} is unknown. Choose from {', '.join(known)}, or all.")
     return words

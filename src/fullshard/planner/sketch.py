@@ -200,7 +200,8 @@ class Sketch:
         """
         if not self.can_report(rows):
             raise ConfigError(
-                f"{rows} rows: what the model does differs with them; up to {self.most_rows} can be told."
+                f"{rows} rows: the model's operations change with the number of rows; predictions exist for up to "
+                f"{self.most_rows}."
             )
         found = self._figures(rows)
         more = microbatches - (2 if self.program.accumulates else 1)

@@ -35,7 +35,7 @@ __all__ = ["MakeOptimizer", "fractions_on_cpu", "take_steps", "users_mistake"]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 _BETWEEN = Origin("", Phase.IDLE)
-_MEASURE = "Add --measure: steps are then taken on real tensors, in this machine's memory."
+_MEASURE = "Add --measure to run steps on real tensors, in this machine's memory."
 _READS_VALUES = ("aten._local_scalar_dense", "aten.is_nonzero", "aten.equal")
 
 
@@ -135,8 +135,8 @@ def _in_words(subject: Subject, error: ConfigError) -> ConfigError:
     cause = error.__cause__
     if isinstance(cause, data_dependent_errors):
         return ConfigError(
-            f"{subject.name}: cannot be planned without values{user_line(cause) or user_line(error)}: what "
-            f"{cause.func} gives depends on them. {_MEASURE}"
+            f"{subject.name}: cannot be planned without values{user_line(cause) or user_line(error)}: the result of "
+            f"{cause.func} depends on them. {_MEASURE}"
         )
     if isinstance(error, EndlessLoopError):
         return ConfigError(f"{subject.name}: {error.found} {_MEASURE}")
@@ -152,7 +152,7 @@ def users_mistake(subject: Subject, error: Exception) -> ConfigError | None:
     if not where:
         return None
     stated = " ".join(str(error).split()).rstrip(".")
-    remedy = "" if subject.values else f" If it runs on real tensors, it needs their values. {_MEASURE}"
+    remedy = "" if subject.values else f" It may need the values of real tensors. {_MEASURE}"
     return ConfigError(f"{subject.name}: cannot take a step{where}: {type(error).__name__}: {stated}.{remedy}")
 
 
@@ -164,8 +164,8 @@ def _check_reads_no_values(subject: Subject, cluster: Cluster, lengths: dict[str
             if line is None:
                 return
             raise ConfigError(
-                f"{subject.name}: reads a value within its forward{line}, by .item(), bool() or the like "
-                f"({entry.name}), and what it does may depend on it. {_MEASURE}"
+                f"{subject.name}: its forward reads a value{line} with .item(), bool() or a similar call "
+                f"({entry.name}), and its operations may depend on it. {_MEASURE}"
             )
 
 

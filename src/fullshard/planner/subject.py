@@ -100,14 +100,18 @@ def named_subject(model: str, batch: str | None, loss: str | None, *, measure: b
         ConfigError: A function does not exist or returns something else.
     """
     if batch is None:
-        raise ConfigError("--batch is missing: name a function of the number of rows, such as --batch my:make_batch.")
+        raise ConfigError("--batch is missing. Pass a function of the number of rows, such as --batch my:make_batch.")
     make_model, make_batch = function_named(model, "--model"), function_named(batch, "--batch")
     made, make_sharded = _plain_or_sharded(make_model, model, measure)
     any_rows = _takes_rows(make_batch)
     if any_rows:
         _check_heeds_rows(make_batch, batch)
     given = make_batch if any_rows else lambda rows: make_batch()
-    notes = () if any_rows else (f"{batch} takes no number of rows: microbatches have one row, taken to be a sample.",)
+    notes = (
+        ()
+        if any_rows
+        else ((f"{batch} does not take a number of rows: each microbatch is counted as one row, one sample."),)
+    )
     return Subject(
         name=model,
         model=made,
@@ -167,11 +171,11 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         stated = json.loads(read_text(config, limit=CONFIG_BYTES))
     except (OSError, *UNPARSED) as error:
         raise ConfigError(
-            f"--config {config}: cannot be read as JSON ({error}). Name a model's config.json."
+            f"--config {config}: cannot be read as JSON ({error}). Pass the config.json of a model."
         ) from error
     kind = stated.pop("model_type", None) if isinstance(stated, dict) else None
     if kind is None:
-        raise ConfigError(f"--config {config}: says no model_type, so it is not a configuration of transformers.")
+        raise ConfigError(f"--config {config}: has no model_type, so it is not a configuration of transformers.")
     try:
         described = transformers.AutoConfig.for_model(kind, **stated)
         described.use_cache = False
@@ -181,11 +185,11 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         with torch.device("meta"):
             model: nn.Module = made_by(described) if names else made_by.from_config(described)
     except Exception as error:
-        raise ConfigError(f"--config {config}: transformers makes no model of it: {_line(error)}") from error
+        raise ConfigError(f"--config {config}: transformers cannot create a model from it: {_line(error)}") from error
     model.train()
     longest = getattr(described, "max_position_embeddings", _MOST_SEQ)
     if seq is not None and seq > longest:
-        raise ConfigError(f"--seq {seq}: the model takes {longest} tokens at most. Take that, or less.")
+        raise ConfigError(f"--seq {seq}: the model supports at most {longest} tokens. Use that, or less.")
     length = seq or min(_MOST_SEQ, longest)
 
     def make_batch(rows: int) -> dict[str, Tensor]:
@@ -231,16 +235,16 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
     given = () if named else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     if (why := mismatch(model.forward, given, named)) is not None:
         raise ConfigError(
-            f"{name}.forward does not take a batch of type {type(batch).__name__}: {why}. The items of a tuple or "
-            "list are its arguments, those of a mapping its named ones. Return such a batch, or name a function of "
-            "model and batch by --loss my_training:loss."
+            f"{name}.forward does not take a batch of type {type(batch).__name__}: {why}. Tuples and lists are passed "
+            "as positional arguments, mappings as keyword arguments. Return such a batch, or pass a function of "
+            "model and batch: --loss my_training:loss."
         )
     returned = model(*given, **named)
     found = getattr(returned, "loss", returned)
     if not isinstance(found, Tensor):
         raise ConfigError(
-            f"{name} returned {type(returned).__name__}, which is not a tensor and has no loss. Name a function of "
-            "model and batch by --loss my_training:loss."
+            f"{name} returned {type(returned).__name__}, which is neither a tensor nor an object with a loss "
+            "attribute. Pass a function of model and batch: --loss my_training:loss."
         )
     return found if found.ndim == 0 else found.float().mean()
 
@@ -320,7 +324,9 @@ def _plain_or_sharded(
     except Exception as error:
         where = user_line(error)
         remedy = (
-            "" if measure else " If it needs values, add --measure: it is made with them, in this machine's memory."
+            ""
+            if measure
+            else (" If it needs values, add --measure to create it with real tensors, in this machine's memory.")
         )
         on = "" if measure else " on the meta device"
         raise ConfigError(
@@ -329,7 +335,7 @@ def _plain_or_sharded(
     if not isinstance(made, nn.Module):
         raise ConfigError(f"--model {name}: returned {type(made).__name__}, but must return the model, an nn.Module.")
     if not any(param.requires_grad for param in made.parameters()):
-        raise ConfigError(f"--model {name}: returned a model without trained parameters. There is nothing to plan.")
+        raise ConfigError(f"--model {name}: returned a model without trained parameters.")
     return made, None
 
 
@@ -353,8 +359,8 @@ def _check_heeds_rows(make_batch: Callable[[int], Any], name: str) -> None:
     one, two = (shapes_of(_batch_on_meta(make_batch, rows)) for rows in (1, 2))
     if one and one == two:
         raise ConfigError(
-            f"--batch {name}: makes the same for 1 row and for 2, tensors of {', '.join(map(str, one))}. Its argument "
-            "is the number of rows: return so many, or take no argument, if what it returns is one row."
+            f"--batch {name}: returns the same shapes for 1 row and for 2 rows: {', '.join(map(str, one))}. Its "
+            "argument is the number of rows. Return that number of rows, or take no argument and return one row."
         )
 
 

@@ -33,8 +33,8 @@ class DataParallelMeshDims:
                     check_type(field, name, str, "the name of an axis, or a tuple of names")
         if not (self.shard_names or self.replicate_names):
             raise ConfigError(
-                "DataParallelMeshDims() names no axis. Name those to shard over, those to replicate over, or both, as "
-                'in DataParallelMeshDims(shard=("dp_shard", "cp"), replicate="dp_replicate").'
+                "DataParallelMeshDims() has no axes. Pass axes to shard over, axes to replicate over, or both, as in "
+                'DataParallelMeshDims(shard=("dp_shard", "cp"), replicate="dp_replicate").'
             )
 
     @property

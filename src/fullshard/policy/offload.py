@@ -127,24 +127,24 @@ class Offload(OffloadPolicy):
             parse_size(self.budget, "Offload(budget)", "memory")
             if self.optimizer or self.parameters or self.activations:
                 raise ConfigError(
-                    f"Offload(budget={self.budget!r}, optimizer={dict(self.optimizer)}, parameters="
-                    f"{dict(self.parameters)}, activations={dict(self.activations)}): a budget chooses the fractions. "
-                    "Leave either out."
+                    f"Offload(budget={self.budget!r}, optimizer={dict(self.optimizer)}, "
+                    f"parameters={dict(self.parameters)}, activations={dict(self.activations)}): a budget chooses the "
+                    "fractions. Leave one of them out."
                 )
         _check_fractions("optimizer", self.optimizer, ("cpu", "disk"))
         _check_fractions("parameters", self.parameters, ("cpu", "disk"))
         _check_fractions("activations", self.activations, ("cpu", "disk"))
         if self.cpu_fraction + max(self.disk_fraction, self.parameters.get("disk", 0.0)) > 1:
             raise ConfigError(
-                f"Offload(optimizer={dict(self.optimizer)}, parameters={dict(self.parameters)}): the optimizer's state "
-                f"is on the CPU wherever parameters are, so {self.cpu_fraction:g} of it is, and no more than "
+                f"Offload(optimizer={dict(self.optimizer)}, parameters={dict(self.parameters)}): the optimizer state "
+                f"is on the CPU wherever parameters are, which is {self.cpu_fraction:g} of it, so no more than "
                 f"{1 - self.cpu_fraction:g} can be on a disk."
             )
         named = {name: dict(getattr(self, name)) for name in ("optimizer", "parameters", "activations")}
         if any(fractions.get("disk") for fractions in named.values()) and self.folder is None:
             given = ", ".join(f"{name}={fractions}" for name, fractions in named.items() if fractions)
             raise ConfigError(
-                f"Offload({given}) has no folder for what is to rest on a disk. Name one on a disk of this machine: "
+                f"Offload({given}) offloads to disk without a folder. Pass a folder on a local disk: "
                 'folder="/nvme/run".'
             )
 
@@ -211,7 +211,7 @@ class Offload(OffloadPolicy):
 def _check_form(name: str, fractions: object) -> None:
     if not isinstance(fractions, Mapping) or not all(isinstance(share, Real) for share in fractions.values()):
         raise ConfigError(
-            f"Offload({name}={fractions!r}): how much of it is where is needed, in numbers from 0 to 1. Write "
+            f"Offload({name}={fractions!r}): expected the fraction on each tier, from 0 to 1. Pass "
             f'{name}={{"cpu": 0.5}}, or "disk", or both.'
         )
 
@@ -221,10 +221,10 @@ def _check_fractions(name: str, fractions: Mapping[str, float], tiers: tuple[str
     unknown = [tier for tier in fractions if tier not in tiers]
     if unknown:
         raise ConfigError(
-            f"{given}: {unknown[0]!r} is not a tier of {name}. Name one of {', '.join(map(repr, tiers))}."
+            f"{given}: {unknown[0]!r} is not a tier of {name}. Expected one of {', '.join(map(repr, tiers))}."
         )
     if any(not 0 <= fraction <= 1 for fraction in fractions.values()) or sum(fractions.values()) > 1:
-        raise ConfigError(f"{given}: fractions are of the whole, each from 0 to 1, and no more than 1 together.")
+        raise ConfigError(f"{given}: each fraction must be from 0 to 1, and their sum at most 1.")
 
 
 def policies_by_name(patterns: Mapping[str, OffloadPolicy], names: Sequence[str]) -> list[OffloadPolicy]:
@@ -242,8 +242,8 @@ def policies_by_name(patterns: Mapping[str, OffloadPolicy], names: Sequence[str]
         if not any(_matches(pattern, name) for name in names):
             known = ", ".join(repr(name) for name in names)
             raise ConfigError(
-                f"offload_policy: no unit's name matches {pattern!r}. The units are {known}, where '' is the module "
-                "itself. Name one of them, or a pattern such as 'layers.*'."
+                f"offload_policy: no unit name matches {pattern!r}. The units are {known}, where '' is the module "
+                "itself. Pass one of them, or a pattern such as 'layers.*'."
             )
     first = (next((pattern for pattern in patterns if _matches(pattern, name)), None) for name in names)
     return [OffloadPolicy() if pattern is None else patterns[pattern] for pattern in first]
@@ -253,7 +253,8 @@ def check_policy(policy: object, name: str = "offload_policy") -> None:
     """Raise `ConfigError` if `policy`, passed as the argument `name`, is not an offload policy."""
     if not isinstance(policy, OffloadPolicy):
         raise ConfigError(
-            f"{name}={policy!r} is not a policy. Pass Offload(...) or CPUOffloadPolicy() of fullshard, or leave it out."
+            f"{name}={policy!r} is not an offload policy. Pass fullshard.Offload(...) or "
+            "fullshard.CPUOffloadPolicy(), or leave it out."
         )
 
 

@@ -54,21 +54,21 @@ class ShardOptions:
             self._check_parameters_on_disk()
         if type(self.shard_alignment) is not int or self.shard_alignment < 1:
             raise ConfigError(
-                f"shard_alignment={self.shard_alignment!r}: a number of elements from 1 on is needed. Pass the block "
-                "size of the optimizer's states, such as 256."
+                f"shard_alignment={self.shard_alignment!r}: expected a number of elements, 1 or more. Pass the block "
+                "size of the optimizer states, such as 256."
             )
 
     def _check_parameters_on_disk(self) -> None:
         given = f"Offload(parameters={{'disk': {self.parameters_on_disk}}})"
         if self.placements.parameters is Placement.WHOLE:
             raise ConfigError(
-                f"{given}: this strategy keeps whole parameters in memory between steps, so there are no shards to "
-                "rest on a disk. Choose one that shards them, such as 'zero3' or 'hsdp'."
+                f"{given}: this strategy keeps whole parameters in memory between steps, so it has no shards to "
+                "offload to disk. Choose one that shards parameters, such as 'zero3' or 'hsdp'."
             )
         if self.precision.reduce_wire is not None:
             raise ConfigError(
-                f"{given} with reduce_wire={self.precision.reduce_wire!r}: gradients that rest on a disk are laid out "
-                "in its blocks, so that encoded ones would be others than without it. Leave reduce_wire out."
+                f"{given} with reduce_wire={self.precision.reduce_wire!r}: gradients on a disk have a different "
+                "layout, which would change the blocks of the encoding and so the results. Leave reduce_wire out."
             )
 
     @classmethod
@@ -126,11 +126,11 @@ def _resharded_to(group: int, placements: Placements) -> Placements:
     """Return `placements` with parameters that groups of ranks keep from forward to backward."""
     if not isinstance(group, int) or group < 1:
         raise ConfigError(
-            f"reshard_after_forward={group!r}: True, False, None or a number of ranks from 1 on is needed."
+            f"reshard_after_forward={group!r}: expected True, False, None or a number of ranks, 1 or more."
         )
     if placements.parameters is not Placement.SHARDED:
         raise ConfigError(
             f"reshard_after_forward={group}: parameters are {placements.parameters.value} between steps under this "
-            "strategy, so there is nothing to reshard to. Use strategy='zero3' or 'hsdp'."
+            "strategy, so they cannot be resharded. Use strategy='zero3' or 'hsdp'."
         )
     return replace(placements, parameters_in_step=Placement.GROUPED, group=group)

@@ -146,7 +146,7 @@ def check_floating(policy: object, names: Sequence[str]) -> None:
         dtype = getattr(policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and is_castable(dtype)):
             raise ConfigError(
-                f"{type(policy).__name__}({name}={dtype!r}): a floating-point torch.dtype is needed, of 16 bits or "
+                f"{type(policy).__name__}({name}={dtype!r}): expected a floating-point torch.dtype of 16 bits or "
                 "more, such as torch.bfloat16, or None to keep the existing dtype."
             )
 
@@ -172,7 +172,7 @@ def check_encoding(policy: _Encoded) -> None:
         encoding = getattr(policy, name)
         if encoding is not None and encoding not in known:
             raise ConfigError(
-                f"{type(policy).__name__}({name}={encoding!r}): one of {', '.join(map(repr, known))} is needed, or "
+                f"{type(policy).__name__}({name}={encoding!r}): one of {', '.join(map(repr, known))} expected, or "
                 "None to send unencoded values."
             )
     if policy.reduce_wire is not None and policy.reduce_dtype not in (None, torch.float32):
@@ -190,7 +190,7 @@ def check_encodings(policy: MixedPrecisionPolicy, placements: Placements) -> Non
     """
     if policy.gather_wire is not None and placements.optimizer is Placement.WHOLE:
         raise ConfigError(
-            f"gather_wire={policy.gather_wire!r}, but every rank keeps whole parameters and updates all of them (as "
-            "under strategy='ddp'), so that none are gathered. Leave it out, or choose a strategy that shards the "
-            "optimizer's state, such as 'zero1'."
+            f"gather_wire={policy.gather_wire!r}, but every rank keeps and updates whole parameters (as under "
+            "strategy='ddp'), so none are gathered. Leave it out, or choose a strategy that shards the optimizer "
+            "state, such as 'zero1'."
         )

@@ -28,5 +28,7 @@ def parse_size(size: int | str, name: str, of: str) -> int:
     except ValueError:
         nbytes = 0
     if nbytes < 1:
-        raise ConfigError(f"{name}={size!r} is not a size of {of}. Pass bytes, or words such as '500MB' or '5GB'.")
+        raise ConfigError(
+            f"{name}={size!r} is not a size of {of}. Pass a number of bytes, or a string such as '500MB' or '5GB'."
+        )
     return nbytes

@@ -57,23 +57,23 @@ class Placements:
             check_type(name, getattr(self, name), Placement, "a fullshard.Placement")
         check_flags(replicated=self.replicated)
         if self.group is not None and (type(self.group) is not int or self.group < 1):
-            raise ConfigError(f"group={self.group!r}: a number of ranks of 1 or more, or None, is needed.")
+            raise ConfigError(f"group={self.group!r}: expected a number of ranks, 1 or more, or None.")
         whole = Placement.WHOLE
         if self.parameters_in_step.spread > self.parameters.spread:
             raise ConfigError(
                 f"parameters_in_step is {self.parameters_in_step.value} but parameters is {self.parameters.value}: "
-                f"what a rank keeps between steps is never freed within one. Make parameters "
-                f"{self.parameters_in_step.value} too."
+                "parameters that are kept between steps are not freed within a step. Set parameters to "
+                f"{self.parameters_in_step.value}, too."
             )
         if self.optimizer is whole and not self.parameters is self.gradients is whole:
             raise ConfigError(
-                "optimizer is whole but parameters or gradients are not: a rank can only step what it holds. "
-                "Make optimizer sharded too."
+                "optimizer is whole but parameters or gradients are not: a rank can only step parameters and "
+                "gradients that it holds. Set optimizer to sharded, too."
             )
         if self.optimizer is Placement.GROUPED:
             raise ConfigError(
-                "optimizer is grouped: groups would hold, and step, the same parameters. Use strategy='hsdp' with a "
-                "mesh whose first axis is the groups, or make optimizer sharded."
+                "optimizer is grouped: all groups would hold and step the same parameters. Use strategy='hsdp' with "
+                "a mesh whose first axis is the groups, or set optimizer to sharded."
             )
 
     @property

@@ -39,12 +39,15 @@ def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
         return stated
     if not figures.reports_time:
         return (
-            f"{run.step_s.shape[1]} steps were recorded; from {ENOUGH_STEPS + 1} on, causes of lost time can be told."
+            f"{run.step_s.shape[1]} steps were recorded; causes of lost time are reported for {ENOUGH_STEPS + 1} "
+            "steps or more."
         )
     shares = {part: figures.usual(figures.of(part).mean(0)) for part in PARTS}
     computes = figures.usual(figures.computes.mean(0))
     remaining = max((part for part in PARTS if part not in _COMPUTES), key=lambda part: shares[part])
-    stated = f"No cause of lost time: {percent(computes)} of a step of {milliseconds(figures.usual_step_s)} computes"
+    stated = (
+        f"No cause of lost time found: {percent(computes)} of a step of {milliseconds(figures.usual_step_s)} computes"
+    )
     if shares[remaining] >= _WORTH_REPORTING:
         stated += f", and most of the rest is {_PART_NAMES[remaining]}, {percent(shares[remaining])}"
     return f"{stated}.{_room(figures)}"
@@ -54,11 +57,7 @@ def tier_lines(run: Run) -> list[str]:
     """Return a line per tier on what the first rank stores there and moves per step; none without offloading."""
     return [
         f"on the {tier.name}: {_stated(tier.at_rest)}"
-        + (
-            f"; a step brings {_stated(tier.comes)} from there and takes {_stated(tier.goes)}"
-            if tier.comes or tier.goes
-            else ""
-        )
+        + (f"; a step moves {_stated(tier.comes)} in and {_stated(tier.goes)} out" if tier.comes or tier.goes else "")
         for tier in run.tiers
     ]
 
@@ -92,10 +91,10 @@ def _out_of_memory(run: Run, findings: tuple[Finding, ...]) -> str:
     assert failed is not None
     used = f"{amount(failed.used_bytes)} of {amount(failed.limit_bytes)} in use"
     if failed.requested_bytes is None:
-        stated = f"Rank {failed.rank} had {used} in {failed.where}: next to nothing is left."
+        stated = f"Rank {failed.rank} had {used} in {failed.where}: almost none is left."
     else:
         requested = amount(failed.requested_bytes)
-        stated = f"Rank {failed.rank} ran out of memory in {failed.where}: it asked for {requested} with {used}."
+        stated = f"Rank {failed.rank} ran out of memory in {failed.where}: it requested {requested} with {used}."
     of_memory = next((finding for finding in findings if finding.of_memory), None)
     if of_memory is not None:
         stated += f" {of_memory.stated} {of_memory.change}"

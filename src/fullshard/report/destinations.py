@@ -91,10 +91,10 @@ def check_destination(name: str) -> None:
         MissingLibraryError: Its library is missing.
     """
     if name not in DESTINATIONS:
-        raise ConfigError(f"log_to={name!r}: not known. Take one of {', '.join(DESTINATIONS)}.")
+        raise ConfigError(f"log_to={name!r}: unknown. Expected one of {', '.join(DESTINATIONS)}.")
     if find_spec(name) is None:
         raise MissingLibraryError(
-            f"log_to={name!r} needs {name}, and found none. Install it by pip install 'fullshard[{name}]'."
+            f"log_to={name!r} needs {name}, which is not installed. Install it with pip install 'fullshard[{name}]'."
         )
 
 

@@ -103,7 +103,7 @@ class RankFile:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        _log.warning("%s: nothing more is recorded of this run (%s).", self._path, error.strerror)
+        _log.warning("%s: recording of this run has ended (%s).", self._path, error.strerror)
         file, self._file = self._file, None
         with suppress(OSError):  # it was logged
             if file is not None:
@@ -137,7 +137,7 @@ def lines_in(path: Path) -> Iterator[dict[str, Any]]:
             damaged.append(units_number)
     if damaged:
         few = ", ".join(map(str, sorted(damaged)[:_LISTED])) + ", ..." * (len(damaged) > _LISTED)
-        _log.warning("%s: damaged and left out: line %s (%d in all).", shown(str(path)), few, len(damaged))
+        _log.warning("%s: skipped damaged line %s (%d in total).", shown(str(path)), few, len(damaged))
 
 
 def _content(path: Path) -> bytes:
@@ -145,7 +145,7 @@ def _content(path: Path) -> bytes:
         with open_regular(path) as file:
             return file.read()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Remove it, or name another run.") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Remove it, or choose another run.") from error
 
 
 _SPANS = re.compile(rb'\{"kind":"spans","n":(\d+),')

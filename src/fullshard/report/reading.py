@@ -86,7 +86,7 @@ def read_run(folder: Path) -> Run:
     every = [rank for rank in map(_Rank.of, rank_files(folder)) if rank.start]
     if not every:
         raise ConfigError(
-            f"{folder}: no run is recorded there. fullshard train records its runs; in a loop of your own, call "
+            f"{folder}: no run was recorded there. fullshard train records its runs. In your own training loop, call "
             "fullshard.report(model, folder) before the first step."
         )
     newest = max(every, key=lambda rank: rank.start["first_step"]).start  # the first rank's, if there is one
@@ -143,8 +143,8 @@ def _elsewhere(ranks: Sequence[_Rank]) -> dict[str, str]:
         held, read, written = (sum(column) / 1e9 for column in columns[:3])
         busy_s, waited_s = map(max, columns[3:])
         found[f"disk {folder}"] = (
-            f"{held:.3g} GB of files on all ranks; a step reads {read:.3g} GB and writes {written:.3g} GB, for which "
-            f"it is busy {busy_s:.3g} s, of which a rank waits {waited_s:.3g} s at most"
+            f"{held:.3g} GB of files on all ranks; a step reads {read:.3g} GB and writes {written:.3g} GB in "
+            f"{busy_s:.3g} s, and a rank waits for at most {waited_s:.3g} s of this"
         )
     return {name: stated for name, stated in found.items() if stated}
 

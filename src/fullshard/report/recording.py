@@ -92,7 +92,7 @@ def report(
     if not units_in(model):
         raise ConfigError(f"{type(model).__name__} has no units, so nothing can be reported. Call fully_shard first.")
     if first_step < 1:
-        raise ConfigError(f"report(first_step={first_step}): steps are numbered from 1 on.")
+        raise ConfigError(f"report(first_step={first_step}): step numbers start at 1.")
     if log_to is not None:
         check_destination(log_to)
     return RunReport(model, Path(path), [optimizer] if optimizer else [], settings or {}, first_step, log_to)
@@ -332,7 +332,7 @@ class RunReport:
             self.page = write_report(self.path)
         except Exception:  # there may be too little memory for it; the record remains
             _log.warning("rank %d: no page was written for %s", self._rank, self.path, exc_info=True)
-        what = "is out of memory" if error is not None else "is about to run out of memory"
+        what = "is out of memory" if error is not None else "will soon run out of memory"
         stated = (
             f"rank {self._rank} {what} in {state.where}. It holds {holders_text(state)}. See {self.page or self.path}"
         )

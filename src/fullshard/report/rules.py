@@ -74,7 +74,7 @@ def rule(
 # -- input, and ranks that differ from the others ---------------------------------------------------------------------
 
 
-@rule("slow input", least=0.10, why="a loader with workers hands over a batch in under 1 % of a step")
+@rule("slow input", least=0.10, why="a loader with workers returns a batch in under 1 % of a step")
 def slow_input(figures: Figures, rule: Rule) -> Finding | None:
     seconds = figures.of("input")
     each = figures.of_most_ranks(seconds)
@@ -87,7 +87,7 @@ def slow_input(figures: Figures, rule: Rule) -> Finding | None:
         return None
     who = figures.ranks_text(late.ranks)
     stated = f"{percent(late.lost)} of a step waits for the input of {who}: {_times(late)}."
-    return rule.found(stated, "Look at what its files lie on, and whether its loader has workers.", lost=late.lost)
+    return rule.found(stated, "Check the storage of its files, and whether its loader has workers.", lost=late.lost)
 
 
 @rule("unequal work", least=0.10, why="lengths in a bucket differ by a few per cent; 10 % is worth sorting")
@@ -105,9 +105,7 @@ def unequal_work(figures: Figures, rule: Rule) -> Finding | None:
     is_one = float((most == always).mean()) > 0.75
     who = figures.ranks_text((always,)) if is_one else "another rank in each step"
     lost = figures.usual(behind)
-    stated = (
-        f"{percent(lost)} of a step waits for {who}, which is given {percent(1 + spread)} of the mean of the ranks."
-    )
+    stated = f"{percent(lost)} of a step waits for {who}, which gets {percent(1 + spread)} of the mean of the ranks."
     return rule.found(stated, "Give all ranks the same number of tokens: sort rows by length, or pack them.", lost=lost)
 
 
@@ -126,21 +124,25 @@ def _slow_host(figures: Figures, least: float) -> tuple[str, Late] | None:
     return list(hosts)[late.latest], late
 
 
-@rule("slow host", least=0.10, why="clocks of equal machines differ by 1 to 3 %, of a faulty one by 10 and more")
+@rule("slow host", least=0.10, why="clocks of equal machines differ by 1 to 3 %, those of a faulty one by 10 % or more")
 def slow_host(figures: Figures, rule: Rule) -> Finding | None:
     found = _slow_host(figures, rule.least)
     if found is None:
         return None
     host, late = found
     stated = (
-        f"{percent(late.lost)} of a step waits for {host}: each of its ranks computes for longer for the same work, "
+        f"{percent(late.lost)} of a step waits for {host}: each of its ranks computes longer for the same work, "
         f"{_times(late)}."
     )
-    change = f"Look at clocks, temperature and other programs on {host}, or leave it out."
+    change = f"Check clocks, temperature and other programs on {host}, or remove it from the run."
     return rule.found(stated, change, lost=late.lost)
 
 
-@rule("throttled rank", least=0.10, why="clocks of equal devices differ by 1 to 3 %, of a throttled one by 10 and more")
+@rule(
+    "throttled rank",
+    least=0.10,
+    why=("clocks of equal devices differ by 1 to 3 %, those of a throttled one by 10 % or more"),
+)
 def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
     late, host = figures.late(figures.computes, rule.least), _slow_host(figures, rule.least)
     if late is None or _has_more_to_do(figures, late.latest):
@@ -148,20 +150,22 @@ def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
     if host is not None and set(late.ranks) <= set(figures.hosts()[host[0]]):
         return None
     who = figures.ranks_text(late.ranks)
-    stated = (
-        f"{percent(late.lost)} of a step waits for {who}: it computes for longer for the same work, {_times(late)}."
-    )
+    stated = f"{percent(late.lost)} of a step waits for {who}: it computes longer for the same work, {_times(late)}."
     starved, place = figures.starved, late.latest
     if starved is not None and figures.steady(starved[place] - figures.of_most_ranks(starved)) >= rule.least / 2:
         part = figures.usual(starved[place])
-        change = f"It has no core for {percent(part)} of a step: end what else runs on its cores."
+        change = f"It has no core for {percent(part)} of a step: end other programs on its cores."
     else:
         device = figures.rank(place).device
-        change = f"Look at clock, temperature and power of its {device}, and at what else runs there."
+        change = f"Check clock, temperature and power of its {device}, and other programs there."
     return rule.found(stated, change, lost=late.lost)
 
 
-@rule("oversubscribed cores", least=0.10, why="a program with cores of its own waits for one below 1 % of its time")
+@rule(
+    "oversubscribed cores",
+    least=0.10,
+    why=("a program on dedicated cores waits for one during less than 1 % of its time"),
+)
 def oversubscribed_cores(figures: Figures, rule: Rule) -> Finding | None:
     if figures.starved is None:
         return None
@@ -181,7 +185,7 @@ def oversubscribed_cores(figures: Figures, rule: Rule) -> Finding | None:
         change = f"Set OMP_NUM_THREADS={share}, or start fewer ranks." if share else f"Start {cores} ranks, not more."
         return rule.found(stated, change, lost=lost)
     return rule.found(
-        stated, f"Other programs take the {cores} cores of {host}: end them, or give ranks cores.", lost=lost
+        stated, f"Other programs use the {cores} cores of {host}: end them, or pin ranks to cores.", lost=lost
     )
 
 
@@ -221,14 +225,15 @@ def _never_prefetches(figures: Figures) -> bool:
     return len(gathering) > 1 and ahead < 0.05 * gathers  # False for unknown values (NaN)
 
 
-@rule("one unit for all", least=EXPOSED, why="while nothing else is gathered or reduced, nothing hides it")
+@rule("one unit for all", least=EXPOSED, why="nothing hides a transfer while no other unit computes")
 def one_unit(figures: Figures, rule: Rule) -> Finding | None:
     if not (_waits_for_transport(figures) and _is_one_unit(figures)):
         return None
     lost = figures.waits.usual
     unit = max(figures.run.units, key=lambda unit: unit.nbytes)
     stated = (
-        f"{percent(lost)} of a step waits for the wire: {named(unit)} is one unit of {amount(unit.nbytes)}, nearly all."
+        f"{percent(lost)} of a step waits for communication: {named(unit)} is one unit of {amount(unit.nbytes)}, "
+        "nearly the whole model."
     )
     change = "Make each block a unit: `fully_shard(block)` before `fully_shard(model)`, or `auto_wrap_policy`."
     return rule.found(stated, change, lost=lost)
@@ -237,7 +242,7 @@ def one_unit(figures: Figures, rule: Rule) -> Finding | None:
 @rule(
     "unit too large",
     least=EXPOSED / 2,
-    why=f"for one unit, {_SPREAD:g} times the median or larger, that hides less of its time than the others do",
+    why=f"for one unit of {_SPREAD:g} times the median size or more that hides less of its time than other units",
 )
 def unit_too_large(figures: Figures, rule: Rule) -> Finding | None:
     units = figures.run.units
@@ -251,9 +256,9 @@ def unit_too_large(figures: Figures, rule: Rule) -> Finding | None:
         return None
     stated = (
         f"{percent(lost)} of a step waits for {named(units[largest])}: that unit is {times:.0f} times as large as the "
-        "median of all."
+        "median unit."
     )
-    return rule.found(stated, "Make units of its parts, each of about the size of the others.", lost=lost)
+    return rule.found(stated, "Split it into units of about the size of the other units.", lost=lost)
 
 
 def _exposed_part(units: list[UnitTimes]) -> float:
@@ -265,7 +270,7 @@ def _exposed_part(units: list[UnitTimes]) -> float:
 @rule(
     "units too small",
     least=EXPOSED,
-    why=f"where data moves for less than {percent(_FEW_MOVING)} of a collective's time, the rest is its start",
+    why=f"where data moves for less than {percent(_FEW_MOVING)} of a collective's time, the rest is start-up time",
 )
 def units_too_small(figures: Figures, rule: Rule) -> Finding | None:
     if not _waits_for_transport(figures) or not _has_small_messages(figures):
@@ -273,7 +278,7 @@ def units_too_small(figures: Figures, rule: Rule) -> Finding | None:
     lost, count = figures.waits.usual, figures.collectives
     stated = (
         f"{percent(lost)} of a step waits for {count:.0f} collectives of {amount(figures.moved_bytes / count)} each: "
-        f"{milliseconds(figures.waited_s / count)} apiece, most of it to start."
+        f"{milliseconds(figures.waited_s / count)} each, most of it start-up time."
     )
     return rule.found(stated, "Make larger units: several blocks as one, `fully_shard([a, b])`.", lost=lost)
 
@@ -283,10 +288,10 @@ def no_prefetch(figures: Figures, rule: Rule) -> Finding | None:
     lost = figures.waits.gathers
     if not _waits_for_transport(figures) or not _never_prefetches(figures) or lost < rule.least:
         return None
-    stated = f"{percent(lost)} of a step waits for gathers, and none was started ahead."
+    stated = f"{percent(lost)} of a step waits for gathers, and none was prefetched."
     change = (
-        "Turn prefetching on (`forward_prefetch=True`, `backward_prefetch=BackwardPrefetch.BACKWARD_PRE`); if it is, "
-        "use units in the same order in every step."
+        "Turn prefetching on (`forward_prefetch=True`, `backward_prefetch=BackwardPrefetch.BACKWARD_PRE`); if it is "
+        "on, use units in the same order in every step."
     )
     return rule.found(stated, change, lost=lost)
 
@@ -294,7 +299,7 @@ def no_prefetch(figures: Figures, rule: Rule) -> Finding | None:
 @rule(
     "frozen part gathered",
     least=0.05,
-    why="what has neither gradients nor optimizer state saves little by being sharded",
+    why="sharding saves little for parameters without gradients and optimizer state",
     helps=("zero2",),
 )
 def frozen_part_gathered(figures: Figures, rule: Rule) -> Finding | None:
@@ -318,7 +323,7 @@ def frozen_part_gathered(figures: Figures, rule: Rule) -> Finding | None:
 @rule(
     "gradients in float32",
     least=0.05,
-    why="half of what is exposed: they travel at twice the bytes of what computes",
+    why="half of the exposed time: they have twice the bytes of the compute dtype",
     helps=("reductions in bfloat16",),
 )
 def gradients_in_float32(figures: Figures, rule: Rule) -> Finding | None:
@@ -336,7 +341,7 @@ def gradients_in_float32(figures: Figures, rule: Rule) -> Finding | None:
         f"{wide[0][0].param_dtype}: {amount(sum(item.reduced_bytes for item, _ in wide))} a step."
     )
     dtype = wide[0][0].param_dtype
-    change = f"Sum in {dtype} (`MixedPrecisionPolicy(reduce_dtype=...)`, `--reduce-dtype`): half the bytes."
+    change = f"Sum in {dtype} (`MixedPrecisionPolicy(reduce_dtype=...)`, `--reduce-dtype`) to halve the bytes."
     return rule.found(stated, change, lost=exposed / 2)
 
 
@@ -347,24 +352,27 @@ def _is_half(dtype: str) -> bool:
 @rule(
     "slow link",
     least=2 * EXPOSED,
-    why="beyond what other rules of the wire explain: less must travel, or faster",
+    why="beyond what the other communication rules explain: send fewer bytes, or use a faster link",
     helps=("hsdp", "less on the wire", "zero2"),
 )
 def slow_link(figures: Figures, rule: Rule) -> Finding | None:
     run, waits = figures.run, figures.waits
     if waits.steady < EXPOSED or not run.units:
         return None
-    change = 'Send less (`strategy="hsdp"`, `reduce_wire`, more microbatches a step), or mend the link.'
+    change = 'Send less (`strategy="hsdp"`, `reduce_wire`, more microbatches per step), or repair the link.'
     links = np.array(run.links_gb_s)
     if len(links) == len(run.ranks) > 1:
         usual = np.array([np.median(np.delete(links, index)) for index in range(len(links))])
         slowest = int(np.argmin(links / usual))
         if links[slowest] < usual[slowest] / 2:
             stated = (
-                f"{percent(waits.usual)} of a step waits for the wire: to {figures.ranks_text((slowest,))} it gives "
-                f"{amount(1e9 * links[slowest])}/s, to others {amount(1e9 * usual[slowest])}/s."
+                f"{percent(waits.usual)} of a step waits for communication: the link to "
+                f"{figures.ranks_text((slowest,))} reaches {amount(1e9 * links[slowest])}/s, other links "
+                f"{amount(1e9 * usual[slowest])}/s."
             )
-            return rule.found(stated, "Look at cable, port and driver there, or leave that host out.", lost=waits.usual)
+            return rule.found(
+                stated, ("Check cable, port and driver there, or remove that host from the run."), lost=waits.usual
+            )
     others = (one_unit, unit_too_large, units_too_small, no_prefetch, frozen_part_gathered)
     explained = sum(item.lost for item in (other.finding(figures) for other in others) if item is not None)
     if gradients_in_float32.finding(figures) is not None:
@@ -373,7 +381,7 @@ def slow_link(figures: Figures, rule: Rule) -> Finding | None:
         return None
     gave = f"; it has given {amount(1e9 * run.link_gb_s)}/s" if run.link_gb_s else ""
     stated = (
-        f"{percent(waits.usual)} of a step waits for the wire, which carries {amount(figures.moved_bytes)} a step at "
+        f"{percent(waits.usual)} of a step waits for communication of {amount(figures.moved_bytes)} per step at "
         f"{amount(1e9 * figures.reached_gb_s)}/s{gave}."
     )
     return rule.found(stated, change, lost=waits.usual)
@@ -382,7 +390,11 @@ def slow_link(figures: Figures, rule: Rule) -> Finding | None:
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
-@rule("checkpoint stalls", least=0.05, why="a checkpoint that is written beside the steps stalls them below 1 %")
+@rule(
+    "checkpoint stalls",
+    least=0.05,
+    why=("a checkpoint that is written in the background stalls steps for less than 1 % of the time"),
+)
 def checkpoint_stalls(figures: Figures, rule: Rule) -> Finding | None:
     seconds = figures.of("checkpoint").mean(0)
     lost = float(seconds.sum() / figures.step_s.sum())  # they occur in a few steps, which a median would ignore
@@ -392,14 +404,14 @@ def checkpoint_stalls(figures: Figures, rule: Rule) -> Finding | None:
     each = milliseconds(float(np.median(stalled)))
     stated = f"{percent(lost)} of the time the run waits for checkpoints: {len(stalled)} of {each} were recorded."
     return rule.found(
-        stated, "Save beside the steps (`checkpoint.async_save`), to a faster disk, or less often.", lost=lost
+        stated, "Save in the background (`checkpoint.async_save`), to a faster disk, or less often.", lost=lost
     )
 
 
 @rule(
     "host waits",
     least=0.10,
-    why="steps that are queued ahead take the host below 1 %; on a CPU, clipping takes 2 to 5 %",
+    why="queueing steps ahead takes the host less than 1 % of the time; on a CPU, clipping takes 2 to 5 %",
 )
 def host_waits(figures: Figures, rule: Rule) -> Finding | None:
     other = figures.of("other").min(0)  # ranks that wait for one are not the cause
@@ -413,8 +425,8 @@ def host_waits(figures: Figures, rule: Rule) -> Finding | None:
     what = (
         listed([f"{wait.what} ({wait.waits:.3g} times)" for wait in waits]) if waits else "logging, metrics or prints"
     )
-    stated = f"{percent(lost)} of a step the program is neither computing nor on the wire: {what}."
-    change = "Log every tenth step, keep values on the device until then: no `.item()` in the loop."
+    stated = f"{percent(lost)} of a step the program neither computes nor communicates: {what}."
+    change = "Log every tenth step and keep values on the device until then: no `.item()` in the loop."
     return rule.found(stated, change, lost=lost)
 
 
@@ -434,7 +446,7 @@ _BINDS = 0.90  # of the limit: an allocator with less memory left frees and real
 @rule(
     "no activation checkpointing",
     least=0.40,
-    why="of what the peak holds: recomputing frees most of that, for a third more time",
+    why="of the peak: recomputing frees most of it and takes a third more time",
     of_time=False,
     helps=("activation checkpointing",),
 )
@@ -460,7 +472,7 @@ def no_activation_checkpointing(figures: Figures, rule: Rule) -> Finding | None:
     return rule.found(stated, change, of_memory=binding * held / total)
 
 
-@rule("large logits", least=0.30, why="of tensors at the peak: less is one of many", of_time=False)
+@rule("large logits", least=0.30, why="of tensors at the peak: a smaller share is one of many", of_time=False)
 def large_logits(figures: Figures, rule: Rule) -> Finding | None:
     run, total = figures.run, figures.tensors_at_peak()
     logits = run.output_nbytes
@@ -476,8 +488,8 @@ def large_logits(figures: Figures, rule: Rule) -> Finding | None:
         f"{percent(sum(identical) / total)} of {amount(total)}."
     )
     change = (
-        "Take the loss in chunks of rows, or fused with the head, so that logits are never whole; or use smaller "
-        "microbatches."
+        "Compute the loss in chunks of rows, or fused with the head, so that the logits never exist as a whole; or "
+        "use smaller microbatches."
     )
     return rule.found(stated, change, of_memory=sum(identical) / total)
 
@@ -488,7 +500,7 @@ _NOTABLE_LOGITS_NBYTES = 64_000_000  # smaller logits do not cause an out-of-mem
 @rule(
     "memory leak",
     least=0.02,
-    why="of what is held, more in a run's second half: tensors of a step are gone by its end",
+    why="of the memory in use, more in the second half of a run: tensors of a step are freed by its end",
     of_time=False,
 )
 def memory_leak(figures: Figures, rule: Rule) -> Finding | None:
@@ -507,11 +519,13 @@ def memory_leak(figures: Figures, rule: Rule) -> Finding | None:
     if _trend(series) < _SURE or _trend(run.held_bytes[worst].astype(np.float64)) < _SURE_OF_ALL_STEPS:
         return None
     who = figures.ranks_text((worst,))
-    stated = f"{who[0].upper()}{who[1:]} holds {amount(slope)} more after each step, {amount(series[-1])} by now."
+    stated = f"{who[0].upper()}{who[1:]} holds {amount(slope)} more after each step, {amount(series[-1])} at the end."
     limit = run.memory.limit if run.memory is not None else None
     if limit is not None and limit > series[-1]:
         stated += f" In {(limit - series[-1]) / slope:.0f} steps its memory is full."
-    change = "Keep numbers of losses and outputs, not tensors: `.detach()` or `.item()` before they go into a list."
+    change = (
+        "Keep numbers of losses and outputs, not tensors: use `.detach()` or `.item()` before appending them to a list."
+    )
     return rule.found(stated, change, of_memory=grown / series[-1])
 
 

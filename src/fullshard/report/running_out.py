@@ -152,12 +152,12 @@ def _would_fit(model: nn.Module, activations: int, lacking: float) -> Iterator[s
         if saved >= lacking:
             yield "strategy zero3"
     if activations * 0.5 >= lacking:
-        yield "half the rows in a microbatch, and twice the microbatches"
+        yield "half the rows per microbatch and twice the microbatches"
     blocks = max(2, len(units_in(model)) - 1)
     if activations * (1 - 2 / blocks) >= lacking and blocks > 2:  # the activations of one block, and the inputs of all
         yield "activation checkpointing of each block"
     if activations * 0.75 >= lacking > activations * 0.5:
-        yield "a quarter of the rows in a microbatch, and four times the microbatches"
+        yield "a quarter of the rows per microbatch and four times the microbatches"
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------

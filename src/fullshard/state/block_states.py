@@ -122,10 +122,10 @@ class BlockStates:
             if group.plan.shards_optimizer and not spec.consists_of_blocks(self.block):
                 raise ConfigError(
                     f"{type(self._optimizer).__name__} encodes states in blocks of {self.block} elements, but shards "
-                    f"of {managed.param.fqn} {spec.shape} have {spec.part_numel} on {spec.world} ranks: blocks, and so "
-                    "values, would be others than on another number of ranks, and could not be saved. Shard the model "
-                    f"with fully_shard(..., shard_alignment={self.block}), or set the optimizer to leave parameters of "
-                    "this size as they are."
+                    f"of {managed.param.fqn} {spec.shape} have {spec.part_numel} on {spec.world} ranks: blocks, and "
+                    "so values, would depend on the number of ranks and could not be saved. Shard the model with "
+                    f"fully_shard(..., shard_alignment={self.block}), or configure the optimizer not to encode "
+                    "parameters of this size."
                 )
 
     # -- the form of state dicts --------------------------------------------------------------------------------------

@@ -102,9 +102,8 @@ def choose_for_budget(optimizer: Optimizer) -> None:
         policies = [policy for unit in runtime.units if (policy := _open(unit)) is not None]
         if any(policy != policies[0] for policy in policies):
             raise ConfigError(
-                f"budgets of {' and '.join(dict.fromkeys(repr(policy.budget) for policy in policies))} "
-                "for units of one model: "
-                "a budget is of all that a rank has. Give all of these units the same policy."
+                f"budgets of {' and '.join(dict.fromkeys(repr(policy.budget) for policy in policies))} for units of "
+                "one model: a budget applies to all memory of a rank. Pass the same policy to all of these units."
             )
         if policies:
             _choose(runtime, policies[0], optimizer)
@@ -314,11 +313,11 @@ def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
     if dist.get_rank() == 0:
         stated = [f"{fraction:.0%} of {tier.what} to {tier.where}" for tier, fraction in chosen]
         _log.info(
-            "a budget of %d bytes, of which %d are needed if nothing is away, and %d as chosen: %s.",
+            "budget of %d bytes: %d bytes are needed without offloading, %d with the chosen placement: %s.",
             nbytes,
             needs.at_most(),
             least,
-            ", ".join(stated) or "nothing is away",
+            ", ".join(stated) or "nothing is offloaded",
         )
 
 
@@ -623,24 +622,23 @@ def _counts_follow(group: Mapping[str, Any]) -> bool:
 
 def _too_small(budget: _Budget, least: int) -> ConfigError:
     needs, policy = budget.needs, budget.policy
-    remedies = [f"Give budget={least}", "shard over more ranks", "compute fewer rows at a time, or blocks again"]
+    remedies = [f"Give budget={least}", "shard over more ranks", "use smaller microbatches, or recompute blocks"]
     remedies += _remedies(policy, budget.units)
     return ConfigError(
-        f"Offload(budget={policy.budget!r}): a rank needs {least} bytes with all away that can be, of "
-        f"{needs.at_most()} if nothing is: {needs.parameters} of parameters, {needs.gradients} of gradients, "
-        f"{needs.states} of states, {needs.gathered} gathered, {needs.kept} kept for backward, {needs.working} to work "
-        f"in. {', '.join(remedies[:-1])}; or {remedies[-1]}."
+        f"Offload(budget={policy.budget!r}): a rank needs at least {least} bytes with everything offloaded "
+        f"({needs.at_most()} with nothing offloaded): {needs.parameters} of parameters, {needs.gradients} of "
+        f"gradients, {needs.states} of states, {needs.gathered} gathered, {needs.kept} saved for backward, "
+        f"{needs.working} for temporary tensors. {', '.join(remedies[:-1])}; or {remedies[-1]}."
     )
 
 
 def _host_too_small(policy: Offload, requested: int, room: int, least: int) -> ConfigError:
-    folder = ["Name a folder on a disk, where states can be, too"] if policy.folder is None else []
-    remedies = [*folder, f"give budget={least}", "free memory of the host", "shard over more hosts"]
+    folder = ["Pass a folder on a disk, so that states can be there, too"] if policy.folder is None else []
+    remedies = [*folder, f"give budget={least}", "free host memory", "shard over more hosts"]
     stated = f"{', '.join(remedies[:-1])}; or {remedies[-1]}."
     return ConfigError(
-        f"Offload(budget={policy.budget!r}): the optimizer's states that have to be on the CPU would take {requested} "
-        "more "
-        f"bytes of the host's memory on each rank, and a rank may take {room} more. {stated[0].upper()}{stated[1:]}"
+        f"Offload(budget={policy.budget!r}): the optimizer states that must be on the CPU need {requested} more bytes "
+        f"of host memory per rank, but {room} are available. {stated[0].upper()}{stated[1:]}"
     )
 
 
@@ -650,7 +648,7 @@ def _remedies(policy: Offload, units: Sequence[Unit]) -> list[str]:
     if accelerator_for(units[0].device).has_streams or on_disk_in_turn(units):
         return []
     if policy.folder is None:
-        return ["name a folder on a disk, where the optimizer's state can be"]
+        return ["pass a folder on a disk, so that the optimizer state can be there"]
     if options.placements.parameters is Placement.WHOLE:
         return ["choose a strategy that shards parameters, such as 'zero3', so that they can be on the disk"]
     if options.precision.reduce_wire is not None:

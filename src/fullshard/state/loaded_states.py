@@ -8,7 +8,7 @@ they are saved before that. After that a hook of the optimizer checks loaded sta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fullshard._compat import holds_tensors, loads_whole_states
 from fullshard.comm.mesh import check_own_part
+from fullshard.engine.comparison import check_same_names
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.late_params import refuse_changed_modules
 from fullshard.engine.managed import Managed, in_model_order, managed_by
@@ -53,26 +54,42 @@ def prepare_to_save(optimizer: Optimizer) -> None:
 
     Raises:
         StateError: that has called it to load full states, and the optimizer has none.
+        RankMismatchError: that has called it to load full states, and ranks have parameters in different orders.
     """
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    units = list(dict.fromkeys(managed.unit for managed in map(_sharded, params) if managed is not None))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = [managed for managed in map(_sharded, params) if managed is not None]
+    units = list(dict.fromkeys(managed.unit for managed in found))
     if not units:
         return
     accept_whole_states(optimizer)
-    values = (value for state in optimizer.state.values() for value in state.values())
-    if not any(isinstance(value, Tensor) and value.ndim for value in values) and loads_whole_states():
-        raise StateError(
-            f"{type(optimizer).__name__} has no state, and torch.distributed.checkpoint cannot load full states into "
-            "such an optimizer, of any model. Leave out full_state_dict when you load the optimizer: "
-            "set_optimizer_state_dict(model, optimizer, states) sets the options of its groups. Load the model by "
-            "set_model_state_dict."
-        )
+    if loads_whole_states():
+        _check_loading(optimizer, found)
     for unit in units:
         if unit.residency.state in ACTIVE and not is_in_use(unit):
             unit.residency.hand_over_shards()
     refuse_changed_modules(units)
     for param in in_model_order(list(optimizer.state)):  # so that all ranks gather states in one order
         optimizer.state[param] = optimizer.state.pop(param)
+
+
+def _check_loading(optimizer: Optimizer, found: Sequence[Managed]) -> None:
+    """Raise if `torch.distributed.checkpoint` cannot load full states into `optimizer`. A collective."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    if not any(isinstance(value, Tensor) and value.ndim for value in values):
+        raise StateError(
+            f"{type(optimizer).__name__} has no state, and torch.distributed.checkpoint cannot load full states into "
+            "such an optimizer, of any model. Leave out full_state_dict when you load the optimizer: "
+            "set_optimizer_state_dict(model, optimizer, states) sets the options of its groups. Load the model by "
+            "set_model_state_dict."
+        )
+    [first, *_] = in_model_order([managed.param.dtensor for managed in found])
+    check_same_names(
+        [_name(managed) for managed in found],
+        managed_by(first).unit,
+        type(optimizer).__name__,
+        reason="torch.distributed.checkpoint loads full states in this order, one parameter at a time.",
+        instead="Or load them with FullyShardedDataParallel.optim_state_dict_to_load.",
+    )
 
 
 def _take_own(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +150,7 @@ def _own(name: str, param: DTensor, value: Tensor, blocks: BlockStates | None) -
         return value
     if blocks is not None:
         raise StateError(
-            f"{name} is a whole tensor of shape {tuple(value.shape)}, but the optimizer encodes states in blocks, of "
-            "which each rank has its own. Load what FullyShardedDataParallel.optim_state_dict_to_load returns."
+            f"{name} is a whole tensor of shape {tuple(value.shape)}, but the optimizer encodes states in blocks that "
+            "belong to one rank each. Load the result of FullyShardedDataParallel.optim_state_dict_to_load."
         )
     return placed_like(param, value)

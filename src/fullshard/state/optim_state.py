@@ -148,12 +148,12 @@ def optim_state_dict_to_load(
     misfit = next((form for form in forms if form is not None), None)
     if misfit is not None:
         raise ConfigError(
-            f"the optimizer state dict has {misfit}. Load it into an optimizer that encodes states alike, or build a "
-            "new one, which starts without them."
+            f"the optimizer state dict has {misfit}. Load it into an optimizer that encodes states in the same way, "
+            "or create a new optimizer without states."
         )
     kind = template.misfit_of_kind([SavedOptions(group["params"], group) for group in given["param_groups"]])
     if kind is not None:
-        raise ConfigError(f"the optimizer state dict is {kind}. Load it into an optimizer of the class that saved it.")
+        raise ConfigError(f"the optimizer state dict is {kind}. Load it into an optimizer of the class that was saved.")
     template.note_counters(
         (fqn, name) for fqn, values in given["state"].items() for name, value in values.items() if _is_scalar(value)
     )
@@ -179,7 +179,7 @@ def _as_saved(model: nn.Module, named: StateDict) -> torch.optim.Optimizer:
     """
     if "param_groups" not in named:
         raise ConfigError(
-            f"optim_state_dict has the keys {list(named)} and no param_groups. Pass what optim_state_dict() returned, "
+            f"optim_state_dict has the keys {list(named)} and no param_groups. Pass the result of optim_state_dict(), "
             "or pass optim."
         )
     params = {clean_fqn(name): param for name, param in model.named_parameters()}
@@ -198,8 +198,8 @@ def params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, n
     for param in (param for group in optim.param_groups for param in group["params"]):
         if id(param) not in fqns:
             raise ConfigError(
-                f"{type(optim).__name__} has a parameter of shape {tuple(param.shape)} that is not in the model. Make "
-                "the optimizer from model.parameters() after the model is sharded."
+                f"{type(optim).__name__} has a parameter of shape {tuple(param.shape)} that is not in the model. "
+                "Create the optimizer from model.parameters() after sharding the model."
             )
         found[fqns[id(param)]] = param
     return found
@@ -222,7 +222,7 @@ def rekeyed(
     if missing:
         raise ConfigError(
             f"the optimizer state dict has {missing[0]!r}, but {type(optim).__name__} has {len(fqns)} parameters: "
-            f"{', '.join(fqns[:3])} and so on. Pass the optimizer that it is of."
+            f"{', '.join(fqns[:3])} and so on. Pass the optimizer that was saved."
         )
     groups = [{**group, "params": [new[key] for key in group["params"]]} for group in state_dict["param_groups"]]
     return {"state": {new[key]: values for key, values in state_dict["state"].items()}, "param_groups": groups}
@@ -245,9 +245,9 @@ def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[s
         own = next((name for name, value in values.items() if _is_of_shard_alone(value)), None)
         if own is not None:
             raise StateError(
-                f"{own!r} of {fqn} in the state of {type(optim).__name__} is of this rank's shard alone, and cannot be "
-                "saved with the others'. Save the model without the optimizer, or train with an optimizer whose states "
-                "have the shape of parameters."
+                f"{own!r} of {fqn} in the state of {type(optim).__name__} covers only this rank's shard and cannot be "
+                "combined with the states of other ranks. Save the model without the optimizer, or use an optimizer "
+                "whose states have the shape of their parameters."
             )
     groups = [
         {**group, "params": [fqns[key] if isinstance(key, int) else key for key in group["params"]]}
@@ -360,17 +360,17 @@ def _check_names(given: StateDict, params: Mapping[str, nn.Parameter]) -> None:
     absent = [key for key in ("state", "param_groups") if key not in given]
     if absent:
         raise ConfigError(
-            f"the optimizer state dict has no {absent[0]!r}; it has {sorted(map(str, given))}. Pass what "
-            "optim_state_dict() gave; if only rank 0 has it, set FullOptimStateDictConfig(rank0_only=True)."
+            f"the optimizer state dict has no {absent[0]!r}; it has {sorted(map(str, given))}. Pass the result of "
+            "optim_state_dict(). If only rank 0 has it, set FullOptimStateDictConfig(rank0_only=True)."
         )
     saved = [fqn for group in given["param_groups"] for fqn in group["params"]]
     unknown = [fqn for fqn in dict.fromkeys([*saved, *given["state"]]) if fqn not in params]
     missing = [fqn for fqn in params if fqn not in saved]
     if unknown or missing:
         raise ConfigError(
-            f"the optimizer state dict is not of the parameters that the optimizer steps: it has {_some(unknown)} "
-            f"others, and misses {_some(missing)}. Load it into an optimizer of the same parameters, and save it by "
-            "optim_state_dict(), so that they have names."
+            f"the optimizer state dict belongs to other parameters than the optimizer: it has {_some(unknown)}, which "
+            f"the optimizer does not step, and lacks {_some(missing)}. Load it into an optimizer of the same "
+            "parameters, and save it with optim_state_dict(), which uses FQNs."
         )
 
 
@@ -449,8 +449,8 @@ class StateTemplate:
         present = self.present(fqn, name)
         if present is not None and present.shape != value.shape:
             raise ConfigError(
-                f"the optimizer state dict has {name!r} of {fqn} in the shape {tuple(value.shape)}, but the "
-                f"optimizer keeps it in {tuple(present.shape)}. Build model and optimizer as when it was saved."
+                f"the optimizer state dict has {name!r} of {fqn} with shape {tuple(value.shape)}, but the optimizer "
+                f"has shape {tuple(present.shape)}. Build the model and optimizer as they were when it was saved."
             )
         like = self._like(fqn, name)
         if not isinstance(like, DTensor):

@@ -165,14 +165,14 @@ def set_state_dict_type(
     check_type("state_dict_type", state_dict_type, StateDictType, "a fullshard.StateDictType")
     if state_dict_type not in _CONFIGS:
         raise ConfigError(
-            f"state_dict_type={state_dict_type}: choose StateDictType.FULL_STATE_DICT or SHARDED_STATE_DICT; there are "
-            "no flattened shards for a local state dict to hold."
+            f"state_dict_type={state_dict_type}: choose StateDictType.FULL_STATE_DICT or SHARDED_STATE_DICT. Local "
+            "state dicts hold flattened parameters, which do not exist here."
         )
     kind, optim_kind = _CONFIGS[state_dict_type]
     for config, wanted in ((state_dict_config, kind), (optim_state_dict_config, optim_kind)):
         if config is not None and not isinstance(config, wanted):
             raise ConfigError(
-                f"{type(config).__name__} does not go with {state_dict_type}. Pass a {wanted.__name__}, or none."
+                f"{type(config).__name__} does not match {state_dict_type}. Pass a {wanted.__name__}, or leave it out."
             )
     before = get_state_dict_type(module)
     settings = StateDictSettings(state_dict_type, state_dict_config or kind(), optim_state_dict_config or optim_kind())
@@ -333,9 +333,9 @@ class _Hooks:
                     value = sharded.sharded.detach()
                 elif sharded.is_encoded and not isinstance(value, DTensor):
                     errors.append(
-                        f"{clean_fqn(prefix + name)} is a {type(sharded.local).__name__} in the model, whose values "
-                        "are encoded, but whole in the state dict: no rank could encode its part alone as it was. Load "
-                        "before fully_shard, or a state dict of DTensors of the same mesh."
+                        f"{clean_fqn(prefix + name)} is a {type(sharded.local).__name__} with encoded values in the "
+                        "model, but a plain tensor in the state dict. A rank cannot encode its shard separately. "
+                        "Load before fully_shard, or load a state dict of DTensors of the same mesh."
                     )
                     value = sharded.sharded.detach()
                 state[prefix + name] = shard_of(value, managed.unit, managed.param)

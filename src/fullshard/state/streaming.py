@@ -70,9 +70,9 @@ def stream_weights(
     if rename is not None:
         check_callable("rename", rename, "a function of a name, or None")
     if to_rank is not None and (type(to_rank) is not int or to_rank < 0):
-        raise ConfigError(f"stream_weights(to_rank={to_rank!r}): the number of a rank, or None, is needed.")
+        raise ConfigError(f"stream_weights(to_rank={to_rank!r}): expected the number of a rank, or None.")
     if not is_number(bucket_bytes) or not bucket_bytes >= 1:
-        raise ConfigError(f"stream_weights(bucket_bytes={bucket_bytes!r}): a positive number of bytes is needed.")
+        raise ConfigError(f"stream_weights(bucket_bytes={bucket_bytes!r}): expected a positive number of bytes.")
     units = units_in(model)
     for unit in units:
         check_idle(unit, "streamed")
@@ -84,14 +84,14 @@ def stream_weights(
     twice = [name for name, count in Counter(weight.name for weight in weights).items() if count > 1]
     if twice:
         raise ConfigError(
-            f"stream_weights(rename=...): {len(twice)} names are given to several weights, the first of them "
-            f"{twice[0]!r}. Give each weight a name of its own, or None to leave it out."
+            f"stream_weights(rename=...): {len(twice)} names are used for several weights, such as {twice[0]!r}. "
+            "Return a unique name for each weight, or None to skip it."
         )
     for name, value in ((weight.name, weight.managed.param) for weight in weights if weight.managed is not None):
         if value.is_encoded:
             raise StateError(
-                f"stream_weights: {name} is a {type(value.local).__name__}, whose values are encoded in several "
-                "tensors, which have no place in a bucket. Leave it out: let rename give None for it."
+                f"stream_weights: {name} is a {type(value.local).__name__}, which encodes its values in several "
+                "tensors and cannot be streamed. Skip it: let rename return None for it."
             )
     if units:
         meet(units, "stream_weights")

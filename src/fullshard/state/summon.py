@@ -74,8 +74,8 @@ def summon_full_params(
     )
     if rank0_only and writeback:
         raise ConfigError(
-            "summon_full_params(rank0_only=True, writeback=True): ranks without the whole parameters could not keep "
-            "what rank 0 changes. Pass writeback=False."
+            "summon_full_params(rank0_only=True, writeback=True): only rank 0 has the whole parameters, so the other "
+            "ranks would lose its changes. Pass writeback=False."
         )
     units = _units(module, recurse)
     for unit in units:
@@ -161,9 +161,8 @@ def _check_unchanged(param: ShardedParam, whole: nn.Parameter, first: nn.Paramet
     """
     if whole is not first or whole._version != version:
         raise StateError(
-            f"{param.fqn}, a {type(param.local).__name__} whose values are encoded, was changed within "
-            "summon_full_params, and no rank could encode its part alone as it is now. Change it before fully_shard, "
-            "or pass writeback=False."
+            f"{param.fqn}, a {type(param.local).__name__} with encoded values, was changed within summon_full_params, "
+            "but a rank cannot encode its shard separately. Change it before fully_shard, or pass writeback=False."
         )
 
 
@@ -171,13 +170,13 @@ def _check_unchanged(param: ShardedParam, whole: nn.Parameter, first: nn.Paramet
 def _write_back(param: ShardedParam, whole: nn.Parameter, version: int, with_grads: bool) -> None:
     if whole.shape != param.sharded.shape:
         raise StateError(
-            f"{param.fqn} was given the shape {tuple(whole.shape)} within summon_full_params, but is sharded as "
-            f"{tuple(param.sharded.shape)}. Change its values only; reshape before sharding."
+            f"{param.fqn} has the shape {tuple(whole.shape)} within summon_full_params, but was sharded with "
+            f"{tuple(param.sharded.shape)}. Change only its values. Change its shape before sharding."
         )
     if param.version != version:
         raise StateError(
-            f"the shards of {param.fqn} were written to (by an optimizer's step, say) within summon_full_params, which "
-            "was about to write the whole parameter back over that. Step outside, or pass writeback=False."
+            f"the shards of {param.fqn} were modified within summon_full_params (for example by an optimizer step), "
+            "which would be overwritten when the context exits. Step outside, or pass writeback=False."
         )
     param.write(whole)
     param.sharded.requires_grad_(whole.requires_grad)

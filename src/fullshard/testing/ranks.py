@@ -104,7 +104,7 @@ class Ranks:
     """
 
     def __init__(self, world: int, *, timeout: float = 60.0, backend: str = "gloo") -> None:
-        check_type("world", world, int, "the number of ranks first, and then the function: run_ranks(2, function)")
+        check_type("world", world, int, "the number of ranks, followed by the function: run_ranks(2, function)")
         if world < 1:
             raise ConfigError(f"run_ranks: world={world}, but there must be at least one rank.")
         if not (is_number(timeout) and timeout > 0):
@@ -200,8 +200,9 @@ class _Job:
             payload = _dump((function, args, list(warnings.filters)))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"run_ranks: cannot send {function!r} and its arguments to the ranks ({error}). The function must "
-                f"stand at the top level of a file and the arguments must be picklable: no lambdas, no local functions."
+                f"run_ranks: cannot send {function!r} and its arguments to the ranks ({error}). The function must be "
+                "defined at the top level of a file, and the arguments must be picklable: no lambdas, no local "
+                "functions."
             ) from error
         return cls(world, backend, timeout, payload, dict(os.environ))
 
@@ -300,7 +301,7 @@ def _raise_on_failure(ranks: Sequence[_Rank], reports: Mapping[int, _Report], ti
     names = _names([rank.rank for rank in running])
     if failures:
         head = f"{_names(sorted(failures))} of {len(ranks)} failed"
-        head += f"; {names} still ran, and had to be stopped" if running else ""
+        head += f"; {names} still ran and were stopped" if running else ""
         parts = [
             f"---- rank {rank}: {failure.kind}: {failure.message}\n{failure.traceback}"
             for rank, failure in failures.items()
@@ -324,7 +325,7 @@ def _stacks(ranks: Sequence[_Rank]) -> dict[int, str]:
         before, written = written, {rank.rank: _read(rank.trace) for rank in ranks}
         if before == written and all(written.values()):
             break
-    return {rank: stacks or "(unknown: it was still starting, or did not answer)" for rank, stacks in written.items()}
+    return {rank: stacks or "(unknown: it was still starting or did not answer)" for rank, stacks in written.items()}
 
 
 def _read(path: Path) -> str:

@@ -56,7 +56,7 @@ def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
 def check_ranks(requested: int | None, world: int) -> None:
     """Raise an error if `--ranks` differs from the number of ranks started by torchrun."""
     if requested is not None and requested != world:
-        raise ConfigError(f"--ranks {requested}: torchrun has started {world} ranks. Leave --ranks out under torchrun.")
+        raise ConfigError(f"--ranks {requested}: torchrun started {world} ranks. Leave --ranks out under torchrun.")
 
 
 def _check_parallelism(settings: ParallelSettings, world: int, machines: int) -> None:
@@ -64,7 +64,9 @@ def _check_parallelism(settings: ParallelSettings, world: int, machines: int) ->
     if settings.on is not None:
         _check_choice("on", settings.on, ("ray",))
     elif settings.ray_address is not None:
-        raise ConfigError(f"--ray-address {settings.ray_address}: nothing runs on Ray. Add --on ray, or leave it out.")
+        raise ConfigError(
+            f"--ray-address {settings.ray_address}: only used with --on ray. Add --on ray, or leave it out."
+        )
     if world < 1:
         raise ConfigError(f"--ranks {world}: a run needs at least 1 rank.")
     replicas_of(settings, world, machines)
@@ -78,7 +80,7 @@ def _check_optimization(settings: OptimizationSettings, world: int) -> None:
     if settings.lr is not None and settings.lr <= 0:
         raise ConfigError(f"--lr {settings.lr}: must be greater than 0.")
     if settings.min_lr > 1:
-        raise ConfigError(f"--min-lr {settings.min_lr}: is a part of the peak learning rate, so at most 1.")
+        raise ConfigError(f"--min-lr {settings.min_lr}: must be a fraction of the peak learning rate, at most 1.")
     sequences_of(settings, world)
 
 
@@ -90,14 +92,14 @@ def _check_memory(settings: MemorySettings, parallelism: ParallelSettings) -> No
         _check_choice("gather-wire", settings.gather_wire, GATHER_ENCODINGS)
         if parallelism.strategy == "ddp":
             raise ConfigError(
-                f"--gather-wire {settings.gather_wire}: under --strategy ddp no parameters are gathered. Leave it out, "
-                "or take another strategy."
+                f"--gather-wire {settings.gather_wire}: --strategy ddp does not gather parameters. Leave it out, or "
+                "choose another strategy."
             )
     if settings.reduce_wire is not None:
         _check_choice("reduce-wire", settings.reduce_wire, REDUCE_ENCODINGS)
         if settings.reduce_dtype != "float32":
             raise ConfigError(
-                f"--reduce-wire {settings.reduce_wire}: what travels encoded is summed in float32, but --reduce-dtype "
+                f"--reduce-wire {settings.reduce_wire}: encoded gradients are summed in float32, but --reduce-dtype "
                 f"is {settings.reduce_dtype}. Leave one of them out."
             )
 
@@ -118,34 +120,33 @@ def _check_offload(settings: MemorySettings) -> None:
     every = on_disk | on_cpu | activations
     for name, fraction in every.items():
         if not 0 <= fraction <= 1:
-            raise ConfigError(f"--{name} {fraction:g}: is a part of the whole, from 0 to 1.")
+            raise ConfigError(f"--{name} {fraction:g}: must be a fraction from 0 to 1.")
         if name in on_disk and fraction and settings.offload_folder is None:
-            raise ConfigError(f"--{name} {fraction:g} needs --offload-folder: a folder on a disk of this machine.")
+            raise ConfigError(f"--{name} {fraction:g} needs --offload-folder, a folder on a local disk.")
     most = max(on_cpu.values())
     name = max(("offload-optimizer", "offload-parameters"), key=lambda item: on_disk[item])
     if most + on_disk[name] > 1:
         raise ConfigError(
-            f"--{name} {on_disk[name]:g} puts on a disk what --offload-optimizer-cpu or --offload-parameters-cpu has "
-            f"on the CPU already: {most:g} of the optimizer's state. Together they are no more than 1."
+            f"--{name} {on_disk[name]:g} and --offload-optimizer-cpu or --offload-parameters-cpu, which put {most:g} "
+            "of the optimizer state on the CPU, exceed 1 together."
         )
     if settings.offload_activations + settings.offload_activations_cpu > 1:
         raise ConfigError(
             f"--offload-activations {settings.offload_activations:g} and --offload-activations-cpu "
-            f"{settings.offload_activations_cpu:g}: are parts of one whole. Together they are no more than 1."
+            f"{settings.offload_activations_cpu:g}: their sum must be at most 1."
         )
     if settings.offload_folder is not None and settings.offload_budget is None and not any(on_disk.values()):
         options = ", ".join(f"--{name}" for name in on_disk)
         raise ConfigError(
-            f"--offload-folder {settings.offload_folder}: nothing is to be there. Say how much by {options} or "
-            "--offload-budget, or leave it out."
+            f"--offload-folder {settings.offload_folder}: not used. Set {options} or --offload-budget, or leave it out."
         )
     if settings.offload_budget is not None:
         parse_size(settings.offload_budget, "--offload-budget", "memory")
         if any(every.values()):
             stated = " ".join(f"--{name} {fraction:g}" for name, fraction in every.items() if fraction)
             raise ConfigError(
-                f"--offload-budget {settings.offload_budget} with {stated}: a budget chooses the fractions. Leave "
-                "either out."
+                f"--offload-budget {settings.offload_budget} with {stated}: a budget chooses the fractions. Leave one "
+                "of them out."
             )
 
 
@@ -155,30 +156,31 @@ def _check_checkpoints(settings: CheckpointSettings) -> None:
     _check_at_least("safety_copy_every", settings.safety_copy_every, 0)
     if settings.safety_copy_every and settings.resume != AUTO:
         raise ConfigError(
-            f"--safety-copy-every {settings.safety_copy_every}: nothing would come of it, since a run that is started "
-            "anew takes its copy up by --resume auto. Add that, or leave --safety-copy-every out."
+            f"--safety-copy-every {settings.safety_copy_every}: a restarted run only reads its safety copy with "
+            "--resume auto. Add that, or leave --safety-copy-every out."
         )
     if settings.resume not in (None, AUTO) and not Path(settings.resume).is_dir():
         raise ConfigError(
-            f"--resume {settings.resume}: there is no such folder. Name a checkpoint, a folder of checkpoints, or auto."
+            f"--resume {settings.resume}: the folder does not exist. Pass a checkpoint, a folder of checkpoints, or "
+            "auto."
         )
 
 
 def _check_run(settings: RunSettings) -> None:
     if settings.log_to is not None:
         if not settings.report:
-            raise ConfigError("--log-to with --no-report: its numbers are those of the report. Leave one of them out.")
+            raise ConfigError("--log-to with --no-report: it logs the values of the report. Leave one of them out.")
         check_destination(settings.log_to)
     for name in ("log_every", "validate_every", "sample_every", "sample_bytes", "seed"):
         _check_at_least(name, getattr(settings, name), 0)
     _check_at_least("validate_bytes", settings.validate_bytes, 1)
     if settings.temperature <= 0:
         raise ConfigError(
-            f"--temperature {settings.temperature}: must be greater than 0; 0.01 takes the likeliest byte."
+            f"--temperature {settings.temperature}: must be greater than 0; 0.01 chooses the most likely byte."
         )
     if settings.prompt == "":
         raise ConfigError(
-            "--prompt is empty: a sample continues at least one byte. Leave --prompt out for a line break."
+            "--prompt is empty: a sample needs at least one byte to continue. Leave --prompt out for a line break."
         )
 
 
@@ -189,7 +191,7 @@ def _check_text(settings: TextSettings, source: TextSource) -> None:
         if size < needed:
             raise ConfigError(
                 f"--text {source.root}: too short. Its {part} part has {size} bytes, and sequences of {settings.seq} "
-                f"need at least {needed}. Name a longer text, or a smaller --seq."
+                f"need at least {needed}. Use a longer text, or a smaller --seq."
             )
 
 

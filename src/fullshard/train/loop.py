@@ -322,8 +322,8 @@ class Trainer:
         if was["training_bytes"] != self.text.training_bytes:
             raise ConfigError(
                 f"--resume auto: the text to train on had {was['training_bytes']} bytes, and now it has "
-                f"{self.text.training_bytes}. Put the text back as it was; or begin a run of its own by --resume "
-                f"{restored.path} and another --out."
+                f"{self.text.training_bytes}. Restore the text, or start a separate run with --resume {restored.path} "
+                "and another --out."
             )
         self.folder.cut_back(was["sizes"])
         self.stopwatch.total_s = was["seconds"]
@@ -338,8 +338,8 @@ class Trainer:
         steps = self.settings.optimization.steps
         if (restored.step or 0) > steps:
             raise ConfigError(
-                f"--resume {source}: {restored.path} has {restored.step} steps behind it, and --steps {steps} asks for "
-                "fewer. Ask for more."
+                f"--resume {source}: {restored.path} has completed {restored.step} steps, but --steps is {steps}. "
+                "Increase --steps."
             )
         self.display.show_resumed(restored.step or 0, restored.path)
         return restored
@@ -402,7 +402,7 @@ class Trainer:
         if self.unsaved is not None and not self.has_saved:
             raise CheckpointError(
                 f"no checkpoint could be saved since this run started. The last attempt: {self.unsaved}. The trained "
-                f"weights are in {self.folder.weights}. Free space on the disk of --out, or name another --out, and "
+                f"weights are in {self.folder.weights}. Free space on the disk of --out, or choose another --out, and "
                 "start again if you need checkpoints."
             ) from self.unsaved
 
@@ -502,7 +502,7 @@ class Trainer:
         try:
             write_safetensors(self.model.state_dict(), self.folder.weights)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}. Free space on the disk of --out, or name {ANOTHER_OUT}.") from error
+            raise CheckpointError(f"{error}. Free space on the disk of --out, or choose {ANOTHER_OUT}.") from error
 
     def finish(self) -> None:
         """Run the last validation, generate a sample, and write the weights and the result."""
@@ -567,8 +567,8 @@ def check_machines(settings: TrainSettings, rank: Rank) -> None:
         sizes = gather_in_rank_order(torch.tensor([rank.local_world]), rank).tolist()
         if min(sizes) < max(sizes):
             raise ConfigError(
-                f"--strategy {parallelism.strategy}: keeps one copy on each machine, but one has {min(sizes)} and "
-                f"another {max(sizes)} ranks. Start as many on every machine, or name --replicas."
+                f"--strategy {parallelism.strategy}: keeps one replica per machine, but machines have {min(sizes)} to "
+                f"{max(sizes)} ranks. Start the same number on every machine, or set --replicas."
             )
 
 

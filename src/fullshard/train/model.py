@@ -67,7 +67,7 @@ def shape_of(settings: ModelSettings) -> Shape:
         fitting = [width for width in range(shape.width, 0, -1) if width % (2 * shape.heads) == 0]
         remedy = f"Take --width {max(fitting, default=2 * shape.heads)}, or another --heads."
         raise ConfigError(
-            f"--width {shape.width}: {shape.heads} heads cannot share it in even parts of an even size. {remedy}"
+            f"--width {shape.width}: {shape.heads} heads cannot share it equally with an even size per head. {remedy}"
         )
     return shape
 

@@ -38,13 +38,13 @@ def run_on_ray(argv: Sequence[str], ranks: int, *, address: str | None, restarts
     try:
         ray.init(address=address or os.environ.get("RAY_ADDRESS", "local"))
     except ConnectionError as error:
-        raise ConfigError(f"--ray-address {address}: {error}. Name the address of a running cluster.") from error
+        raise ConfigError(f"--ray-address {address}: {error}. Pass the address of a running cluster.") from error
     try:
         there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         kind = "GPU" if there.get("GPU") else "CPU"
         if there.get(kind, 0) < ranks:
             raise ConfigError(
-                f"--ranks {ranks}: the Ray cluster has {there.get(kind, 0):g} {kind}s, and a rank takes one. Ask for "
+                f"--ranks {ranks}: the Ray cluster has {there.get(kind, 0):g} {kind}s, but each rank needs one. Use "
                 "fewer ranks, or add nodes."
             )
         trainer = TorchTrainer(

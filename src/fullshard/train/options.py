@@ -44,10 +44,10 @@ def config_items(path: Path) -> list[str]:
         check_name(TrainSettings, name, f"{path}: unknown option {str(key)!r}", PROG)
         if name == CONFIG:
             raise ConfigError(
-                f"{path}: names another configuration file. Put its options here, or give --config twice."
+                f"{path}: refers to another configuration file. Put its options here, or pass --config twice."
             )
         if value is None:
-            raise ConfigError(f"{path}: {key} has no value. Give it one, or leave the line out.")
+            raise ConfigError(f"{path}: {key} has no value. Set a value, or remove the line.")
         if isinstance(value, (list, dict)):
             raise ConfigError(f"{path}: {key} must be one value, not a {type(value).__name__}.")
         if option_types(TrainSettings)[name] is bool:
@@ -71,11 +71,11 @@ def _read_mapping(path: Path) -> dict[Any, Any]:
     readers: dict[str, Callable[[str], Any]] = {".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".toml": tomllib.loads}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise ConfigError(f"--config {path}: cannot tell the format by the name; it must end in .yaml, .yml or .toml.")
+        raise ConfigError(f"--config {path}: unknown format. The name must end in .yaml, .yml or .toml.")
     try:
         content = reader(read_text(path, limit=CONFIG_BYTES))
     except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error.strerror}). Name an existing file.") from error
+        raise ConfigError(f"--config {path}: cannot be read ({error.strerror}). Pass an existing file.") from error
     except (yaml.YAMLError, *UNPARSED) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--config {path}: is not valid {path.suffix[1:].upper()}: {reason}") from error

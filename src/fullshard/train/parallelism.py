@@ -23,8 +23,8 @@ def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> in
     if not resolve_placements(settings.strategy).replicated:
         if settings.replicas is not None:
             raise ConfigError(
-                f"--replicas {settings.replicas}: strategy {settings.strategy} has no replicas. Use --strategy hsdp, "
-                "or leave --replicas out."
+                f"--replicas {settings.replicas}: strategy {settings.strategy} does not use replicas. Use --strategy "
+                "hsdp, or leave --replicas out."
             )
         return None
     replicas = settings.replicas
@@ -33,8 +33,8 @@ def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> in
     if replicas < 1 or world % replicas:
         fitting = [n for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(
-            f"--replicas {replicas}: {world} ranks cannot form {replicas} equal replicas. "
-            f"Take one of {', '.join(map(str, fitting))}."
+            f"--replicas {replicas}: {world} ranks cannot form {replicas} equal replicas. Choose one of "
+            f"{', '.join(map(str, fitting))}."
         )
     return replicas
 
@@ -51,7 +51,7 @@ def rows_of(settings: OptimizationSettings, world: int) -> int:
         below, above = settings.batch // world * world, max(1, -(-settings.batch // world)) * world
         near = f"{below} or {above}" if below > 0 and below != above else f"{above}"
         raise ConfigError(
-            f"--batch {settings.batch}: {world} ranks cannot share {settings.batch} sequences evenly. Take {near}."
+            f"--batch {settings.batch}: {world} ranks cannot share {settings.batch} sequences evenly. Use {near}."
         )
     return settings.batch
 

@@ -187,7 +187,7 @@ def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: fl
 def _options_that_fit(model: nn.Module, memory: MemorySettings, ranks: int, wanted_bytes: int, room_bytes: int) -> str:
     """Return fractions that fit, all reduced by the same factor, including whole units."""
     if memory.offload_budget is not None:
-        return f"Ask for more than --offload-budget {memory.offload_budget}, so that less is away"
+        return f"Increase --offload-budget {memory.offload_budget}, so that less is offloaded"
     largest = max(sum(param.local.nbytes for param in unit.params) for unit in units_in(model))
     unit_bytes = ranks * largest * (2 * bool(memory.offload_optimizer) + 4 * bool(memory.offload_parameters))
     share = max(0.0, (room_bytes - unit_bytes) / wanted_bytes)
@@ -197,7 +197,7 @@ def _options_that_fit(model: nn.Module, memory: MemorySettings, ranks: int, want
         "activations": memory.offload_activations,
     }
     requested = [f"--offload-{name} {floored(share * fraction)}" for name, fraction in given.items() if fraction]
-    return f"Ask for {' '.join(requested)}" if share else "Not even one unit fits: offload nothing there"
+    return f"Ask for {' '.join(requested)}" if share else "One unit does not fit: do not offload there"
 
 
 def by_state(ledger: Ledger) -> dict[str, int]:
@@ -223,7 +223,7 @@ def comparison_of(out: Path) -> Comparison:
     found = {line["kind"]: line for line in lines if line["kind"] in ("forecast", "measured")}
     if len(found) < 2:
         raise ConfigError(
-            f"{out}: no run that was predicted and has come to its third step. Train with --predict, which is the "
+            f"{out}: found no run with a prediction and three or more steps. Train with --predict, which is the "
             "default, and --steps 3 or more."
         )
     forecast = Forecast(**_fields_of(Forecast, found["forecast"]))

@@ -176,7 +176,7 @@ class LineDisplay(Display):
         self.log(f"Where time and memory went: {page}")
 
     def show_resumed(self, step: int, path: Path) -> None:
-        self.log(f"Going on after step {step} from {path}")
+        self.log(f"Resuming after step {step} from {path}")
 
     def show_disk(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -186,7 +186,7 @@ class LineDisplay(Display):
         self.log(f"Problem: {message}")
 
     def show_stopped(self, step: int, path: Path) -> None:
-        self.log(f"Stopped after step {step}, which {path} holds. Go on by --resume auto.")
+        self.log(f"Stopped after step {step}, saved in {path}. Resume with --resume auto.")
 
     @contextmanager
     def watching(self, what: str) -> Iterator[Progress | None]:

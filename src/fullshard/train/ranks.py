@@ -72,20 +72,20 @@ def check_restarts(safety_copy_every: int = 0, environ: Mapping[str, str] = os.e
     restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if safety_copy_every and restarts == 0:
         raise ConfigError(
-            f"--safety-copy-every {safety_copy_every}: nothing would come of it, since copies are gone when the "
-            "launcher ends, and it starts no lost ranks anew. Start the run by torchrun --max-restarts 3, or leave "
-            "--safety-copy-every out."
+            f"--safety-copy-every {safety_copy_every}: copies are deleted when the launcher ends, and this launcher "
+            "does not restart lost ranks. Start the run with torchrun --max-restarts 3, or leave --safety-copy-every "
+            "out."
         )
     if safety_copy_every and not keeps_folders(os.getppid()):
         raise ConfigError(
-            f"--safety-copy-every {safety_copy_every}: copies are kept in /dev/shm, by a process that watches the "
-            "launcher in /proc, and this system lacks one of them. Leave --safety-copy-every out."
+            f"--safety-copy-every {safety_copy_every}: copies are kept in /dev/shm by a process that watches the "
+            "launcher in /proc, but this system lacks one of them. Leave --safety-copy-every out."
         )
     if restarts > 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ConfigError(
-            f"torchrun --max-restarts {restarts}: lost ranks could not be started anew, since torchrun keeps the "
-            "addresses of those before them in a store that it shares with all. Set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every host."
+            f"torchrun --max-restarts {restarts}: lost ranks could not be restarted, since torchrun keeps the "
+            "addresses of earlier ranks in its shared store. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun "
+            "on every host."
         )
 
 

@@ -34,7 +34,7 @@ def going_on(settings: TrainSettings, world: int) -> TrainSettings:
         return settings
     out = settings.run.out
     if out is None:
-        raise ConfigError("--resume auto needs --out: the folder of the run that is to go on, or to start.")
+        raise ConfigError("--resume auto needs --out, the folder of the run to resume or start.")
     header = next(lines_of(out), None)
     if header is None:
         return replace(settings, optimization=shared_by_any(settings.optimization, world))
@@ -45,7 +45,7 @@ def going_on(settings: TrainSettings, world: int) -> TrainSettings:
         name = changed[0]
         raise ConfigError(
             f"--resume auto: the run in {out} had --{name} {was.get(name, '(left out)')}, and now it is "
-            f"{now.get(name, '(left out)')}. Start with the options that it had; or begin a run of its own by --resume "
+            f"{now.get(name, '(left out)')}. Start with the same options, or start a separate run with --resume "
             f"{out}/checkpoints and another --out."
         )
     before = header["world"]

@@ -46,12 +46,12 @@ def check_out(out: Path, *, goes_on: bool = False) -> None:
     """Raise an error if the output folder is a file, cannot be created, or holds another run that is not resumed."""
     nearest = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not nearest.is_dir():
-        raise ConfigError(f"--out {out}: {nearest} is a file. Name a folder that does not exist yet.")
+        raise ConfigError(f"--out {out}: {nearest} is a file. Choose a folder that does not exist yet.")
     found = [name for name in (METRICS, SETTINGS, WEIGHTS) if (out / name).exists()]
     if found and not goes_on:
         raise ConfigError(
-            f"--out {out}: the folder holds another run ({found[0]}). Name another folder, remove it, "
-            "or let the run in it go on by --resume auto."
+            f"--out {out}: the folder holds another run ({found[0]}). Choose another folder, remove it, or resume its "
+            "run with --resume auto."
         )
 
 
@@ -79,8 +79,8 @@ def check_shared(out: Path, rank: Rank) -> None:
     if missing:
         hosts = ", ".join(f"{host} (rank {index})" for host, index in sorted(missing.items()))
         raise ConfigError(
-            f"--out {out}: what rank 0 writes there is not seen on {hosts}, and a checkpoint needs the files of all "
-            "ranks. Name a folder on storage that all machines share, or leave --checkpoint-every out."
+            f"--out {out}: files of rank 0 are not visible on {hosts}, but a checkpoint needs the files of all ranks. "
+            "Choose a folder on storage that all machines share, or leave --checkpoint-every out."
         )
 
 
@@ -102,7 +102,7 @@ def lines_of(out: Path) -> Iterator[dict[str, Any]]:
         with open_regular(metrics) as file:
             text = file.read()
     except OSError as error:
-        raise ConfigError(f"{metrics}: cannot be read ({error.strerror}). Name another --out.") from error
+        raise ConfigError(f"{metrics}: cannot be read ({error.strerror}). Choose another --out.") from error
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         if line.endswith(b"\n"):
             try:

@@ -100,14 +100,14 @@ def find_text(text: Path | None) -> TextSource:
         try:
             open_regular(text).close()
         except OSError as error:
-            raise ConfigError(f"--text {text}: cannot be read ({error.strerror}). Name a file or a folder.") from error
+            raise ConfigError(f"--text {text}: cannot be read ({error.strerror}). Pass a file or a folder.") from error
         size = text.stat().st_size
         held_back = size // VALIDATION_SHARE
         return TextSource(text, (), size - held_back, held_back)
     if text.is_dir():
         return _source_of_folder(text, suffix="")
     raise ConfigError(
-        f"--text {text}: there is no such file or folder. Name one, or leave --text out for the standard library."
+        f"--text {text}: the file or folder does not exist. Pass another, or leave --text out for the standard library."
     )
 
 
@@ -195,7 +195,7 @@ def _windows(source: np.memmap[tuple[int], np.dtype[np.uint8]], starts: list[int
 def _source_of_folder(root: Path, suffix: str) -> TextSource:
     files = sorted(_text_files(root, suffix), key=lambda file: file.name)
     if not files:
-        raise ConfigError(f"--text {root}: the folder holds no text files. Name a folder that does, or a file.")
+        raise ConfigError(f"--text {root}: the folder contains no text files. Pass another folder, or a file.")
     files.sort(key=lambda file: file.validates)  # stable: training files first, each part in the order of names
     sizes = {part: sum(f.size + len(_END_OF_FILE) for f in files if f.validates is part) for part in (True, False)}
     held_back = sizes[True] if all(sizes.values()) else sum(sizes.values()) // VALIDATION_SHARE
@@ -230,7 +230,7 @@ def _contents(source: TextSource) -> Iterator[bytes]:
             content = b""
         if len(content) != file.size:
             raise ConfigError(
-                f"--text {source.root}: {file.name} changed while it was read. Start again when it is at rest."
+                f"--text {source.root}: {file.name} changed while it was read. Start again when it no longer changes."
             )
         yield content + _END_OF_FILE
 

@@ -74,7 +74,7 @@ def _usage() -> str:
 
 def _list(folder: Path, settings: ShowSettings) -> int:
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder. Name one that holds checkpoints.")
+        raise ConfigError(f"{folder}: the folder does not exist. Pass a folder of checkpoints.")
     rows = [_listed(entry) for entry in _entries(folder)]
     left = [path.name for path in unfinished(folder)]
     if settings.output.json:
@@ -98,7 +98,7 @@ def _list(folder: Path, settings: ShowSettings) -> int:
             print_line(line)
         print_line(f"Sizes of files were compared. {_PROG} verify compares their checksums.")
     else:
-        print_line(f"There are no checkpoints in {folder}.")
+        print_line(f"No checkpoints found in {folder}.")
     return GOOD
 
 
@@ -226,7 +226,7 @@ def _accounts(path: Path) -> list[tuple[Path, Mapping[str, StoredFile], list[str
             return [(path, {}, [str(error)])]
         if files.checksums is None:
             raise CheckpointError(
-                f"{path}: there is no {CHECKSUMS} to verify it by. Compare it with a copy: {_PROG} diff."
+                f"{path}: {CHECKSUMS} is missing, so its checksums are unknown. Compare it with a copy: {_PROG} diff."
             )
         return [(files.folder, files.checksums, [])]
     found = []
@@ -234,7 +234,9 @@ def _accounts(path: Path) -> list[tuple[Path, Mapping[str, StoredFile], list[str
         manifest, damage = _account(entry)
         found.append((entry.path, {} if manifest is None else manifest.files, damage))
     if not found:
-        raise CheckpointError(f"{path}: found nothing to verify. Name a checkpoint, a folder of them, or an export.")
+        raise CheckpointError(
+            f"{path}: found nothing to verify. Pass a checkpoint, a folder of checkpoints, or an export."
+        )
     return found
 
 
@@ -313,11 +315,9 @@ def _as_json(found: Difference) -> dict[str, Any]:
 
 _ACTIONS = {
     "ls": _Action(("FOLDER",), "list the checkpoints of a folder, the newest first", _list),
-    "inspect": _Action(("PATH",), "tell what is in a checkpoint or in safetensors files", _inspect),
+    "inspect": _Action(("PATH",), "show the contents of a checkpoint or of safetensors files", _inspect),
     "verify": _Action(("PATH",), "compare every checksum; the exit code is 1 if anything is damaged", _verify),
     "export": _Action(("PATH", "OUT"), "write the weights of a checkpoint as safetensors", _export, ExportSettings),
     "diff": _Action(("ONE", "OTHER"), "compare tensor by tensor; the exit code is 1 if any differs", _diff),
-    "import-deepspeed": _Action(
-        ("FOLDER", "OUT"), "turn a ZeRO checkpoint of DeepSpeed's into one of ours", _import_deepspeed
-    ),
+    "import-deepspeed": _Action(("FOLDER", "OUT"), "convert a ZeRO checkpoint of DeepSpeed", _import_deepspeed),
 }

@@ -31,8 +31,8 @@ class Accelerator:
         found = getattr(getattr(torch, usual_device_type()), name, None)
         if found is None or name.startswith("_"):
             raise MissingNameError(
-                f"get_accelerator().{name} has no counterpart: neither DeepSpeed's names that are here nor "
-                f"torch.{usual_device_type()} have it. Call torch itself."
+                f"get_accelerator().{name} is not supported: it is neither one of the supported names nor a function "
+                f"of torch.{usual_device_type()}. Call torch directly."
             )
         return found
 

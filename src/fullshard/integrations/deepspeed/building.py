@@ -57,7 +57,7 @@ def _class_of(part: Part) -> tuple[Callable[..., Any], dict[str, Any]]:
     arguments = dict(part.params)
     name = part.type.lower()
     if "max_grad_norm" in arguments:
-        raise ConfigError("optimizer.params.max_grad_norm: DeepSpeed does not take it. Set gradient_clipping.")
+        raise ConfigError("optimizer.params.max_grad_norm: DeepSpeed does not support it. Set gradient_clipping.")
     if name in ("adam", "adamw"):
         decoupled = arguments.pop("adam_w_mode", True) or name == "adamw"
         torchs = arguments.pop("torch_adam", False)
@@ -71,12 +71,14 @@ def _class_of(part: Part) -> tuple[Callable[..., Any], dict[str, Any]]:
                 )
         return (torch.optim.AdamW if decoupled else torch.optim.Adam), arguments
     if name in ("lamb", "lion", "muon", "muadam", "muadamw", "musgd", "onebitadam", "zerooneadam", "onebitlamb"):
-        instead = "fullshard.optim.Muon" if name == "muon" else "one of yours, or of a library,"
-        raise ConfigError(f"optimizer.type={part.type!r}: torch has none. Pass {instead} as optimizer= to initialize.")
+        instead = "fullshard.optim.Muon" if name == "muon" else "one of your own or of a library,"
+        raise ConfigError(
+            f"optimizer.type={part.type!r}: torch has no such optimizer. Pass {instead} as optimizer= to initialize."
+        )
     cls = torch.optim.Adagrad if name == "adagrad" else getattr(torch.optim, part.type, None)
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         known = sorted(item for item, value in vars(torch.optim).items() if isinstance(value, type))
-        raise ConfigError(f"optimizer.type={part.type!r} is unknown. Take one of {', '.join(known)}.")
+        raise ConfigError(f"optimizer.type={part.type!r} is unknown. Expected one of: {', '.join(known)}.")
     return cls, arguments
 
 
@@ -85,7 +87,9 @@ def _called(make: Callable[..., Any], section: str, name: str, first: Any, argum
     try:
         inspect.signature(make).bind(first, **arguments)
     except TypeError as error:
-        raise ConfigError(f"{section}.params of {name}: {error}. Change them to what {make.__name__} takes.") from error
+        raise ConfigError(
+            f"{section}.params of {name}: {error}. Change them to arguments of {make.__name__}."
+        ) from error
     return make(first, **arguments)
 
 

@@ -52,9 +52,9 @@ def configure(
     for name, value in refused.items():
         if value:
             raise ConfigError(
-                f"checkpointing.configure({name}={value!r}) is not supported: activations are computed again by "
-                "torch.utils.checkpoint, on each rank. Leave it out; Offload(activations={'cpu': 1}) of fully_shard "
-                "moves activations to the CPU."
+                f"checkpointing.configure({name}={value!r}) is not supported: torch.utils.checkpoint recomputes "
+                "activations on each rank. Leave it out. Offload(activations={'cpu': 1}) of fully_shard moves "
+                "activations to the CPU."
             )
     _configured = True
 

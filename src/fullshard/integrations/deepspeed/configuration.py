@@ -132,13 +132,13 @@ def read(config: str | PathLike[str] | Mapping[str, Any], world: int) -> Configu
     zero = "zero_optimization."
     stage = found.get(zero + "stage", 0)
     if type(stage) is not int or stage not in STRATEGIES:
-        raise ConfigError(f"zero_optimization.stage={stage!r}: there are the stages 0, 1, 2 and 3.")
+        raise ConfigError(f"zero_optimization.stage={stage!r}: expected 0, 1, 2 or 3.")
     dtype = _compute_dtype(found)
     communication = found.get("communication_data_type")
     if communication is not None and dtype is torch.float32 and _dtype(communication) is not torch.float32:
         raise ConfigError(
-            f"communication_data_type={communication!r} with float32 compute: gradients are summed in float32 then. "
-            "Set bf16.enabled or fp16.enabled, or leave it out."
+            f"communication_data_type={communication!r} with float32 compute is not supported: gradients are then "
+            "summed in float32. Set bf16.enabled or fp16.enabled, or leave it out."
         )
     skips = stage > 0 or dtype is torch.float16
     if dtype is torch.bfloat16:
@@ -177,7 +177,7 @@ def explain_config(config: str | PathLike[str] | Mapping[str, Any]) -> str:
     loaded = _loaded(config)
     lines = [f"{path} = {json.dumps(item)}: {check(path, item).explanation}" for path, item in leaves(loaded)]
     if "gradient_clipping" not in loaded:
-        lines.append(f"gradient_clipping = 1.0, since it is left out: {KEYS['gradient_clipping'].explanation}")
+        lines.append(f"gradient_clipping is not set, so 1.0 is used: {KEYS['gradient_clipping'].explanation}")
     return "\n".join(lines)
 
 
@@ -195,7 +195,7 @@ def _loaded(config: str | PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any
         ) from error
     except UNPARSED as error:
         raise ConfigError(
-            f"the DeepSpeed configuration {path} is not JSON ({error}). DeepSpeed reads HJSON, too: remove comments "
+            f"the DeepSpeed configuration {path} is not JSON ({error}). DeepSpeed also accepts HJSON: remove comments "
             "and trailing commas."
         ) from error
     if not isinstance(loaded, dict):
@@ -210,7 +210,9 @@ def _compute_dtype(found: Mapping[str, Any]) -> torch.dtype:
     dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
     wanted = found.get("data_types.param_dtype")
     if wanted is not None and _dtype(wanted) is not dtype:
-        raise ConfigError(f"data_types.param_dtype={wanted!r}, but compute is in {dtype}. Set bf16 or fp16 alone.")
+        raise ConfigError(
+            f"data_types.param_dtype={wanted!r}, but the compute dtype is {dtype}. Set only bf16 or fp16."
+        )
     return dtype
 
 
@@ -223,7 +225,7 @@ def _dtype(name: Any) -> torch.dtype:
 def _number(found: Mapping[str, Any], key: str, default: float) -> float:
     value = found.get(key, default)
     if type(value) not in (int, float) or not value >= 0:
-        raise ConfigError(f"{key}={value!r} in the DeepSpeed configuration: a number from 0 on is needed.")
+        raise ConfigError(f"{key}={value!r} in the DeepSpeed configuration: expected a number of 0 or more.")
     return float(value)
 
 
@@ -239,8 +241,8 @@ def _together(size: Any, stage: int) -> int | None:
         return None
     if type(size) is not int or size < 0 or stage != 3:
         raise ConfigError(
-            f"zero_hpz_partition_size={size!r} under stage {stage}: a number of neighbouring ranks is needed, and "
-            "stage 3. Leave it out under other stages, where parameters stay whole from forward to backward."
+            f"zero_hpz_partition_size={size!r} under stage {stage}: expected a number of consecutive ranks and stage "
+            "3. Leave it out under other stages, where parameters stay unsharded from forward to backward."
         )
     return size
 
@@ -256,9 +258,7 @@ def _offload(found: Mapping[str, Any]) -> OffloadPolicy:
     for which, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
         device = found.get(f"{zero}{which}.device") or "none"
         if device not in ("none", "cpu", "nvme"):
-            raise ConfigError(
-                f"{zero}{which}.device={device!r} has no counterpart. Write cpu, nvme, or none for the device."
-            )
+            raise ConfigError(f"{zero}{which}.device={device!r} is not supported. Expected cpu, nvme or none.")
         devices[which] = "cpu" if device == "none" and found.get(zero + old) else device
         pins = found.get(f"{zero}{which}.pin_memory", pins)
     ratio = _number(found, zero + "offload_optimizer.ratio", 1)
@@ -267,9 +267,9 @@ def _offload(found: Mapping[str, Any]) -> OffloadPolicy:
     if folders:
         if len(folders) > 1 or None in folders or "cpu" in devices.values():
             raise ConfigError(
-                f"{zero}offload_optimizer.device={devices['offload_optimizer']!r} and offload_param.device="
-                f"{devices['offload_param']!r} with nvme_path={', '.join(map(str, folders))}: name one folder on a "
-                "disk of each host for both, and have nothing on the CPU beside it."
+                f"{zero}offload_optimizer.device={devices['offload_optimizer']!r} and "
+                f"offload_param.device={devices['offload_param']!r} with nvme_path={', '.join(map(str, folders))}: "
+                "both must use one folder on a local disk of each host, and neither may use the CPU."
             )
         shards = float(devices["offload_param"] == "nvme")
         return Offload(optimizer={"disk": share}, parameters={"disk": shards}, folder=folders.pop())

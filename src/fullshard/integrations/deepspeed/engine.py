@@ -134,7 +134,7 @@ class Engine(nn.Module):
         if not self._backwards:
             raise StateError(
                 "engine.step() without engine.backward(loss) since the last step. Call engine.backward(loss) rather "
-                "than loss.backward(): it scales the loss, and knows which microbatch is the last of a step."
+                "than loss.backward(): it scales the loss and counts the microbatches of a step."
             )
         self._backwards = 0
         self._applied = False
@@ -186,7 +186,7 @@ class Engine(nn.Module):
     def _trained(self) -> Optimizer:
         if self.optimizer is None:
             raise StateError(
-                "the engine has no optimizer. Pass optimizer= to initialize, or name one in the configuration."
+                "the engine has no optimizer. Pass optimizer= to initialize, or set one in the configuration."
             )
         return self.optimizer
 
@@ -341,13 +341,18 @@ class Engine(nn.Module):
             ConfigError: An argument is not supported.
         """
         if exclude_frozen_parameters:
-            raise ConfigError("exclude_frozen_parameters=True: a checkpoint is complete. Use save_16bit_model for it.")
+            raise ConfigError(
+                "exclude_frozen_parameters=True is not supported by checkpoints, which are complete. Use "
+                "save_16bit_model."
+            )
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder, ranks = Path(save_dir), default_ranks()
         doing = f"saving {folder / name}"
         names = ranks.share(doing, lambda: name)
         if len(set(names)) > 1:
-            raise CheckpointError(f"{doing}: ranks have the tags {', '.join(names)}. Pass the same on every rank.")
+            raise CheckpointError(
+                f"{doing}: ranks passed different tags: {', '.join(names)}. Pass the same tag on every rank."
+            )
         counters = {
             "global_steps": self.global_steps,
             "micro_steps": self.micro_steps,
@@ -400,14 +405,14 @@ class Engine(nn.Module):
         """
         if not load_module_strict or custom_load_fn is not None:
             raise ConfigError(
-                "load_module_strict=False and custom_load_fn are not supported: a checkpoint is loaded wholly or not "
-                "at all. Use engine.module.load_state_dict(..., strict=False) for weights of your own."
+                "load_module_strict=False and custom_load_fn are not supported: a checkpoint is always loaded "
+                "completely. Use engine.module.load_state_dict(..., strict=False) for other weights."
             )
         ranks, folder = default_ranks(), Path(load_dir)
         doing = f"loading {folder}"
         path = ranks.once(doing, lambda: _find(folder, None if tag is None else str(tag)))
         if path is None:
-            logger.warning("there is no checkpoint in %s, so nothing is loaded", folder)
+            logger.warning("found no checkpoint in %s, so nothing is loaded", folder)
             return None, None
         restored = load(
             path,
@@ -478,9 +483,9 @@ def _find(folder: Path, tag: str | None) -> Path | None:
         return place
     if next(place.glob("*_optim_states.pt"), None) or next(place.glob("*_model_states.pt"), None):
         raise CheckpointError(
-            f"{place} is a checkpoint of DeepSpeed's. Turn it into one of ours first: "
-            f"fullshard checkpoint import-deepspeed {place} OUT"
+            f"{place} is a checkpoint written by DeepSpeed. Convert it first: fullshard checkpoint import-deepspeed "
+            f"{place} OUT"
         )
     if tag is not None:
-        raise CheckpointError(f"there is no checkpoint {place}. Pass the tag and the folder that it was saved to.")
+        raise CheckpointError(f"found no checkpoint at {place}. Pass the tag and the folder that it was saved to.")
     return None

@@ -112,14 +112,14 @@ class _Files:
         if not models or not optimizers:
             found = "no" if not models else f"{len(models)} *_model_states.pt and no *_optim_states.pt"
             raise CheckpointError(
-                f"{folder}: expected the files of a ZeRO checkpoint of DeepSpeed, found {found}. Name the folder that "
-                "was given to save_checkpoint, or the tag in it. Stage 0 has weights alone: load_state_dict takes them."
+                f"{folder}: expected the files of a ZeRO checkpoint of DeepSpeed, found {found}. Pass the folder that "
+                "was passed to save_checkpoint, or one of its tags. Stage 0 saves only weights: use load_state_dict."
             )
         odd = [path.name for path in (*models, *optimizers) if "mp_rank_00" not in path.name]
         if odd or any(folder.glob("layer_*")) or any(folder.glob("expert_*")):
             raise CheckpointError(
-                f"{folder}: it is of tensor, pipeline or expert parallelism, which cannot be imported "
-                f"({', '.join(odd) or 'files of layers or experts'}). Consolidate it with DeepSpeed's own tools."
+                f"{folder}: checkpoints of tensor, pipeline or expert parallelism cannot be imported "
+                f"({', '.join(odd) or 'files of layers or experts'}). Consolidate it with DeepSpeed's tools."
             )
         return cls(folder, models, optimizers)
 
@@ -157,8 +157,8 @@ def read_tag(folder: Path) -> str:
         raise CheckpointError(f"{folder / LATEST}: it cannot be read ({error}). Pass the tag instead.") from error
     if not all(map(is_plain_name, tag.split("/"))):
         raise CheckpointError(
-            f"{folder / LATEST}: expected the name of a folder beside it, found {shown(tag[:80])!r}. Pass the tag "
-            "instead."
+            f"{folder / LATEST}: expected the name of a folder in the same folder, found {shown(tag[:80])!r}. Pass "
+            "the tag instead."
         )
     return tag
 
@@ -313,8 +313,8 @@ class _Layout:
     def _cut(self, flat: Tensor, start: int, count: int, name: str) -> Tensor:
         if start + count > flat.numel():
             raise CheckpointError(
-                f"{name} ends at element {start + count} of a partition, which has {flat.numel()}. The files do not "
-                "belong together: copy those of one checkpoint."
+                f"{name} ends at element {start + count} of a partition of {flat.numel()} elements. The files are "
+                "from different checkpoints: copy the files of one checkpoint."
             )
         return flat[start : start + count].clone()
 
@@ -325,8 +325,8 @@ def _optimizer(read: _Read, layout: _Layout) -> dict[str, Any]:
     states = [optimizer[key] for optimizer in read.optimizers]
     if not all(isinstance(state, Mapping) and "param_groups" in state for state in states):
         raise CheckpointError(
-            f"{read.folder}: its optimizer was saved with elastic_checkpoint, which has another form. Load it with "
-            "DeepSpeed, and save it without."
+            f"{read.folder}: its optimizer was saved with elastic_checkpoint, which is not supported. Load it with "
+            "DeepSpeed and save it without elastic_checkpoint."
         )
     named: dict[str, dict[str, Any]] = {name: {} for group in layout.shapes for name in group}
     groups = []
@@ -358,7 +358,8 @@ def _moments(read: _Read, layout: _Layout, values: Sequence[Sequence[Tensor]]) -
             if value.numel() < masters[rank][number].numel():
                 raise CheckpointError(
                     f"{read.folder}: rank {rank} has a state of {value.numel()} elements for "
-                    f"{masters[rank][number].numel()} weights. Only states of the weights' size can be imported."
+                    f"{masters[rank][number].numel()} weights. Only states with the size of the weights can be "
+                    "imported."
                 )
     return layout.whole(values)
 

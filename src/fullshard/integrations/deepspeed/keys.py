@@ -56,15 +56,18 @@ def _refused(path: str, instead: str, *idle: Any) -> Key:
 
 
 _ZERO = "zero_optimization."
-_IN_UNITS = "A unit's parameters are gathered and reduced together: there are no buckets."
-_RECORDED = "What is gathered ahead follows from the recorded order of units: one unit at a time."
+_IN_UNITS = "The parameters of a unit are gathered and reduced together, not in buckets."
+_RECORDED = "Prefetching follows the recorded order of units, one unit at a time."
 _ALL = (
     # -- batch sizes
-    _honoured("train_batch_size", "Samples of a step over all ranks; checked against the two below, or derived."),
-    _honoured("train_micro_batch_size_per_gpu", "Samples of a microbatch of a rank: the batch size of the loader."),
+    _honoured(
+        "train_batch_size", ("Samples per step over all ranks; checked against the next two, or derived from them.")
+    ),
+    _honoured("train_micro_batch_size_per_gpu", "Samples per microbatch and rank: the batch size of the loader."),
     _honoured(
         "gradient_accumulation_steps",
-        "Microbatches of a step. Losses are divided by it. Stages 0 and 1 reduce gradients with the last one only.",
+        "Microbatches per step. Losses are divided by it. Stages 0 and 1 reduce gradients with the last microbatch "
+        "only.",
     ),
     _refused(
         "managed_gradient_accumulation",
@@ -72,7 +75,7 @@ _ALL = (
         None,
         True,
     ),
-    _honoured("dataloader_drop_last", "`drop_last` of the loader that is made for `training_data`."),
+    _honoured("dataloader_drop_last", "`drop_last` of the loader that is created for `training_data`."),
     # -- optimizer, scheduler
     _honoured(
         "optimizer.type",
@@ -83,9 +86,9 @@ _ALL = (
         "optimizer.params",
         "Arguments of that class. `torch_adam`, `adam_w_mode` and `fp32_optimizer_states` are understood.",
     ),
-    *_needless("Optimizers of torch choose their kernels themselves.", "optimizer.legacy_fusion"),
+    *_needless("Torch's optimizers choose their kernels.", "optimizer.legacy_fusion"),
     *_needless(
-        "Every optimizer of torch works on sharded parameters, and on the CPU.",
+        "Every optimizer of torch works on sharded parameters and on the CPU.",
         "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
     ),
@@ -99,7 +102,7 @@ _ALL = (
     # -- dtypes
     _honoured("bf16.enabled", "Compute and gathers in bfloat16; shards, gradients in them and moments in float32."),
     _honoured("bf16.check_grad_overflow", "Whether a step with infinite or NaN gradients is skipped, as by default."),
-    *_needless("Gradients are added to the shards' as they arrive.", "bf16.immediate_grad_update"),
+    *_needless("Gradients are added to those of the shards as they arrive.", "bf16.immediate_grad_update"),
     _refused(
         "bf16.bf16_master_weights_and_grads",
         "Call model.to(torch.bfloat16) and leave bf16 out: weights, gradients and moments are bfloat16 then.",
@@ -121,12 +124,12 @@ _ALL = (
     *_needless("It belongs to torch_autocast.enabled.", "torch_autocast.*"),
     _honoured(
         "communication_data_type",
-        "The dtype in which gradients are summed over ranks: fp32, fp16 or bf16; that of compute if left out.",
+        "The dtype for summing gradients over ranks: fp32, fp16 or bf16; the compute dtype if left out.",
     ),
-    _honoured("data_types.param_dtype", "Must be the dtype that bf16 and fp16 ask for."),
+    _honoured("data_types.param_dtype", "Must be the dtype that bf16 or fp16 selects."),
     _refused(
         "data_types.grad_accum_dtype",
-        "Leave it out: gradients add up in the shards' dtype, which is float32.",
+        "Leave it out: gradients accumulate in the dtype of the shards, which is float32.",
         None,
         "fp32",
         "float32",
@@ -142,37 +145,35 @@ _ALL = (
         "prescale_gradients",
         "gradient_predivide_factor",
     ),
-    *_needless("Gathers are all-gathers, whatever this says.", "disable_allgather"),
-    *_needless("There is no sequence parallelism for it to concern.", "seq_parallel_communication_data_type"),
+    *_needless("All-gathers are always used.", "disable_allgather"),
+    *_needless("It only affects sequence parallelism, which is not supported.", "seq_parallel_communication_data_type"),
     # -- sharding
     _honoured(_ZERO + "stage", "0: strategy ddp. 1: zero1. 2: zero2. 3: zero3."),
     _honoured(
         _ZERO + "offload_optimizer.device",
-        "cpu: the shards that the optimizer steps, gradients and the optimizer's state are on the CPU, which steps "
-        "them, and the device has a copy of the shards in the dtype that computes. none: on the device. nvme: the "
-        "optimizer's state rests on a disk, in nvme_path, and is stepped on the device in portions.",
+        "cpu: the optimizer state, gradients and the shards that the optimizer steps are on the CPU, and the device "
+        "has a copy of the shards in the compute dtype. none: on the device. nvme: the optimizer state is on a disk, "
+        "in nvme_path, and is stepped on the device in chunks.",
     ),
     _honoured(
         _ZERO + "offload_param.device",
-        "cpu: shards rest on the CPU and nowhere else, and so do gradients and the optimizer's state. nvme: all of "
-        "these rest on a disk between uses, from stage 2 on.",
+        "cpu: shards, gradients and optimizer state are only on the CPU. nvme: all of these are on a disk between "
+        "uses, under stages 2 and 3.",
     ),
-    _honoured(
-        _ZERO + "offload_optimizer.nvme_path", "The folder on that disk; each rank has a scratch file of its own."
-    ),
+    _honoured(_ZERO + "offload_optimizer.nvme_path", "The folder on that disk; each rank has its own scratch file."),
     _honoured(_ZERO + "offload_param.nvme_path", "The same folder."),
     _honoured(
         _ZERO + "offload_optimizer.ratio",
-        "How much of the optimizer's state is there, on the CPU (as Twin-Flow) or on the disk: all if left out.",
+        "The share of the optimizer state on the CPU (as in Twin-Flow) or on the disk; all if left out.",
     ),
     _honoured(_ZERO + "offload_optimizer.pin_memory", "Whether that CPU memory is page-locked."),
     _honoured(_ZERO + "offload_param.pin_memory", "Whether that CPU memory is page-locked."),
     _honoured(_ZERO + "cpu_offload", "As offload_optimizer.device: cpu."),
     _honoured(_ZERO + "cpu_offload_param", "As offload_param.device: cpu."),
     _honoured(_ZERO + "cpu_offload_use_pin_memory", "As offload_optimizer.pin_memory."),
-    _refused(_ZERO + "offload_optimizer.super_offload", "Leave it out: the optimizer steps as torch has it."),
+    _refused(_ZERO + "offload_optimizer.super_offload", "Leave it out: the optimizer step is torch's."),
     *_needless(
-        "What is on a disk streams through few buffers, read ahead and written behind.",
+        "Data on a disk passes through a few buffers and is read ahead and written asynchronously.",
         *(
             f"{_ZERO}offload_{which}.{key}"
             for which, keys in {
@@ -192,24 +193,26 @@ _ALL = (
     ),
     _honoured(
         _ZERO + "zero_hpz_partition_size",
-        "Under stage 3, the neighbouring ranks that keep parameters together from forward to backward.",
+        "Under stage 3, the number of consecutive ranks that keep parameters together from forward to backward.",
     ),
     _refused(_ZERO + "zero_quantized_weights", "Set bf16.enabled: gathers move bfloat16 then."),
-    _refused(_ZERO + "zero_quantized_nontrainable_weights", "Quantise frozen weights in the model; they stay so."),
+    _refused(
+        _ZERO + "zero_quantized_nontrainable_weights", ("Quantize frozen weights in the model; they stay quantized.")
+    ),
     _refused(_ZERO + "zero_quantized_gradients", "Set communication_data_type to bf16."),
     _refused(_ZERO + "mics_shard_size", "Use fullshard.fully_shard with strategy='hsdp' and a mesh.", None, -1),
     _refused(_ZERO + "mics_hierarchical_params_gather", "Use fullshard.fully_shard with strategy='hsdp' and a mesh."),
-    _refused(_ZERO + "zenflow", "Leave it out: gradients are applied in the step in which they were made.", None),
+    _refused(_ZERO + "zenflow", "Leave it out: gradients are applied in the step that computed them.", None),
     _refused(_ZERO + "legacy_stage1", "Leave it out."),
-    _refused(_ZERO + "leaf_module", "Pass auto_wrap_policy= to initialize: it says which modules are units.", None),
-    _honoured(_ZERO + "compute_grad_norm", "Whether the norm is computed where nothing is clipped, as by default."),
+    _refused(_ZERO + "leaf_module", "Pass auto_wrap_policy= to initialize, which chooses the units.", None),
+    _honoured(_ZERO + "compute_grad_norm", "Whether the norm is computed if nothing is clipped, which is the default."),
     _refused(
         _ZERO + "ignore_unused_parameters",
         "Leave it true: parameters without a gradient count as having zeros, in every strategy.",
         None,
         True,
     ),
-    _refused(_ZERO + "load_from_fp32_weights", "Leave it true: float32 weights are what is saved.", None, True),
+    _refused(_ZERO + "load_from_fp32_weights", "Leave it true: float32 weights are saved.", None, True),
     *_needless(
         _IN_UNITS,
         _ZERO + "contiguous_gradients",
@@ -223,7 +226,7 @@ _ALL = (
         _ZERO + "stage3_allgather_sequential",
         "allgather_size",
     ),
-    *_needless("Gathers and reductions always run beside compute.", _ZERO + "overlap_comm"),
+    *_needless("Gathers and reductions always overlap with compute.", _ZERO + "overlap_comm"),
     *_needless("Every shard starts on a 16-byte boundary.", _ZERO + "parameter_alignment"),
     *_needless(
         _RECORDED,
@@ -233,7 +236,7 @@ _ALL = (
         _ZERO + "log_trace_cache_warnings",
     ),
     *_needless(
-        "Small parameters are sharded too, and packed into one message.",
+        "Small parameters are sharded, too, and share one collective.",
         _ZERO + "stage3_param_persistence_threshold",
         _ZERO + "stage3_model_persistence_threshold",
     ),
@@ -250,19 +253,21 @@ _ALL = (
     ),
     *_needless("Modules of the user are not replaced.", _ZERO + "memory_efficient_linear"),
     *_needless("`module.apply` between steps sees shards.", _ZERO + "override_module_apply"),
-    *_needless("What the ranks are about to do is always compared.", _ZERO + "enable_sanity_checks"),
-    *_needless("Nothing is swapped to a disk.", _ZERO + "save_muon_momentum_buffer_in_memory"),
+    *_needless("Collectives are always compared across ranks.", _ZERO + "enable_sanity_checks"),
+    *_needless("Tensors are not swapped to a disk.", _ZERO + "save_muon_momentum_buffer_in_memory"),
     # -- checkpoints
-    *_needless("Tags of ranks are always compared, and a difference is an error.", "checkpoint.tag_validation"),
-    *_needless("Each rank writes what it has, in one file.", "checkpoint.parallel_write"),
+    *_needless("Tags are always compared across ranks, and a difference is an error.", "checkpoint.tag_validation"),
+    *_needless("Each rank writes its shards to one file.", "checkpoint.parallel_write"),
     _refused("checkpoint.load_universal", "Leave it out: checkpoints load at any number of ranks as they are."),
     _refused("checkpoint.use_node_local_storage", "Save to a folder that all hosts share."),
-    _refused("checkpoint.writer", "Use fullshard.checkpoint.async_save to write behind the training.", None),
-    _refused("datastates_ckpt", "Use fullshard.checkpoint.async_save to write behind the training.", None),
+    _refused("checkpoint.writer", "Use fullshard.checkpoint.async_save to write in the background.", None),
+    _refused("datastates_ckpt", "Use fullshard.checkpoint.async_save to write in the background.", None),
     # -- reports
-    _honoured("steps_per_print", "Every so many steps, rank 0 logs step, loss scale and learning rate (INFO)."),
+    _honoured(
+        "steps_per_print", ("Rank 0 logs step, loss scale and learning rate each time this many steps are done (INFO).")
+    ),
     *_needless("Levels are set by `logging.getLogger('fullshard')`.", "log_level"),
-    *_needless("Sizes need not be multiples of anything.", "vocabulary_size"),
+    *_needless("Sizes need not be multiples of a number.", "vocabulary_size"),
     _refused("dump_state", "print(fullshard.explain(engine.module))."),
     _refused("disable_python_gc", "Call gc.disable() in the script."),
     _refused("wall_clock_breakdown", "Use torch.profiler, or fullshard.recording()."),
@@ -272,16 +277,16 @@ _ALL = (
         for section, instead in {
             "flops_profiler": "Use torch.utils.flop_counter.FlopCounterMode.",
             "comms_logger": "Use fullshard.recording(), which counts collectives and bytes.",
-            "tensorboard": "Log what you want to see from the script.",
-            "wandb": "Log what you want to see from the script.",
-            "csv_monitor": "Log what you want to see from the script.",
-            "comet": "Log what you want to see from the script.",
-            "autotuning": "Set the batch sizes: there are no buckets to tune.",
+            "tensorboard": "Log from the script.",
+            "wandb": "Log from the script.",
+            "csv_monitor": "Log from the script.",
+            "comet": "Log from the script.",
+            "autotuning": "Set the batch sizes. Buckets do not exist.",
             "data_efficiency": "Choose samples in the script's own loader.",
             "curriculum_learning": "Choose samples in the script's own loader.",
             "hybrid_engine": "Leave it out: generate with engine.module.",
             "progressive_layer_drop": "Drop layers in the model.",
-            "eigenvalue": "Leave it out: DeepSpeed has dropped it as well.",
+            "eigenvalue": "Leave it out: DeepSpeed has removed it, too.",
             "quantize_training": "Use torch's quantisation.",
             "elasticity": "Leave it out: checkpoints load at any number of ranks.",
             "amp": "Set bf16.enabled or fp16.enabled.",
@@ -293,18 +298,18 @@ _ALL = (
             "compression_training": "Compress the model outside of training.",
             "weight_quantization": "Use torch's quantisation.",
             "sparse_attention": "Use torch.nn.attention.",
-            "pipeline": "Pipeline parallelism is not offered.",
+            "pipeline": "Pipeline parallelism is not supported.",
             "nebula": "Use fullshard.checkpoint.async_save.",
         }.items()
     ),
     _refused("sparse_gradients", "Leave it out: gradients are dense."),
     _refused("compile.deepcompile", "Use torch.compile on the model."),
     _refused("tensor_parallel.autotp_size", "Use torch.distributed.tensor.parallel beside fully_shard.", None, 0, 1),
-    _refused("sequence_parallel_size", "Sequence parallelism is not offered.", None, 1),
-    _refused("expert_parallel", "Expert parallelism is not offered.", None, {}),
+    _refused("sequence_parallel_size", "Sequence parallelism is not supported.", None, 1),
+    _refused("expert_parallel", "Expert parallelism is not supported.", None, {}),
     *_needless("All ranks are data parallel.", "data_parallel_size", "use_data_before_expert_parallelism"),
     # -- keys of sections that are off
-    *_needless("It tunes a section that is off.", "timers.*"),
+    *_needless("It only affects a section that is not supported.", "timers.*"),
     *(
         _refused(f"activation_checkpointing.{key}", "Use torch.utils.checkpoint in the model.", None, False)
         for key in (
@@ -373,13 +378,15 @@ def check(path: str, value: Any) -> Key:
     key = _find(path)
     if key is None:
         raise ConfigError(
-            f"the DeepSpeed configuration has {path!r}, which is not known.{near_matches(path, KEYS)} Remove it, or "
-            "see docs/deepspeed.md for all that are."
+            f"the DeepSpeed configuration has the unknown key {path!r}.{near_matches(path, KEYS)} Remove it, or see "
+            "docs/deepspeed.md for the supported keys."
         )
     if "auto" in (value.values() if isinstance(value, Mapping) else (value,)):
-        raise ConfigError(f"{path} has the value 'auto', which a trainer around DeepSpeed fills in. Write it out.")
+        raise ConfigError(
+            f"{path} has the value 'auto', which only a trainer around DeepSpeed can replace. Set a value."
+        )
     if key.fate is Fate.REFUSED and not any(value == item and type(value) is type(item) for item in key.idle):
-        raise ConfigError(f"{path}={value!r} of the DeepSpeed configuration has no counterpart. {key.stated}")
+        raise ConfigError(f"{path}={value!r} in the DeepSpeed configuration is not supported. {key.stated}")
     return key
 
 

@@ -64,12 +64,12 @@ class OnDevice:
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ConfigError(f"OnDevice(dtype={dtype!r}): Pass a floating-point dtype, such as torch.bfloat16.")
+            raise ConfigError(f"OnDevice(dtype={dtype!r}): expected a floating-point dtype, such as torch.bfloat16.")
         try:
             self._device = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ConfigError(
-                f"OnDevice(device={device!r}) names no device. Pass a torch.device or its name."
+                f"OnDevice(device={device!r}) is not a device. Pass a torch.device or its name."
             ) from error
         self._dtype, self._enabled = dtype, enabled
         self._stack = ExitStack()

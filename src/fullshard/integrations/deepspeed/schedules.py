@@ -63,7 +63,7 @@ class Schedule(ABC):
             return [value] * groups
         if len(value) != groups:
             raise ConfigError(
-                f"{type(self).__name__}({name}={value!r}): the optimizer has {groups} groups of parameters. Pass one "
+                f"{type(self).__name__}({name}={value!r}): the optimizer has {groups} parameter groups. Pass one "
                 "number, or one for each group."
             )
         return list(value)
@@ -72,7 +72,7 @@ class Schedule(ABC):
 def _positive(schedule: Schedule, **steps: Any) -> None:
     for name, count in steps.items():
         if type(count) is not int or count < 1:
-            raise ConfigError(f"{type(schedule).__name__}({name}={count!r}): a whole number of steps is needed.")
+            raise ConfigError(f"{type(schedule).__name__}({name}={count!r}): expected an integer number of steps.")
 
 
 class _Warmup(Schedule):

@@ -71,11 +71,11 @@ def initialize(
     for name, value in (("distributed_port", distributed_port), ("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ConfigError(
-                f"initialize({name}=...) has no counterpart: all ranks that the launcher starts are data parallel. "
-                "Leave it out; for tensor parallelism, use fullshard.fully_shard with a mesh."
+                f"initialize({name}=...) is not supported: all ranks are data parallel. Leave it out. For tensor "
+                "parallelism, use fullshard.fully_shard with a mesh."
             )
     if model is None:
-        raise ConfigError("initialize was given no model. Pass model=.")
+        raise ConfigError("initialize needs a model. Pass model=.")
     if dist_init_required or not dist.is_initialized():
         init_distributed()
     found = _config(args, config, config_params)
@@ -100,7 +100,7 @@ def _config(args: Any, config: Config | None, config_params: Config | None) -> C
     given = [item for item in (config, config_params, getattr(args, "deepspeed_config", None)) if item is not None]
     if len(given) != 1:
         raise ConfigError(
-            f"initialize was given {len(given)} configurations. Pass one: config=, or args with deepspeed_config."
+            f"initialize got {len(given)} configurations. Pass one: config=, or args with deepspeed_config."
         )
     return given[0]
 
@@ -108,8 +108,8 @@ def _config(args: Any, config: Config | None, config_params: Config | None) -> C
 def _shard(model: nn.Module, settings: Configuration, device: torch.device, policy: AutoWrapPolicy | None) -> None:
     if units_in(model):
         raise ConfigError(
-            "the model given to initialize has been sharded, wholly or in parts. Pass a plain one: the configuration's "
-            "ZeRO stage says how it is sharded, and auto_wrap_policy= which modules are units."
+            "the model passed to initialize is already sharded, at least in part. Pass a plain model: the ZeRO stage "
+            "of the configuration defines how it is sharded, and auto_wrap_policy= chooses the units."
         )
     if settings.low_precision:  # the optimizer steps float32 values for any dtype of the model
         for param in model.parameters():
@@ -139,7 +139,7 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
     """
     timeout = options.pop("timeout", None)
     if options:
-        raise ConfigError(f"init_distributed({', '.join(options)}): only dist_backend and timeout are known.")
+        raise ConfigError(f"init_distributed({', '.join(options)}): only dist_backend and timeout are supported.")
     if dist.is_initialized():
         return
     device = current_device(usual_device_type())
@@ -149,7 +149,7 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the options of DeepSpeed's launcher and scripts to `parser`, and return it."""
-    group = parser.add_argument_group("DeepSpeed", "configuration, as DeepSpeed's scripts are told of it")
+    group = parser.add_argument_group("DeepSpeed", "use the configuration file, as in DeepSpeed's scripts")
     group.add_argument("--deepspeed", action="store_true", help="accepted; initialize decides")
-    group.add_argument("--deepspeed_config", default=None, type=str, help="JSON file with the configuration")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="JSON file of the configuration")
     return parser

@@ -57,7 +57,10 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
         StateError: A parameter is in forward or backward.
     """
     if fwd_module is not None:
-        raise ConfigError("GatheredParameters(fwd_module=...): forwards gather by themselves here. Leave it out.")
+        raise ConfigError(
+            "GatheredParameters(fwd_module=...) is not supported: forward gathers parameters automatically. Leave it "
+            "out."
+        )
     given = [params] if isinstance(params, nn.Parameter) else list(params)
     found = {id(item): item for item in map(managed_by, given) if item is not None} if enabled else {}
     gathered = [item for item in found.values() if item.param.shown is item.param.sharded]  # others are whole already
@@ -121,7 +124,7 @@ def _coordinates(item: Managed, source: int) -> list[int]:
     if not found:
         raise ConfigError(
             f"GatheredParameters(modifier_rank={source}): {item.param.fqn} is on ranks "
-            f"{sorted(item.param.dtensor.device_mesh.mesh.flatten().tolist())}. Name one of them."
+            f"{sorted(item.param.dtensor.device_mesh.mesh.flatten().tolist())}. Choose one of them."
         )
     coordinates: list[int] = found[0]
     return coordinates

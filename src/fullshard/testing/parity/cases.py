@@ -90,7 +90,7 @@ def cases_of(ranks: Sequence[int], strategies: Sequence[str] | None, replicas: i
     if replicas < 1:
         raise ConfigError(f"replicas={replicas}: must be at least 1.")
     if strategies is not None and not strategies:
-        raise ConfigError("strategies are empty: name at least one.")
+        raise ConfigError("strategies is empty: pass at least one.")
     names = [strategy.value for strategy in ShardingStrategy] if strategies is None else list(strategies)
     cases = []
     for world in dict.fromkeys(ranks):
@@ -99,8 +99,8 @@ def cases_of(ranks: Sequence[int], strategies: Sequence[str] | None, replicas: i
             if world % case.replicas == 0:
                 if case.shards % axes.ep:
                     raise ConfigError(
-                        f"ep={axes.ep}: does not divide the {case.shards} ranks that parameters are sharded over under "
-                        f"{name} on {world} ranks of data. Take a size that does, or other strategies."
+                        f"ep={axes.ep}: does not divide the {case.shards} ranks that parameters are sharded over "
+                        f"under {name} on {world} data parallel ranks. Choose a size that does, or other strategies."
                     )
                 cases.append(case)
             elif strategies is not None:

@@ -20,9 +20,9 @@ __all__ = ["run"]
 EQUAL, DIFFERENT, NOT_COMPARED, INTERRUPTED = 0, 1, 2, 130
 
 _DESCRIPTION = (
-    "Train a model of yours in one plain process and sharded over ranks, under every strategy and on the same data, "
-    "and tell what differs: on this machine's CPU, where not a bit should. "
-    "The exit code is 0 if nothing does, 1 if something does, 2 if they could not be compared."
+    "Train your model in one plain process and sharded over ranks, under every strategy and on the same data, and "
+    "report differences. On a CPU, results should be identical to the bit. The exit code is 0 if nothing differs, 1 "
+    "if something differs, 2 if they could not be compared."
 )
 
 
@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
         rows = shown(rows_of(recipe, cases, tolerance, settings.verdict.timeout), cases, console)
         report = ParityReport(tuple(rows), tolerance)
     except RanksFailed as failed:
-        sys.stderr.write(f"fullshard: plain training fails, so there is nothing to compare with. {failed}\n")
+        sys.stderr.write(f"fullshard: plain training fails, so sharded training cannot be compared with it. {failed}\n")
         return NOT_COMPARED
     except KeyboardInterrupt:
         return INTERRUPTED

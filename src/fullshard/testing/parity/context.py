@@ -43,8 +43,9 @@ def attention_over(mesh: DeviceMesh) -> Iterator[None]:
         F.scaled_dot_product_attention = own
     if not _calls[0]:
         raise ConfigError(
-            "cp: the model never called torch.nn.functional.scaled_dot_product_attention, so no part of a sequence has "
-            'seen the others. Let it (attn_implementation="sdpa" in transformers), or leave cp out.'
+            "cp: the model never called torch.nn.functional.scaled_dot_product_attention, so the parts of a sequence "
+            'did not attend to one another. Use that function (attn_implementation="sdpa" in transformers), or leave '
+            "cp out."
         )
 
 
@@ -62,9 +63,9 @@ def cut_batch(batch: Any, context: CutContext | None) -> Any:
             return tensor
         if tensor.shape[dim] % world:
             raise ConfigError(
-                f"cp={world}: a batch has a tensor of shape {tuple(tensor.shape)}, whose dim {dim} cannot be cut into "
-                f"{world} equal parts. Take another length, or name a function that tells which tensors of a batch run "
-                "along the sequence (--context)."
+                f"cp={world}: a batch has a tensor of shape {tuple(tensor.shape)}, whose dim {dim} cannot be split "
+                f"into {world} equal parts. Use another length, or pass a function that returns the tensors of a "
+                "batch with a sequence dim (--context)."
             )
         return tensor.chunk(world, dim)[rank].contiguous()
 
@@ -90,8 +91,8 @@ def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if attn_mask is not None:
             raise ConfigError(
-                f"cp: attention was called with a mask of shape {tuple(attn_mask.shape)}, made of one part of the "
-                "sequence. Let the model call it with is_causal, or without a mask."
+                f"cp: attention was called with a mask of shape {tuple(attn_mask.shape)}, which covers only one part "
+                "of the sequence. Call it with is_causal, or without a mask."
             )
         _calls[0] += 1
         mesh, length = _mesh[-1], query.shape[-2]

@@ -24,7 +24,7 @@ def function_named(spec: str, option: str) -> Callable[..., Any]:
     """
     where, _, name = spec.rpartition(":")
     if not where or not name:
-        raise ConfigError(f"{option} {spec}: must name a function as package.module:function or file.py:function.")
+        raise ConfigError(f"{option} {spec}: expected a function as package.module:function or file.py:function.")
     module = _module_of_file(where, option) if where.endswith(".py") else _module(where, str(Path.cwd()), option)
     function = getattr(module, name, None)
     if function is None:
@@ -37,10 +37,10 @@ def function_named(spec: str, option: str) -> Callable[..., Any]:
 def _module_of_file(where: str, option: str) -> ModuleType:
     path = Path(where)
     if not path.is_file():
-        raise ConfigError(f"{option} {where}: there is no such file. Start in the folder that the path begins in.")
+        raise ConfigError(f"{option} {where}: the file does not exist. The path is relative to the current folder.")
     module = _module(path.stem, str(path.resolve().parent), option)
     if Path(module.__file__ or "").resolve() != path.resolve():
-        raise ConfigError(f"{option} {where}: {path.stem} is the name of another module, too. Rename the file.")
+        raise ConfigError(f"{option} {where}: another module is also named {path.stem}. Rename the file.")
     return module
 
 
@@ -52,8 +52,8 @@ def _module(name: str, folder: str, option: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(f"{option} {name}: there is no such module here ({folder}) or installed.") from error
-        raise ConfigError(f"{option} {name}: it imports {error.name}, which is not there.") from error
+            raise ConfigError(f"{option} {name}: no such module in {folder}, and none is installed.") from error
+        raise ConfigError(f"{option} {name}: it imports {error.name}, which is not installed.") from error
     except Exception as error:
         raise ConfigError(f"{option} {name}: importing it raises {type(error).__name__}: {_line(error)}") from error
 

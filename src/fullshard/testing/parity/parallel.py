@@ -102,13 +102,13 @@ class Parallelism(Axes):
             raise ConfigError(f"schedule={self.schedule!r}: unknown. Take one of {', '.join(SCHEDULES)}.")
         if self.pp > 1 and self.blocks is None:
             raise ConfigError(
-                f"pp={self.pp}: name the list of blocks that stages have parts of, as the model has it: "
-                "blocks='model.layers' (--blocks model.layers)."
+                f"pp={self.pp}: pass the FQN of the list of blocks that is split into stages: blocks='model.layers' "
+                "(--blocks model.layers)."
             )
         if self.ep > 1 and self.experts is None:
             raise ConfigError(
-                f"ep={self.ep}: name a function of the model and the mesh of the axis, which makes DTensors on that "
-                "mesh of the experts' parameters and has tokens sent to them: experts=place (--experts my_model:place)."
+                f"ep={self.ep}: pass a function of the model and the mesh of the axis, which makes the parameters of "
+                "experts DTensors on that mesh and exchanges tokens: experts=place (--experts my_model:place)."
             )
 
     @property

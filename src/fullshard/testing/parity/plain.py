@@ -89,8 +89,8 @@ class Plain:
             odd = values[~values.isfinite()]
             if odd.numel():
                 raise ConfigError(
-                    f"plain training gives {name} = {odd[0].item()} in step {step}, so there is nothing to compare "
-                    "with. Choose a model, loss, batch or learning rate with which every number stays finite."
+                    f"plain training gives {name} = {odd[0].item()} in step {step}, so results cannot be compared. "
+                    "Choose a model, loss, batch or learning rate that keeps all values finite."
                 )
 
     def _hand_values_to(self, copy: nn.Module) -> None:

@@ -59,22 +59,21 @@ class Recipe:
                 raise ConfigError(f"{name}={value}: must be at least 1.")
         if self.parallelism.pp > 1 and (self.reduce_each or self.count < self.parallelism.stages):
             raise ConfigError(
-                f"a pipeline of {self.parallelism.stages} stages with accumulate={self.count}"
-                f"{' and reduce_each' if self.reduce_each else ''}: it takes all microbatches of a step before it "
-                "reduces gradients, and at least as many as it has stages. Leave these options out."
+                f"a pipeline of {self.parallelism.stages} stages with "
+                f"accumulate={self.count}{' and reduce_each' if self.reduce_each else ''}: a pipeline runs all "
+                "microbatches of a step before it reduces gradients, and needs at least one microbatch per stage. "
+                "Leave these options out."
             )
         for name in ("clip", "seed"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0.")
         if isinstance(self.optimizer, str) and self.optimizer not in _LEARNING_RATES:
             raise ConfigError(
-                f"optimizer={self.optimizer!r}: unknown. Take {' or '.join(_LEARNING_RATES)}, or a function that makes "
-                "an optimizer of a model."
+                f"optimizer={self.optimizer!r}: unknown. Pass {' or '.join(_LEARNING_RATES)}, or a function of a "
+                "model that returns an optimizer."
             )
         if self.lr is not None and not isinstance(self.optimizer, str):
-            raise ConfigError(
-                f"lr={self.lr}: the optimizer is made by a function of yours. Set its learning rate there."
-            )
+            raise ConfigError(f"lr={self.lr}: your function creates the optimizer. Set the learning rate there.")
         if self.lr is not None and not self.lr > 0:
             raise ConfigError(f"lr={self.lr}: must be greater than 0.")
         _ = self.precision  # which checks the dtypes
@@ -104,7 +103,7 @@ class Recipe:
             )
         if not any(param.requires_grad for param in model.parameters()):
             raise ConfigError(
-                f"{_name(self.make_model)} returned a model without trained parameters: nothing to compare."
+                f"{_name(self.make_model)} returned a model without trained parameters, so nothing can be compared."
             )
         return model
 
@@ -250,7 +249,7 @@ def _own_loss(model: nn.Module, batch: Any) -> Any:
 
 
 def _check_loss(loss: Any, number: int) -> None:
-    remedy = "Let the model return it, itself or as .loss of what it returns, or pass a function loss(model, batch)."
+    remedy = "Let the model return the loss or an object with a .loss attribute, or pass a function loss(model, batch)."
     if not isinstance(loss, Tensor):
         raise ConfigError(f"the loss of microbatch {number} is {_article(loss)}, but must be a tensor. {remedy}")
     if loss.numel() != 1:

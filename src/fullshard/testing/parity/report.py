@@ -175,8 +175,8 @@ class ParityReport:
         sharded = [row for row in self.rows if row.strategy != NOT_SHARDED]
         if len(sharded) < len(self.rows) and all(row.is_bit_for_bit for row in sharded):
             return (
-                f"All {len(sharded)} agree bit for bit with the same ranks with nothing sharded; and the first step of "
-                "these, which add up in another order, with the plain process within rounding."
+                f"All {len(sharded)} agree bit for bit with unsharded training on the same ranks. The first step of "
+                "that training agrees with the plain process within rounding, since it sums in a different order."
             )
         if self.is_bit_for_bit:
             return f"All {len(self.rows)} agree with the plain process bit for bit."

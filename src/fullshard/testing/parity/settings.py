@@ -193,8 +193,8 @@ def sizes_of_mesh(text: str) -> dict[str, int]:
         size = word.removeprefix(name)
         if name not in _AXES or not size or name in sizes:
             raise ConfigError(
-                f"--mesh {text}: {word} is not an axis with its size, or one too many. Write it as pp2,dp2,tp2, of "
-                f"{', '.join(_AXES)}."
+                f"--mesh {text}: {word} is not an axis with a size, or is a duplicate. Expected a list such as "
+                f"pp2,dp2,tp2 of {', '.join(_AXES)}."
             )
         sizes[name] = int(size)
     return sizes
@@ -212,7 +212,7 @@ def policy_named(wrap: str) -> AutoWrapPolicy:
 
 def _needed(option: str, spec: str | None) -> str:
     if spec is None:
-        raise ConfigError(f"--{option} is missing: name a function, such as --{option} my_training:make_{option}.")
+        raise ConfigError(f"--{option} is missing. Pass a function, such as --{option} my_training:make_{option}.")
     return spec
 
 

@@ -75,9 +75,9 @@ def find_cut(recipe: Recipe, model: nn.Module) -> Cut:
         if len(stages) > 1:
             listed = " and ".join(str(stage) for stage in sorted(stages))
             raise ConfigError(
-                f"pp: {name} is needed in stages {listed} of {count}. A parameter lies in one stage: untie it "
-                "(tie_word_embeddings=False in transformers); or it makes something that goes past the blocks, which a "
-                "pipeline here does not send. Take another model, or leave pp out."
+                f"pp: {name} is needed in stages {listed} of {count}, but a parameter can be in one stage only. Untie "
+                "it (tie_word_embeddings=False in transformers). If it computes a tensor that bypasses the blocks, "
+                "the model is not supported: leave pp out."
             )
         stage_of[name] = stages.pop()
     return Cut(firsts, stage_of, trial.received, trial.returns_tuples)
@@ -96,13 +96,14 @@ def _blocks_of(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
             if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
         ]
         raise ConfigError(
-            f"pp: {name} of {type(model).__name__} is {'not there' if found is None else 'a ' + type(found).__name__}. "
-            f"Name the nn.ModuleList or nn.Sequential of its blocks: {', '.join(lists) or 'it has none of several'}."
+            f"pp: {name} of {type(model).__name__} is "
+            f"{'not there' if found is None else 'a ' + type(found).__name__}. Pass the nn.ModuleList or "
+            f"nn.Sequential of its blocks: {', '.join(lists) or 'it has none with several modules'}."
         )
     if len(found) < count:
         raise ConfigError(
-            f"pp: {len(found)} blocks in {name} are too few for {count} stages. Take fewer ranks, or a schedule of one "
-            "stage a rank."
+            f"pp: {len(found)} blocks in {name} are too few for {count} stages. Use fewer ranks, or a schedule with "
+            "one stage per rank."
         )
     return list(found)
 
@@ -133,8 +134,8 @@ class _Trial:
             if not args or type(args[0]) not in (Tensor, nn.Parameter):
                 given = f"a {type(args[0]).__name__}" if args else "nothing"
                 raise ConfigError(
-                    f"pp: the first block of stage {stage} is given {given} as its first argument, by position. It "
-                    "must be the tensor that the block before it returned."
+                    f"pp: the first block of stage {stage} gets {given} as its first positional argument. It must be "
+                    "the tensor that the previous block returned."
                 )
             if stage in self._cuts:
                 raise ConfigError(f"pp: the first block of stage {stage} is called twice in a forward. Leave pp out.")

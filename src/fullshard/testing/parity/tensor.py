@@ -32,16 +32,16 @@ def cut(model: nn.Module, plan_of: TensorParallelPlan | None, mesh: DeviceMesh) 
     plan = _own_plan(model) if plan_of is None else plan_of(model)
     if not isinstance(plan, Mapping) or not plan:
         raise ConfigError(
-            f"the plan of tensor parallelism of {type(model).__name__} is {plan!r}. It must be a dict from names of "
-            "modules (with * for any) to styles of torch.distributed.tensor.parallel."
+            f"the tensor parallel plan of {type(model).__name__} is {plan!r}. It must be a dict from module names "
+            "(with * as a wildcard) to styles of torch.distributed.tensor.parallel."
         )
     unknown = {name: style for name, style in plan.items() if not isinstance(style, ParallelStyle)}
     if unknown:
         name, style = next(iter(unknown.items()))
         raise ConfigError(
-            f"the plan of tensor parallelism of {type(model).__name__} has {style!r} for {name}. Known are "
-            f"{', '.join(_STYLES)}, of transformers' plans, and styles of torch.distributed.tensor.parallel: pass a "
-            "plan of these as --tp-plan, a function of the model."
+            f"the tensor parallel plan of {type(model).__name__} has {style!r} for {name}. Supported: "
+            f"{', '.join(_STYLES)} of transformers' plans, and styles of torch.distributed.tensor.parallel. Pass a "
+            "function of the model that returns such a plan as --tp-plan."
         )
     parallelize_module(model, mesh, dict(plan))
 
@@ -52,8 +52,8 @@ def _own_plan(model: nn.Module) -> dict[str, Any]:
     of_base: Any = getattr(config, "base_model_tp_plan", None)
     if not of_base:
         raise ConfigError(
-            f"{type(model).__name__} has no plan of tensor parallelism (config.base_model_tp_plan, as transformers' "
-            "models have). Pass --tp-plan, a function of the model that returns one for parallelize_module of torch."
+            f"{type(model).__name__} has no tensor parallel plan (config.base_model_tp_plan, as in transformers' "
+            "models). Pass --tp-plan, a function of the model that returns a plan for torch's parallelize_module."
         )
     below = f"{prefix}." if hasattr(model, prefix) else ""
     of_head: Any = getattr(model, "_tp_plan", None)

@@ -63,9 +63,9 @@ class Divided:
             recipe.experts(model, self.sparse["ep"])
             if not any(is_expert(param) for param in model.parameters()):
                 raise ConfigError(
-                    f"ep={self.case.axes.ep}: the function that places experts left no parameter of "
-                    f"{type(model).__name__} as a DTensor on the mesh that it was given. Let it set them: "
-                    "experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh, [Shard(0)]))."
+                    f"ep={self.case.axes.ep}: the function that places experts set no parameter of "
+                    f"{type(model).__name__} to a DTensor on its mesh. Set them as in experts.weight = "
+                    "nn.Parameter(distribute_tensor(experts.weight.detach(), mesh, [Shard(0)]))."
                 )
         if self.case.axes.tp > 1:
             cut_matrices(model, recipe.tp_plan, self.mesh["tp"])

@@ -31,7 +31,9 @@ def FusedAdam(  # noqa: N802  # DeepSpeed's name
         ConfigError: no `bias_correction`, which torch's have.
     """
     if not bias_correction:
-        raise ConfigError("Adam without bias_correction has no counterpart in torch. Leave it out.")
+        raise ConfigError(
+            "bias_correction=False is not supported: torch's Adam always corrects the bias. Leave it out."
+        )
     made: Any = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     optimizer: torch.optim.Adam = made(
         params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True
@@ -52,5 +54,7 @@ def DeepSpeedCPUAdam(  # noqa: N802  # DeepSpeed's name
 ) -> torch.optim.Adam:
     """The same. States have the dtype of shards: float32, also where compute is in 16 bits."""
     if not fp32_optimizer_states:
-        raise ConfigError("fp32_optimizer_states=False: states have the dtype of the shards here. Leave it out.")
+        raise ConfigError(
+            "fp32_optimizer_states=False is not supported: states have the dtype of the shards. Leave it out."
+        )
     return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
