@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, dry, fully_shard
 from fullshard.plan.allocator import TapeAllocator, allocator_use
 from fullshard.plan.costs import Costs, costs_of
-from fullshard.plan.hardware import Attention, Fitted, Hardware, hardware
+from fullshard.plan.hardware import AttentionRates, Fitted, Hardware, hardware
 from fullshard.plan.memory import memory_peak
 from fullshard.plan.prediction import steps_of
 from fullshard.plan.timeline import lay_out
@@ -370,8 +370,8 @@ REDUCE_DTYPES = {"a100_80_2023a": torch.bfloat16, "a100_80_2023b": torch.bfloat1
 """PURE reduced gradients in bf16. What DEFAULT did in October 2023 was not published: `--reduce` tries the other."""
 
 KERNELS_OF_2023 = {
-    "a100-80": Attention(forward=0.40, backward=0.30),
-    "h100-80": Attention(forward=0.175, backward=0.175),
+    "a100-80": AttentionRates(forward=0.40, backward=0.30),
+    "h100-80": AttentionRates(forward=0.175, backward=0.175),
 }
 """Shares of the peak of the first FlashAttention (in Triton), which the rows were trained with.
 

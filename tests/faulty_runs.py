@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fullshard.report.run import PARTS, HostWait, Memory, OutOfMemory, RankFacts, Run, TensorHeld, UnitTimes
+from fullshard.report.run import PARTS, HostWait, OutOfMemory, RankFacts, Run, StepMemory, TensorHeld, UnitTimes
 
 __all__ = ["FAULTS", "Fault", "healthy_run", "with_parts"]
 
@@ -108,10 +108,10 @@ def _unit(fqn: str, nbytes: int, total: int, step_s: float) -> UnitTimes:
     )
 
 
-def _memory(*, activations: int = 300 * MB, limit: int = 2000 * MB, largest: Sequence[int] = ()) -> Memory:
+def _memory(*, activations: int = 300 * MB, limit: int = 2000 * MB, largest: Sequence[int] = ()) -> StepMemory:
     """Return a peak of 700 MB, in the middle of a step."""
     states = {"parameters at rest": 200 * MB, "optimizer state": 200 * MB, "activations": activations}
-    return Memory(
+    return StepMemory(
         rank=0,
         at_s=np.array([0.0, 0.2, 0.5]),
         labels=("layers.0, forward", "the root, forward", "the root, step"),

@@ -11,14 +11,14 @@ from fullshard.plan.memory import State
 from fullshard.report.run import (
     PARTS,
     Finding,
-    Memory,
     OutOfMemory,
     RankFacts,
     Run,
     Shard,
     Span,
+    StepMemory,
     TensorHeld,
-    Tier,
+    TierBytes,
     UnitTimes,
     WhatIf,
 )
@@ -130,9 +130,9 @@ def offloaded(run: Run) -> Run:
     return replace(
         run,
         tiers=(
-            Tier(name="device", at_rest=dict.fromkeys(on_disk, 400 * MIB), comes={}, goes={}),
-            Tier(name="CPU", at_rest=on_cpu, comes={"parameters": 47.5 * MIB}, goes={"gradients": 95.0 * MIB}),
-            Tier(name="disk", at_rest=on_disk, comes={**on_disk, "parameters": 570.0 * MIB}, goes={**on_disk}),
+            TierBytes(name="device", at_rest=dict.fromkeys(on_disk, 400 * MIB), comes={}, goes={}),
+            TierBytes(name="CPU", at_rest=on_cpu, comes={"parameters": 47.5 * MIB}, goes={"gradients": 95.0 * MIB}),
+            TierBytes(name="disk", at_rest=on_disk, comes={**on_disk, "parameters": 570.0 * MIB}, goes={**on_disk}),
         ),
     )
 
@@ -270,7 +270,7 @@ def _largest() -> tuple[TensorHeld, ...]:
     )
 
 
-def _memory(units: int, step_s: float) -> Memory:
+def _memory(units: int, step_s: float) -> StepMemory:
     moments = 8 * units
     place = np.arange(moments)
     up = 1 - np.abs(2 * place / (moments - 1) - 1)
@@ -289,7 +289,7 @@ def _memory(units: int, step_s: float) -> Memory:
     total = sum(by_state.values())
     half = moments // 2
     labels = [f"layers.{min(at, moments - 1 - at) // 4}, {'forward' if at < half else 'backward'}" for at in place]
-    return Memory(
+    return StepMemory(
         rank=0,
         at_s=place * step_s / moments,
         labels=tuple(labels),

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from fullshard.policy.switches import switches
-from fullshard.testing.ranks import Ranks
+from fullshard.testing.ranks import RankPool
 
 T = TypeVar("T")
 
-_open: dict[tuple[int, float, str], Ranks] = {}
+_open: dict[tuple[int, float, str], RankPool] = {}
 
 
 def run_ranks(
@@ -31,7 +31,7 @@ def run_ranks(
 ) -> list[T]:
     """What `fullshard.testing.run_ranks` says, but for "fresh processes"."""
     key = (world, timeout, backend)
-    ranks = _open.setdefault(key, Ranks(world, timeout=timeout, backend=backend))
+    ranks = _open.setdefault(key, RankPool(world, timeout=timeout, backend=backend))
     answers = ranks.run(as_if_alone, function, args)
     if any(changed for _, changed in answers):
         ranks.end()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench.workload import Workload
-from fullshard.plan.memory_used import Memory, PeakMemory
+from fullshard.plan.memory_used import PeakBytes, PeakMemory
 
 __all__ = ["Plain"]
 
@@ -26,7 +26,7 @@ class Plain:
         """Return the losses of the first `steps` steps, one per step and rank."""
         return [self._step(step) for step in range(steps)]
 
-    def memory(self) -> Memory:
+    def memory(self) -> PeakBytes:
         """Return the peak memory so far."""
         return self._memory.peak()
 

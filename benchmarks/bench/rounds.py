@@ -15,7 +15,7 @@ from benchmarks.bench.training import WATCHED_STEPS, Training
 from benchmarks.bench.turns import Span
 from benchmarks.bench.workload import Workload
 from fullshard.device.host_memory import available_bytes
-from fullshard.plan.memory_used import Memory
+from fullshard.plan.memory_used import PeakBytes
 from fullshard.train.bytes_table import in_bytes
 
 __all__ = ["Plan", "Report", "measure"]
@@ -175,7 +175,7 @@ class _Bench:
 
     def _collect(self, name: str, results: list[SystemResult]) -> None:
         running = self._running[name]
-        memory: list[Memory] = running.team.ask("memory")
+        memory: list[PeakBytes] = running.team.ask("memory")
         results.append(
             SystemResult(
                 name=name,

@@ -13,7 +13,7 @@ from benchmarks.bench.systems import SYSTEMS
 from benchmarks.bench.turns import Turn, timed
 from benchmarks.bench.workload import Workload
 from fullshard._compat import storage_watch
-from fullshard.plan.memory_used import Memory, PeakMemory
+from fullshard.plan.memory_used import PeakBytes, PeakMemory
 
 __all__ = ["WATCHED_STEPS", "Prepared", "Training"]
 
@@ -62,6 +62,6 @@ class Training:
         """Reset the peak of memory."""
         self._memory.reset()
 
-    def memory(self) -> Memory:
+    def memory(self) -> PeakBytes:
         """Return the peaks of memory since the reset."""
         return self._memory.peak()

@@ -12,7 +12,7 @@ from typing import Any
 import fullshard
 from benchmarks.fuzzing import execution
 from benchmarks.fuzzing.execution import Json, Outcome, first_difference, is_finite, run_plain, run_sharded
-from fullshard.testing.ranks import Ranks, RanksFailed
+from fullshard.testing.ranks import RankPool, RanksFailed
 
 EQUAL, REFUSED, INVALID = "equal", "refused", "invalid"
 HANG, DIED, DISAGREE, BARE, WRONG = "hang", "rank died", "ranks disagree", "bare error", "wrong numbers"
@@ -44,7 +44,7 @@ class Pool:
     def __init__(self, timeout: float = 30.0, before: Callable[[], None] | None = None) -> None:
         self._timeout = timeout
         self._before = before
-        self._ranks: dict[tuple[int, bool], Ranks] = {}
+        self._ranks: dict[tuple[int, bool], RankPool] = {}
 
     def judge(self, program: Json) -> Verdict:
         """Run `program` plain and sharded, and compare."""
@@ -55,7 +55,7 @@ class Pool:
         if not is_finite(expected):
             return Verdict(INVALID, "not finite")
         key = (program.get("ranks", 1), program.get("no shared memory", False))
-        ranks = self._ranks.setdefault(key, Ranks(key[0], timeout=self._timeout))
+        ranks = self._ranks.setdefault(key, RankPool(key[0], timeout=self._timeout))
         with tempfile.TemporaryDirectory(prefix="fullshard-fuzz-") as folder:
             try:
                 outcomes = ranks.run(_on_rank, program, folder, self._before)

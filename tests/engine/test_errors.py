@@ -104,7 +104,7 @@ from fullshard.testing.parity.cases import Case
 from fullshard.testing.parity.command import run as run_parity
 from fullshard.testing.parity.context import attention_over, cut_batch
 from fullshard.testing.parity.difference import Tolerance
-from fullshard.testing.parity.parallel import Axes
+from fullshard.testing.parity.parallel import ParallelAxes
 from fullshard.testing.parity.recipe import ClassNames, Recipe
 from fullshard.testing.parity.settings import ParitySettings
 from fullshard.testing.parity.stages import find_cut
@@ -2178,7 +2178,7 @@ def experts_that_stay_whole() -> Steps:
     given = recipe(parallelism=Parallelism(ep=2, experts=lambda model, mesh: None))
     yield
     with mock.patch.object(Divided, "__init__", lambda self, given, case: vars(self).update(_recipe=given, case=case)):
-        divided = Divided(given, Case("zero3", 2, 1, Axes(ep=2)))
+        divided = Divided(given, Case("zero3", 2, 1, ParallelAxes(ep=2)))
     divided.sparse = mock.MagicMock()
     divided.model()
 

@@ -32,7 +32,7 @@ from fullshard.comm import pairwise, shared_memory
 from fullshard.testing import Parallelism, ParityReport, ParityRow, RanksFailed, assert_same, check_parity, run_ranks
 from fullshard.testing.parity.batches import BatchArgument, argument_of
 from fullshard.testing.parity.cases import Case, cases_of
-from fullshard.testing.parity.difference import Compared, Difference, Finding, Kind, Tolerance
+from fullshard.testing.parity.difference import Compared, Difference, Kind, ParityFinding, Tolerance
 from fullshard.testing.parity.plain import train_plain
 from fullshard.testing.parity.progress import shown
 from fullshard.testing.parity.recipe import Recipe
@@ -502,7 +502,7 @@ def test_the_first_difference_is_not_tolerated_then_names_a_parameter_then_is_th
     assert compared.differences[Kind.GRADIENT] == Difference(2.0, False, False)
     other = Compared(rank=1, tolerance=compared.tolerance)
     other.add(Kind.GRADIENT, "c", 1, None, zero)
-    assert str(Finding.first([compared.first, other.first])) == "gradient of c, step 1, rank 1"
+    assert str(ParityFinding.first([compared.first, other.first])) == "gradient of c, step 1, rank 1"
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -9,7 +9,7 @@ from torch import nn
 
 from fullshard import CPUOffloadPolicy, dry, fully_shard
 from fullshard.plan.costs import Costs, costs_of
-from fullshard.plan.hardware import Attention, hardware
+from fullshard.plan.hardware import AttentionRates, hardware
 from fullshard.plan.timeline import lay_out
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Collective, Operation
@@ -223,7 +223,7 @@ def test_attention_has_a_rate_of_its_own():
         launch_s=0,
         flops_by_dtype={"bfloat16": 80.0},
         peak_by_dtype={"bfloat16": 100.0},
-        attention=Attention(forward=0.5, backward=0.25),
+        attention=AttentionRates(forward=0.5, backward=0.25),
     )
     forward, backward = attention_of(256, is_causal=False)
     assert costs.of_operation(forward) == forward.flops / 50

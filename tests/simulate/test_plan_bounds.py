@@ -17,7 +17,7 @@ from fullshard.planner.bounds import NO_MATTER
 from fullshard.planner.candidates import Cluster, Program
 from fullshard.planner.question import Question
 from fullshard.planner.search import _searched
-from fullshard.planner.sketch import Figures, Sketch
+from fullshard.planner.sketch import Sketch, SketchFigures
 from fullshard.planner.subject import gpt_subject
 from fullshard.planner.workers import Workers
 from fullshard.train.settings import ModelSettings
@@ -41,7 +41,7 @@ def sketches() -> dict[Program, Sketch]:
 
 
 @cache
-def figures() -> dict[Program, list[Figures]]:
+def figures() -> dict[Program, list[SketchFigures]]:
     return {item: [made.figures(*shape) for shape in QUESTION.shapes_of(item)] for item, made in sketches().items()}
 
 

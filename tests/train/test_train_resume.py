@@ -21,7 +21,7 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.testing import assert_same, run_ranks
 from fullshard.train.check import check
-from fullshard.train.loop import Trainer, train
+from fullshard.train.loop import TrainingLoop, train
 from fullshard.train.options import parse_settings
 from fullshard.train.parallelism import part_of, rows_of, sequences_of, shared_again
 from fullshard.train.resuming import going_on
@@ -35,14 +35,14 @@ def run_training(out: Path, argv: list[str], stop_at: int | None = None) -> int:
     """Return the exit code. The last rank alone gets SIGTERM, in time for the run to end after the step `stop_at`."""
     rank = this_rank()
     if stop_at is not None and rank.index == rank.world - 1:
-        step_of = Trainer.train_step
+        step_of = TrainingLoop.train_step
 
-        def step_and_be_stopped(self: Trainer, step: int) -> Any:
+        def step_and_be_stopped(self: TrainingLoop, step: int) -> Any:
             if step + 2 == stop_at:
                 os.kill(os.getpid(), signal.SIGTERM)
             return step_of(self, step)
 
-        Trainer.train_step = step_and_be_stopped
+        TrainingLoop.train_step = step_and_be_stopped
     settings = going_on(parse_settings([*QUICK, *argv, "--out", str(out)]), rank.world)
     return train(settings, check(settings, rank.world), rank)
 
@@ -155,15 +155,15 @@ def train_without_checkpoints(out: Path, writable_from: int | None) -> str | Non
     if rank.leads:
         out.mkdir()
         (out / "checkpoints").touch()
-    step_of = Trainer.train_step
+    step_of = TrainingLoop.train_step
 
-    def step(self: Trainer, step: int) -> Any:
+    def step(self: TrainingLoop, step: int) -> Any:
         self.settle()
         if rank.leads and step + 1 == writable_from:
             (out / "checkpoints").unlink()
         return step_of(self, step)
 
-    with mock.patch.object(Trainer, "train_step", step):
+    with mock.patch.object(TrainingLoop, "train_step", step):
         try:
             assert train(settings, source, rank) == 0
         except CheckpointError as error:

@@ -1,8 +1,10 @@
 """Names and sentences use the words of the field: see docs/glossary.md."""
 
+import ast
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,3 +74,14 @@ def test_sentences_are_in_the_words_of_the_field():
         if word in IN_PROSE
     ]
     assert found == []
+
+
+def test_class_names_are_unique():
+    """Except for those that users import from several integrations under the libraries' own names."""
+    classes = Counter(
+        node.name
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, number in classes.items() if number > 1} == {"Accelerator", "ReportCallback"}

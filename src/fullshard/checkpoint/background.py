@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fullshard.checkpoint.together import Ranks
+from fullshard.checkpoint.together import GroupRanks
 from fullshard.liveness.rank_progress import here
 from fullshard.tape.context import Kept
 
@@ -75,11 +75,11 @@ class Background:
         self._pending = PendingSave(self._writer.submit(write))
         return self._pending
 
-    def ranks(self) -> Ranks:
+    def ranks(self) -> GroupRanks:
         """Return all ranks, with a gloo group that training does not use, because the copies are in host memory."""
         if not dist.is_initialized():
-            return Ranks()
-        return Ranks(_groups.get_or_make(self._name, _new_group))
+            return GroupRanks()
+        return GroupRanks(_groups.get_or_make(self._name, _new_group))
 
 
 def _new_group() -> dist.ProcessGroup:

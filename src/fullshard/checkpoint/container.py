@@ -42,7 +42,7 @@ from xxhash import xxh3_128
 from fullshard._compat import storage_info
 from fullshard.checkpoint import metadata_file
 from fullshard.checkpoint.manifest import Progress, StoredFile
-from fullshard.checkpoint.together import Ranks, failure_of_group, failure_of_some, reported_by
+from fullshard.checkpoint.together import GroupRanks, failure_of_group, failure_of_some, reported_by
 from fullshard.disk.tensors import OnDisk
 from fullshard.errors import CheckpointError
 from fullshard.regular_files import open_regular, open_unbuffered, read_regular
@@ -61,7 +61,7 @@ def write(
     entries: dict[str, Any],
     *,
     ties: Mapping[str, str],
-    ranks: Ranks,
+    ranks: GroupRanks,
     doing: str,
     progress: Progress | None = None,
 ) -> dict[str, StoredFile]:
@@ -215,7 +215,7 @@ class _Stream:
 
 
 @contextmanager
-def _failing_together(doing: str, ranks: Ranks) -> Iterator[None]:
+def _failing_together(doing: str, ranks: GroupRanks) -> Iterator[None]:
     """Context manager that converts torch's errors about failures on other ranks into our error."""
     try:
         with warnings.catch_warnings() if not dist.is_initialized() else nullcontext():
@@ -281,7 +281,7 @@ def read_values(
     metadata: Metadata,
     targets: dict[str, Any],
     *,
-    ranks: Ranks,
+    ranks: GroupRanks,
     doing: str,
     record: bool = False,
     progress: Progress | None = None,

@@ -17,7 +17,7 @@ from fullshard._compat import dtensor_like, holds_tensors, plain_values
 from fullshard.checkpoint.encoded import parts_of
 from fullshard.checkpoint.plain import Path, outline, plain_copy
 from fullshard.checkpoint.random_states import random_states
-from fullshard.checkpoint.together import Ranks
+from fullshard.checkpoint.together import GroupRanks
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.errors import CheckpointError
 from fullshard.policy.strategy import Placements, ShardingStrategy
@@ -77,7 +77,7 @@ class Contents:
             self.values[path] = copy.deepcopy(leaf)
         return ".".join(path)
 
-    def entries(self, ranks: Ranks, doing: str) -> dict[str, Any]:
+    def entries(self, ranks: GroupRanks, doing: str) -> dict[str, Any]:
         """Return this rank's entries as nested dicts. Ranks exchange checksums of their plain tensors.
 
         Raises:

@@ -31,7 +31,7 @@ from fullshard.checkpoint.tensor_files import (
     TensorFile,
     dumps_checksums,
 )
-from fullshard.checkpoint.together import Ranks, default_ranks
+from fullshard.checkpoint.together import GroupRanks, default_ranks
 from fullshard.engine.registry import unwrapped
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import CheckpointError, ConfigError
@@ -101,7 +101,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, metadata: Mapping
     ranks = default_ranks()
     doing = f"writing {path}"
     unfinished = path.with_name(f"{path.name}.tmp")
-    writer = _Writer(unfinished, _described(state), metadata or {})
+    writer = _ExportWriter(unfinished, _described(state), metadata or {})
     for name in ranks.once(doing, writer.begin):
         value = state[name]
         writer.write(full_copy(value) if isinstance(value, DTensor) else value, value.dtype)
@@ -136,7 +136,7 @@ def export_stored(
     if not stored.weights:
         raise CheckpointError(f"{stored.path}: expected the weights of a model, found none. Choose another checkpoint.")
     kept = {name: weight for name, weight in stored.weights.items() if name not in stored.ties}
-    export.write(kept, stored.ties, Ranks(), stored.fetch, lambda _: {}, progress)
+    export.write(kept, stored.ties, GroupRanks(), stored.fetch, lambda _: {}, progress)
     return folder
 
 
@@ -210,7 +210,7 @@ class _Export:
         self,
         tensors: Mapping[str, Description],
         ties: Mapping[str, str],
-        ranks: Ranks,
+        ranks: GroupRanks,
         fetch: Callable[[str], Tensor],
         configs: Callable[[Mapping[str, Description]], Mapping[str, Any]],
         progress: Progress | None = None,
@@ -233,7 +233,7 @@ class _Export:
         done = 0
         try:
             for file, names in files.items():
-                writer = _Writer(unfinished / file, {name: tensors[name] for name in names}, metadata)
+                writer = _ExportWriter(unfinished / file, {name: tensors[name] for name in names}, metadata)
                 for name in ranks.once(self.doing, writer.begin):
                     writer.write(fetch(name), tensors[name].dtype)
                     done += tensors[name].nbytes
@@ -300,7 +300,7 @@ class _Export:
         sync(self.folder.parent)
 
 
-class _Writer:
+class _ExportWriter:
     """One file on the first rank. It raises errors when it is closed: until then, other ranks wait in a gather."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Description], metadata: Mapping[str, str]) -> None:

@@ -90,7 +90,7 @@ def load_safetensors(
     if files.checksums is not None:
         remedy = f"If it was changed on purpose, delete {CHECKSUMS}."
         verify(files.folder, files.checksums, ranks, doing, remedy, progress)
-    taker = ranks.do(doing, lambda: _Taker(model, files, rename))
+    taker = ranks.do(doing, lambda: _WeightReader(model, files, rename))
     unmatched = ranks.do(doing, lambda: taker.fit(strict))
     ranks.do(doing, lambda: taker.read(dtype, progress))
     return unmatched
@@ -101,7 +101,7 @@ def _opened(path: Path, merge: Callable[[Collection[str]], Mapping[str, Merged]]
     return files if merge is None else files.with_merged(merge(files.tensors))
 
 
-class _Taker:
+class _WeightReader:
     """A model that loads tensors from files, on this rank."""
 
     def __init__(self, model: nn.Module, files: TensorFiles, rename: Callable[[str], str | None] | None) -> None:

@@ -87,7 +87,7 @@ def load(
     ranks = default_ranks()
     opened = open_checkpoint(Path(checkpoint), ranks, progress)
     doing, manifest = opened.doing, opened.manifest
-    taker = ranks.do(doing, lambda: _Taker(model, optimizer, scheduler, data))
+    taker = ranks.do(doing, lambda: _CheckpointReader(model, optimizer, scheduler, data))
     if manifest is None:
         saved = saved_by_others(opened, taker.state, taker.params)
         own: dict[str, Any] = {}
@@ -132,7 +132,7 @@ def _accounts(opened: Opened, world: int, wants_data: bool) -> tuple[dict[str, A
     return record, {name: value for name, value in first.items() if name != "plain"}
 
 
-class _Taker:
+class _CheckpointReader:
     """The objects that a checkpoint is loaded into, on this rank."""
 
     def __init__(

@@ -15,7 +15,7 @@ from fullshard.checkpoint import container
 from fullshard.checkpoint.contents import RECORD
 from fullshard.checkpoint.folder import entries
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, Progress, StoredFile, damage_in, step_of
-from fullshard.checkpoint.together import Ranks
+from fullshard.checkpoint.together import GroupRanks
 from fullshard.errors import CheckpointError, shown
 
 __all__ = ["Opened", "open_checkpoint", "verify"]
@@ -30,7 +30,7 @@ class Opened:
     path: Path
     manifest: Manifest | None  # None if another program has written it
     metadata: Metadata
-    ranks: Ranks
+    ranks: GroupRanks
 
     @property
     def doing(self) -> str:
@@ -78,7 +78,9 @@ class Opened:
             )
 
 
-def open_checkpoint(path: Path, ranks: Ranks, progress: Progress | None = None, *, verifies: bool = True) -> Opened:
+def open_checkpoint(
+    path: Path, ranks: GroupRanks, progress: Progress | None = None, *, verifies: bool = True
+) -> Opened:
     """Open the checkpoint `path`, or the newest intact one in the folder `path`, after verifying all its files.
 
     Each rank verifies some of the files. Newer checkpoints that are damaged are logged.
@@ -126,7 +128,7 @@ def _found(path: Path) -> list[Path]:
     return found
 
 
-def _opened(path: Path, ranks: Ranks, progress: Progress | None, verifies: bool) -> Opened:
+def _opened(path: Path, ranks: GroupRanks, progress: Progress | None, verifies: bool) -> Opened:
     doing = f"loading {path}"
     manifest = ranks.once(doing, lambda: _manifest(path))
     if manifest is not None and verifies:
@@ -139,7 +141,7 @@ def _opened(path: Path, ranks: Ranks, progress: Progress | None, verifies: bool)
 def verify(
     folder: Path,
     files: Mapping[str, StoredFile],
-    ranks: Ranks,
+    ranks: GroupRanks,
     doing: str,
     remedy: str,
     progress: Progress | None = None,

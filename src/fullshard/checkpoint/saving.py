@@ -19,7 +19,7 @@ from fullshard.checkpoint.contents import Contents, HasState, collect
 from fullshard.checkpoint.folder import begin, commit, discard, keep_newest, newest_number
 from fullshard.checkpoint.manifest import Manifest, Progress, StoredFile
 from fullshard.checkpoint.staging import HostMemory
-from fullshard.checkpoint.together import Ranks, default_ranks
+from fullshard.checkpoint.together import GroupRanks, default_ranks
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.tape.context import Kept
 from fullshard.tape.recorder import noting
@@ -77,7 +77,7 @@ def save_contents(
 ) -> Path:
     """Save the contents from `collect_contents` like `save`, in a single process, and return the path."""
     order = _Order(folder, step, None)
-    ranks = Ranks()
+    ranks = GroupRanks()
     return order.write(ranks.do(order.doing, collect_contents), ranks, progress)
 
 
@@ -172,7 +172,7 @@ class _Order:
         """The beginning of error messages."""
         return f"saving step {self.step} to {self.folder}"
 
-    def write(self, contents: Contents, ranks: Ranks, progress: Progress | None) -> Path:
+    def write(self, contents: Contents, ranks: GroupRanks, progress: Progress | None) -> Path:
         """Write the checkpoint on all ranks together, and return its path."""
         partial = ranks.once(self.doing, lambda: begin(self.folder, self.step))
         try:
@@ -195,7 +195,7 @@ class _Order:
 
 
 def write_files(
-    partial: Path, contents: Contents, ranks: Ranks, doing: str, progress: Progress | None = None
+    partial: Path, contents: Contents, ranks: GroupRanks, doing: str, progress: Progress | None = None
 ) -> list[dict[str, StoredFile]]:
     """Write `contents` into the folder `partial`, each rank its own, and return the files of each rank, in rank order.
 

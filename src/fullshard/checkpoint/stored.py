@@ -13,7 +13,7 @@ from fullshard.checkpoint.contents import MODEL, RECORD
 from fullshard.checkpoint.manifest import Manifest, Progress
 from fullshard.checkpoint.opening import Opened, open_checkpoint, verify
 from fullshard.checkpoint.tensor_files import CHECKSUMS, INDEX_SUFFIX, Description, open_tensor_files
-from fullshard.checkpoint.together import Ranks
+from fullshard.checkpoint.together import GroupRanks
 
 __all__ = ["Stored", "holds_tensor_files", "open_stored"]
 
@@ -54,14 +54,14 @@ def open_stored(path: Path, progress: Progress | None = None, *, verifies: bool 
     """
     if holds_tensor_files(path):
         return _of_tensor_files(path, progress, verifies)
-    return _of_checkpoint(open_checkpoint(path, Ranks(), progress, verifies=verifies))
+    return _of_checkpoint(open_checkpoint(path, GroupRanks(), progress, verifies=verifies))
 
 
 def _of_tensor_files(path: Path, progress: Progress | None, verifies: bool) -> Stored:
     files = open_tensor_files(path)
     if verifies and files.checksums is not None:
         remedy = f"If it was changed on purpose, delete {CHECKSUMS}."
-        verify(files.folder, files.checksums, Ranks(), f"reading {path}", remedy, progress)
+        verify(files.folder, files.checksums, GroupRanks(), f"reading {path}", remedy, progress)
 
     def fetch(name: str) -> Tensor:
         [(_, tensor)] = files.read({name: (files.ties.get(name, name), None)})

@@ -13,7 +13,7 @@ from fullshard.errors import CheckpointError, RankMismatchError
 from fullshard.liveness.rank_progress import here
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["Ranks", "default_ranks", "failure_of_group", "failure_of_some", "reported_by"]
+__all__ = ["GroupRanks", "default_ranks", "failure_of_group", "failure_of_some", "reported_by"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class _Failed:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class GroupRanks:
     """The ranks of `group`; if None, those of the default group, or this process alone if there is none."""
 
     group: dist.ProcessGroup | None = None
@@ -106,9 +106,9 @@ class Ranks:
         return outcomes
 
 
-def default_ranks() -> Ranks:
+def default_ranks() -> GroupRanks:
     """Return the ranks of the default process group, or this process alone where there is none."""
-    return Ranks(dist.group.WORLD if dist.is_initialized() else None)
+    return GroupRanks(dist.group.WORLD if dist.is_initialized() else None)
 
 
 def reported_by(error: BaseException) -> str:

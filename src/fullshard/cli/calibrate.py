@@ -31,7 +31,7 @@ _DESCRIPTION = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineSettings:
+class CalibrationSettings:
     """The hardware and the output file."""
 
     out: MaybePath = None
@@ -48,7 +48,7 @@ class MachineSettings:
 class CalibrateSettings:
     """All options."""
 
-    machine: MachineSettings = field(default_factory=MachineSettings)
+    machine: CalibrationSettings = field(default_factory=CalibrationSettings)
 
 
 def run(argv: Sequence[str]) -> int:

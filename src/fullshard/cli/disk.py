@@ -54,7 +54,7 @@ class DiskSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class DiskCommandSettings:
     """All options."""
 
     disk: DiskSettings = field(default_factory=DiskSettings)
@@ -67,8 +67,8 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: An option is invalid. Nothing has been measured then.
         DiskError: The folder is not writable, or too small.
     """
-    words, remaining = take_words(Settings, argv, ["FOLDER"], prog=_PROG)
-    stated = parse(Settings, remaining, prog=_PROG, description=_DESCRIPTION).disk
+    words, remaining = take_words(DiskCommandSettings, argv, ["FOLDER"], prog=_PROG)
+    stated = parse(DiskCommandSettings, remaining, prog=_PROG, description=_DESCRIPTION).disk
     _check(stated)
     folder = Path(words[0]).expanduser()
     besides = Traffic.of_activations(round(stated.activations), microbatches=stated.microbatches)

@@ -41,7 +41,7 @@ class ReportSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ReportCommandSettings:
     """All options."""
 
     report: ReportSettings = field(default_factory=ReportSettings)
@@ -53,8 +53,8 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: An option is invalid, or a folder has no record.
     """
-    words, remaining = take_words(Settings, argv, ["RUN"], prog=_PROG)
-    stated = parse(Settings, remaining, prog=_PROG, description=_DESCRIPTION).report
+    words, remaining = take_words(ReportCommandSettings, argv, ["RUN"], prog=_PROG)
+    stated = parse(ReportCommandSettings, remaining, prog=_PROG, description=_DESCRIPTION).report
     folder = Path(words[0])
     console = Console()
     path, reported = _write(folder, stated.against)

@@ -44,12 +44,12 @@ from fullshard.policy.switches import switches
 
 __all__ = [
     "ADDRESS_NBYTES",
-    "Block",
     "CannotShareError",
     "HostPeers",
     "Key",
-    "Memory",
+    "MappedMemory",
     "Published",
+    "SharedBlock",
     "address_of_none",
     "connect",
     "nbytes_end_to_end",
@@ -72,11 +72,11 @@ _BLOCK, _DROP, _PUBLISH, _READ, _SIGNAL = range(5)  # new block; dropped block; 
 
 
 def nbytes_end_to_end(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of `tensors` laid out contiguously, as by `Memory.tensors_like`."""
+    """Return the bytes of `tensors` laid out contiguously, as by `MappedMemory.tensors_like`."""
     return sum(align(tensor.nbytes, _ALIGNMENT) for tensor in tensors)
 
 
-class Memory:
+class MappedMemory:
     """Shared memory of several ranks, as mapped by this process.
 
     Args:
@@ -91,7 +91,7 @@ class Memory:
         self.note_purpose("messages")
 
     @classmethod
-    def mapped(cls, descriptor: int, nbytes: int, ranks: int) -> Memory:
+    def mapped(cls, descriptor: int, nbytes: int, ranks: int) -> MappedMemory:
         """Map the memory of an anonymous file, given its descriptor."""
         with torch.inference_mode(False):  # may be written to in either mode
             return cls(torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8), ranks)
@@ -126,11 +126,11 @@ Key = tuple[int, int]
 
 
 @dataclass(eq=False)
-class Block:
+class SharedBlock:
     """Memory that this rank writes and its peers read."""
 
     number: int
-    memory: Memory
+    memory: MappedMemory
     readers: int = 0  # how many have not acknowledged that they have read it
     about: Key | None = None  # the key that was published last
     is_due: bool = False  # they have all they need to read it
@@ -142,7 +142,7 @@ class Published:
 
     rank: int
     block: int
-    memory: Memory
+    memory: MappedMemory
     byte_offset: int
 
     def tensors_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -155,7 +155,7 @@ class _HostPeer:
     rank: int
     socket: socket.socket
     ended: bool = False
-    blocks: dict[int, Memory] = field(default_factory=dict)
+    blocks: dict[int, MappedMemory] = field(default_factory=dict)
     published: dict[Key, Published] = field(default_factory=dict)
     signals: set[Key] = field(default_factory=set)
     fingerprints: deque[bytes] = field(default_factory=deque)
@@ -179,7 +179,7 @@ class HostPeers:
         for descriptor, other in self._by_descriptor.items():
             other.socket.setblocking(False)
             self._epoll.register(descriptor, select.EPOLLIN)
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, SharedBlock] = {}
         self._made = 0
         self._acts: dict[Key, Callable[[], None]] = {}
         self._failure: FullshardError | None = None
@@ -188,11 +188,11 @@ class HostPeers:
     # -- this rank's blocks -------------------------------------------------------------------------------------------
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[SharedBlock]:
         """This rank's blocks."""
         return list(self._blocks.values())
 
-    def take(self, nbytes: int, *, patiently: bool = False) -> Block:
+    def take(self, nbytes: int, *, patiently: bool = False) -> SharedBlock:
         """Return a block of at least `nbytes`, contents undefined. It is free again when all peers have read it.
 
         Args:
@@ -216,15 +216,15 @@ class HostPeers:
         block.readers, block.is_due = len(self._others), False
         return block
 
-    def _new_block(self, nbytes: int) -> Block:
+    def _new_block(self, nbytes: int) -> SharedBlock:
         number, self._made = self._made, self._made + 1
         return self._shared_block(number, align(max(nbytes, 1), mmap.PAGESIZE))
 
-    def _shared_block(self, number: int, nbytes: int) -> Block:
+    def _shared_block(self, number: int, nbytes: int) -> SharedBlock:
         descriptor = os.memfd_create("fullshard")
         try:
             os.ftruncate(descriptor, nbytes)
-            block = Block(number, Memory.mapped(descriptor, nbytes, len(self._others) + 1))
+            block = SharedBlock(number, MappedMemory.mapped(descriptor, nbytes, len(self._others) + 1))
             for other in self._others.values():
                 self._send(other, _HEAD.pack(_BLOCK, number, 0, 0, nbytes), _DESCRIPTOR.pack(descriptor))
         finally:
@@ -237,7 +237,7 @@ class HostPeers:
         for block in [block for block in self._blocks.values() if not block.readers]:
             self._drop(block)
 
-    def _drop(self, block: Block) -> None:
+    def _drop(self, block: SharedBlock) -> None:
         del self._blocks[block.number]
         for other in self._others.values():
             self._send(other, _HEAD.pack(_DROP, block.number, 0, 0, 0))
@@ -245,7 +245,7 @@ class HostPeers:
     # -- publishing, and reading what is published --------------------------------------------------------------------
 
     def publish(
-        self, key: Key, block: Block, byte_offsets: Mapping[int, int] | None = None, fingerprint: bytes = b""
+        self, key: Key, block: SharedBlock, byte_offsets: Mapping[int, int] | None = None, fingerprint: bytes = b""
     ) -> None:
         """Notify every peer that the data of `key` is in `block`, at the peer's offset in `byte_offsets`.
 
@@ -307,7 +307,7 @@ class HostPeers:
         """
         self._wait_for_all(lambda other: key not in self._acts or key in other.signals)
 
-    def common(self, sizes: Sequence[int], collective: int) -> list[Memory]:
+    def common(self, sizes: Sequence[int], collective: int) -> list[MappedMemory]:
         """Return shared memory for all ranks, one for each of `sizes` (bytes): a collective with the given number.
 
         It is freed when no rank uses it any more.
@@ -317,7 +317,7 @@ class HostPeers:
             memory.note_purpose("unsharded parameters")
         return memories
 
-    def _common(self, sizes: Sequence[int], collective: int) -> list[Memory]:
+    def _common(self, sizes: Sequence[int], collective: int) -> list[MappedMemory]:
         if self.rank == 0:
             blocks = [self._new_block(nbytes) for nbytes in sizes]
             for i, block in enumerate(blocks):
@@ -388,7 +388,7 @@ class HostPeers:
         if kind == _BLOCK:
             [descriptor] = _DESCRIPTOR.unpack(ancillary[0][2])
             try:
-                other.blocks[number] = Memory.mapped(descriptor, value, len(self._others) + 1)
+                other.blocks[number] = MappedMemory.mapped(descriptor, value, len(self._others) + 1)
             finally:
                 os.close(descriptor)
         elif kind == _DROP:

@@ -17,7 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.peers import Block, CannotShareError, HostPeers, Key, Memory, Published, nbytes_end_to_end
+from fullshard.comm.peers import (
+    CannotShareError,
+    HostPeers,
+    Key,
+    MappedMemory,
+    Published,
+    SharedBlock,
+    nbytes_end_to_end,
+)
 from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.layout.offsets import align
 from fullshard.policy.switches import switches
@@ -46,7 +54,7 @@ class PretendedCollectives(SharedMemoryCollectives):
         return lambda: [local] * self.world
 
 
-class _OfPeer(Memory):
+class _OfPeer(MappedMemory):
     """A block of a peer, as large as this rank's, or larger if its part of the sums is larger."""
 
     def tensors_like(self, tensors: Sequence[Tensor], byte_offset: int = 0) -> list[Tensor]:
@@ -73,16 +81,16 @@ class _PretendedPeers(HostPeers):
         super().__init__(rank, {}, 0.0)
         self._world = world
         self._peers = [peer for peer in range(world) if peer != rank]
-        self._of_peers: dict[int, dict[int, Memory]] = {}  # by the number of this rank's block, and by peer
-        self._unheard: list[Block] = []  # have been read by the others
-        self._dropped: list[dict[int, Memory]] = []  # by the others
-        self._published: dict[Key, Block] = {}
+        self._of_peers: dict[int, dict[int, MappedMemory]] = {}  # by the number of this rank's block, and by peer
+        self._unheard: list[SharedBlock] = []  # have been read by the others
+        self._dropped: list[dict[int, MappedMemory]] = []  # by the others
+        self._published: dict[Key, SharedBlock] = {}
         self._fingerprints: deque[bytes] = deque()
 
-    def _shared_block(self, number: int, nbytes: int) -> Block:
-        return Block(number, Memory(_bytes(nbytes), self._world))
+    def _shared_block(self, number: int, nbytes: int) -> SharedBlock:
+        return SharedBlock(number, MappedMemory(_bytes(nbytes), self._world))
 
-    def take(self, nbytes: int, *, patiently: bool = False) -> Block:
+    def take(self, nbytes: int, *, patiently: bool = False) -> SharedBlock:
         """Take a block, and equal blocks of the peers, which have the same progress and write theirs now."""
         block = super().take(nbytes, patiently=patiently)
         block.readers = len(self._peers)
@@ -91,7 +99,7 @@ class _PretendedPeers(HostPeers):
             self._of_peers[block.number] = {peer: _OfPeer(_bytes(nbytes), world) for peer in self._peers}
         return block
 
-    def _drop(self, block: Block) -> None:
+    def _drop(self, block: SharedBlock) -> None:
         super()._drop(block)
         if block.number in self._of_peers:
             self._dropped.append(self._of_peers.pop(block.number))
@@ -111,7 +119,7 @@ class _PretendedPeers(HostPeers):
         return bool(heard)
 
     def publish(
-        self, key: Key, block: Block, byte_offsets: Mapping[int, int] | None = None, fingerprint: bytes = b""
+        self, key: Key, block: SharedBlock, byte_offsets: Mapping[int, int] | None = None, fingerprint: bytes = b""
     ) -> None:
         block.about = key
         self._published[key] = block
@@ -139,7 +147,7 @@ class _PretendedPeers(HostPeers):
         if key in self._acts:
             self._acts.pop(key)()
 
-    def _common(self, sizes: Sequence[int], collective: int) -> list[Memory]:
+    def _common(self, sizes: Sequence[int], collective: int) -> list[MappedMemory]:
         return [self._new_block(nbytes).memory for nbytes in sizes]
 
     def _note(self, fingerprint: bytes) -> None:

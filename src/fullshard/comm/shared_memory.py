@@ -17,10 +17,10 @@ from fullshard._compat import group_timeout_s
 from fullshard.comm.collectives import Call, keep_own
 from fullshard.comm.pairwise import PairwiseCollectives, part_of, sum_in_rank_order
 from fullshard.comm.peers import (
-    Block,
     CannotShareError,
     HostPeers,
     Key,
+    SharedBlock,
     address_of_none,
     connect,
     nbytes_end_to_end,
@@ -262,7 +262,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
     def _show(
         self, peers: HostPeers, key: Key, parts: Mapping[int, Sequence[Tensor]], *, patiently: bool = False
-    ) -> Block:
+    ) -> SharedBlock:
         """Publish the `parts` for every other rank in shared memory. Equal tensors are written once."""
         starts: dict[int, int] = {}
         shown: dict[tuple[int, ...], tuple[int, Sequence[Tensor]]] = {}

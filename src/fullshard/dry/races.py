@@ -96,14 +96,14 @@ def races(tape: Tape, *, without: str = "") -> list[Race]:
         without: The site of a wait (see `Waited.site`) to leave out. A wait changes when operations run, but not which
             ones, so the rest is the trace of an engine without this wait.
     """
-    reader = _Reader()
+    reader = _LastRead()
     for entry in tape.entries:
         if not (without and isinstance(entry, Waited) and entry.site == without):
             reader.read(entry)
     return reader.found
 
 
-class _Reader:
+class _LastRead:
     def __init__(self) -> None:
         self.found: list[Race] = []
         self._clocks: dict[str, Clock] = defaultdict(Clock)

@@ -23,7 +23,7 @@ from fullshard.errors import ConfigError
 from fullshard.policy.precision import is_castable
 
 __all__ = [
-    "Found",
+    "NewParameters",
     "allocate",
     "find_parameters",
     "give",
@@ -33,7 +33,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Found:
+class NewParameters:
     """The parameters of a new unit."""
 
     sources: list[Source]  # parameters that no unit has yet
@@ -44,7 +44,7 @@ def find_parameters(
     modules: Sequence[nn.Module],
     ignored: Iterable[nn.Parameter],
     place: Callable[[str, nn.Parameter], tuple[Axes, int | None]],
-) -> Found:
+) -> NewParameters:
     """Find the parameters of `modules` to shard: those not ignored, both new ones and those tied to another unit's.
 
     A tied parameter that another unit has is also set in these modules, so that it stays tied.
@@ -84,7 +84,7 @@ def find_parameters(
             source = new[id(param)]
             if owner not in source.owners:
                 source.owners.append(owner)
-    return Found(list(new.values()), borrowed)
+    return NewParameters(list(new.values()), borrowed)
 
 
 def _check_inner_first(modules: Sequence[nn.Module], module: nn.Module, name: str, unit: Unit) -> None:

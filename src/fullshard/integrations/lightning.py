@@ -52,7 +52,7 @@ __all__ = ["FabricFullShardStrategy", "FullShardStrategy", "ReportCallback"]
 
 
 @dataclass(frozen=True)
-class _Sharding:
+class _LightningSharding:
     """The sharding options of both strategies."""
 
     strategy: Strategy
@@ -108,7 +108,7 @@ class FullShardStrategy(DDPStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**_known(options, process_group_backend, timeout, "precision_plugin"))
-        self._sharding = _Sharding(strategy, auto_wrap_policy, mp_policy, offload_policy)
+        self._sharding = _LightningSharding(strategy, auto_wrap_policy, mp_policy, offload_policy)
         self._given: dict[str, Any] = {}  # the last state dict returned, to detect changes by hooks
 
     # -- setting up ---------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**_known(options, process_group_backend, timeout, "precision"))
-        self._sharding = _Sharding(strategy, auto_wrap_policy, mp_policy, offload_policy)
+        self._sharding = _LightningSharding(strategy, auto_wrap_policy, mp_policy, offload_policy)
         self._backward_sync_control = cast(Any, _NoSync())  # private: for fabric.no_backward_sync
 
     def setup_module(self, module: nn.Module) -> Any:

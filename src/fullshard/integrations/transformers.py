@@ -55,7 +55,7 @@ __all__ = ["TESTED_TRANSFORMERS", "ReportCallback", "Seq2SeqTrainer", "Trainer",
 _FOLDER = "fullshard"  # in a checkpoint of the Trainer: model, optimizer and scheduler, in our format
 
 
-class _Sharding(transformers.Trainer):
+class _TrainerSharding(transformers.Trainer):
     """The methods of a trainer that differ if its model is sharded."""
 
     accelerator: Any
@@ -186,14 +186,14 @@ class _Sharding(transformers.Trainer):
         return cast(Optimizer, cast(Any, self.optimizer).optimizer)
 
 
-class Trainer(_Sharding):
+class Trainer(_TrainerSharding):
     """transformers' `Trainer`. If `TrainingArguments` or `accelerate launch` sets `fsdp`, this engine shards the model.
 
     Arguments and methods are those of transformers.
     """
 
 
-class Seq2SeqTrainer(_Sharding, transformers.Seq2SeqTrainer):
+class Seq2SeqTrainer(_TrainerSharding, transformers.Seq2SeqTrainer):
     """transformers' `Seq2SeqTrainer`, changed like `Trainer`."""
 
 
@@ -231,7 +231,7 @@ def enable() -> None:
     Raises:
         StateError: A class was derived from transformers' own trainer before.
     """
-    own = (transformers.trainer_seq2seq.Seq2SeqTrainer, Seq2SeqTrainer, _Sharding)
+    own = (transformers.trainer_seq2seq.Seq2SeqTrainer, Seq2SeqTrainer, _TrainerSharding)
     early = [cls for cls in transformers.trainer.Trainer.__subclasses__() if cls not in own]
     if early and transformers.trainer.Trainer is not Trainer:
         raise StateError(

@@ -23,7 +23,7 @@ from fullshard._compat import outside_of_modes
 from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
 
-__all__ = ["Comparison", "check_elementwise", "check_name", "trials"]
+__all__ = ["StepComparison", "check_elementwise", "check_name", "trials"]
 
 _log = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class Comparison:
+class StepComparison:
     """The first steps of an optimizer on shards, compared with those of a second one of its class on whole tensors."""
 
     optimizer: weakref.ref[Optimizer]

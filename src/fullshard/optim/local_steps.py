@@ -39,7 +39,7 @@ from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.optim.defer import can_defer, defer
-from fullshard.optim.elementwise import Comparison, check_elementwise, check_name, trials
+from fullshard.optim.elementwise import StepComparison, check_elementwise, check_name, trials
 from fullshard.optim.outside import check_modules, note_outside
 from fullshard.optim.rebinding import point_to_shards
 from fullshard.optim.same_order import check_same_order
@@ -61,7 +61,7 @@ _ELEMENTWISE = frozenset(
 )
 _LIBRARIES_WITH_KERNELS = {"bitsandbytes", "torchao"}
 _stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have shards at the moment
-_comparisons: weakref.WeakKeyDictionary[Optimizer, Comparison] = weakref.WeakKeyDictionary()
+_comparisons: weakref.WeakKeyDictionary[Optimizer, StepComparison] = weakref.WeakKeyDictionary()
 _MARK = "_fullshard_steps_shards"
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -177,7 +177,7 @@ def step_shards(optimizer: OptimizerT, *, verify: bool = False) -> OptimizerT:
     if not hasattr(optimizer.step, _MARK):
         _replace_step(optimizer)
     if verify:
-        _comparisons[optimizer] = Comparison(weakref.ref(optimizer))
+        _comparisons[optimizer] = StepComparison(weakref.ref(optimizer))
     return optimizer
 
 

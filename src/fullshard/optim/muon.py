@@ -537,18 +537,18 @@ class Team:
         costs, nbytes = [matrix.cost for matrix in matrices], [matrix.nbytes for matrix in matrices]
         work = divide(costs, nbytes, self.size, BATCH_NBYTES, self._resident(matrices))
         batches = [
-            Batch(self, [[matrices[i] for i in its] for its in by_owner], number % 2, which, note)
+            MatrixBatch(self, [[matrices[i] for i in its] for its in by_owner], number % 2, which, note)
             for number, by_owner in enumerate(work)
         ]
-        passing_on = [Batch.take_back] * (len(self.transports) - 1)
-        stages = [Batch.collect, Batch.orthogonalise, *passing_on, Batch.finish]
+        passing_on = [MatrixBatch.take_back] * (len(self.transports) - 1)
+        stages = [MatrixBatch.collect, MatrixBatch.orthogonalise, *passing_on, MatrixBatch.finish]
         for tick in range(len(batches) + len(stages) - 1):
             for lag, stage in enumerate(stages):
                 if 0 <= tick - lag < len(batches):
                     stage(batches[tick - lag])
 
 
-class Batch:
+class MatrixBatch:
     """Some matrices that are sent to their owners and back. See [Note: how matrices are exchanged].
 
     Args:

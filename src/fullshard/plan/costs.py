@@ -23,7 +23,7 @@ from functools import lru_cache
 from math import ceil, log2
 from types import MappingProxyType
 
-from fullshard.plan.hardware import Attention, Hardware, Link
+from fullshard.plan.hardware import AttentionRates, Hardware, Link
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation
 
 __all__ = ["Costs", "costs_of"]
@@ -73,7 +73,7 @@ class Costs:
         memory_bytes_per_s: The bandwidth of memory-bound kernels.
         launch_s: The time between two kernels of a stream.
         multiprocessors: that tiles of products are spread over; 0 if they are not cut.
-        attention: see `Attention`, of `peak_by_dtype`; as other products, if None.
+        attention: see `AttentionRates`, of `peak_by_dtype`; as other products, if None.
         peak_by_dtype: the peak rates.
         latency_s: The latency of a collective under the protocol Simple, before its first step.
         ranks_per_host: ranks are numbered host by host.
@@ -95,7 +95,7 @@ class Costs:
     memory_bytes_per_s: float = 0.8 * 3.35e12
     launch_s: float = 2e-6
     multiprocessors: int = 0
-    attention: Attention | None = None
+    attention: AttentionRates | None = None
     peak_by_dtype: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     latency_s: float = 20e-6
     ranks_per_host: int = 8

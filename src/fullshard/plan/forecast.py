@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "Comparison",
     "Forecast",
+    "ForecastComparison",
     "Forecasting",
     "Measured",
     "Row",
@@ -260,14 +260,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ForecastComparison:
     """Predicted and measured numbers, with an explanation of their differences."""
 
     rows: tuple[Row, ...]
     causes: tuple[str, ...]
 
 
-def compare(forecast: Forecast, measured: Measured) -> Comparison:
+def compare(forecast: Forecast, measured: Measured) -> ForecastComparison:
     """Compare `forecast` with `measured`. Differences in memory or step time above 10 % have a cause."""
     rows = [
         Row(f"  {state}", "B", nbytes, measured.by_state[state])
@@ -284,7 +284,7 @@ def compare(forecast: Forecast, measured: Measured) -> Comparison:
         ):
             if expected and found is not None:
                 rows.append(Row(name, "s", expected, found))
-    return Comparison(tuple(rows), tuple(_causes(forecast, measured, rows)))
+    return ForecastComparison(tuple(rows), tuple(_causes(forecast, measured, rows)))
 
 
 def _causes(forecast: Forecast, measured: Measured, rows: list[Row]) -> list[str]:
@@ -327,7 +327,7 @@ def _causes(forecast: Forecast, measured: Measured, rows: list[Row]) -> list[str
     return [*causes, f"A step is {step.difference:.0%} longer. {stated[0].upper()}{stated[1:]}."]
 
 
-def comparison_table(comparison: Comparison) -> Table:
+def comparison_table(comparison: ForecastComparison) -> Table:
     """Return the numbers as a `rich` table."""
     from rich.table import Table  # late: importing this library does not require rich
 

@@ -29,7 +29,7 @@ from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 
 __all__ = [
     "HERE",
-    "Attention",
+    "AttentionRates",
     "Fitted",
     "Hardware",
     "Link",
@@ -64,7 +64,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionRates:
     """The shares of the peak rate that attention kernels reach, counting the FLOPs that they do."""
 
     forward: float
@@ -131,7 +131,7 @@ class Hardware:
     host_memory_bytes_per_s: float = 160e9
     multiprocessors: int = 0
     collective_multiprocessors: int = 0
-    attention: Attention | None = None
+    attention: AttentionRates | None = None
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def with_hosts_of(self, ranks: int) -> Hardware:
@@ -140,7 +140,7 @@ class Hardware:
 
 
 _MACHINES = files("fullshard.plan") / "machines"
-_PARTS = {"link": Link, "network": Link, "fitted": Fitted, "attention": Attention}
+_PARTS = {"link": Link, "network": Link, "fitted": Fitted, "attention": AttentionRates}
 
 
 def known_hardware() -> list[str]:

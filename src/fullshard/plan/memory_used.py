@@ -9,14 +9,14 @@ import torch
 
 from fullshard.device.host_memory import bytes_by_name, host_room
 
-__all__ = ["Memory", "PeakMemory", "memory_for_a_rank", "process_bytes"]
+__all__ = ["PeakBytes", "PeakMemory", "memory_for_a_rank", "process_bytes"]
 
 _PROCESS = Path("/proc/self")
 _RESET_PEAK = "5"  # see proc(5), clear_refs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class PeakBytes:
     """Peak bytes of one rank. None if this machine does not report them."""
 
     process: int | None  # above the memory at the start
@@ -46,11 +46,11 @@ class PeakMemory:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def peak(self) -> Memory:
+    def peak(self) -> PeakBytes:
         """Return the peak since the last `reset`."""
         peak = process_bytes(at_peak=True)
         on_gpu = self._device.type == "cuda"
-        return Memory(
+        return PeakBytes(
             process=None if peak is None or self._start is None else max(0, peak - self._start),
             allocated=torch.cuda.max_memory_allocated(self._device) if on_gpu else None,
             reserved=torch.cuda.max_memory_reserved(self._device) if on_gpu else None,

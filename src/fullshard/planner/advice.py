@@ -10,14 +10,14 @@ from torch import nn
 
 from fullshard.planner.candidates import PRECISIONS, Cluster, Program, units_of
 from fullshard.planner.shorten import block_lists
-from fullshard.planner.sketch import Figures
+from fullshard.planner.sketch import SketchFigures
 from fullshard.planner.subject import Subject
 
 __all__ = ["python_lines", "train_flags", "trainer_arguments"]
 
 
 def python_lines(
-    subject: Subject, program: Program, figures: Figures, cluster: Cluster, max_norm: float | None = 1.0
+    subject: Subject, program: Program, figures: SketchFigures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> list[str]:
     """Return the lines of a script from the model to the optimizer, and a step: a loop over microbatches with clipping.
 
@@ -75,7 +75,7 @@ def python_lines(
 
 
 def train_flags(
-    subject: Subject, program: Program, figures: Figures, cluster: Cluster, max_norm: float | None = 1.0
+    subject: Subject, program: Program, figures: SketchFigures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> str | None:
     """Return the command of the trainer; None if it lacks an option, or the model is not the trainer's."""
     known = program.strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2")
@@ -109,7 +109,7 @@ def train_flags(
 
 
 def trainer_arguments(
-    subject: Subject, program: Program, figures: Figures, cluster: Cluster, max_norm: float | None = 1.0
+    subject: Subject, program: Program, figures: SketchFigures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> str | None:
     """Return the arguments of transformers' `TrainingArguments`; None if they lack an option."""
     if not subject.is_transformers or program.strategy in ("own", "hfsdp"):
@@ -227,7 +227,7 @@ def _prefetching(depth: int) -> list[str]:
     ]
 
 
-def _step(program: Program, figures: Figures, max_norm: float | None) -> list[str]:
+def _step(program: Program, figures: SketchFigures, max_norm: float | None) -> list[str]:
     candidate = figures.candidate
     count, rows = candidate.microbatches, f"{candidate.rows} row{'s' * (candidate.rows > 1)} a rank"
     if count == 1:

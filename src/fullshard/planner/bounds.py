@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.planner.candidates import PRECISIONS, Program, checkpointed, units_of
 from fullshard.planner.question import Question
-from fullshard.planner.sketch import Figures, Sketch
+from fullshard.planner.sketch import Sketch, SketchFigures
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Collective
@@ -221,7 +221,7 @@ class Bounds:
     def _least_rows(self, program: Program) -> int:
         return min(rows for rows, _ in self._question.shapes_of(program))
 
-    def _note_busy(self, figures: Figures) -> None:
+    def _note_busy(self, figures: SketchFigures) -> None:
         candidate = figures.candidate
         key, rows = (_like(candidate.program), candidate.rows), candidate.rows * candidate.microbatches
         busy = _Busy(figures.busy_s / rows, figures.blocks_s / rows)

@@ -16,7 +16,7 @@ from fullshard.command_line import check_writable, near_matches, parse
 from fullshard.errors import ConfigError
 from fullshard.plan.forecast import comparison_table
 from fullshard.planner.candidates import STRATEGIES, Program
-from fullshard.planner.found import Found, Plan, largest_rows
+from fullshard.planner.found import FoundProgram, Plan, largest_rows
 from fullshard.planner.page import page
 from fullshard.planner.question import Question
 from fullshard.planner.report import (
@@ -170,7 +170,7 @@ def _report_why(question: Question, strategy: str, path: str | None, log: Any) -
     with Workers(question) as ask:
         made = ask.sketch(ask(question, program))
         figures, usable = made.figures(rows, count), question.cluster.usable_bytes
-        found = Found(made, figures, figures.needed_bytes <= usable, largest_rows(made, usable))
+        found = FoundProgram(made, figures, figures.needed_bytes <= usable, largest_rows(made, usable))
         others = [] if found.fits else nearest(question, program, ask)
     lines = [*why(question, found), *nearest_lines(question, found, others)]
     log(*lines)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from fullshard.planner.candidates import Cluster
 from fullshard.planner.question import Question
-from fullshard.planner.sketch import Figures, Sketch
+from fullshard.planner.sketch import Sketch, SketchFigures
 
-__all__ = ["IDENTICAL", "Found", "Plan", "answer", "host_fits", "largest_rows"]
+__all__ = ["IDENTICAL", "FoundProgram", "Plan", "answer", "host_fits", "largest_rows"]
 
 IDENTICAL = 1.005
 """Times with a smaller ratio count as equal."""
@@ -17,11 +17,11 @@ _PLENTY = 0.5
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundProgram:
     """A program with its fastest candidate that fits, or else the candidate that needs least memory."""
 
     sketch: Sketch
-    figures: Figures
+    figures: SketchFigures
     fits: bool
     largest: int  # maximum rows per microbatch that fit, for any global batch
 
@@ -34,16 +34,16 @@ class Plan:
     """
 
     question: Question
-    found: list[Found] = field(default_factory=list)
+    found: list[FoundProgram] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
 
     @property
-    def fitting(self) -> list[Found]:
+    def fitting(self) -> list[FoundProgram]:
         """The programs that fit, the fastest first."""
         return sorted((item for item in self.found if item.fits), key=lambda item: item.figures.seconds_a_row)
 
     @property
-    def best(self) -> Found | None:
+    def best(self) -> FoundProgram | None:
         """The fastest program that fits.
 
         If memory is short, it is the one that needs least among those whose predicted times are practically equal.
@@ -57,7 +57,7 @@ class Plan:
         return min(identical, key=lambda item: item.figures.needed_bytes)
 
     @property
-    def runner_up(self) -> Found | None:
+    def runner_up(self) -> FoundProgram | None:
         """The fastest program whose strategy or checkpointing differs from the best one's."""
         best = self.best
         if best is None:
@@ -76,7 +76,7 @@ class Plan:
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
 
 
-def answer(question: Question, made: Sketch) -> Found | None:
+def answer(question: Question, made: Sketch) -> FoundProgram | None:
     """Return the best candidate of a program; None if it is unpredictable, or needs no disk but is meant to use it."""
     usable = question.cluster.usable_bytes
     if made.program.disk:
@@ -90,10 +90,10 @@ def answer(question: Question, made: Sketch) -> Found | None:
         chosen = min(fitting, key=lambda item: item.seconds_a_row)
     else:
         chosen = made.figures(*min(shapes, key=lambda shape: made.needed_bytes(shape[0])))
-    return Found(made, chosen, bool(fitting), largest_rows(made, usable))
+    return FoundProgram(made, chosen, bool(fitting), largest_rows(made, usable))
 
 
-def _answer_on_disk(question: Question, made: Sketch) -> Found | None:
+def _answer_on_disk(question: Question, made: Sketch) -> FoundProgram | None:
     """Return the fastest candidate with the smallest fraction on disk that fits; if none fits, with all on disk."""
     usable = question.cluster.usable_bytes
     shapes = [shape for shape in question.shapes_of(made.program) if made.can_report(shape[0])]
@@ -111,10 +111,10 @@ def _answer_on_disk(question: Question, made: Sketch) -> Found | None:
         part, figures = min(fitting, key=lambda item: item[1].seconds_a_row)
     else:
         part, figures = made, made.figures(*min(shapes))
-    return Found(part, figures, bool(fitting), largest_rows(part, usable))
+    return FoundProgram(part, figures, bool(fitting), largest_rows(part, usable))
 
 
-def host_fits(cluster: Cluster, figures: Figures, share: float = 1.0) -> bool:
+def host_fits(cluster: Cluster, figures: SketchFigures, share: float = 1.0) -> bool:
     """Return True if the offloaded states of all ranks of a host, or `share` of them, fit into its memory."""
     if cluster.hardware.kind == "cpu":
         return True

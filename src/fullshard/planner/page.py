@@ -10,11 +10,11 @@ import numpy as np
 
 from fullshard.plan.memory import State, memory_curve
 from fullshard.plan.timeline import Placed, lay_out
-from fullshard.planner.found import Found, Plan
-from fullshard.planner.report import WhatIf, columns, head, paste, row, stated
+from fullshard.planner.found import FoundProgram, Plan
+from fullshard.planner.report import ChangedMachine, columns, head, paste, row, stated
 from fullshard.report import shown
 from fullshard.report.frame import framed, stamped
-from fullshard.report.run import Memory, Span
+from fullshard.report.run import Span, StepMemory
 from fullshard.tape.recorder import Phase
 from fullshard.tape.tape import Tape
 
@@ -32,7 +32,7 @@ _OF_STREAM = {"gather": "gather", "reduce": "reduce", "replicate": "reduce", "of
 _GAP = 2e-3  # of a step: shorter gaps between work of the same unit and phase are merged
 
 
-def page(plan: Plan, changes: Sequence[WhatIf] = ()) -> str:
+def page(plan: Plan, changes: Sequence[ChangedMachine] = ()) -> str:
     """Return the page of a plan with a program that fits: one self-contained HTML file.
 
     It shows the step of the longest simulated model, which has only a few blocks if it has lists of identical blocks.
@@ -59,7 +59,7 @@ def page(plan: Plan, changes: Sequence[WhatIf] = ()) -> str:
     return framed("plan.html", {**known, **drawn, **stamped()}, drawn)
 
 
-def _shown(best: Found) -> str:
+def _shown(best: FoundProgram) -> str:
     if not best.sketch.whole:
         return "The whole model."
     longest = max(best.sketch.tapes, key=lambda tape: len(tape.one))
@@ -86,11 +86,11 @@ def _spans(placed: Sequence[Placed], end: float) -> Iterator[Span]:
     yield from last.values()
 
 
-def _memory(tape: Tape, placed: Sequence[Placed], begun: int) -> Memory:
+def _memory(tape: Tape, placed: Sequence[Placed], begun: int) -> StepMemory:
     """Return the bytes by state from the index `begun` of the trace."""
     curve = [(place, held) for place, held in memory_curve(tape) if place >= begun]
     total = [sum(held.values()) for _, held in curve]
-    return Memory(
+    return StepMemory(
         rank=0,
         at_s=np.array(_moments(tape, placed, [place for place, _ in curve], begun)),
         labels=tuple(_label(tape, place) for place, _ in curve),

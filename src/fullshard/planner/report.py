@@ -16,15 +16,15 @@ from fullshard.errors import ConfigError
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.bounds import states_bytes
 from fullshard.planner.candidates import Candidate, Program
-from fullshard.planner.found import IDENTICAL, Found, Plan
+from fullshard.planner.found import IDENTICAL, FoundProgram, Plan
 from fullshard.planner.question import Question
-from fullshard.planner.sketch import Figures
+from fullshard.planner.sketch import SketchFigures
 from fullshard.planner.workers import Workers
 from fullshard.versions import versions
 
 __all__ = [
     "WIDTH",
-    "WhatIf",
+    "ChangedMachine",
     "as_dict",
     "columns",
     "head",
@@ -93,7 +93,7 @@ def columns(plan: Plan) -> list[str]:
     return [*reported, "exposed", "limited by", "most rows"]
 
 
-def row(plan: Plan, found: Found) -> list[str]:
+def row(plan: Plan, found: FoundProgram) -> list[str]:
     """Return one row of the table, with the columns of `columns`."""
     usable = plan.question.cluster.usable_bytes
     program, figures = found.sketch.program, found.figures
@@ -148,11 +148,11 @@ def paste(plan: Plan) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class WhatIf:
+class ChangedMachine:
     """The result for a changed machine. `figures` is None if none of the considered programs fits there."""
 
     change: str
-    figures: Figures | None
+    figures: SketchFigures | None
     of_best: float  # throughput relative to the plan
     why_none: str = "none of the above fits."
 
@@ -167,7 +167,7 @@ class WhatIf:
         )
 
 
-def what_ifs(plan: Plan, ask: Workers) -> list[WhatIf]:
+def what_ifs(plan: Plan, ask: Workers) -> list[ChangedMachine]:
     """Return results with half the network (or link, within a host), by the same traces, and with twice the hosts."""
     best, question = plan.best, plan.question
     if best is None:
@@ -181,14 +181,14 @@ def what_ifs(plan: Plan, ask: Workers) -> list[WhatIf]:
         slower = replace(hardware, link=replace(hardware.link, bytes_per_s=hardware.link.bytes_per_s / 2))
         change = "Half the link between ranks"
     figures = _fastest([(item.sketch.on(slower), question) for item in plan.found if item.fits])
-    slower_link = WhatIf(change, figures, _gain(best.figures, figures, 1))
+    slower_link = ChangedMachine(change, figures, _gain(best.figures, figures, 1))
     try:
         twice, program = _twice(plan)
         made = ask.sketch(ask(twice, program))
     except ConfigError as error:
-        return [slower_link, WhatIf("Twice the hosts", None, 0.0, str(error))]
+        return [slower_link, ChangedMachine("Twice the hosts", None, 0.0, str(error))]
     figures = _fastest([(made, twice)])
-    return [slower_link, WhatIf("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2))]
+    return [slower_link, ChangedMachine("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2))]
 
 
 def predict_load(plan: Plan, ask: Workers) -> None:
@@ -213,7 +213,7 @@ def _twice(plan: Plan) -> tuple[Question, Program]:
     return twice, program
 
 
-def _fastest(sketches: Sequence[tuple[Any, Question]]) -> Figures | None:
+def _fastest(sketches: Sequence[tuple[Any, Question]]) -> SketchFigures | None:
     usable = sketches[0][1].cluster.usable_bytes if sketches else 0.0
     fitting = [
         made.figures(rows, count)
@@ -224,11 +224,11 @@ def _fastest(sketches: Sequence[tuple[Any, Question]]) -> Figures | None:
     return min(fitting, key=lambda item: item.seconds_a_row, default=None)
 
 
-def _gain(best: Figures, other: Figures | None, times: int) -> float:
+def _gain(best: SketchFigures, other: SketchFigures | None, times: int) -> float:
     return 0.0 if other is None else times * best.seconds_a_row / other.seconds_a_row
 
 
-def why(question: Question, found: Found) -> list[str]:
+def why(question: Question, found: FoundProgram) -> list[str]:
     """Return why a program fits or does not: the difference, the unit and phase, the states and the largest tensors."""
     figures, usable = found.figures, question.cluster.usable_bytes
     over = figures.needed_bytes - usable
@@ -257,7 +257,7 @@ def why(question: Question, found: Found) -> list[str]:
     return lines
 
 
-def nearest_lines(question: Question, found: Found, others: Sequence[Found]) -> list[str]:
+def nearest_lines(question: Question, found: FoundProgram, others: Sequence[FoundProgram]) -> list[str]:
     """Return a line on the fastest fitting program of the same strategy, or the nearest one, unless it is `found`."""
     fitting = [other for other in others if other.fits]
     best = min(fitting, key=lambda item: item.figures.seconds_a_row, default=None) or next(iter(others), found)
@@ -270,7 +270,7 @@ def nearest_lines(question: Question, found: Found, others: Sequence[Found]) -> 
     return [f"Closest to fitting: {best.sketch.program}, rows {rows}: {_gb(figures.needed_bytes)} needed, {verdict}."]
 
 
-def as_dict(plan: Plan, changes: Sequence[WhatIf] = ()) -> dict[str, Any]:
+def as_dict(plan: Plan, changes: Sequence[ChangedMachine] = ()) -> dict[str, Any]:
     """Return the whole plan for JSON."""
     cluster, best, second = plan.question.cluster, plan.best, plan.runner_up
     return {
@@ -300,7 +300,7 @@ def as_dict(plan: Plan, changes: Sequence[WhatIf] = ()) -> dict[str, Any]:
     }
 
 
-def _found_dict(plan: Plan, found: Found) -> dict[str, Any]:
+def _found_dict(plan: Plan, found: FoundProgram) -> dict[str, Any]:
     figures, subject = found.figures, plan.question.subject
     rows = figures.candidate.rows * figures.candidate.microbatches * plan.question.cluster.world
     return {
@@ -321,7 +321,7 @@ def _found_dict(plan: Plan, found: Found) -> dict[str, Any]:
     }
 
 
-def _candidate_dict(figures: Figures | None) -> dict[str, Any]:
+def _candidate_dict(figures: SketchFigures | None) -> dict[str, Any]:
     if figures is None:
         return {"step_s": None}
     candidate: Candidate = figures.candidate
@@ -336,7 +336,7 @@ def _candidate_dict(figures: Figures | None) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------- sentences
 
 
-def _named(found: Found) -> str:
+def _named(found: FoundProgram) -> str:
     figures, program = found.figures, found.sketch.program
     count = figures.candidate
     kept = {
@@ -356,7 +356,7 @@ def _named(found: Found) -> str:
     return f"{program.strategy} {kept}{more}, {each}"
 
 
-def _reason(best: Found, plan: Plan) -> str:
+def _reason(best: FoundProgram, plan: Plan) -> str:
     figures, usable = best.figures, plan.question.cluster.usable_bytes
     share = figures.limits[figures.limited_by] / figures.step_s
     is_fastest = plan.fitting[0] is best
@@ -369,7 +369,7 @@ def _reason(best: Found, plan: Plan) -> str:
     )
 
 
-def _on_cpu(best: Found, plan: Plan) -> str:
+def _on_cpu(best: FoundProgram, plan: Plan) -> str:
     """Return a sentence about the states that a host holds and updates, and its assumed rate."""
     cluster = plan.question.cluster
     machine = cluster.hardware
@@ -381,7 +381,7 @@ def _on_cpu(best: Found, plan: Plan) -> str:
     )
 
 
-def _on_disk(best: Found, plan: Plan) -> str:
+def _on_disk(best: FoundProgram, plan: Plan) -> str:
     """Return a sentence about the traffic of each host's disk, and its assumed speed."""
     cluster = plan.question.cluster
     nbytes = best.sketch.disk_bytes * cluster.per_host
@@ -393,7 +393,7 @@ def _on_disk(best: Found, plan: Plan) -> str:
     )
 
 
-def _behind(best: Found, second: Found) -> str:
+def _behind(best: FoundProgram, second: FoundProgram) -> str:
     slower = second.figures.seconds_a_row / best.figures.seconds_a_row - 1
     rows = best.figures.candidate.rows * best.figures.candidate.microbatches
     others = second.figures.candidate.rows * second.figures.candidate.microbatches

@@ -11,9 +11,9 @@ from typing import Any
 
 from fullshard.planner.bounds import NO_MATTER, Bounds, leanness, states_bytes
 from fullshard.planner.candidates import Program
-from fullshard.planner.found import Found, Plan, answer, host_fits, largest_rows
+from fullshard.planner.found import FoundProgram, Plan, answer, host_fits, largest_rows
 from fullshard.planner.question import Question, with_cpu, with_disk
-from fullshard.planner.sketch import Figures, Sketch
+from fullshard.planner.sketch import Sketch, SketchFigures
 from fullshard.planner.steps import fractions_on_cpu
 from fullshard.planner.workers import Workers
 
@@ -86,7 +86,7 @@ def _searched(
     question: Question,
     wanted: Iterable[Program],
     ask: Workers,
-    known: Sequence[Found] = (),
+    known: Sequence[FoundProgram] = (),
     predict_load: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """Return the plan of the programs in `wanted`. Those in `known` have been simulated already."""
@@ -171,7 +171,7 @@ def _searched_on_cpu(question: Question, wanted: Iterable[Program], ask: Workers
             ask.on_progress(f"{span.made.program.strategy}, some {span.share:.0%} of states on the CPU")
             figures, made = _least_on_cpu(question, ask, span, fractions)
             if host_fits(question.cluster, figures):
-                plan.found.append(Found(made, figures, True, largest_rows(made, question.cluster.usable_bytes)))
+                plan.found.append(FoundProgram(made, figures, True, largest_rows(made, question.cluster.usable_bytes)))
             else:
                 plan.leave_out(_NO_ROOM)
     if no_room := spans.count(None):
@@ -230,7 +230,9 @@ _BY_LINE = 5
 """The number of simulations that use linear interpolation. Later ones use bisection."""
 
 
-def _least_on_cpu(question: Question, ask: Workers, span: _Span, fractions: Sequence[float]) -> tuple[Figures, Sketch]:
+def _least_on_cpu(
+    question: Question, ask: Workers, span: _Span, fractions: Sequence[float]
+) -> tuple[SketchFigures, Sketch]:
     """Simulate the program with the first of `fractions` that fits; with all on the CPU, if no other one fits.
 
     Two are simulated simultaneously: the one that is likely the first, and the one before it as a check.
@@ -300,7 +302,7 @@ def _leanest(question: Question, hosts: int, per_host: int, ask: Workers) -> Pla
     return plan if plan.best is not None else None
 
 
-def nearest(question: Question, program: Program, ask: Workers) -> list[Found]:
+def nearest(question: Question, program: Program, ask: Workers) -> list[FoundProgram]:
     """Simulate `program` and variants with other checkpoints or with reductions after each microbatch.
 
     Those that need least come first. If none of them fits, as much of the optimizer state as needed is put on the CPU,

@@ -30,13 +30,13 @@ from fullshard.planner.tapes import Tapes, with_one_more_row
 from fullshard.state.on_disk import BUFFERS, CHUNK_NBYTES
 from fullshard.tape.tape import Entry, Operation, Tape
 
-__all__ = ["Figures", "Sketch", "sketch"]
+__all__ = ["Sketch", "SketchFigures", "sketch"]
 
 _KNOWN = ("aten.", "prim", "c10d", "_c10d", "fsdp.", "fullshard", "profiler")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class SketchFigures:
     """The predictions for one candidate on one rank.
 
     Args:
@@ -188,7 +188,7 @@ class Sketch:
         shares = (hundredths / 100 for hundredths in range(1, 101))
         return next((share for share in shares if self.with_on_disk(share).needed_bytes(rows) <= usable), None)
 
-    def figures(self, rows: int, microbatches: int) -> Figures:
+    def figures(self, rows: int, microbatches: int) -> SketchFigures:
         """Return the predictions for a candidate.
 
         Args:
@@ -212,7 +212,7 @@ class Sketch:
         times["disk"] = self._disk_s(found["optimizer"])
         times["step"] += times["disk"]
         rate = self.cluster.hardware.flops_per_s[self.dtype]
-        return Figures(
+        return SketchFigures(
             candidate=Candidate(program=self.program, rows=rows, microbatches=microbatches),
             peak_bytes=peak,
             by_state=by_state,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fullshard.report.figures import ENOUGH_STEPS, Figures, amount, milliseconds, percent
+from fullshard.report.figures import ENOUGH_STEPS, RunFigures, amount, milliseconds, percent
 from fullshard.report.rules import RULES, Rule
 from fullshard.report.run import PARTS, Finding, Run
 
@@ -14,7 +14,7 @@ __all__ = ["find_causes", "tier_lines", "verdict"]
 
 def find_causes(run: Run) -> tuple[Finding, ...]:
     """Return the causes of lost time and memory in `run`, the most costly first; none if it is healthy."""
-    figures = Figures(run)
+    figures = RunFigures(run)
     found = ((rule, rule.finding(figures)) for rule in RULES)
     findings = (replace(item, gain_s=_gain(run, rule)) for rule, item in found if item is not None)
     return tuple(sorted(findings, key=lambda finding: -max(finding.lost, finding.of_memory)))
@@ -28,7 +28,7 @@ def _gain(run: Run, rule: Rule) -> float | None:
 
 def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
     """Return the most important fact about `run`: the most costly cause with its number and a change, or its health."""
-    figures = Figures(run)
+    figures = RunFigures(run)
     if run.out_of_memory is not None:
         return _out_of_memory(run, findings)
     if findings:
@@ -78,7 +78,7 @@ _PART_NAMES = {
 }
 
 
-def _room(figures: Figures) -> str:
+def _room(figures: RunFigures) -> str:
     """Return a sentence on the free memory of a rank, if a larger batch could use it."""
     used = figures.used_memory()
     if used is None or not used[1] or used[0] > used[1] / 2:

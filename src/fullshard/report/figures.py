@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fullshard.report.run import PARTS, RankFacts, Run, UnitTimes
 
-__all__ = ["ENOUGH_STEPS", "Figures", "Late", "Waits", "amount", "listed", "milliseconds", "named", "percent"]
+__all__ = ["ENOUGH_STEPS", "Late", "RunFigures", "Waits", "amount", "listed", "milliseconds", "named", "percent"]
 
 Seconds = NDArray[np.float64]
 
@@ -67,7 +67,7 @@ class Waits:
         return sum(reduce for _, reduce in self.by_unit)
 
 
-class Figures:
+class RunFigures:
     """The statistics of a run. Arrays over steps, or over ranks and steps, exclude the first step."""
 
     def __init__(self, run: Run) -> None:

@@ -20,14 +20,14 @@ from fullshard.report.rank_file import lines_in, parsed, rank_files
 from fullshard.report.run import (
     PARTS,
     HostWait,
-    Memory,
     OutOfMemory,
     RankFacts,
     Run,
     Shard,
     Span,
+    StepMemory,
     TensorHeld,
-    Tier,
+    TierBytes,
     UnitTimes,
     WhatIf,
 )
@@ -45,7 +45,7 @@ def is_recorded(folder: Path) -> bool:
 
 
 @dataclass
-class _Rank:
+class _RankLog:
     """The record of one rank."""
 
     start: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class _Rank:
     spans: dict[int, bytes] = field(default_factory=dict)  # unparsed lines
 
     @classmethod
-    def of(cls, path: Path) -> _Rank:
+    def of(cls, path: Path) -> _RankLog:
         rank = cls()
         for line in lines_in(path):
             kind = line.pop("kind")
@@ -83,7 +83,7 @@ def read_run(folder: Path) -> Run:
     Raises:
         ConfigError: No run is recorded there.
     """
-    every = [rank for rank in map(_Rank.of, rank_files(folder)) if rank.start]
+    every = [rank for rank in map(_RankLog.of, rank_files(folder)) if rank.start]
     if not every:
         raise ConfigError(
             f"{folder}: no run was recorded there. fullshard train records its runs. In your own training loop, call "
@@ -131,7 +131,7 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def _elsewhere(ranks: Sequence[_Rank]) -> dict[str, str]:
+def _elsewhere(ranks: Sequence[_RankLog]) -> dict[str, str]:
     """Return what is offloaded, and the bytes that disks hold and move per step, summed over all ranks."""
     found = {"offload": "; ".join(ranks[0].model.get("offload", ()))}
     disks: dict[str, list[list[float]]] = {}
@@ -152,7 +152,7 @@ def _elsewhere(ranks: Sequence[_Rank]) -> dict[str, str]:
 _TIERS = {"device": "device", "cpu": "CPU", "disk": "disk"}
 
 
-def _tiers(rank: _Rank) -> tuple[Tier, ...]:
+def _tiers(rank: _RankLog) -> tuple[TierBytes, ...]:
     """Return the bytes of this rank in each tier and those moved per step; none without offloading."""
     moved: dict[str, list[dict[str, float]]] = {}
     for place, state, *each in sorted(
@@ -169,24 +169,24 @@ def _tiers(rank: _Rank) -> tuple[Tier, ...]:
     if kept:
         held["device"]["activations"] = max(kept)
     return tuple(
-        Tier(name=name, at_rest=held[tier], comes=moved.get(tier, [{}, {}])[0], goes=moved.get(tier, [{}, {}])[1])
+        TierBytes(name=name, at_rest=held[tier], comes=moved.get(tier, [{}, {}])[0], goes=moved.get(tier, [{}, {}])[1])
         for tier, name in _TIERS.items()
         if tier == "device" or held[tier] or tier in moved
     )
 
 
-def _number(rank: _Rank) -> int:
+def _number(rank: _RankLog) -> int:
     return int(rank.start["rank"]["rank"])
 
 
-def _steps(ranks: Sequence[_Rank]) -> list[int]:
+def _steps(ranks: Sequence[_RankLog]) -> list[int]:
     """Return the numbers of the steps that any rank has recorded, without untimed ones if there are others."""
     numbers = sorted({number for rank in ranks for number in rank.steps})
     untimed = {number for rank in ranks for number in rank.untimed}
     return [number for number in numbers if number not in untimed] or numbers
 
 
-def _table(ranks: Sequence[_Rank], steps: Sequence[int]) -> NDArray[np.float64]:
+def _table(ranks: Sequence[_RankLog], steps: Sequence[int]) -> NDArray[np.float64]:
     """Return the numbers of each rank and step: the parts, then busy and starved seconds, bytes held, and work.
 
     Missing steps are NaN. The shape is (ranks, steps, numbers).
@@ -208,7 +208,7 @@ def _most(table: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(np.isinf(most), np.nan, most)
 
 
-def _shown_step(ranks: Sequence[_Rank], steps: Sequence[int], step_s: NDArray[np.float64]) -> int:
+def _shown_step(ranks: Sequence[_RankLog], steps: Sequence[int], step_s: NDArray[np.float64]) -> int:
     """Return the step closest to the usual duration among those whose spans all ranks (or else some) have."""
     if not steps:
         return 0
@@ -238,7 +238,7 @@ def _spans(line: bytes) -> list[Span]:
     ]
 
 
-def _units(ranks: Sequence[_Rank]) -> tuple[UnitTimes, ...]:
+def _units(ranks: Sequence[_RankLog]) -> tuple[UnitTimes, ...]:
     """Return the means over ranks and steps."""
     known = ranks[0].model.get("units", ())
     sums: defaultdict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(UnitCounts.names())))
@@ -255,12 +255,12 @@ def _units(ranks: Sequence[_Rank]) -> tuple[UnitTimes, ...]:
     return tuple(found)
 
 
-def _reached(rank: _Rank) -> float:
+def _reached(rank: _RankLog) -> float:
     """Return the best bandwidth of all all-gathers of this rank in GB/s; 0 if there were none."""
     return float(rank.units.get("best_bytes_per_s", 0.0)) / 1e9
 
 
-def _host_waits(ranks: Sequence[_Rank]) -> tuple[HostWait, ...]:
+def _host_waits(ranks: Sequence[_RankLog]) -> tuple[HostWait, ...]:
     counted = max(1, sum(rank.units.get("steps", 0) for rank in ranks))
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for rank in ranks:
@@ -276,7 +276,7 @@ def _host_waits(ranks: Sequence[_Rank]) -> tuple[HostWait, ...]:
     return tuple(sorted(found, key=lambda item: -item.waited_s))
 
 
-def _memory(rank: _Rank, step_s: NDArray[np.float64]) -> Memory | None:
+def _memory(rank: _RankLog, step_s: NDArray[np.float64]) -> StepMemory | None:
     line = rank.memory
     if not line:
         return None
@@ -286,7 +286,7 @@ def _memory(rank: _Rank, step_s: NDArray[np.float64]) -> Memory | None:
         at *= usual / at[-1]
     sums = np.array(list(line["by_state"].values()))
     held = max((step["h"] for step in rank.steps.values()), default=0)
-    return Memory(
+    return StepMemory(
         rank=_number(rank),
         at_s=at,
         labels=tuple(line["labels"]),
@@ -319,7 +319,7 @@ def _shard(line: Mapping[str, Any]) -> Shard:
     )
 
 
-def _training(ranks: Sequence[_Rank], steps: Sequence[int]) -> dict[str, NDArray[np.float64]]:
+def _training(ranks: Sequence[_RankLog], steps: Sequence[int]) -> dict[str, NDArray[np.float64]]:
     """Return what loops have logged by step: the mean over the ranks that have logged it."""
     names = dict.fromkeys(name for rank in ranks for reported in rank.reported.values() for name in reported)
     found = {}

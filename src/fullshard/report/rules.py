@@ -1,6 +1,6 @@
 """The rules that detect causes. Each is a function that inspects the statistics of a run and returns a finding or None.
 
-To add one, write a function of `Figures` and its threshold, and insert it according to the table of docs/report.md.
+To add one, write a function of `RunFigures` and its threshold, and insert it according to the table of docs/report.md.
 Add a run with the fault to `tests/faulty_runs.py`. A threshold is so high that no healthy run reaches it, and the
 message contains the number that was compared.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.report.figures import Figures, Late, amount, listed, milliseconds, named, percent
+from fullshard.report.figures import Late, RunFigures, amount, listed, milliseconds, named, percent
 from fullshard.report.run import Finding, UnitTimes
 
 __all__ = ["RULES", "Rule"]
@@ -37,9 +37,9 @@ class Rule:
     why: str
     of_time: bool
     helps: tuple[str, ...]
-    find: Callable[[Figures, Rule], Finding | None]
+    find: Callable[[RunFigures, Rule], Finding | None]
 
-    def finding(self, figures: Figures) -> Finding | None:
+    def finding(self, figures: RunFigures) -> Finding | None:
         """Return the finding of the rule in a run, or None."""
         if self.of_time and not figures.reports_time:
             return None
@@ -56,7 +56,7 @@ Series = NDArray[np.float64]
 RULES: list[Rule] = []
 """All rules, in the order of the table in docs/report.md."""
 
-Found = Callable[[Figures, Rule], Finding | None]
+Found = Callable[[RunFigures, Rule], Finding | None]
 
 
 def rule(
@@ -75,7 +75,7 @@ def rule(
 
 
 @rule("slow input", least=0.10, why="a loader with workers returns a batch in under 1 % of a step")
-def slow_input(figures: Figures, rule: Rule) -> Finding | None:
+def slow_input(figures: RunFigures, rule: Rule) -> Finding | None:
     seconds = figures.of("input")
     each = figures.of_most_ranks(seconds)
     if figures.steady(each) >= rule.least:
@@ -91,7 +91,7 @@ def slow_input(figures: Figures, rule: Rule) -> Finding | None:
 
 
 @rule("unequal work", least=0.10, why="lengths in a bucket differ by a few per cent; 10 % is worth sorting")
-def unequal_work(figures: Figures, rule: Rule) -> Finding | None:
+def unequal_work(figures: RunFigures, rule: Rule) -> Finding | None:
     work = figures.later(figures.run.work)
     if work is None or len(work) < 2 or (work <= 0).any():
         return None
@@ -109,13 +109,13 @@ def unequal_work(figures: Figures, rule: Rule) -> Finding | None:
     return rule.found(stated, "Give all ranks the same number of tokens: sort rows by length, or pack them.", lost=lost)
 
 
-def _has_more_to_do(figures: Figures, place: int) -> bool:
+def _has_more_to_do(figures: RunFigures, place: int) -> bool:
     """Return whether a rank has more work than the others, so that it is expected to take longer."""
     work = figures.later(figures.run.work)
     return work is not None and bool(work[place].mean() > 1.02 * np.median(np.delete(work.mean(1), place)))
 
 
-def _slow_host(figures: Figures, least: float) -> tuple[str, Late] | None:
+def _slow_host(figures: RunFigures, least: float) -> tuple[str, Late] | None:
     """Return the host whose ranks all take longer than the fastest rank of another host."""
     hosts = figures.hosts()
     late = figures.late(np.stack([figures.computes[list(places)].min(0) for places in hosts.values()]), least)
@@ -125,7 +125,7 @@ def _slow_host(figures: Figures, least: float) -> tuple[str, Late] | None:
 
 
 @rule("slow host", least=0.10, why="clocks of equal machines differ by 1 to 3 %, those of a faulty one by 10 % or more")
-def slow_host(figures: Figures, rule: Rule) -> Finding | None:
+def slow_host(figures: RunFigures, rule: Rule) -> Finding | None:
     found = _slow_host(figures, rule.least)
     if found is None:
         return None
@@ -143,7 +143,7 @@ def slow_host(figures: Figures, rule: Rule) -> Finding | None:
     least=0.10,
     why=("clocks of equal devices differ by 1 to 3 %, those of a throttled one by 10 % or more"),
 )
-def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
+def throttled_rank(figures: RunFigures, rule: Rule) -> Finding | None:
     late, host = figures.late(figures.computes, rule.least), _slow_host(figures, rule.least)
     if late is None or _has_more_to_do(figures, late.latest):
         return None
@@ -166,7 +166,7 @@ def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
     least=0.10,
     why=("a program on dedicated cores waits for one during less than 1 % of its time"),
 )
-def oversubscribed_cores(figures: Figures, rule: Rule) -> Finding | None:
+def oversubscribed_cores(figures: RunFigures, rule: Rule) -> Finding | None:
     if figures.starved is None:
         return None
     each = figures.of_most_ranks(figures.starved)
@@ -199,16 +199,16 @@ _FEW_MOVING = 1 / 3  # maximum share of transfer in the time of a small message;
 _NO_SMALL_NBYTES = 1_000_000  # takes 20 us at 50 GB/s, as long as the start of a collective
 
 
-def _waits_for_transport(figures: Figures) -> bool:
+def _waits_for_transport(figures: RunFigures) -> bool:
     return figures.waits.steady >= EXPOSED and bool(figures.run.units)
 
 
-def _is_one_unit(figures: Figures) -> bool:
+def _is_one_unit(figures: RunFigures) -> bool:
     sizes = [unit.nbytes for unit in figures.run.units]
     return max(sizes) >= 0.9 * sum(sizes)
 
 
-def _has_small_messages(figures: Figures) -> bool:
+def _has_small_messages(figures: RunFigures) -> bool:
     """Return whether collectives consist mostly of fixed cost."""
     run, count = figures.run, figures.collectives
     if not count or figures.moved_bytes / count >= _NO_SMALL_NBYTES or len(run.units) < 4:
@@ -219,14 +219,14 @@ def _has_small_messages(figures: Figures) -> bool:
     return figures.moved_bytes / gives / 1e9 < _FEW_MOVING * figures.waited_s
 
 
-def _never_prefetches(figures: Figures) -> bool:
+def _never_prefetches(figures: RunFigures) -> bool:
     gathering = [unit for unit in figures.run.units if unit.gathers]
     ahead, gathers = sum(item.gathers_ahead for item in gathering), sum(item.gathers for item in gathering)
     return len(gathering) > 1 and ahead < 0.05 * gathers  # False for unknown values (NaN)
 
 
 @rule("one unit for all", least=EXPOSED, why="nothing hides a transfer while no other unit computes")
-def one_unit(figures: Figures, rule: Rule) -> Finding | None:
+def one_unit(figures: RunFigures, rule: Rule) -> Finding | None:
     if not (_waits_for_transport(figures) and _is_one_unit(figures)):
         return None
     lost = figures.waits.usual
@@ -244,7 +244,7 @@ def one_unit(figures: Figures, rule: Rule) -> Finding | None:
     least=EXPOSED / 2,
     why=f"for one unit of {_SPREAD:g} times the median size or more that hides less of its time than other units",
 )
-def unit_too_large(figures: Figures, rule: Rule) -> Finding | None:
+def unit_too_large(figures: RunFigures, rule: Rule) -> Finding | None:
     units = figures.run.units
     if not _waits_for_transport(figures) or _is_one_unit(figures) or len(units) < 4:
         return None
@@ -272,7 +272,7 @@ def _exposed_part(units: list[UnitTimes]) -> float:
     least=EXPOSED,
     why=f"where data moves for less than {percent(_FEW_MOVING)} of a collective's time, the rest is start-up time",
 )
-def units_too_small(figures: Figures, rule: Rule) -> Finding | None:
+def units_too_small(figures: RunFigures, rule: Rule) -> Finding | None:
     if not _waits_for_transport(figures) or not _has_small_messages(figures):
         return None
     lost, count = figures.waits.usual, figures.collectives
@@ -284,7 +284,7 @@ def units_too_small(figures: Figures, rule: Rule) -> Finding | None:
 
 
 @rule("no prefetch", least=EXPOSED, why="a gather that starts when it is needed is not hidden", helps=("prefetch",))
-def no_prefetch(figures: Figures, rule: Rule) -> Finding | None:
+def no_prefetch(figures: RunFigures, rule: Rule) -> Finding | None:
     lost = figures.waits.gathers
     if not _waits_for_transport(figures) or not _never_prefetches(figures) or lost < rule.least:
         return None
@@ -302,7 +302,7 @@ def no_prefetch(figures: Figures, rule: Rule) -> Finding | None:
     why="sharding saves little for parameters without gradients and optimizer state",
     helps=("zero2",),
 )
-def frozen_part_gathered(figures: Figures, rule: Rule) -> Finding | None:
+def frozen_part_gathered(figures: RunFigures, rule: Rule) -> Finding | None:
     if figures.waits.steady < rule.least or not figures.run.units:
         return None
     both = zip(figures.run.units, figures.waits.by_unit, strict=True)
@@ -326,7 +326,7 @@ def frozen_part_gathered(figures: Figures, rule: Rule) -> Finding | None:
     why="half of the exposed time: they have twice the bytes of the compute dtype",
     helps=("reductions in bfloat16",),
 )
-def gradients_in_float32(figures: Figures, rule: Rule) -> Finding | None:
+def gradients_in_float32(figures: RunFigures, rule: Rule) -> Finding | None:
     if figures.waits.steady < rule.least or not figures.run.units:
         return None
     both = zip(figures.run.units, figures.waits.by_unit, strict=True)
@@ -355,7 +355,7 @@ def _is_half(dtype: str) -> bool:
     why="beyond what the other communication rules explain: send fewer bytes, or use a faster link",
     helps=("hsdp", "less on the wire", "zero2"),
 )
-def slow_link(figures: Figures, rule: Rule) -> Finding | None:
+def slow_link(figures: RunFigures, rule: Rule) -> Finding | None:
     run, waits = figures.run, figures.waits
     if waits.steady < EXPOSED or not run.units:
         return None
@@ -395,7 +395,7 @@ def slow_link(figures: Figures, rule: Rule) -> Finding | None:
     least=0.05,
     why=("a checkpoint that is written in the background stalls steps for less than 1 % of the time"),
 )
-def checkpoint_stalls(figures: Figures, rule: Rule) -> Finding | None:
+def checkpoint_stalls(figures: RunFigures, rule: Rule) -> Finding | None:
     seconds = figures.of("checkpoint").mean(0)
     lost = float(seconds.sum() / figures.step_s.sum())  # they occur in a few steps, which a median would ignore
     if lost < rule.least:
@@ -413,7 +413,7 @@ def checkpoint_stalls(figures: Figures, rule: Rule) -> Finding | None:
     least=0.10,
     why="queueing steps ahead takes the host less than 1 % of the time; on a CPU, clipping takes 2 to 5 %",
 )
-def host_waits(figures: Figures, rule: Rule) -> Finding | None:
+def host_waits(figures: RunFigures, rule: Rule) -> Finding | None:
     other = figures.of("other").min(0)  # ranks that wait for one are not the cause
     if figures.starved is not None:
         other = np.maximum(other - figures.starved.max(0), 0)
@@ -430,7 +430,7 @@ def host_waits(figures: Figures, rule: Rule) -> Finding | None:
     return rule.found(stated, change, lost=lost)
 
 
-def _idle(figures: Figures) -> float:
+def _idle(figures: RunFigures) -> float:
     """Return the fraction of a step during which an accelerator is idle, an upper bound on the cost of host waits."""
     busy = figures.later(figures.run.busy_s)
     if busy is None or all(rank.device == "cpu" for rank in figures.run.ranks):
@@ -450,7 +450,7 @@ _BINDS = 0.90  # of the limit: an allocator with less memory left frees and real
     of_time=False,
     helps=("activation checkpointing",),
 )
-def no_activation_checkpointing(figures: Figures, rule: Rule) -> Finding | None:
+def no_activation_checkpointing(figures: RunFigures, rule: Rule) -> Finding | None:
     run, used = figures.run, figures.used_memory()
     if any(unit.recomputed for unit in run.units) or not run.units:
         return None
@@ -473,7 +473,7 @@ def no_activation_checkpointing(figures: Figures, rule: Rule) -> Finding | None:
 
 
 @rule("large logits", least=0.30, why="of tensors at the peak: a smaller share is one of many", of_time=False)
-def large_logits(figures: Figures, rule: Rule) -> Finding | None:
+def large_logits(figures: RunFigures, rule: Rule) -> Finding | None:
     run, total = figures.run, figures.tensors_at_peak()
     logits = run.output_nbytes
     if run.memory is None or not total or logits < _NOTABLE_LOGITS_NBYTES:
@@ -503,7 +503,7 @@ _NOTABLE_LOGITS_NBYTES = 64_000_000  # smaller logits do not cause an out-of-mem
     why="of the memory in use, more in the second half of a run: tensors of a step are freed by its end",
     of_time=False,
 )
-def memory_leak(figures: Figures, rule: Rule) -> Finding | None:
+def memory_leak(figures: RunFigures, rule: Rule) -> Finding | None:
     run = figures.run
     held = run.held_bytes[:, run.held_bytes.shape[1] // 4 :].astype(np.float64)  # an allocator fills its caches first
     if held.shape[1] < _LEAK_STEPS:

@@ -16,14 +16,14 @@ __all__ = [
     "PARTS",
     "Finding",
     "HostWait",
-    "Memory",
     "OutOfMemory",
     "RankFacts",
     "Run",
     "Shard",
     "Span",
+    "StepMemory",
     "TensorHeld",
-    "Tier",
+    "TierBytes",
     "UnitTimes",
     "WhatIf",
 ]
@@ -94,7 +94,7 @@ class TensorHeld:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class StepMemory:
     """Bytes of tensors of one rank over one step, by state. The last elements of the arrays are after the step."""
 
     rank: int
@@ -145,7 +145,7 @@ class WhatIf:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tier:
+class TierBytes:
     """The bytes in a tier, and those moved between it and the device per step; of one rank, by state.
 
     States are those of `device/travel.py`, and "other" for other data.
@@ -187,7 +187,7 @@ class Run:
     link_gb_s: float | None  # measured bandwidth between two ranks
     shown_step: int  # the number of the step of `spans`
     spans: Mapping[int, tuple[Span, ...]]  # by rank
-    memory: Memory | None
+    memory: StepMemory | None
     held_bytes: NDArray[np.int64]  # memory of the process or the allocator at the end of each step; (ranks, steps)
     shards: tuple[Shard, ...]
     training: Mapping[
@@ -202,5 +202,5 @@ class Run:
     starved_s: NDArray[np.float64] | None = None  # time ready to run but without a core; (ranks, steps)
     output_nbytes: int = 0  # bytes returned by the root's forward: mostly logits
     host_waits: tuple[HostWait, ...] = ()
-    tiers: tuple[Tier, ...] = ()  # the device first; empty without offloading
+    tiers: tuple[TierBytes, ...] = ()  # the device first; empty without offloading
     links_gb_s: tuple[float, ...] = ()  # like `link_gb_s`, by rank: from the previous rank

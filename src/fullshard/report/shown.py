@@ -20,13 +20,13 @@ from fullshard.device.travel import STATES
 from fullshard.report.run import (
     PARTS,
     Finding,
-    Memory,
     OutOfMemory,
     Run,
     Shard,
     Span,
+    StepMemory,
     TensorHeld,
-    Tier,
+    TierBytes,
     UnitTimes,
 )
 
@@ -297,7 +297,7 @@ def _rate(nbytes: float, seconds: float) -> float | None:
     return nbytes / seconds / 1e9 if seconds > 0 else None
 
 
-def memory_curve(memory: Memory | None) -> dict[str, Any] | None:
+def memory_curve(memory: StepMemory | None) -> dict[str, Any] | None:
     """Return the curve at moments that preserve its peaks: for each bucket, the moment with most memory."""
     if memory is None or not len(memory.at_s):
         return None
@@ -334,7 +334,7 @@ def _held(run: Run) -> dict[str, Any] | None:
     return {"at": run.steps[ends], "median": np.median(held, axis=0).astype(np.int64), "most": held.max(axis=0)}
 
 
-def _tiers(tiers: Sequence[Tier]) -> dict[str, Any] | None:
+def _tiers(tiers: Sequence[TierBytes]) -> dict[str, Any] | None:
     """Return rows of bytes by state: those in each tier, and those copied from and to it per step."""
     if not tiers:
         return None

@@ -258,7 +258,7 @@ class StepRecorder(Recorder):
 # -- from turns and events to parts -----------------------------------------------------------------------------------
 
 
-class _Region(NamedTuple):
+class _TimeRegion(NamedTuple):
     """A time interval of the program, or of the compute stream, and its part."""
 
     start: float
@@ -282,7 +282,7 @@ def _read(step: _Unread, reads_streams: bool) -> StepTaken:
 
     turned = [turn.at - zero for turn in step.turns]
     units: dict[str, UnitCounts] = {}
-    pieces, cuts = list[Piece](), list[_Region]()
+    pieces, cuts = list[Piece](), list[_TimeRegion]()
     waits: dict[str, tuple[int, float]] = {}
     best, is_kept = 0.0, is_kept_whole(step.number)
     for event in step.events:
@@ -297,7 +297,7 @@ def _read(step: _Unread, reads_streams: bool) -> StepTaken:
         else:
             exposed = [(start, event.launched - zero), ((event.awaited or event.end) - zero, end)]
         name = "checkpoint" if part == "checkpoint" else "wait"
-        cuts += [_Region(begin, stop, part, name, event.origin.unit) for begin, stop in exposed]
+        cuts += [_TimeRegion(begin, stop, part, name, event.origin.unit) for begin, stop in exposed]
         exposed_s = sum(stop - begin for begin, stop in exposed)
         if event.name == "all_gather" and event.sent_bytes >= _LARGE:
             best = max(best, event.sent_bytes / max(end - start, 1e-9))
@@ -377,7 +377,7 @@ def _count(
 
 def _regions(
     turns: Sequence[_Turn], at: Sequence[float], reports_input: bool, units: dict[str, UnitCounts]
-) -> Iterator[_Region]:
+) -> Iterator[_TimeRegion]:
     """Yield the time from each turn to the next with its part. Units whose forward runs within backward are counted."""
     in_backward = False
     for turn, following, start, end in zip(turns, turns[1:], at, at[1:], strict=False):
@@ -398,10 +398,10 @@ def _regions(
             part = name = "forward"
         else:
             part, name = "other", "forward without gradients"
-        yield _Region(start, end, part, name, turn.unit)
+        yield _TimeRegion(start, end, part, name, turn.unit)
 
 
-def _carved(regions: Iterator[_Region], cuts: Sequence[_Region]) -> Iterator[_Region]:
+def _carved(regions: Iterator[_TimeRegion], cuts: Sequence[_TimeRegion]) -> Iterator[_TimeRegion]:
     """Yield consecutive `regions`, with `cuts` replacing the time that they cover.
 
     For nested cuts, the outer one counts.
@@ -415,20 +415,20 @@ def _carved(regions: Iterator[_Region], cuts: Sequence[_Region]) -> Iterator[_Re
             cut = coming[0]
             start, end = max(cut.start, at), min(cut.end, region.end)
             if start > at:
-                yield _Region(at, start, *region[2:])
+                yield _TimeRegion(at, start, *region[2:])
             if end > start:
-                yield _Region(start, end, *cut[2:])
+                yield _TimeRegion(start, end, *cut[2:])
             at = max(at, end)
             if cut.end > region.end:
                 break
             coming.popleft()
         if at < region.end:
-            yield region if at == region.start else _Region(at, *region[1:])
+            yield region if at == region.start else _TimeRegion(at, *region[1:])
 
 
-def _separate(cuts: Sequence[_Region]) -> Iterator[_Region]:
+def _separate(cuts: Sequence[_TimeRegion]) -> Iterator[_TimeRegion]:
     end = float("-inf")
     for cut in cuts:
         if cut.end > end:
-            yield cut if cut.start >= end else _Region(end, *cut[1:])
+            yield cut if cut.start >= end else _TimeRegion(end, *cut[1:])
             end = cut.end

@@ -250,7 +250,7 @@ class StatesOnDisk:
         """
         for chunk in self._chunks:
             forms = {
-                (number, name): _Form(local_tensor(param).shape, dtype, local_tensor(param).device)
+                (number, name): _DiskForm(local_tensor(param).shape, dtype, local_tensor(param).device)
                 for number, param in enumerate(chunk.params)
                 for (key, name), dtype in dtypes.items()
                 if key == id(param) and param.ndim
@@ -365,7 +365,7 @@ class StatesOnDisk:
         self._writes[number % BUFFERS] = chunk.extent.write(chunk.buffer)
         chunk.buffer, chunk.block, chunk.views = no_buffer(), no_buffer(), {}
 
-    def _make_room(self, chunk: _Chunk, forms: Mapping[Key, _Form]) -> bool:
+    def _make_room(self, chunk: _Chunk, forms: Mapping[Key, _DiskForm]) -> bool:
         """Allocate space for states of `forms` of `chunk`. Return False if it is allocated already.
 
         Raises:
@@ -393,7 +393,7 @@ def bring_to_memory(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
                 optimizer.state[param][name] = dtensor_like(value._local_tensor.fetch(), value)
 
 
-class _Form(NamedTuple):
+class _DiskForm(NamedTuple):
     """The shape, dtype and device of a state, which determine its space."""
 
     shape: torch.Size
@@ -405,8 +405,8 @@ class _Form(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def _form(tensor: Tensor) -> _Form:
-    return _Form(tensor.shape, tensor.dtype, tensor.device)
+def _form(tensor: Tensor) -> _DiskForm:
+    return _DiskForm(tensor.shape, tensor.dtype, tensor.device)
 
 
 def _device(disk_tensors: Mapping[Key, OnDisk]) -> torch.device:

@@ -34,7 +34,7 @@ from fullshard.device.current import count_devices, set_current_device, usual_de
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.policy.arguments import check_callable, check_type, is_number
 
-__all__ = ["RankFailure", "Ranks", "RanksFailed", "loopback_store", "run_ranks"]
+__all__ = ["RankFailure", "RankPool", "RanksFailed", "loopback_store", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -93,11 +93,11 @@ def run_ranks(
     Raises `RanksFailed` if a rank raises or dies (the others are stopped), and after `timeout` seconds (the message
     says where each unfinished rank was).
     """
-    with Ranks(world, timeout=timeout, backend=backend) as ranks:
+    with RankPool(world, timeout=timeout, backend=backend) as ranks:
         return ranks.run(function, *args)
 
 
-class Ranks:
+class RankPool:
     """The ranks of one `run_ranks`, which can be called repeatedly with the same processes and their state.
 
     The first call starts them. A failed call ends them.
@@ -111,7 +111,7 @@ class Ranks:
             raise ConfigError(f"run_ranks: timeout={timeout!r}, but it must be a positive number of seconds.")
         _check_backend(backend)
         self._world, self._timeout, self._backend = world, timeout, backend
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_RankProcess] = []
         self._store: dist.TCPStore | None = None
         self._traces: tempfile.TemporaryDirectory[str] | None = None
 
@@ -154,7 +154,7 @@ class Ranks:
         self._store = loopback_store(self._timeout)
         self._traces = tempfile.TemporaryDirectory(prefix="fullshard-ranks-")
         for rank in range(self._world):
-            self._ranks.append(_Rank.start(job, rank, self._store.port, Path(self._traces.name)))
+            self._ranks.append(_RankProcess.start(job, rank, self._store.port, Path(self._traces.name)))
 
 
 # --------------------------------------------------------------------------------------------- the caller's side
@@ -225,7 +225,7 @@ def loopback_store(timeout: float) -> dist.TCPStore:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _RankProcess:
     """The caller's handle of one rank."""
 
     rank: int
@@ -234,7 +234,7 @@ class _Rank:
     trace: Path  # the rank writes its stacks to it when it gets SIGUSR1
 
     @classmethod
-    def start(cls, job: _Job, rank: int, port: int, folder: Path) -> _Rank:
+    def start(cls, job: _Job, rank: int, port: int, folder: Path) -> _RankProcess:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)])
         own, peer = context.Pipe()
@@ -266,7 +266,7 @@ class _Rank:
         self.connection.close()
 
 
-def _collect(ranks: Sequence[_Rank], timeout: float) -> dict[int, _Report]:
+def _collect(ranks: Sequence[_RankProcess], timeout: float) -> dict[int, _Report]:
     """Return the reports by rank, in order of arrival, until all arrive, a timeout, or the grace time of a failure."""
     waiting = {rank.connection: rank for rank in ranks}
     reports: dict[int, _Report] = {}
@@ -293,7 +293,7 @@ def _failures(reports: Mapping[int, _Report]) -> dict[int, RankFailure]:
     return {failure.rank: failure for failure in sorted(failures, key=lambda each_failure: each_failure.kind != "exit")}
 
 
-def _raise_on_failure(ranks: Sequence[_Rank], reports: Mapping[int, _Report], timeout: float) -> None:
+def _raise_on_failure(ranks: Sequence[_RankProcess], reports: Mapping[int, _Report], timeout: float) -> None:
     failures = _failures(reports)
     running = [rank for rank in ranks if rank.rank not in reports]
     if not failures and not running:
@@ -312,7 +312,7 @@ def _raise_on_failure(ranks: Sequence[_Rank], reports: Mapping[int, _Report], ti
     raise RanksFailed("\n".join([f"{head}.", *parts]).rstrip(), failures, [rank.rank for rank in running])
 
 
-def _stacks(ranks: Sequence[_Rank]) -> dict[int, str]:
+def _stacks(ranks: Sequence[_RankProcess]) -> dict[int, str]:
     """Return the current stacks of each rank's threads, by rank."""
     for rank in ranks:
         if rank.process.pid is not None:

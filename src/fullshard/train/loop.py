@@ -43,7 +43,7 @@ from fullshard.train.text import Text, TextSource, training_batch, write_text
 from fullshard.train.what_ifs import simulate_changes
 from fullshard.versions import versions
 
-__all__ = ["Trained", "Trainer", "train"]
+__all__ = ["Trained", "TrainingLoop", "train"]
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ def train(
     text = agreed_text(source, out, rank)
     model = sharded_gpt(settings, rank)
     display = display_for(Console(), shows=rank.leads)
-    trainer = Trainer(settings, rank, text, model, folder, display, records=records, predicts=predicts)
+    trainer = TrainingLoop(settings, rank, text, model, folder, display, records=records, predicts=predicts)
     if forecasting is not None:
         peak.reset()  # a model may be created unsharded first
         trainer.prediction = RunPrediction(forecasting, peak)
@@ -101,7 +101,7 @@ def train(
 
 
 @dataclass
-class Trainer:
+class TrainingLoop:
     """The state of a run on this rank."""
 
     settings: TrainSettings  # resolved: see `resolved`

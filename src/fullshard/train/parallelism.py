@@ -79,7 +79,7 @@ def _sequences_in(settings: OptimizationSettings, batch: int) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """The share of one rank in one microbatch of a step."""
 
     first: int  # index, within the step, of the first sequence that it computes
@@ -87,11 +87,11 @@ class Part:
     counted: int  # leading sequences that count; the others are padding
 
 
-def part_of(settings: OptimizationSettings, *, microbatch: int, rank: int, world: int) -> Part:
+def part_of(settings: OptimizationSettings, *, microbatch: int, rank: int, world: int) -> BatchPart:
     """Return the share of rank `rank` in microbatch `microbatch`, counted from 0."""
     rows = rows_of(settings, world) // world
     first = (microbatch * world + rank) * rows
-    return Part(first, rows, counted=min(rows, max(0, sequences_of(settings, world) - first)))
+    return BatchPart(first, rows, counted=min(rows, max(0, sequences_of(settings, world) - first)))
 
 
 def shared_again(settings: OptimizationSettings, *, before: int, world: int) -> OptimizationSettings:

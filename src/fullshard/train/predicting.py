@@ -20,7 +20,7 @@ from fullshard.disk.speed import measure
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
 from fullshard.plan.background import STEPS, FirstSteps
-from fullshard.plan.forecast import Comparison, Forecast, Forecasting, Measured, compare, forecast_of
+from fullshard.plan.forecast import Forecast, ForecastComparison, Forecasting, Measured, compare, forecast_of
 from fullshard.plan.hardware import Hardware, hardware, hardware_named_like
 from fullshard.plan.ledger import Ledger, predict_on_disk, predict_tiers
 from fullshard.plan.memory import State
@@ -211,7 +211,7 @@ def by_state(ledger: Ledger) -> dict[str, int]:
     }
 
 
-def comparison_of(out: Path) -> Comparison:
+def comparison_of(out: Path) -> ForecastComparison:
     """Return the prediction and the measurement of the run in `out`, from its metrics.
 
     The step time is the mean over the whole run, except the first three steps.

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text as Styled
 
-from fullshard.plan.forecast import Comparison, Forecast, comparison_table
+from fullshard.plan.forecast import Forecast, ForecastComparison, comparison_table
 from fullshard.train.bytes_table import RunLedgers, bytes_table, in_bytes
 from fullshard.train.run_folder import METRICS, SAMPLES, WEIGHTS
 
@@ -76,7 +76,7 @@ class Display:
     def show_disk(self, lines: Sequence[str]) -> None:
         """Called when the cost of the disk for offloaded data is known."""
 
-    def show_comparison(self, comparison: Comparison) -> None:
+    def show_comparison(self, comparison: ForecastComparison) -> None:
         """Called when the needs of a rank have been measured."""
 
     def advance(self, step: int) -> None:
@@ -145,7 +145,7 @@ class LineDisplay(Display):
         step = f", {forecast.step_s * 1e3:.3g} ms a step" if forecast.step_s else ""
         self.log(f"Predicted: {in_bytes(forecast.needed_bytes)} a rank{step}; most in {forecast.peak_at}")
 
-    def show_comparison(self, comparison: Comparison) -> None:
+    def show_comparison(self, comparison: ForecastComparison) -> None:
         self.console.print(comparison_table(comparison))
         for cause in comparison.causes:
             self.log(cause)

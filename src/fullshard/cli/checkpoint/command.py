@@ -14,7 +14,7 @@ from fullshard.checkpoint.folder import Entry, entries, unfinished
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, damage_in, step_of
 from fullshard.checkpoint.stored import Stored, holds_tensor_files, open_stored
 from fullshard.checkpoint.tensor_files import CHECKSUMS, Description, open_tensor_files
-from fullshard.cli.checkpoint.differences import Difference, differences
+from fullshard.cli.checkpoint.differences import TensorDifference, differences
 from fullshard.cli.checkpoint.display import SlowBar, in_bytes, print_json, print_line, print_table
 from fullshard.cli.checkpoint.settings import ExportSettings, ShowSettings
 from fullshard.command_line import near_matches, parse, take_words
@@ -298,7 +298,7 @@ def _diff(one: Path, other: Path, settings: ShowSettings) -> int:
     return BAD if odd else GOOD
 
 
-def _as_json(found: Difference) -> dict[str, Any]:
+def _as_json(found: TensorDifference) -> dict[str, Any]:
     def side(tensor: Description | None) -> dict[str, Any] | None:
         return None if tensor is None else {"shape": list(tensor.shape), "dtype": tensor.dtype_name}
 

@@ -13,13 +13,13 @@ from fullshard.checkpoint.manifest import Progress
 from fullshard.checkpoint.stored import Stored
 from fullshard.checkpoint.tensor_files import Description
 
-__all__ = ["Difference", "differences"]
+__all__ = ["TensorDifference", "differences"]
 
 _PIECE = 1 << 20  # elements to compare at a time, in double precision
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """One tensor on both sides; None if it is missing."""
 
     name: str
@@ -40,7 +40,7 @@ class Difference:
         return "nothing" if self.bit_equal else "values"
 
 
-def differences(one: Stored, other: Stored, progress: Progress | None = None) -> Iterator[Difference]:
+def differences(one: Stored, other: Stored, progress: Progress | None = None) -> Iterator[TensorDifference]:
     """Yield a row for each tensor of either side, in order. Optimizers are compared if both sides have one."""
     local, peer = (one.tensors, other.tensors) if one.others and other.others else (one.weights, other.weights)
     names = list(dict.fromkeys([*local, *peer]))
@@ -49,10 +49,10 @@ def differences(one: Stored, other: Stored, progress: Progress | None = None) ->
     for name in names:
         here, there = local.get(name), peer.get(name)
         if here is None or there is None or here.shape != there.shape:
-            yield Difference(name, here, there)
+            yield TensorDifference(name, here, there)
         else:
             bit_equal, largest = _compared(one.fetch(name), other.fetch(name))
-            yield Difference(name, here, there, bit_equal, largest)
+            yield TensorDifference(name, here, there, bit_equal, largest)
         if here is not None and there is not None and progress is not None:
             done += here.nbytes
             progress(done, total)

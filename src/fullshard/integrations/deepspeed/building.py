@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
-from fullshard.integrations.deepspeed.configuration import Part
+from fullshard.integrations.deepspeed.configuration import ConfigPart
 from fullshard.integrations.deepspeed.schedules import SCHEDULES
 from fullshard.optim.rebinding import point_to_shards
 
@@ -28,7 +28,7 @@ def make_optimizer(
     model: nn.Module,
     parameters: ModelParameters | None,
     given: Optimizer | MakeOptimizer | None,
-    part: Part | None,
+    part: ConfigPart | None,
 ) -> Optimizer | None:
     """Return the optimizer for the shards: `given`, or created by it, or the configuration's.
 
@@ -52,7 +52,7 @@ def make_optimizer(
     return cast(Optimizer, _called(make, "optimizer", part.type, over, arguments))
 
 
-def _class_of(part: Part) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _class_of(part: ConfigPart) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the class that an optimizer section names, and its arguments."""
     arguments = dict(part.params)
     name = part.type.lower()
@@ -105,7 +105,7 @@ def _sharded(items: Sequence[Any]) -> list[Any]:
     return [param for param in dict.fromkeys(found) if param.requires_grad]
 
 
-def make_scheduler(optimizer: Optimizer | None, given: Any, part: Part | None) -> Any:
+def make_scheduler(optimizer: Optimizer | None, given: Any, part: ConfigPart | None) -> Any:
     """Return the scheduler: `given`, or created by it from the optimizer, or the configuration's."""
     if given is not None:
         return given(optimizer) if callable(given) else given

@@ -19,7 +19,7 @@ from fullshard.policy.offload import Offload, OffloadPolicy
 from fullshard.policy.precision import MixedPrecisionPolicy
 from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 
-__all__ = ["BatchSizes", "Configuration", "Part", "explain_config", "read"]
+__all__ = ["BatchSizes", "ConfigPart", "Configuration", "explain_config", "read"]
 
 STRATEGIES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 _DTYPES = {
@@ -30,7 +30,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Part:
+class ConfigPart:
     """An optimizer or a scheduler in a configuration."""
 
     type: str
@@ -97,8 +97,8 @@ class Configuration:
     averages: bool = True
     together: int | None = None  # adjacent ranks that keep secondary shards from forward to backward
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
-    optimizer: Part | None = None
-    scheduler: Part | None = None
+    optimizer: ConfigPart | None = None
+    scheduler: ConfigPart | None = None
     loss_scale: LossScale = field(default_factory=LossScale)
     drops_last: bool = False
     steps_per_print: int | None = None
@@ -279,11 +279,11 @@ def _offload(found: Mapping[str, Any]) -> OffloadPolicy:
     return Offload(optimizer={"cpu": share}, parameters={"cpu": parameters}, pin_memory=bool(pins))
 
 
-def _part(found: Mapping[str, Any], section: str) -> Part | None:
+def _part(found: Mapping[str, Any], section: str) -> ConfigPart | None:
     kind = found.get(f"{section}.type")
     if kind is None:
         return None
-    return Part(kind, dict(found.get(f"{section}.params") or {}))
+    return ConfigPart(kind, dict(found.get(f"{section}.params") or {}))
 
 
 def _loss_scale(found: Mapping[str, Any]) -> LossScale:

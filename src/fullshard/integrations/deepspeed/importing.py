@@ -75,7 +75,7 @@ def import_deepspeed(folder: Path, out: Path, progress: Progress | None = None) 
     Raises:
         CheckpointError: There is no such checkpoint, it is incomplete, or something in it cannot be imported.
     """
-    files = _Files.find(folder)
+    files = _ZeroFiles.find(folder)
     read = files.read()
     steps = read.models[0]["global_steps"]
     return save_contents(out, steps, lambda: _contents(read), progress)
@@ -99,13 +99,13 @@ class _Read:
 
 
 @dataclass(frozen=True)
-class _Files:
+class _ZeroFiles:
     folder: Path
     models: tuple[Path, ...]
     optimizers: tuple[Path, ...]
 
     @classmethod
-    def find(cls, folder: Path) -> _Files:
+    def find(cls, folder: Path) -> _ZeroFiles:
         if (folder / LATEST).exists():
             folder = folder / read_tag(folder)
         models, optimizers = _by_rank(folder, "_model_states.pt"), _by_rank(folder, "_optim_states.pt")
@@ -229,7 +229,7 @@ def _knowing_deepspeeds_classes() -> Iterator[None]:
 def _contents(read: _Read) -> Contents:
     """Return the contents to save."""
     first = read.models[0]
-    layout = _Layout(read.stage, len(read.optimizers), first["param_shapes"], _alignments(read))
+    layout = _PartitionLayout(read.stage, len(read.optimizers), first["param_shapes"], _alignments(read))
     contents = Contents(strategy=f"zero{read.stage}")
     weights = {**_plain_weights(read), **layout.whole(_masters(read))}
     for alias, name in (first.get("shared_params") or {}).items():
@@ -277,7 +277,7 @@ def _alignments(read: _Read) -> list[list[int]] | None:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _PartitionLayout:
     """The layout of parameters in flat partitions, in elements."""
 
     stage: int
@@ -319,7 +319,7 @@ class _Layout:
         return flat[start : start + count].clone()
 
 
-def _optimizer(read: _Read, layout: _Layout) -> dict[str, Any]:
+def _optimizer(read: _Read, layout: _PartitionLayout) -> dict[str, Any]:
     """Return the optimizer state by FQN, in the form of `optim_state_dict`."""
     key = "optimizer_state_dict" if read.stage == 3 else "base_optimizer_state"
     states = [optimizer[key] for optimizer in read.optimizers]
@@ -350,7 +350,7 @@ def _optimizer(read: _Read, layout: _Layout) -> dict[str, Any]:
     return {"state": {fqn: values for fqn, values in named.items() if values}, "param_groups": groups}
 
 
-def _moments(read: _Read, layout: _Layout, values: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+def _moments(read: _Read, layout: _PartitionLayout, values: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
     """Return unsharded states divided like the weights. Those of the last rank go on where weights were left out."""
     masters = _masters(read)
     for rank, of_rank in enumerate(values):

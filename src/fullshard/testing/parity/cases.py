@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.errors import ConfigError
 from fullshard.policy.strategy import ShardingStrategy, resolve_placements
-from fullshard.testing.parity.parallel import NO_AXES, Axes
+from fullshard.testing.parity.parallel import NO_AXES, ParallelAxes
 
 __all__ = ["NOT_SHARDED", "Case", "cases_of"]
 
@@ -24,7 +24,7 @@ class Case:
     strategy: str
     ranks: int
     replicas: int
-    axes: Axes = NO_AXES
+    axes: ParallelAxes = NO_AXES
 
     @property
     def world(self) -> int:
@@ -79,7 +79,9 @@ class Case:
         )
 
 
-def cases_of(ranks: Sequence[int], strategies: Sequence[str] | None, replicas: int, axes: Axes = NO_AXES) -> list[Case]:
+def cases_of(
+    ranks: Sequence[int], strategies: Sequence[str] | None, replicas: int, axes: ParallelAxes = NO_AXES
+) -> list[Case]:
     """Return the strategies for each number of ranks, grouped by mesh shape; all possible ones if None.
 
     Raises:

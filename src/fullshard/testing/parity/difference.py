@@ -12,7 +12,7 @@ from torch import Tensor
 from fullshard.errors import ConfigError
 from fullshard.testing.same import differing, gaps
 
-__all__ = ["NO_DIFFERENCE", "Compared", "Difference", "Finding", "Kind", "Tolerance"]
+__all__ = ["NO_DIFFERENCE", "Compared", "Difference", "Kind", "ParityFinding", "Tolerance"]
 
 _STRANGERS = inf  # the difference of two tensors if one is missing, or has another shape or dtype
 
@@ -90,7 +90,7 @@ NO_DIFFERENCE = Difference()
 
 
 @dataclass(frozen=True)
-class Finding:
+class ParityFinding:
     """A difference found in the comparison."""
 
     kind: Kind
@@ -118,7 +118,7 @@ class Finding:
         return {"kind": self.kind.value, "name": self.name, "step": self.step, "rank": self.rank}
 
     @staticmethod
-    def first(findings: Iterable[Finding]) -> Finding | None:
+    def first(findings: Iterable[ParityFinding]) -> ParityFinding | None:
         """Return the most important finding, or None."""
         return min(findings, key=lambda finding: finding._order, default=None)
 
@@ -130,7 +130,7 @@ class Compared:
     rank: int
     tolerance: Tolerance
     differences: dict[Kind, Difference] = field(default_factory=lambda: dict.fromkeys(Kind, NO_DIFFERENCE))
-    first: Finding | None = None
+    first: ParityFinding | None = None
     _count: int = 0
 
     def add(self, kind: Kind, name: str, step: int, actual: Tensor | None, expected: Tensor | None) -> None:
@@ -139,5 +139,5 @@ class Compared:
         self.differences[kind] |= difference
         self._count += 1
         if not difference.is_bit_for_bit:
-            finding = Finding(kind, name, step, self.rank, self._count, difference)
-            self.first = Finding.first([finding] if self.first is None else [self.first, finding])
+            finding = ParityFinding(kind, name, step, self.rank, self._count, difference)
+            self.first = ParityFinding.first([finding] if self.first is None else [self.first, finding])

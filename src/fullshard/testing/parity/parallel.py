@@ -15,8 +15,8 @@ __all__ = [
     "NO_AXES",
     "SCHEDULES",
     "V_SHAPED",
-    "Axes",
     "CutContext",
+    "ParallelAxes",
     "Parallelism",
     "PlaceExperts",
     "TensorParallelPlan",
@@ -38,7 +38,7 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first rank has the first and th
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axes:
+class ParallelAxes:
     """Sizes of the axes other than data parallelism; 1 for an unused axis.
 
     Raises:
@@ -69,11 +69,11 @@ class Axes:
         return ", ".join(f"{name}{size}" for name, size in self.sizes.items() if size > 1)
 
 
-NO_AXES = Axes()
+NO_AXES = ParallelAxes()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parallelism(Axes):
+class Parallelism(ParallelAxes):
     """Parallelisms other than sharding, and their division of the model. For the functions see `docs/parity.md`.
 
     Args:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fullshard.testing.parity.cases import NOT_SHARDED, Case
-from fullshard.testing.parity.difference import NO_DIFFERENCE, Compared, Difference, Finding, Kind, Tolerance
-from fullshard.testing.parity.parallel import NO_AXES, Axes
+from fullshard.testing.parity.difference import NO_DIFFERENCE, Compared, Difference, Kind, ParityFinding, Tolerance
+from fullshard.testing.parity.parallel import NO_AXES, ParallelAxes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,12 +27,12 @@ class ParityRow:
     strategy: str
     ranks: int
     replicas: int  # the number of ranks that hold the same shards
-    axes: Axes = NO_AXES  # the other axes, of processes that share a rank's work
+    axes: ParallelAxes = NO_AXES  # the other axes, of processes that share a rank's work
     loss: Difference = NO_DIFFERENCE
     gradient: Difference = NO_DIFFERENCE  # before clipping
     gradient_norm: Difference = NO_DIFFERENCE
     parameter: Difference = NO_DIFFERENCE
-    first: Finding | None = None  # the first difference: of a parameter, if one differs
+    first: ParityFinding | None = None  # the first difference: of a parameter, if one differs
     failure: str = ""  # the message of the ranks, if they could not train
 
     @classmethod
@@ -50,7 +50,7 @@ class ParityRow:
             gradient=worst[Kind.GRADIENT],
             gradient_norm=worst[Kind.GRADIENT_NORM],
             parameter=worst[Kind.PARAMETER],
-            first=Finding.first(compared.first for compared in ranks if compared.first is not None),
+            first=ParityFinding.first(compared.first for compared in ranks if compared.first is not None),
         )
 
     @classmethod

@@ -23,7 +23,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubjectSettings:
+class ParitySubjectSettings:
     """The model and its data. Functions are named as package.module:function or file.py:function."""
 
     model: MaybeStr = None
@@ -109,7 +109,7 @@ class VerdictSettings:
 class ParitySettings:
     """All settings of one comparison."""
 
-    subject: SubjectSettings = field(default_factory=SubjectSettings)
+    subject: ParitySubjectSettings = field(default_factory=ParitySubjectSettings)
     ranks: RankSettings = field(default_factory=RankSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     verdict: VerdictSettings = field(default_factory=VerdictSettings)
