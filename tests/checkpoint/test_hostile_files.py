@@ -515,7 +515,7 @@ def test_an_entry_that_expands_is_refused_before_it_takes_memory(kind, folder):
     place.offset, place.length = len(data), len(bomb.getvalue())
     forge(checkpoint, place.relative_path, data + bomb.getvalue())
     forge(checkpoint, ".metadata", pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="records of an entry have 67"):
+    with pytest.raises(CheckpointError, match="its records have 67"):
         load(checkpoint, model=(own := model()), optimizer=torch.optim.AdamW(own.parameters()))
 
 
@@ -608,6 +608,16 @@ def test_states_of_deepspeed_of_another_form_are_refused(states, tmp_path):
     torch.save({"module": {}}, tmp_path / "mp_rank_00_model_states.pt")
     torch.save({"optimizer_state_dict": states}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     with pytest.raises(CheckpointError):
+        import_deepspeed(tmp_path, tmp_path / "out")
+
+
+def test_a_state_of_deepspeed_that_expands_is_refused_before_it_takes_memory(tmp_path):
+    file = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"optimizer_state_dict": {}}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    torch.save({"module": {}}, file)
+    with ZipFile(file, "a") as records:
+        records.writestr("mp_rank_00_model_states/more", bytes(64 << 20), ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states.pt: its records have 67"):
         import_deepspeed(tmp_path, tmp_path / "out")
 
 

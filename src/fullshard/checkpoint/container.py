@@ -47,7 +47,7 @@ from fullshard.disk.tensors import OnDisk
 from fullshard.errors import CheckpointError
 from fullshard.regular_files import open_regular, open_unbuffered, read_regular
 
-__all__ = ["METADATA", "check_files", "read_metadata", "read_values", "write"]
+__all__ = ["METADATA", "check_expansion", "check_files", "read_metadata", "read_values", "write"]
 
 METADATA = ".metadata"
 _MOST_METADATA_NBYTES = 1 << 30
@@ -331,10 +331,7 @@ class _Reader(dcp.FileSystemReader):
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         """Return a view of an entry, which torch.load reads."""
-        entry = _Entry(file, sinfo.offset, sinfo.length)
-        if is_zipfile(entry):
-            with _records(entry):
-                pass
+        check_expansion(_Entry(file, sinfo.offset, sinfo.length), sinfo.length)
         return super()._slice_file(file, sinfo)
 
     def _read_straight(self, items: list[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
@@ -423,17 +420,31 @@ class _Entry(io.RawIOBase):
 
 
 @contextmanager
-def _records(entry: _Entry) -> Iterator[ZipFile]:
-    """Yield the output of torch.save, a zip file whose records are not compressed.
+def _records(file: Any, nbytes: int) -> Iterator[ZipFile]:
+    """Yield the output of torch.save of `nbytes` bytes, a zip file whose records are not compressed.
 
     Raises:
-        CheckpointError: Its records are larger than the entry. Expanding them could take all memory.
+        CheckpointError: Its records are larger than the file. Expanding them could take all memory.
     """
-    with ZipFile(entry) as records:
-        nbytes = sum(record.file_size for record in records.infolist())
-        if nbytes > entry.nbytes:
-            raise CheckpointError(f"records of an entry have {nbytes} bytes, and the entry has {entry.nbytes}")
+    with ZipFile(file) as records:
+        expanded = sum(record.file_size for record in records.infolist())
+        if expanded > nbytes:
+            raise CheckpointError(f"its records have {expanded} bytes, but it has only {nbytes}")
         yield records
+
+
+def check_expansion(file: Any, nbytes: int) -> None:
+    """Check that reading the output of torch.save takes no more memory than its size.
+
+    Args:
+        file: A path or an open file of `nbytes` bytes. Files of torch's old format are not compressed.
+
+    Raises:
+        CheckpointError: Its records are compressed and larger than the file.
+    """
+    if is_zipfile(file):
+        with _records(file, nbytes):
+            pass
 
 
 def _start_of_tensor(entry: _Entry, nbytes: int) -> int:
@@ -442,7 +453,7 @@ def _start_of_tensor(entry: _Entry, nbytes: int) -> int:
     Raises:
         CheckpointError: The byte order is not this machine's, or the size of the record is not `nbytes`.
     """
-    with _records(entry) as records:
+    with _records(entry, entry.nbytes) as records:
         [record] = [item for item in records.infolist() if item.filename.endswith("/data/0")]
         order = records.read(record.filename.removesuffix("data/0") + "byteorder").decode()
     if order != sys.byteorder:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.checkpoint.container import check_expansion
 from fullshard.checkpoint.contents import MODEL, Contents, put_optimizer
 from fullshard.checkpoint.manifest import Progress
 from fullshard.checkpoint.plain import plain_copy
@@ -174,9 +175,12 @@ def _by_rank(folder: Path, ending: str) -> tuple[Path, ...]:
 def _load(path: Path) -> dict[str, Any]:
     try:
         with _knowing_deepspeeds_classes(), reopened(path) as same:
+            check_expansion(same, same.stat().st_size)
             loaded = torch.load(same, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise CheckpointError(f"{path}: it cannot be read ({error}). Copy the file again.") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}. Copy the file again.") from None
     except Exception as error:  # whatever bytes can make torch raise
         raise CheckpointError(
             f"{path}: it cannot be read without executing code ({_reported_by(error)}). Nothing in it was executed. "
