@@ -13,7 +13,7 @@ import io
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fullshard.errors import ConfigError
@@ -27,6 +27,7 @@ __all__ = [
     "read_regular",
     "read_text",
     "reopened",
+    "replacing",
     "writing",
 ]
 
@@ -130,6 +131,19 @@ def writing(path: str | os.PathLike[str], *, option: str = "", instead: str = "a
         named = f"{option} {os.fspath(path)}".lstrip()
         room = "Free space on that disk, or choose" if error.errno in _FULL else "Name"
         raise ConfigError(f"{named}: cannot be written ({error.strerror or error}). {room} {instead}.") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces `path` if the block succeeds and is removed if it fails."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def is_plain_name(name: object) -> bool:

@@ -685,7 +685,7 @@ _YAML = [_DEEP, _LONG, "a: 2026-13-45", "a: !!timestamp x", "!!int ''", "!!bool 
         (_loaded, "a.json", [_DEEP, _LONG]),
         (lambda path: hardware(str(path)), "a.toml", [f"a = {_DEEP}", f"a = {_LONG}"]),
         (lambda path: transformers_subject(path, 8), "config.json", [_DEEP, _LONG]),
-        (lambda path: list(lines_of(path.parent)), METRICS, [f"{_DEEP}\n", f"{_LONG}\n", "[1]\n"]),
+        (lambda path: list(lines_of(path.parent)), METRICS, [f"{_DEEP}\n", f"{_LONG}\n", "[1]\n", "{}\n"]),
     ],
     ids=["train, YAML", "train, TOML", "accelerate", "deepspeed", "hardware", "model", "metrics"],
 )

@@ -468,7 +468,7 @@ def test_any_value_at_any_place_of_a_log_is_shown_or_left_out(trained, tmp_path,
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_our_own(trained, tmp_path):
     folder = copied(trained, tmp_path)
-    (folder / "report.json.new").mkdir()
+    (folder / f"report.json.{os.getpid()}.tmp").mkdir()
     with pytest.raises(fullshard.ConfigError, match="the report cannot be written there"):
         report_command([str(folder)])
 
@@ -590,11 +590,12 @@ def test_a_disk_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path,
 
 
 def test_a_page_that_finds_no_room_is_a_warning_of_one_line(tmp_path, caplog):
-    (tmp_path / "report.json.new").symlink_to("/dev/full")
+    (tmp_path / f"report.json.{os.getpid()}.tmp").symlink_to("/dev/full")
     run_alone(lambda: train(str(tmp_path), 1))
     (warning,) = caplog.records
     assert warning.exc_info is None
     assert warning.message == f"rank 0: no page was written for {tmp_path} (No space left on device)"
+    assert list(tmp_path.glob("*.tmp")) == []
 
 
 STUBS = {

@@ -244,7 +244,7 @@ def test_auto_needs_to_know_where():
             "--offload-parameters 0.7 and",
         ),
         (["--offload-activations", "0.5"], "--offload-activations 0.5 needs --offload-folder"),
-        (["--offload-activations-cpu", "1.5"], "--offload-activations-cpu 1.5: is a part of the whole"),
+        (["--offload-activations-cpu", "1.5"], "--offload-activations-cpu 1.5: must be a fraction"),
         (
             ["--offload-activations-cpu", "0.7", "--offload-activations", "0.5", "--offload-folder", "."],
             "--offload-activations 0.5 and --offload-activations-cpu 0.7: their sum must be at most 1",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fullshard.regular_files import replacing
 from fullshard.report.causes import verdict
 from fullshard.report.frame import framed, stamped
 from fullshard.report.run import Finding, Run
@@ -41,16 +42,11 @@ def write(run: Run, findings: Sequence[Finding], folder: Path, *, against: Run |
     known["trace"] = TRACE if any(run.spans.values()) else None
     if known["trace"]:
         write_trace(run, folder / TRACE)
-    _replace(folder / DATA, json.dumps(known, allow_nan=False, indent=1) + "\n")
     path = folder / PAGE
-    _replace(path, _page(known))
+    for file, text in ((folder / DATA, json.dumps(known, allow_nan=False, indent=1) + "\n"), (path, _page(known))):
+        with replacing(file) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
     return path
-
-
-def _replace(path: Path, text: str) -> None:
-    alongside = path.with_name(path.name + ".new")
-    alongside.write_text(text, encoding="utf-8")
-    alongside.replace(path)
 
 
 def _page(known: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.device.streams import STREAMS
+from fullshard.regular_files import replacing
 from fullshard.report.run import Run
 from fullshard.report.shown import in_order
 
@@ -17,13 +18,11 @@ __all__ = ["write_trace"]
 
 def write_trace(run: Run, path: Path) -> None:
     """Write the spans of all ranks to `path`, compressed with gzip. Times start at the start of the step."""
-    alongside = path.with_name(path.name + ".new")
     reported = {"displayTimeUnit": "ms", "otherData": {"run": run.name, "step": run.shown_step}}
-    with gzip.open(alongside, "wt", encoding="utf-8", compresslevel=3) as file:
+    with replacing(path) as unfinished, gzip.open(unfinished, "wt", encoding="utf-8", compresslevel=3) as file:
         file.write(json.dumps(reported)[:-1] + ', "traceEvents": [\n')
         file.write(",\n".join(json.dumps(event) for event in _events(run)))
         file.write("\n]}\n")
-    alongside.replace(path)
 
 
 def _events(run: Run) -> Iterator[dict[str, Any]]:

@@ -109,8 +109,8 @@ def lines_of(out: Path) -> Iterator[dict[str, Any]]:
                 found = json.loads(line)
             except UNPARSED as error:
                 raise ConfigError(f"{metrics}, line {number}: is not JSON ({error}). Remove that line.") from error
-            if not isinstance(found, dict):
-                raise ConfigError(f"{metrics}, line {number}: is not an object of JSON. Remove that line.")
+            if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
+                raise ConfigError(f'{metrics}, line {number}: is not a JSON object with a "kind". Remove that line.')
             yield found
 
 

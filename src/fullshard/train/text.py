@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import ConfigError
-from fullshard.regular_files import CONFIG_BYTES, UNPARSED, open_regular, read_regular, read_text, writing
+from fullshard.regular_files import CONFIG_BYTES, UNPARSED, open_regular, read_regular, read_text, replacing, writing
 from fullshard.train.run_folder import ANOTHER_OUT, METRICS
 
 VALIDATION_SHARE = 20  # one part in twenty
@@ -236,13 +236,5 @@ def _contents(source: TextSource) -> Iterator[bytes]:
 
 
 def _write_whole(path: Path, parts: Iterator[bytes]) -> None:
-    """Write under another name and rename, so that the file is never seen incomplete."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with writing(path, instead=ANOTHER_OUT):
-            with unfinished.open("wb") as file:
-                file.writelines(parts)
-            unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)  # it may have taken the last of a disk
-        raise
+    with writing(path, instead=ANOTHER_OUT), replacing(path) as unfinished, unfinished.open("wb") as file:
+        file.writelines(parts)
