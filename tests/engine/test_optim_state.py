@@ -426,6 +426,23 @@ def test_states_that_torch_gathers_do_not_depend_on_the_order_of_parameters():
     run_ranks(2, ignore_the_order_in_torch_s_functions)
 
 
+def refuse_to_load_in_different_orders() -> None:
+    model = shard(small_gpt(blocks=1))
+    optimizer = torch.optim.Adam(in_any_order(model, None))
+    states = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    for broadcast in (False, True):
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        optimizer = torch.optim.Adam(in_any_order(model, seed=3))
+        with pytest.raises(RankMismatchError, match=r"Adam has its parameters in different orders.*loads full states"):
+            set_optimizer_state_dict(model, optimizer, states, options=options)
+        set_optimizer_state_dict(model, torch.optim.Adam(in_any_order(model, None)), states, options=options)
+
+
+def test_full_states_are_not_loaded_by_torch_if_ranks_have_other_orders():
+    """torch sends the states in the order of each rank's groups: gloo aborts, or states of equal shapes are mixed."""
+    run_ranks(2, refuse_to_load_in_different_orders)
+
+
 def refuse_orders_that_matter() -> None:
     model = shard(small_gpt(blocks=1))
     optimizer = RowScaled(in_any_order(model, seed=3))

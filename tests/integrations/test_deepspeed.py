@@ -445,7 +445,9 @@ def find_nothing(folder: str) -> Any:
 def test_what_is_no_checkpoint_is_reported(tmp_path):
     for found, errors in run_ranks(2, find_nothing, str(tmp_path)):
         assert found == (None, None)
-        for error, stated in zip(errors, ("import-deepspeed", "no checkpoint", "different tags: rank0, rank1"), strict=True):
+        for error, stated in zip(
+            errors, ("import-deepspeed", "no checkpoint", "different tags: rank0, rank1"), strict=True
+        ):
             assert stated in error
 
 

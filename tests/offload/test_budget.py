@@ -747,7 +747,9 @@ def test_a_forecast_goes_by_the_budget(tmp_path, monkeypatch, device_type):
     assert reported("--offload-budget", "80GB", "--offload-folder", str(tmp_path)) <= whole
     with pytest.raises(ConfigError, match="a rank needs") as refused:
         reported("--offload-budget", "1KB", "--offload-folder", str(tmp_path))
-    found = re.search(r"at least (\d+) bytes .* \((\d+) with nothing offloaded\): .* (\d+) of states", str(refused.value))
+    found = re.search(
+        r"at least (\d+) bytes .* \((\d+) with nothing offloaded\): .* (\d+) of states", str(refused.value)
+    )
     assert found is not None
     least, most, states = map(int, found.groups())
     assert most - least > 0.5 * states, "buffers are small"

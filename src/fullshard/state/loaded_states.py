@@ -82,10 +82,10 @@ def _check_loading(optimizer: Optimizer, found: Sequence[Managed]) -> None:
             "set_optimizer_state_dict(model, optimizer, states) sets the options of its groups. Load the model by "
             "set_model_state_dict."
         )
-    [first, *_] = in_model_order([managed.param.dtensor for managed in found])
+    first = min(found, key=lambda managed: managed.param.number)
     check_same_names(
         [_name(managed) for managed in found],
-        managed_by(first).unit,
+        first.unit,
         type(optimizer).__name__,
         reason="torch.distributed.checkpoint loads full states in this order, one parameter at a time.",
         instead="Or load them with FullyShardedDataParallel.optim_state_dict_to_load.",
