@@ -1857,7 +1857,7 @@ def load_no_optimizer_state() -> Steps:
 
 @mistake(
     ConfigError,
-    r"it has 10 \(such as 0\), which the optimizer does not step, and lacks 10",
+    r"unknown: 10, such as 0; missing: 10",
     "which uses FQNs",
     ranks=2,
 )
@@ -1869,7 +1869,7 @@ def load_numbered_optimizer_state() -> Steps:
 
 @mistake(
     ConfigError,
-    r"it has no, which the optimizer does not step, and lacks 1 \(such as 'bias'\)",
+    r"unknown: none; missing: 1, such as 'bias'",
     "Load it into an optimizer of the same parameters",
 )
 def load_optimizer_state_of_a_part() -> Steps:

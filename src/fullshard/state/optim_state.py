@@ -368,15 +368,15 @@ def _check_names(given: StateDict, params: Mapping[str, nn.Parameter]) -> None:
     missing = [fqn for fqn in params if fqn not in saved]
     if unknown or missing:
         raise ConfigError(
-            f"the optimizer state dict belongs to other parameters than the optimizer: it has {_some(unknown)}, which "
-            f"the optimizer does not step, and lacks {_some(missing)}. Load it into an optimizer of the same "
-            "parameters, and save it with optim_state_dict(), which uses FQNs."
+            f"the optimizer state dict belongs to other parameters than the optimizer (unknown: {_some(unknown)}; "
+            f"missing: {_some(missing)}). Load it into an optimizer of the same parameters, and save it "
+            "with optim_state_dict(), which uses FQNs."
         )
 
 
 def _some(fqns: Sequence[Any]) -> str:
     """Describe `fqns` by their number and the first of them."""
-    return f"{len(fqns)} (such as {fqns[0]!r})" if fqns else "no"
+    return f"{len(fqns)}, such as {fqns[0]!r}" if fqns else "none"
 
 
 def _is_scalar(value: Any) -> bool:
