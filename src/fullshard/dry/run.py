@@ -52,8 +52,8 @@ def world(size: int, *, rank: int = 0, ranks_per_host: int = 8) -> Iterator[None
     """
     if not 0 <= rank < size or ranks_per_host < 1:
         raise ConfigError(
-            f"dry.world({size}, rank={rank}, ranks_per_host={ranks_per_host}): rank must be from 0 to {size - 1}, and "
-            "ranks_per_host 1 or more."
+            f"dry.world({size}, rank={rank}, ranks_per_host={ranks_per_host}): size and ranks_per_host must be 1 or "
+            "more, and rank from 0 to size - 1."
         )
     if dist.is_initialized():
         raise StateError(
