@@ -36,7 +36,7 @@ test-all: lint  ## linters, strict types and every test
 test-clusters: $(DEV)  ## the tests that start clusters on this machine
 	$(BIN)/python -m pytest -m clusters $(ARGS)
 
-gpu-check:  ## check all claims on this machine's GPU, by $(PYTHON) as it is: torch, numpy and pytest; results in one file
+gpu-check:  ## check all claims on this machine's GPU, by $(PYTHON) as it is: results in one file
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 browser:  ## install Debian's chromium, in which tests look at pages; they are skipped without one

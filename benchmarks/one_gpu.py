@@ -1,10 +1,14 @@
 """Costs of sharding on one GPU, in one call; the same on a CPU, with models of a suitable size.
 
     python benchmarks/one_gpu.py --json one_gpu.json
+    python benchmarks/one_gpu.py --parts eager,captured,compiled --models GPT-2
 
-Three parts, one after the other:
+Parts, one after the other. The first three have a world of one rank over NCCL (gloo on a CPU) and compare the plain
+loop, DDP, FSDP2 and this library:
 
-alone     a world of one rank over NCCL (gloo on a CPU): this library, FSDP2 and DDP compared with the plain loop.
+eager     steps as they are.
+captured  the whole step in a CUDA graph, replayed. Each system is a process: a capture that fails ends it.
+compiled  each block compiled by `torch.compile`.
 pretend   rank 0 of 8, 64 and 512 over the fake backend, compared with FSDP2. Collectives do nothing on either side.
           Counted are the host's work, the kernels around collectives (casts, copies in and out) and the memory. The
           fake backend's own collectives would copy one part after another to its place, `world` kernels for each
@@ -13,8 +17,8 @@ pretend   rank 0 of 8, 64 and 512 over the fake backend, compared with FSDP2. Co
 threads   several ranks as threads on one device, with collectives that are copies: losses compared with the plain
           loop on the whole batch. Not timed.
 
-Each measurement of the first two is a separate process, the systems in turn, and ratios are taken within a round. A
-step is forward, backward and a fused AdamW, with float32 parameters and bfloat16 compute on a GPU.
+Systems take turns, and ratios are taken within a round. Results are written as soon as they exist. A step is forward,
+backward and a fused AdamW, with float32 parameters and bfloat16 compute on a GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +47,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.bench import peers
-from benchmarks.bench.model import Model, Shape
+from benchmarks.bench.model import Block, Model, Shape
 from benchmarks.bench.sharded import fully_sharded
 from benchmarks.bench.trainer import Trainer
 from benchmarks.bench.workload import Workload
@@ -65,7 +70,10 @@ BUILDS = {
     "FSDP2": peers.fsdp2(),
     "DDP": peers.ddp(bucket_views=True),
 }
-PARTS = {"alone": ("plain", "fullshard", "FSDP2", "DDP"), "pretend": ("fullshard", "FSDP2")}
+MODES = "eager", "captured", "compiled"
+SYSTEMS = "plain", "DDP", "FSDP2", "fullshard"
+PRETENDERS = "fullshard", "FSDP2"
+REPORT = "result "  # begins a line with a result as JSON, of a child process
 
 
 def workload_of(model: str, world: int) -> Workload:
@@ -93,35 +101,131 @@ def send_nothing() -> torch.library.Library:
     return library
 
 
+# -- a world of one rank ----------------------------------------------------------------------------------------------
+
+
+def measure_modes(mode: str, model: str, systems: list[str], rounds: int, steps: int) -> None:
+    """Print a result for each system and round: milliseconds of a step, and on a GPU those of the host and of the GPU.
+
+    A system that fails is reported with its error, and the others go on.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl" if GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    workload = workload_of(model, 1)
+    tokens = workload.tokens(0, 0).to(DEVICE)
+    ready: dict[str, Callable[[], object]] = {}
+    for system in systems:
+        start = time.perf_counter()
+        try:
+            ready[system] = prepare(mode, system, workload, tokens)
+            once = {"seconds to prepare": round(time.perf_counter() - start, 1)}
+            if GPU:
+                once["GPU ms"] = busy_ms(ready[system])
+        except Exception as error:
+            ready.pop(system, None)
+            once = {"error": f"{type(error).__name__}: {error}"[:500]}
+        print(REPORT + json.dumps({"system": system, "once": once}), flush=True)
+    for number in range(rounds):
+        for system in list(ready)[:: 1 if number % 2 else -1]:
+            print(REPORT + json.dumps({"system": system, "round": timed(ready[system], steps)}), flush=True)
+    dist.destroy_process_group()
+
+
+def prepare(mode: str, system: str, workload: Workload, tokens: torch.Tensor) -> Callable[[], object]:
+    """Return a training step of `system` after its first steps."""
+    trainer = BUILDS[system](workload, workload.model(DEVICE))
+    if mode == "compiled":
+        for module in trainer.model.modules():
+            if isinstance(module, Block):
+                module.compile()
+    if mode == "captured":
+        for group in trainer.optimizer.param_groups:
+            group["capturable"] = True
+    finish()
+    aside = torch.cuda.Stream() if mode == "captured" else None
+    with torch.cuda.stream(aside):
+        for _ in range(12 if system == "DDP" else 4):  # DDP rearranges its buckets first
+            trainer.step(tokens)
+    finish()
+    if mode != "captured":
+        return lambda: trainer.step(tokens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        trainer.step(tokens)
+    return graph.replay
+
+
+def timed(step: Callable[[], object], steps: int) -> dict[str, float]:
+    """Return the median milliseconds of a step, and on a GPU those until the host had queued all of it."""
+    taken, requested = [], []
+    for _ in range(1 + steps):
+        finish()
+        start = time.perf_counter()
+        step()
+        requested.append(1e3 * (time.perf_counter() - start))
+        finish()
+        taken.append(1e3 * (time.perf_counter() - start))
+    host = {"host ms": statistics.median(requested[1:])} if GPU else {}
+    return {"ms": statistics.median(taken[1:])} | host
+
+
+def modes(mode: str, model: str, rounds: int, steps: int) -> dict[str, Any]:
+    """Return the results of each system in a mode. What a process printed before it failed is kept."""
+    together = [list(SYSTEMS)] if mode != "captured" else [[system] for system in SYSTEMS]
+    found: dict[str, dict[str, Any]] = {system: {"rounds": []} for system in SYSTEMS}
+    for systems in together:
+        what = ("--one", mode, model, ",".join(systems), str(rounds), str(steps))
+        with subprocess.Popen([sys.executable, __file__, *what], stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            for line in child.stdout:
+                if not line.startswith(REPORT):
+                    continue
+                print(line, end="", flush=True)  # kept even if this process is ended
+                row = json.loads(line.removeprefix(REPORT))
+                results = found[row["system"]]
+                results.update(row.get("once", {}))
+                results["rounds"] += [row["round"]] if "round" in row else []
+        for system in systems:
+            if child.returncode and "error" not in found[system]:
+                found[system]["error"] = f"The process ended with exit code {child.returncode}."
+    print(f"{mode}: {model}, world size 1")
+    for system, results in found.items():
+        print(f"  {system:10} {stated(results, found['fullshard'])}", flush=True)
+    return {"part": mode, "model": model, "world": 1, "systems": found}
+
+
+def stated(results: dict[str, Any], ours: dict[str, Any]) -> str:
+    """Return a line for a system's results, with the ratio of ours to it."""
+    rows = results["rounds"]
+    if not rows:
+        return results.get("error", "no result")
+    parts = [f"{what} {statistics.median(row[what] for row in rows):8.2f}" for what in rows[0]]
+    parts += [f"GPU ms {results['GPU ms']:8.2f}"] if "GPU ms" in results else []
+    ratios = [a["ms"] / b["ms"] for a, b in zip(ours["rounds"], rows, strict=False)]
+    return "; ".join(parts) + (f"; ours is {statistics.median(ratios):.3f} of it" if ratios else "")
+
+
+# -- rank 0 of a pretended world --------------------------------------------------------------------------------------
+
+
 def measure(system: str, model: str, world: int, steps: int) -> dict[str, float]:
     """Milliseconds of a step, the median; on a GPU also those until the host had asked for all of it, those of its
     kernels and copies one after the other, and the most MB that were allocated and reserved.
     """
     torch.set_num_threads(1)
-    if world > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-        nothing = send_nothing()  # noqa: F841  # until the end
-        torch.set_flush_denormal(True)  # what memory held may be such, and a CPU is slow at them
-    else:
-        store = dist.HashStore()
-        dist.init_process_group("nccl" if GPU else "gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    nothing = send_nothing()  # noqa: F841  # until the end
+    torch.set_flush_denormal(True)  # what memory held may be such, and a CPU is slow at them
     workload = workload_of(model, world)
     trainer = BUILDS[system](workload, workload.model(DEVICE))
     tokens = workload.tokens(0, 0).to(DEVICE)
-    taken, requested = [], []
-    for number in range(3 + steps):
-        if number == 3 and GPU:
-            torch.cuda.reset_peak_memory_stats()
-        finish()
-        start = time.perf_counter()
+    for _ in range(3):
         trainer.step(tokens)
-        requested.append(1e3 * (time.perf_counter() - start))
-        finish()
-        taken.append(1e3 * (time.perf_counter() - start))
-    found = {"ms": statistics.median(taken[3:])}
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
+    found = timed(lambda: trainer.step(tokens), steps)
     if GPU:
         found |= {
-            "host ms": statistics.median(requested[3:]),
             "GPU ms": busy_ms(lambda: trainer.step(tokens)),
             "allocated": torch.cuda.max_memory_allocated() / 1e6,
             "reserved": torch.cuda.max_memory_reserved() / 1e6,
@@ -143,15 +247,15 @@ def finish() -> None:
         torch.cuda.synchronize()
 
 
-def alongside(part: str, model: str, world: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Measure every system of a part in each round, in turn."""
-    found: dict[str, list[dict[str, float]]] = {system: [] for system in PARTS[part]}
+def alongside(model: str, world: int, rounds: int, steps: int) -> dict[str, Any]:
+    """Measure this library and FSDP2 in each round, in turn."""
+    found: dict[str, list[dict[str, float]]] = {system: [] for system in PRETENDERS}
     for number in range(rounds):
-        for system in list(found)[:: 1 if number % 2 else -1]:
-            command = [sys.executable, __file__, "--one", system, model, str(world), str(steps)]
+        for system in PRETENDERS[:: 1 if number % 2 else -1]:
+            command = [sys.executable, __file__, "--one", "pretend", model, system, str(world), str(steps)]
             ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             found[system].append(json.loads(ran.stdout.splitlines()[-1]))
-    print(f"{part}: {model}, rank 0 of {world}")
+    print(f"pretend: {model}, rank 0 of {world}")
     for system, rows in found.items():
         reported = []
         for what in rows[0]:
@@ -161,7 +265,7 @@ def alongside(part: str, model: str, world: int, rounds: int, steps: int) -> dic
             )
             reported.append(f"{what} {middle:8.1f}, ours is {ratio:.3f} of it")
         print(f"  {system:10} {'; '.join(reported)}", flush=True)
-    return {"part": part, "model": model, "world": world, "systems": found}
+    return {"part": "pretend", "model": model, "world": world, "systems": found}
 
 
 # -- ranks as threads -------------------------------------------------------------------------------------------------
@@ -200,33 +304,41 @@ def in_threads(world: int, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="alone,pretend,threads")
-    parser.add_argument("--models", default="GPT-2 XL,Llama 3 8B", help=", ".join(MODELS))
+    parser.add_argument("--parts", default=",".join((*MODES[: 3 if GPU else 1], "pretend", "threads")))
+    parser.add_argument(
+        "--models", default="GPT-2,GPT-2 XL,Llama 3 8B", help="the first is that of a world of one rank"
+    )
     parser.add_argument("--worlds", default="8,64,512", help="that the fake backend pretends")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", help="a file for all of it")
-    parser.add_argument("--one", nargs=4, metavar=("SYSTEM", "MODEL", "WORLD", "STEPS"), help=argparse.SUPPRESS)
+    parser.add_argument("--json", help="a file for all of it, written after each part")
+    parser.add_argument(
+        "--one", nargs=5, metavar=("PART", "MODEL", "SYSTEMS", "ROUNDS", "STEPS"), help=argparse.SUPPRESS
+    )
     args = parser.parse_args()
     if args.one:
-        system, model, world, steps = args.one
-        print(json.dumps(measure(system, model, int(world), int(steps))))
+        part, model, systems, number, steps = args.one
+        if part == "pretend":
+            print(json.dumps(measure(systems, model, int(number), int(steps))))
+        else:
+            measure_modes(part, model, systems.split(","), int(number), int(steps))
         return
     print(f"on {torch.cuda.get_device_name(0) if GPU else 'a CPU'}, torch {torch.__version__}")
-    found = []
+    models, worlds = args.models.split(","), [int(world) for world in args.worlds.split(",")]
+    measurements: list[Callable[[], dict[str, Any]]] = []
     for part in args.parts.split(","):
-        if part == "threads":
-            found.append(in_threads(4, 5))
-            continue
-        models, worlds = args.models.split(","), [int(world) for world in args.worlds.split(",")]
-        if part == "alone":
-            models, worlds = models[:1], [1]  # with all of its optimizer's state, no larger one fits
-        for model in models:
-            for world in worlds:
-                found.append(alongside(part, model, world, args.rounds, args.steps))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(found, file, indent=1)
+        if part in MODES:
+            measurements.append(partial(modes, part, models[0], args.rounds, args.steps))
+        elif part == "pretend":
+            pairs = [(model, world) for model in models for world in worlds]
+            measurements += [partial(alongside, *pair, args.rounds, args.steps) for pair in pairs]
+        else:
+            measurements.append(partial(in_threads, 4, 5))
+    found = []
+    for measurement in measurements:
+        found.append(measurement())
+        if args.json:
+            Path(args.json).write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from benchmarks.bench import peers
 from benchmarks.bench.sharded import REPLICAS, fully_sharded
 from benchmarks.bench.trainer import Build
-from fullshard.command_line import near_matches
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, near_matches
 
 __all__ = ["ALL", "FULLSHARD", "SYSTEMS", "System", "chosen_systems"]
 

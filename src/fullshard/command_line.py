@@ -5,17 +5,16 @@ Errors that the parser would report at length are reported here in one line.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, near_matches
 from fullshard.regular_files import writing
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ __all__ = [
     "check_value",
     "check_writable",
     "dumps_with_options",
-    "near_matches",
     "option_types",
     "parse",
     "take_words",
@@ -123,12 +121,6 @@ def dumps_with_options(settings: DataclassInstance, report: Mapping[str, Any]) -
     """Return `report` as JSON, together with the options."""
     options = {name: value for group in asdict(settings).values() for name, value in group.items()}
     return json.dumps({"options": options, **report}, indent=2, default=str, allow_nan=False) + "\n"
-
-
-def near_matches(word: str, known: Iterable[str]) -> str:
-    """Return ' Did you mean ...?' with the known words similar to `word`, or an empty text."""
-    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def _check_items(settings: type, argv: Sequence[str], prog: str) -> None:

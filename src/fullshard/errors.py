@@ -17,7 +17,8 @@ every rank and before the first collective, so that no rank waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "CheckpointError",
@@ -108,3 +109,9 @@ def shown(text: str, *, lines: bool = False) -> str:
     if text.isprintable():
         return text
     return "".join(item if item.isprintable() else item.encode("unicode_escape").decode("ascii") for item in text)
+
+
+def near_matches(word: str, known: Iterable[str]) -> str:
+    """Return ' Did you mean ...?' with the known words similar to `word`, or an empty text."""
+    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(close)}?" if close else ""

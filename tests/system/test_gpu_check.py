@@ -1,8 +1,10 @@
 """`make gpu-check` without a GPU: each part is reported separately, however other parts end."""
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,20 @@ def test_without_a_gpu_it_states_so_in_one_line():
 def test_it_names_what_is_missing(monkeypatch):
     monkeypatch.setattr(gpu_check, "NEEDS", ("torch", "no_such_package"))
     assert gpu_check.missing() == ["no_such_package"]
+
+
+def test_its_tests_need_only_what_it_names():
+    """A rented machine has few packages; torch itself needs jinja2."""
+    requirements = tomllib.loads((gpu_check.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    missing = {re.split(r"[><=]", name)[0].replace("-", "_") for name in requirements} - {*gpu_check.NEEDS, "jinja2"}
+    assert "tyro" in missing
+    files = [word for part in parts(dry=False) for word in part.command if word.startswith("tests/")]
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({sorted(missing | {'yaml'})}))\n"
+        f"import pytest; sys.exit(pytest.main(['--noconftest', '-p', 'no:cacheprovider', '--collect-only', *{files}]))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=gpu_check.ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")

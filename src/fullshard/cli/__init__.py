@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fullshard.command_line import near_matches
-from fullshard.errors import CheckpointError, ConfigError, DiskError, shown
+from fullshard.errors import CheckpointError, ConfigError, DiskError, near_matches, shown
 from fullshard.versions import versions
 
 __all__ = ["main"]

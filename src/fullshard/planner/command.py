@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from fullshard.command_line import check_writable, near_matches, parse
-from fullshard.errors import ConfigError
+from fullshard.command_line import check_writable, parse
+from fullshard.errors import ConfigError, near_matches
 from fullshard.plan.forecast import comparison_table
 from fullshard.planner.candidates import STRATEGIES, Program
 from fullshard.planner.found import FoundProgram, Plan, largest_rows

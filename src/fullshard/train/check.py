@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from fullshard.command_line import near_matches
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, near_matches
 from fullshard.policy.precision import GATHER_ENCODINGS, REDUCE_ENCODINGS
 from fullshard.policy.sizes import parse_size
 from fullshard.policy.strategy import ShardingStrategy

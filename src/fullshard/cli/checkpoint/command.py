@@ -17,8 +17,8 @@ from fullshard.checkpoint.tensor_files import CHECKSUMS, Description, open_tenso
 from fullshard.cli.checkpoint.differences import TensorDifference, differences
 from fullshard.cli.checkpoint.display import SlowBar, in_bytes, print_json, print_line, print_table
 from fullshard.cli.checkpoint.settings import ExportSettings, ShowSettings
-from fullshard.command_line import near_matches, parse, take_words
-from fullshard.errors import CheckpointError, ConfigError, shown
+from fullshard.command_line import parse, take_words
+from fullshard.errors import CheckpointError, ConfigError, near_matches, shown
 from fullshard.integrations.deepspeed.importing import import_deepspeed
 
 __all__ = ["run"]

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from fullshard.command_line import near_matches
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, near_matches
 
 __all__ = ["KEYS", "Fate", "Key", "check", "leaves", "settings_of", "table"]
 

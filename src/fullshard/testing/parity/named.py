@@ -10,8 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fullshard.command_line import near_matches
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, near_matches
 
 __all__ = ["function_named", "mismatch"]
 
