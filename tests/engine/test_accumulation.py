@@ -15,6 +15,7 @@ from small_models import ONE_AXIS, Chain, Layer, chain, inputs, leave, sgd, whol
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, dry, fully_shard, recording
 from fullshard.engine.registry import units_in
@@ -182,17 +183,21 @@ def test_every_unit_is_reduced_once_in_every_microbatch_that_is_synced(strategy)
 
 
 class Alternating(torch.nn.Module):
-    """Layers called in a given order, some of them several times."""
+    """Layers called in a given order, some of them several times. All are recomputed together if it says so."""
 
-    def __init__(self, order: Sequence[int]) -> None:
+    def __init__(self, order: Sequence[int], *, recomputes: bool = False) -> None:
         super().__init__()
         self.order = order
+        self.recomputes = recomputes
         self.layers = torch.nn.ModuleList(torch.nn.Linear(48, 48) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         for i in self.order:
             x = self.layers[i](x).tanh()
         return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.run, x.requires_grad_(), use_reentrant=True) if self.recomputes else self.run(x)
 
 
 SHARED_UNITS = [[[0, 1], [2, 3]], [[0, 3], [1, 2]], [[0, 2, 3]], [[0], [1, 3]]]
@@ -202,8 +207,8 @@ CALL_ORDERS = [(0, 1, 2, 3), (0, 1, 2, 3, 0), (1, 0, 1, 3, 2)]
 def count_in_shared_units() -> list[tuple[Any, list[int], list[int]]]:
     """Reductions of a microbatch without sync and of a later one, if several modules share a unit."""
     counts = []
-    for units, order in product(SHARED_UNITS, CALL_ORDERS):
-        model = Alternating(order)
+    for units, order, recomputes in product(SHARED_UNITS, CALL_ORDERS, (False, True)):
+        model = Alternating(order, recomputes=recomputes)
         in_units = {i for unit in units for i in unit}
         for unit in units:
             fully_shard([model.layers[i] for i in unit])
@@ -211,7 +216,7 @@ def count_in_shared_units() -> list[tuple[Any, list[int], list[int]]]:
         model = fully_shard(model)
         records = record_each(model, "set_requires_gradient_sync", False)
         found = [sum(len(record.collectives(name)) for name in REDUCTIONS) for record in records]
-        counts.append(((units, order), found, [0, 0, expected]))
+        counts.append(((units, order, recomputes), found, [0, 0, expected]))
     return counts
 
 

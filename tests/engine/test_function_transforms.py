@@ -158,6 +158,25 @@ def test_a_backward_through_a_backward_has_plain_bits(strategy):
     run_ranks(2, learn_with_penalty_as_plain, strategy)
 
 
+def write_after_a_gradient() -> None:
+    """Write to parameters after a gradient of an input whose own backward never comes, then train."""
+    weights = []
+    for shard in (False, True):
+        model = sharded("zero3") if shard else Field()
+        penalised(model, torch.ones(2, 3))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        model(torch.ones(2, 3)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        weights.append([p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()])
+    assert_same(weights[1], weights[0])
+
+
+def test_parameters_written_after_a_gradient_with_a_graph_are_trained():
+    run_ranks(2, write_after_a_gradient)
+
+
 def step_while_unsharded(strategy: str) -> None:
     """Check that manually unsharded parameters are gathered again after a step, even if the first gather had ended."""
     plain, model = nn.Linear(8, 8), nn.Linear(8, 8)

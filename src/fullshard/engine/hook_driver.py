@@ -291,11 +291,14 @@ class HookDriver:
         )
 
     def _has_ended_all_calls_of(self, unit: Unit) -> bool:
-        """Return True if this backward has ended for every call that needs `unit`, in all forwards it has reached."""
-        ended = [call for call in self._ended if call.within is not None]  # others were recomputed in this backward
+        """Return True if this backward has ended for every call that needs `unit`, in all forwards it has reached.
+
+        Calls that were recomputed in this backward are not known to be the last of `unit`.
+        """
+        ended = [call for call in self._ended if call.within is not None]
         forwards = {id(call.within): call.within for call in ended}.values()
         needed_by = [left for forward in forwards if forward is not None for left in forward.left if left.uses(unit)]
-        return len(needed_by) <= sum(call.unit.uses(unit) for call in ended)
+        return bool(ended) and len(needed_by) <= sum(call.unit.uses(unit) for call in ended)
 
     def _note_backward(self) -> None:
         """Attribute later events of the trace to the backward of the innermost unit that is executing."""
@@ -314,7 +317,9 @@ class HookDriver:
         self._recomputed.clear()
         for unit in self._units:
             unit.residency.users = 0
-            if not (self._creates_graph and unit.residency.awaits_backward):
+            if self._creates_graph and unit.residency.awaits_backward:
+                unit.residency.reshard(Phase.POST_BACKWARD, keep=True)  # users may write to shards before the next one
+            else:
                 self._state.reshard_after_backward(unit)
         self._state.return_to_idle()
         self._expected.end_backward()
