@@ -84,6 +84,13 @@ PLAIN_CASES = {
         "input needs grad": True,
         "loop": [{"do": "step", "micro": 2}],
     },
+    "a gradient of inputs is a backward, after which buffers are broadcast": {
+        "model": {"kind": "batch norm"},
+        "broadcast_buffers": True,
+        "penalty": True,
+        "input needs grad": True,
+        "loop": [{"do": "forward_only"}, {"do": "step"}],
+    },
     "units that a graph needs do not move": {
         "model": {"kind": "mlp", "unit": {}},
         "penalty": True,
