@@ -152,6 +152,31 @@ def test_no_sync_of_the_wrapper_is_the_same():
     run_ranks(2, wrapped_like_switched)
 
 
+def within_one_autocast(shard: Any) -> list[Any]:
+    """Train with one context around all microbatches of a step, which caches the casts of weights."""
+    model = chain(shard)
+    optimizer, visited = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            for number in range(3):
+                loss = model(inputs(number)).float().square().mean()
+                loss.backward()
+                visited.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*visited, wholes(model)]
+
+
+def agree_within_one_autocast() -> None:
+    expected = within_one_autocast(leave)
+    for strategy in ("zero3", "zero2"):
+        assert_same(within_one_autocast(partial(fully_shard, strategy=strategy)), expected)
+
+
+def test_microbatches_within_one_autocast_context_add_up_the_same_bits():
+    run_ranks(2, agree_within_one_autocast)
+
+
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
 

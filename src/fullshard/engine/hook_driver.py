@@ -158,6 +158,8 @@ class HookDriver:
             for unit in [unit for unit in self._units if unit.residency.users == 0]:
                 self._scheduler.reshard(unit, Phase.IDLE)  # to be filled within the graph, in memory of the graph
         self._expected.close_passed_by(top, self._serial)
+        if not self._expected.open and torch.is_autocast_enabled(self._state.device.type):
+            torch.clear_autocast_cache()  # gradients of casts of an earlier microbatch would arrive after resharding
         self._state.begin_microbatch()
         self._expected.begin_forward(top, self._serial)
 
