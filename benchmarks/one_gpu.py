@@ -7,7 +7,8 @@ Parts, one after the other. The first three have a world of one rank over NCCL (
 loop, DDP, FSDP2 and this library:
 
 eager     steps as they are.
-captured  the whole step in a CUDA graph, replayed. Each system is a process: a capture that fails ends it.
+captured  the whole step in a CUDA graph: by `fullshard.capture`, the others by `torch.cuda.graph`. Each system is a
+          process: a capture that fails ends it.
 compiled  each block compiled by `torch.compile`.
 pretend   rank 0 of 8, 64 and 512 over the fake backend, compared with FSDP2. Collectives do nothing on either side.
           Counted are the host's work, the kernels around collectives (casts, copies in and out) and the memory. The
@@ -51,6 +52,7 @@ from benchmarks.bench.model import Block, Model, Shape
 from benchmarks.bench.sharded import fully_sharded
 from benchmarks.bench.trainer import Trainer
 from benchmarks.bench.workload import Workload
+from fullshard import capture
 from fullshard.device.accelerator import accelerator_for
 
 GPU = torch.cuda.is_available()
@@ -149,6 +151,11 @@ def prepare(mode: str, system: str, workload: Workload, tokens: torch.Tensor) ->
     finish()
     if mode != "captured":
         return lambda: trainer.step(tokens)
+    if system == "fullshard":  # with the costs of its checks and of copying the batch
+        step = capture(trainer.step, (tokens,))
+        for _ in range(5):
+            step(tokens)
+        return lambda: step(tokens)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         trainer.step(tokens)

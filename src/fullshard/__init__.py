@@ -46,6 +46,7 @@ from fullshard.tape.recorder import recording
 
 if TYPE_CHECKING:
     from fullshard.fsdp1 import *  # noqa: F403  # its `__all__` is public here, too
+    from fullshard.graphs import CapturedStep, capture
     from fullshard.plan.background import predict_beside
     from fullshard.plan.explain import explain
     from fullshard.report.recording import RunReport, report
@@ -78,6 +79,7 @@ else:
                 "StateDictSettings",
                 "StateDictType",
             ],
+            "fullshard.graphs": ["CapturedStep", "capture"],
             "fullshard.plan.background": ["predict_beside"],
             "fullshard.plan.explain": ["explain"],
             "fullshard.report.recording": ["RunReport", "report"],
@@ -90,6 +92,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CapturedStep",
     "CheckpointError",
     "ConfigError",
     "DataParallelMeshDims",
@@ -113,6 +116,7 @@ __all__ = [
     "ShardedGradScaler",
     "StateError",
     "UnshardHandle",
+    "capture",
     "check_finite_gradients",
     "clip_grad_norm_",
     "compare_ranks",

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from captured_programs import random_program, run
 from small_models import ONE_AXIS, chain, inputs, leave, wholes
 from torch import nn
 
-from fullshard import MixedPrecisionPolicy, fully_shard, share_memory_between_units
+from fullshard import ConfigError, MixedPrecisionPolicy, capture, fully_shard, share_memory_between_units
 from fullshard.device.accelerator import accelerator_for
 from fullshard.testing import assert_same, run_ranks
 
@@ -125,6 +126,65 @@ def agree_in_a_graph(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 def test_a_whole_step_in_a_cuda_graph_is_the_same_step(strategy):
     run_ranks(1, agree_in_a_graph, strategy, backend="nccl")
+
+
+def agree_captured(seeds: range) -> None:
+    """Compare programs with their step captured by `capture` with the same programs without it."""
+    device, graphs = torch.device("cuda", 0), []
+
+    def take(step: Any, examples: Any) -> Any:
+        graphs.append(capture(step, examples))
+        return graphs[-1]
+
+    learn(fully_shard)  # on the default stream, which a graph must not depend on
+    for seed in seeds:
+        program = random_program(seed)
+        assert_same(run(program, take, device), run(program, None, device), name=f"{program}")
+    assert sum(graph.is_captured for graph in graphs) > len(graphs) / 2
+
+
+@pytest.mark.parametrize("seeds", [range(10), range(10, 20)], ids=str)
+def test_random_programs_with_a_captured_step_have_the_bits_of_eager_steps(seeds):
+    run_ranks(1, agree_captured, seeds, backend="nccl", timeout=120)
+
+
+def refuse_to_capture() -> list[str]:
+    """Return the messages of steps that cannot be captured, and train in between."""
+    model, optimizer = made(fully_shard)
+    x, messages = inputs().cuda(), []
+
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        loss = step(model, optimizer, x)
+        return loss * float(loss.item() > 0)
+
+    def makes_a_constant(x: torch.Tensor) -> torch.Tensor:
+        return step(model, optimizer, x) * torch.tensor(2.0, device="cuda")
+
+    calls = []
+
+    def waits_later(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return reads(x) if len(calls) > 3 else step(model, optimizer, x)
+
+    for wrong in (reads, makes_a_constant, waits_later):
+        take = capture(wrong, (x,))
+        for _ in range(3):
+            take(x)
+        with pytest.raises(ConfigError) as error:
+            take(x)
+        messages.append(str(error.value))
+        assert torch.isfinite(step(model, optimizer, x))
+    right = capture(lambda x: step(model, optimizer, x), (x,))
+    losses = torch.stack([right(x) for _ in range(8)])
+    assert right.is_captured and bool((losses.diff() < 0).all())
+    return messages
+
+
+def test_a_step_that_waits_for_the_gpu_is_refused_with_its_line_and_training_goes_on():
+    [[reads, constant, later]] = run_ranks(1, refuse_to_capture, backend="nccl")
+    assert "waits for the device at" in reads and "loss.item()" in reads
+    assert "torch.tensor(2.0" in constant
+    assert "cannot be captured in a CUDA graph" in later and "loss.item()" in later
 
 
 def addresses_by_step() -> list[list[int]]:

@@ -1,0 +1,639 @@
+"""A whole training step in a CUDA graph: `capture`.
+
+[Note: what a replay must not skip]
+A replay repeats the kernels and collectives of one step, with the addresses that they had. Python code of the step does
+not run. So a replay is right only if that code would have queued the same work again. `_Conditions` holds all that the
+engine, torch's optimizers and autocast decide by, and a call replays only if these are as they were at the capture.
+The code of the user's step may depend on other things. What it decides by must be an argument of the step.
+
+[Note: the learning rate of a graph]
+A number in the group of an optimizer becomes a constant of the graph. Schedulers change the learning rate in every
+step. So it is put into a tensor on the device, which the graph reads, and what the user or a scheduler sets is copied
+there.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from fullshard._compat import address
+from fullshard.engine.hooks import abandon_step, runtime_of
+from fullshard.engine.registry import is_unit, process_groups_along, unit_of
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_settings import UnitSettings
+from fullshard.errors import ConfigError, StateError
+from fullshard.optim.elementwise import trials
+from fullshard.policy.arguments import check_callable, check_type
+from fullshard.policy.switches import switches
+
+__all__ = ["CapturedStep", "capture"]
+
+_log = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+
+
+def capture(step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup: int = 3) -> CapturedStep[ResultT]:
+    """Return a function that runs `step` as a CUDA graph, so that a whole training step costs the host one call.
+
+        def step(tokens):
+            loss = model(tokens).mean()
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = fullshard.capture(step, (tokens,))
+        for tokens in loader:
+            loss = step(tokens)
+
+    The first calls run eagerly. They are training steps like any other. The next call captures the step, and later ones
+    copy their inputs to the memory of the graph and replay it. Results are those of eager steps whose learning rate is
+    a tensor. A call runs eagerly, and logs the reason, if inputs have other shapes, or if modules, parameters or
+    optimizers have changed in a way that the graph cannot follow. After `warmup` such calls in a row without another
+    change, the step is captured again. Evaluation, checkpoints and learning rate schedulers work between calls.
+
+    All parts of a step belong to `step`: forward, backward, all of its microbatches, clipping, the optimizer's step and
+    `zero_grad`. The graph keeps the memory of one step: unsharded parameters, activations and gradients.
+
+    Args:
+        step: A function of positional arguments. It must not read values of tensors on the host, as `.item()` and
+            `print(loss)` do. It returns tensors on the device, in any nesting, or None.
+        example_inputs: The arguments of a call, with the shapes and dtypes that the graph is for. Tensors on the CPU
+            are copied to the device. Their values are not used.
+        warmup: The number of eager calls before a capture, 2 or more.
+
+    Returns:
+        The captured step. Tensors that it returns are detached copies.
+
+    Raises:
+        ConfigError: `example_inputs` is not a sequence, a tensor in it requires a gradient, `warmup` is too small, or
+            there is no CUDA device. The call that would capture the step raises it if the step cannot be captured:
+            states are offloaded, `check_finite_gradients` is enabled, the backend is not NCCL, the optimizer has state
+            on the host, or the step waits for the device. It names the line.
+        StateError: A unit is unsharded by `unshard()` when the step is captured.
+    """
+    return CapturedStep(step, example_inputs, warmup, _CudaGraph())
+
+
+class Graph(Protocol):
+    """Device work that is recorded once and replayed. Tests have one for the CPU."""
+
+    device: torch.device
+    backends: frozenset[str]
+    """Backends of process groups whose collectives it records."""
+
+    def check(self) -> None:
+        """Raise a `ConfigError` if this machine has no such graphs."""
+
+    def queueing_warm_up(self) -> Any:
+        """Return a context for eager steps before a capture."""
+
+    def noting_waits(self, note: Callable[[FrameType], object]) -> Any:
+        """Return a context that calls `note` with the frame of the caller when the host waits for the device."""
+
+    def record(self, call: Callable[[], Any]) -> Any:
+        """Record the work of `call` without running it, in place of what was recorded before. Return its result."""
+
+    def replay(self) -> None:
+        """Run the recorded work."""
+
+
+class CapturedStep(Generic[ResultT]):
+    """A training step that runs as a CUDA graph. See `capture`."""
+
+    def __init__(self, step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup: int, graph: Graph) -> None:
+        check_callable("step", step, "a function that runs a training step")
+        check_type("example_inputs", example_inputs, (tuple, list), "a tuple with the arguments of the step: (batch,)")
+        if type(warmup) is not int or warmup < 2:
+            raise ConfigError(f"capture(warmup={warmup!r}): expected a number of eager calls, 2 or more.")
+        graph.check()
+        self._step, self._graph = step, graph
+        self._buffers = _InputBuffers(list(example_inputs), graph.device)
+        self._warmup = warmup
+        self._parts = _Parts(graph.device)
+        self._seen: _Conditions | None = None  # of the last eager call
+        self._in_a_row = 0  # eager calls with these conditions
+        self._counters: dict[str, Any] = {}  # of optimizers, before the last eager call
+        self._waits: list[str] = []  # lines of the last eager call at which the host waited
+        self._captured: _Capture | None = None
+        self._reported: set[str] = set()
+
+    @property
+    def is_captured(self) -> bool:
+        """True if there is a graph. A call replays it if nothing has changed that it depends on."""
+        return self._captured is not None
+
+    def __call__(self, *inputs: Any) -> ResultT:
+        """Run a training step."""
+        self._parts.prepare_optimizers()
+        other = self._buffers.difference(inputs)
+        if other is not None:
+            self._report(other)
+            self._in_a_row = 0
+            return self._run(self._buffers.on_device(inputs))
+        self._buffers.fill(inputs)
+        now = self._parts.conditions()
+        if self._captured is not None:
+            change = self._captured.change(now)
+            if change is None:
+                return self._replay(self._captured)
+            self._report(change)
+        if self._seen is not None and self._seen.change(now) is None:
+            self._in_a_row += 1
+        else:
+            self._in_a_row = 0
+        if self._in_a_row >= self._warmup - 1 and self._parts.are_known:
+            return self._capture(now)
+        return self._warm_up(now)
+
+    def reset(self) -> None:
+        """Drop the graph and its memory. The step is captured again after `warmup` more calls."""
+        self._captured, self._seen, self._in_a_row = None, None, 0
+
+    def _run(self, inputs: Sequence[Any]) -> ResultT:
+        with self._parts.observing():
+            result: ResultT = _detached(self._step(*inputs))
+        return result
+
+    def _warm_up(self, now: _Conditions) -> ResultT:
+        """Run the step eagerly, on the stream and memory that the graph will have."""
+        waits: list[str] = []
+        self._counters = self._parts.host_state()
+        with self._graph.queueing_warm_up(), self._graph.noting_waits(lambda frame: waits.append(_line_of(frame))):
+            result = self._run(self._buffers.arguments)
+        self._seen = now if self._parts.are_known else None
+        self._waits = waits
+        return result
+
+    def _capture(self, now: _Conditions) -> ResultT:
+        self._captured = None  # frees its memory
+        self._parts.check(self._graph.backends)
+        if self._waits:
+            raise ConfigError(
+                f"The step waits for the device at {self._waits[0]}. A CUDA graph cannot do that. Keep values in "
+                "tensors on the device: return the loss and read it after the step, and make constants once, outside."
+            )
+        _check_host_state(self._counters, self._parts.host_state())
+        result: Any = None
+        try:
+            result = self._graph.record(lambda: self._step(*self._buffers.arguments))
+        except Exception as error:
+            for module in self._parts.roots:
+                abandon_step(module)
+            where = _line_of_error(error)
+            raise ConfigError(
+                f"The step cannot be captured in a CUDA graph: {type(error).__name__} at {where}: {error}"
+            ) from error
+        _check_result(result, self._graph.device)
+        self._captured = _Capture(now, self._parts.conditions(), _detached(result, copies=False))
+        _log.info("Captured the training step in a CUDA graph.")
+        return self._replay(self._captured)
+
+    def _replay(self, captured: _Capture) -> ResultT:
+        for unit in self._parts.first_units:
+            unit.streams.join()  # memory that eager work left may be used again
+        self._graph.replay()
+        self._parts.note_step()
+        result: ResultT = _detached(captured.result)
+        return result
+
+    def _report(self, reason: str) -> None:
+        if reason not in self._reported:
+            self._reported.add(reason)
+            _log.warning("A captured step runs eagerly: %s", reason)
+
+
+# -- what a graph depends on ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Conditions:
+    """What the engine and optimizers decide by when a step begins. See [Note: what a replay must not skip].
+
+    Values are numbers or identities; `kept` keeps the objects alive, so that no other object gets their identity.
+    """
+
+    modes: tuple[Any, ...] = field(metadata={"what": "autocast, grad mode or another mode of torch has changed"})
+    modules: tuple[Any, ...] = field(metadata={"what": "modules were switched between training and evaluation"})
+    settings: tuple[Any, ...] = field(metadata={"what": "settings of units have changed"})
+    params: tuple[Any, ...] = field(metadata={"what": "parameters were replaced, moved, frozen or unfrozen"})
+    hyperparameters: tuple[Any, ...] = field(
+        metadata={"what": "hyperparameters of an optimizer have changed, other than a learning rate in a tensor"}
+    )
+    states: tuple[Any, ...] = field(metadata={"what": "the state of an optimizer was replaced, as by load_state_dict"})
+    has_grad: tuple[bool, ...] = field(metadata={"what": "other parameters have gradients when the step begins"})
+    grads: list[Tensor | None] = field(compare=False)
+    kept: list[Any] = field(compare=False)
+
+    def change(self, now: _Conditions) -> str | None:
+        """Return what has changed since, or None."""
+        for item in _COMPARED:
+            if getattr(self, item.name) != getattr(now, item.name):
+                return f"{item.metadata['what']}."
+        return None
+
+
+_COMPARED = [item for item in fields(_Conditions) if item.compare]
+
+
+@dataclass
+class _Capture:
+    """A recorded step.
+
+    Args:
+        before: The conditions when it began.
+        after: The conditions when it ended, which are those of later calls as far as gradients go.
+        result: What it returned: tensors of the graph.
+    """
+
+    before: _Conditions
+    after: _Conditions
+    result: Any
+
+    def change(self, now: _Conditions) -> str | None:
+        """Return what has changed since the capture, or None."""
+        change = self.before.change(now)
+        if change is None and any(
+            grad is not None and grad is not of_graph
+            for grad, of_graph in zip(now.grads, self.after.grads, strict=True)
+        ):
+            return "gradients were set outside of the step. Call zero_grad at its end."
+        return change
+
+
+class _Parts:
+    """The units and optimizers of a step, as found in its eager calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.roots: list[nn.Module] = []
+        self.first_units: list[Unit] = []
+        self.units: list[Unit] = []
+        self.optimizers: list[Optimizer] = []
+        self._rates: dict[tuple[int, int], Tensor] = {}
+        self._modules: list[nn.Module] = []
+
+    @property
+    def are_known(self) -> bool:
+        """True after an eager call."""
+        return bool(self.units or self.optimizers)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Find the units and optimizers that are used in this context."""
+        called: dict[int, nn.Module] = {}
+
+        def before_forward(module: nn.Module, args: Any) -> None:
+            if is_unit(module):
+                called.setdefault(id(module), module)
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if optimizer not in trials and not any(optimizer is known for known in self.optimizers):
+                self.optimizers.append(optimizer)
+                if "capturable" in optimizer.defaults:  # a first step of others may be on DTensors, without a kernel
+                    self.prepare_optimizers()
+
+        with ExitStack() as stack:
+            for handle in (
+                register_module_forward_pre_hook(before_forward),
+                register_optimizer_step_pre_hook(before_step),
+            ):
+                stack.callback(handle.remove)
+            yield
+        for module in called.values():
+            if unit_of(module) not in self.units:
+                self._add_root(runtime_of(module).units)
+
+    def _add_root(self, units: Sequence[Unit]) -> None:
+        self.first_units.append(units[0])
+        self.units += units
+        self.roots = [unit.module for unit in self.first_units]
+        self._modules = [module for root in self.roots for module in root.modules()]
+
+    def prepare_optimizers(self) -> None:
+        """Put learning rates and counts of steps into tensors. See [Note: the learning rate of a graph]."""
+        device = self._device
+        for number, optimizer in enumerate(self.optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                if device.type == "cuda" and group.get("capturable") is False:
+                    group["capturable"] = True
+                    for param in group["params"]:
+                        state = optimizer.state.get(param, {})
+                        if isinstance(count := state.get("step"), Tensor):
+                            state["step"] = count.to(device)
+                if not (group.get("capturable") or group.get("fused")) or "lr" not in group:
+                    continue
+                rate = self._rates.get((number, index))
+                if rate is None:
+                    rate = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
+                    self._rates[number, index] = rate
+                if (lr := group["lr"]) is not rate:
+                    rate.copy_(lr) if isinstance(lr, Tensor) else rate.fill_(lr)
+                    group["lr"] = rate
+
+    def conditions(self) -> _Conditions:
+        """Return the present conditions."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        stepped = [param for group in groups for param in group["params"]]
+        managed = [param for unit in self.units for param in unit.params]
+        grads = [param.grad for param in stepped]
+        states = [optimizer.state for optimizer in self.optimizers]
+        values = [value for state in states for param in stepped for value in state.get(param, {}).values()]
+        return _Conditions(
+            modes=_modes(self._device.type),
+            modules=tuple([module.training for module in self._modules]),
+            settings=tuple([getattr(unit.settings, item.name) for unit in self.units for item in _SETTINGS]),
+            params=(
+                tuple([(id(param), param.requires_grad) for param in stepped]),
+                tuple([(param.sharded.requires_grad, address(param.local)) for param in managed]),
+            ),
+            hyperparameters=tuple(
+                [
+                    (name, id(value) if isinstance(value, Tensor) else value)
+                    for group in groups
+                    for name, value in group.items()
+                    if name not in _NOT_READ
+                ]
+            ),
+            states=(tuple(map(id, states)), tuple([id(value) for value in values if isinstance(value, Tensor)])),
+            has_grad=tuple([grad is not None for grad in grads]),
+            grads=grads,
+            kept=[stepped, states, values, [value for group in groups for value in group.values()]],
+        )
+
+    def host_state(self) -> dict[str, Any]:
+        """Return the values in the state of optimizers that a replay would not update: numbers, and tensors on the host
+        by their version.
+        """
+        found: dict[str, Any] = {}
+        for optimizer in self.optimizers:
+            for number, state in enumerate(optimizer.state.values()):
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.device.type == "cpu":
+                        found[f"{type(optimizer).__name__}'s state {name!r} of parameter {number}"] = value._version
+                    elif isinstance(value, int | float):
+                        found[f"{type(optimizer).__name__}'s state {name!r} of parameter {number}"] = value
+        return found
+
+    def check(self, backends: frozenset[str]) -> None:
+        """Raise if the step cannot be captured."""
+        if not self.units:
+            raise ConfigError(
+                "The step called no module that is sharded, so there is nothing to capture. Call fully_shard first. "
+                "For other modules, see torch.cuda.make_graphed_callables."
+            )
+        if not self.optimizers:
+            raise ConfigError(
+                "The step called no optimizer, so a replay would not accumulate gradients as eager calls do. Call "
+                "optimizer.step() and optimizer.zero_grad() within the step."
+            )
+        if switches.checks_finite:
+            raise ConfigError(
+                "check_finite_gradients(True) waits for the device in each backward, which a CUDA graph cannot do. "
+                "Call check_finite_gradients(False) first, or check the loss after the step."
+            )
+        for unit in self.units:
+            policy = unit.options.offload.in_full
+            if policy.optimizer or policy.parameters or policy.activations or policy.budget is not None:
+                raise ConfigError(
+                    f"{unit.name or 'the root'} has the offload policy {unit.options.offload}, whose copies need the "
+                    "host in every step. A CUDA graph cannot do that. Shard it without offload, or do not capture."
+                )
+            if unit.residency.is_unsharded_manually:
+                raise StateError(
+                    f"{unit.name or 'the root'} is unsharded by unshard(). Call reshard() before the captured step."
+                )
+            if unit.runtime is not None and unit.runtime.finalizes_manually:
+                raise ConfigError("Steps that are finalized manually, as in pipelines, cannot be captured.")
+        for group in process_groups_along(self.units):
+            backend = dist.get_backend_config(group)
+            if not backends & {part.rpartition(":")[2] for part in str(backend).split(",")}:
+                raise ConfigError(
+                    f"Collectives of the backend {backend} cannot be captured in a CUDA graph. Expected: "
+                    f"{', '.join(sorted(backends))}. Call init_process_group('nccl')."
+                )
+
+    def note_step(self) -> None:
+        """Increment versions of the parameters that a replay has updated."""
+        torch.autograd.graph.increment_version(
+            [param for optimizer in self.optimizers for group in optimizer.param_groups for param in group["params"]]
+        )
+
+
+_SETTINGS = fields(UnitSettings)
+_NOT_READ = {"params", "initial_lr", "max_lr", "min_lr", "swa_lr"}
+"""Items of an optimizer's group that are compared otherwise, or that only schedulers read."""
+
+
+def _modes(device_type: str) -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def _check_host_state(before: dict[str, Any], after: dict[str, Any]) -> None:
+    for name, value in after.items():
+        if name in before and before[name] != value:
+            raise ConfigError(
+                f"{name} is on the host and changes in every step, which a CUDA graph would not repeat. Use an "
+                "optimizer with capturable=True, such as torch.optim.AdamW."
+            )
+
+
+# -- inputs and results -----------------------------------------------------------------------------------------------
+
+
+class _InputBuffers:
+    """The memory that a graph reads its inputs from.
+
+    Args:
+        examples: The arguments of a call.
+        device: The device of the graph.
+    """
+
+    def __init__(self, examples: list[Any], device: torch.device) -> None:
+        leaves, self._spec = pytree.tree_flatten(examples)
+        self._device = device
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise ConfigError(
+                    f"capture(example_inputs): a tensor of shape {tuple(leaf.shape)} requires a gradient, which a "
+                    "graph cannot return. Pass a detached tensor."
+                )
+        self._leaves = [torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.arguments: list[Any] = pytree.tree_unflatten(self._leaves, self._spec)
+
+    def difference(self, inputs: Sequence[Any]) -> str | None:
+        """Return why `inputs` do not fit the graph, or None."""
+        leaves, spec = pytree.tree_flatten(list(inputs))
+        if spec != self._spec:
+            return "arguments are nested in another way than the examples."
+        for number, (leaf, known) in enumerate(zip(leaves, self._leaves, strict=True)):
+            if isinstance(leaf, Tensor) and isinstance(known, Tensor):
+                if leaf.shape != known.shape or leaf.dtype != known.dtype:
+                    return (
+                        f"tensor {number} has shape {tuple(leaf.shape)} and dtype {leaf.dtype}. The graph is for "
+                        f"{tuple(known.shape)} and {known.dtype}."
+                    )
+            elif isinstance(leaf, Tensor) or isinstance(known, Tensor) or leaf != known:
+                return f"argument {number} is {leaf!r:.100}. The graph is for {known!r:.100}."
+        return None
+
+    def fill(self, inputs: Sequence[Any]) -> None:
+        """Copy `inputs` to the memory of the graph."""
+        for leaf, buffer in zip(pytree.tree_leaves(list(inputs)), self._leaves, strict=True):
+            if isinstance(buffer, Tensor):
+                buffer.copy_(leaf.detach(), non_blocking=True)
+
+    def on_device(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return `inputs` with tensors on the device, for an eager call."""
+
+        def move(leaf: Any) -> Any:
+            return leaf.detach().to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+        moved: Sequence[Any] = pytree.tree_map(move, list(inputs))
+        return moved
+
+
+def _detached(result: Any, *, copies: bool = True) -> Any:
+    """Return `result` with detached tensors. A replay writes to its own, so users get copies."""
+
+    def detach(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone() if copies else leaf.detach()
+
+    return pytree.tree_map(detach, result)
+
+
+def _check_result(result: Any, device: torch.device) -> None:
+    for leaf in pytree.tree_leaves(result):
+        if leaf is None or isinstance(leaf, str) or (isinstance(leaf, Tensor) and leaf.device.type == device.type):
+            continue
+        shown = f"a tensor on {leaf.device}" if isinstance(leaf, Tensor) else f"{leaf!r:.100}"
+        raise ConfigError(
+            f"The step returned {shown}, which a replay would not update. Return tensors on {device} or None."
+        )
+
+
+# -- lines of the user's code -----------------------------------------------------------------------------------------
+
+_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules[__package__]))
+
+
+def _line_of(frame: FrameType | None) -> str:
+    """Return the innermost line of user code in a call."""
+    calls = []
+    while frame is not None:
+        calls.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return _innermost(calls)
+
+
+def _line_of_error(error: Exception) -> str:
+    """Return the innermost line of user code that an exception went through."""
+    calls, traceback = [], error.__traceback__
+    while traceback is not None:
+        calls.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return _innermost(calls[::-1])
+
+
+def _innermost(calls: Sequence[tuple[str, int]]) -> str:
+    for file, number in calls:
+        if not file.startswith((*_LIBRARIES, "<")):
+            return f"{file}:{number} ({linecache.getline(file, number).strip()})"
+    return "an operation of backward"
+
+
+# -- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+class _CudaGraph:
+    """A graph of the current CUDA device."""
+
+    backends = frozenset({"nccl"})
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def check(self) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError("capture() needs a CUDA device, and torch finds none. Call the step itself.")
+
+    @contextmanager
+    def queueing_warm_up(self) -> Iterator[None]:
+        # Autograd and cuBLAS remember the stream of their first use, and the default stream cannot be captured.
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    @contextmanager
+    def noting_waits(self, note: Callable[[FrameType], object]) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+            show = warnings.showwarning
+
+            def note_or_show(message: Any, *args: Any, **kwargs: Any) -> None:
+                note(sys._getframe(1)) if "synchronizing CUDA operation" in str(message) else show(
+                    message, *args, **kwargs
+                )
+
+            warnings.showwarning = note_or_show
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+    def record(self, call: Callable[[], Any]) -> Any:
+        self._graph = None  # before the other one takes memory
+        graph, result, raised = torch.cuda.CUDAGraph(), None, None
+        try:
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                try:
+                    result = call()
+                except Exception as error:  # the capture must end first, which may raise a less helpful error
+                    raised = error
+        except Exception as error:
+            raised = raised or error
+        if raised is not None:
+            raise raised
+        self._graph = graph
+        return result
+
+    def replay(self) -> None:
+        assert self._graph is not None, "a step was recorded"
+        self._graph.replay()

@@ -1,0 +1,349 @@
+"""Whole training steps as CUDA graphs, on the CPU: a replay repeats recorded operations, not Python code."""
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from captured_programs import Program, random_program, run
+from replayed_graph import ReplayedGraph
+from small_models import ONE_AXIS, chain, inputs
+from torch import Tensor, nn
+
+from fullshard import (
+    ConfigError,
+    Offload,
+    StateError,
+    capture,
+    check_finite_gradients,
+    fully_shard,
+    recording,
+)
+from fullshard.comm.native import NativeCollectives
+from fullshard.comm.routes import register_backend
+from fullshard.graphs import CapturedStep
+from fullshard.testing import assert_same, run_ranks
+
+CPU = torch.device("cpu")
+WARMUP = 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Logged(logging.Handler):
+    """The messages of `fullshard.graphs`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def captured(step: Any, examples: Any, graphs: list[ReplayedGraph] | None = None) -> CapturedStep[Any]:
+    """Capture `step` in a graph that is replayed on the CPU."""
+    graph = ReplayedGraph()
+    if graphs is not None:
+        graphs.append(graph)
+    return CapturedStep(step, examples, WARMUP, graph)
+
+
+def agree(programs: Sequence[Program]) -> list[tuple[int, list[str]]]:
+    """Compare each program with and without capture. Return the numbers of replays and the logged reasons."""
+    register_backend("gloo", NativeCollectives)  # whose collectives are operations
+    found = []
+    for program in programs:
+        graphs: list[ReplayedGraph] = []
+        logger, logged = logging.getLogger("fullshard.graphs"), Logged()
+        logger.addHandler(logged)
+        logger.propagate = False
+        try:
+            assert_same(run(program, partial(captured, graphs=graphs), CPU), run(program, None, CPU), name=f"{program}")
+        finally:
+            logger.removeHandler(logged)
+        found.append((graphs[0].replays, logged.messages))
+    return found
+
+
+def test_random_programs_have_the_bits_of_eager_steps():
+    programs = [random_program(seed) for seed in range(12)]
+    for result in run_ranks(2, agree, programs, timeout=150):
+        assert sum(replays for replays, _ in result) > 5 * len(programs)
+
+
+@pytest.mark.slow
+def test_many_random_programs_have_the_bits_of_eager_steps():
+    for first in range(100, 400, 50):
+        run_ranks(2, agree, [random_program(seed) for seed in range(first, first + 50)], timeout=600)
+
+
+STEADY = Program(strategy="zero3", actions=("nothing",) * 16)
+REASONS = {
+    "batch": "tensor 0 has shape (1, 4, 48)",
+    "decay": "hyperparameters",
+    "load states": "the state of an optimizer was replaced",
+    "freeze": "parameters were replaced, moved, frozen",
+    "mode": "switched between training and evaluation",
+    "settings": "settings of units",
+    "divide": "settings of units",
+    "backward": "other parameters have gradients",
+    "autocast": "autocast",
+}
+
+
+def test_a_change_that_a_graph_cannot_follow_runs_eagerly_with_its_reason():
+    quiet = ("nothing",) * 6
+    programs = [
+        replace(STEADY, actions=("save", action, *quiet, "rate", "scheduler", "evaluate", "load", "write", "zero"))
+        for action in REASONS
+    ]
+    for result in run_ranks(2, agree, programs):
+        for reason, (replays, messages) in zip(REASONS.values(), result, strict=True):
+            warnings = [message for message in messages if "runs eagerly" in message]
+            assert len(warnings) == 1 and reason in warnings[0]
+            assert replays >= 10  # the step is captured again, and other actions need no eager call
+
+
+def test_gradients_that_are_set_between_steps_are_not_skipped():
+    """A step that zeroes gradients first leaves some, and a graph writes them to its own memory."""
+    first = replace(STEADY, zeroes_first=True, actions=("nothing", "backward", "zero", *("nothing",) * 6))
+    for strategy in ONE_AXIS:
+        run_ranks(2, agree, [replace(first, strategy=strategy, to_none=to_none) for to_none in (True, False)])
+
+
+# -- what is queued ---------------------------------------------------------------------------------------------------
+
+
+def collectives_of_steps(strategy: str) -> list[list[tuple[str, str]]]:
+    """Return the collectives of a captured step, and of eager ones after it."""
+    register_backend("gloo", NativeCollectives)
+    model = chain(partial(fully_shard, strategy=strategy))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    take, found = captured(step, (inputs(),)), []
+    for number in range(WARMUP + 4):
+        with recording() as record:
+            take(inputs(number)[: 4 if number > WARMUP + 1 else 6])
+        found.append([(event.name, event.origin.unit) for event in record.collectives()])
+    assert take.is_captured
+    return [found[WARMUP], found[-2], found[-1]]
+
+
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+def test_an_eager_step_queues_the_collectives_of_a_replay(strategy):
+    """Otherwise a rank whose batch has another shape would hang all others."""
+    for of_graph, *eager in run_ranks(2, collectives_of_steps, strategy):
+        assert of_graph
+        assert eager == [of_graph] * 2
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that counts its steps in Python."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["count"] = self.state[param].get("count", 0) + 1
+
+
+def build(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    register_backend("gloo", NativeCollectives)
+    model = chain(partial(fully_shard, **options))
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def training(model: Any, optimizer: Any, result: Callable[[Tensor], Any] = Tensor.detach) -> Callable[[Tensor], Any]:
+    def step(x: Tensor) -> Any:
+        loss = model(x).square().mean()
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+        return result(loss)
+
+    return step
+
+
+def reads_a_value(_: Any) -> Any:
+    model, optimizer = build()
+    return training(model, optimizer, lambda loss: torch.as_tensor(loss.item()))
+
+
+def counts_in_python(_: Any) -> Any:
+    model, _optimizer = build()
+    return training(model, Counting(model.parameters(), lr=0.1))
+
+
+def counts_on_the_host(_: Any) -> Any:
+    model, optimizer = build()
+
+    def step(x: Tensor) -> Any:
+        result = training(model, optimizer)(x)
+        for state in optimizer.state.values():
+            state.setdefault("seen", torch.zeros(1)).add_(1)
+        return result
+
+    return step
+
+
+def returns_a_number(_: Any) -> Any:
+    model, optimizer = build()
+    return training(model, optimizer, lambda loss: (loss, 3))
+
+
+def has_no_unit(_: Any) -> Any:
+    model = nn.Linear(48, 5)
+    return training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def has_no_optimizer(_: Any) -> Any:
+    return training(build()[0], None)
+
+
+def offloads(folder: str) -> Any:
+    return training(*build(offload_policy=Offload(optimizer={"disk": 1}, folder=folder)))
+
+
+def checks_gradients(_: Any) -> Any:
+    check_finite_gradients(True)
+    return training(*build())
+
+
+def raises_in_a_capture(_: Any) -> Any:
+    model, optimizer = build()
+    calls = []
+
+    def step(x: Tensor) -> Any:
+        calls.append(1)
+        if len(calls) > WARMUP:
+            raise KeyError("from the step")
+        return training(model, optimizer)(x)
+
+    return step
+
+
+def unshards(_: Any) -> Any:
+    model, optimizer = build()
+    inner = training(model, optimizer)
+
+    def step(x: Tensor) -> Any:
+        result = inner(x)
+        model.layers[1].unshard()
+        return result
+
+    return step
+
+
+MISTAKES: dict[Callable[[Any], Any], tuple[type[Exception], str]] = {
+    reads_a_value: (ConfigError, r"waits for the device at .*test_graphs.py:\d+ \(.*loss.item\(\).*\)"),
+    counts_in_python: (ConfigError, r"Counting's state 'count' of parameter 0 is on the host and changes"),
+    counts_on_the_host: (ConfigError, r"AdamW's state 'seen' of parameter 0 is on the host"),
+    returns_a_number: (ConfigError, r"returned 3, which a replay would not update. Return tensors on cpu"),
+    has_no_unit: (ConfigError, r"no module that is sharded.*make_graphed_callables"),
+    has_no_optimizer: (ConfigError, r"called no optimizer.*within the step"),
+    offloads: (ConfigError, r"has the offload policy .*Shard it without offload"),
+    checks_gradients: (ConfigError, r"check_finite_gradients\(False\) first"),
+    raises_in_a_capture: (ConfigError, r"cannot be captured in a CUDA graph: KeyError at .*test_graphs.py:\d+ \(raise"),
+    unshards: (StateError, r"layers.1 is unsharded by unshard\(\). Call reshard\(\)"),
+}
+
+
+def make_mistake(mistake: Callable[[Any], Any], folder: str) -> list[str]:
+    """Return the messages of a call that captures and of the next one."""
+    take, messages = captured(mistake(folder), (inputs(),)), []
+    for number in range(WARMUP + 3):
+        try:
+            take(inputs(number))
+        except MISTAKES[mistake][0] as error:
+            messages.append(str(error))
+            if len(messages) == 2:
+                break
+    return messages
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_what_cannot_be_captured_is_refused_on_every_rank(mistake, tmp_path):
+    for messages in run_ranks(2, make_mistake, mistake, str(tmp_path)):
+        assert messages, "nothing was refused"
+        for message in messages:
+            assert re.search(MISTAKES[mistake][1], message), message
+
+
+def other_backends() -> str:
+    model, optimizer = build()
+    graph = ReplayedGraph()
+    graph.backends = frozenset({"nccl"})
+    take = CapturedStep(training(model, optimizer), (inputs(),), WARMUP, graph)
+    with pytest.raises(ConfigError) as error:
+        for number in range(WARMUP + 1):
+            take(inputs(number))
+    dist.barrier()
+    return str(error.value)
+
+
+def test_collectives_of_other_backends_are_refused():
+    for message in run_ranks(2, other_backends):
+        assert "gloo cannot be captured in a CUDA graph" in message and "nccl" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, (torch.ones(1),)), "step=None cannot be called"),
+        ((print, torch.ones(1)), "example_inputs=.* is a Tensor. Pass a tuple"),
+        ((print, (torch.ones(1),), 1), r"warmup=1\): expected a number of eager calls, 2 or more"),
+        ((print, (torch.ones(1, requires_grad=True),)), r"shape \(1,\) requires a gradient"),
+    ],
+)
+def test_arguments_are_checked(arguments, message):
+    warmup = arguments[2] if len(arguments) > 2 else WARMUP
+    with pytest.raises(ConfigError, match=message):
+        CapturedStep(*arguments[:2], warmup, ReplayedGraph())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_a_machine_without_a_gpu_is_refused():
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        capture(print, (torch.ones(1),))
+
+
+def constants() -> list[str]:
+    """Return the logged messages of a step with arguments that are no tensors."""
+    inner = training(*build())
+    take = captured(lambda x, scale, names: inner(x * scale), (inputs(), 2.0, {"a": None}))
+    logger, logged = logging.getLogger("fullshard.graphs"), Logged()
+    logger.addHandler(logged)
+    for number in range(WARMUP + 2):
+        take(inputs(number), 2.0, {"a": None})
+    take(inputs(), 3.0, {"a": None})
+    take(inputs(), 2.0, {"b": None})
+    return logged.messages
+
+
+def test_arguments_that_are_no_tensors_are_constants():
+    [messages] = run_ranks(1, constants)
+    assert any("argument 1 is 3.0. The graph is for 2.0" in message for message in messages)
+    assert any("nested in another way" in message for message in messages)
