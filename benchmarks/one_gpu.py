@@ -201,14 +201,14 @@ def modes(mode: str, model: str, rounds: int, steps: int) -> dict[str, Any]:
     return {"part": mode, "model": model, "world": 1, "systems": found}
 
 
-def stated(results: dict[str, Any], ours: dict[str, Any]) -> str:
-    """Return a line for a system's results, with the ratio of ours to it."""
+def stated(results: dict[str, Any], own: dict[str, Any]) -> str:
+    """Return a line for a system's results, with the ratio of this library to it."""
     rows = results["rounds"]
     if not rows:
         return results.get("error", "no result")
     parts = [f"{what} {statistics.median(row[what] for row in rows):8.2f}" for what in rows[0]]
     parts += [f"GPU ms {results['GPU ms']:8.2f}"] if "GPU ms" in results else []
-    ratios = [a["ms"] / b["ms"] for a, b in zip(ours["rounds"], rows, strict=False)]
+    ratios = [a["ms"] / b["ms"] for a, b in zip(own["rounds"], rows, strict=False)]
     return "; ".join(parts) + (f"; ours is {statistics.median(ratios):.3f} of it" if ratios else "")
 
 

@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from fullshard._compat import address
 from fullshard.engine.hooks import abandon_step, runtime_of
 from fullshard.engine.registry import is_unit, process_groups_along, unit_of
 from fullshard.engine.unit import Unit
@@ -128,9 +127,10 @@ class CapturedStep(Generic[ResultT]):
         self._step, self._graph = step, graph
         self._buffers = _InputBuffers(list(example_inputs), graph.device)
         self._warmup = warmup
-        self._parts = _Parts(graph.device)
+        self._parts = _StepParts(graph.device)
         self._seen: _Conditions | None = None  # of the last eager call
         self._in_a_row = 0  # eager calls with these conditions
+        self._eager_calls = 0
         self._counters: dict[str, Any] = {}  # of optimizers, before the last eager call
         self._waits: list[str] = []  # lines of the last eager call at which the host waited
         self._captured: _Capture | None = None
@@ -156,10 +156,11 @@ class CapturedStep(Generic[ResultT]):
             if change is None:
                 return self._replay(self._captured)
             self._report(change)
-        if self._seen is not None and self._seen.change(now) is None:
-            self._in_a_row += 1
-        else:
-            self._in_a_row = 0
+        change = None if self._seen is None else self._seen.change(now)
+        self._in_a_row = 0 if self._seen is None or change else self._in_a_row + 1
+        self._eager_calls += 1
+        if change is not None and self._eager_calls > 2 * self._warmup:  # in the first calls, states are created
+            self._report(change)
         if self._in_a_row >= self._warmup - 1 and self._parts.are_known:
             return self._capture(now)
         return self._warm_up(now)
@@ -279,7 +280,7 @@ class _Capture:
         return change
 
 
-class _Parts:
+class _StepParts:
     """The units and optimizers of a step, as found in its eager calls."""
 
     def __init__(self, device: torch.device) -> None:
@@ -354,6 +355,7 @@ class _Parts:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         stepped = [param for group in groups for param in group["params"]]
         managed = [param for unit in self.units for param in unit.params]
+        shards = [param.dtensor._local_tensor for param in managed]
         grads = [param.grad for param in stepped]
         states = [optimizer.state for optimizer in self.optimizers]
         values = [value for state in states for param in stepped for value in state.get(param, {}).values()]
@@ -363,7 +365,8 @@ class _Parts:
             settings=tuple([getattr(unit.settings, item.name) for unit in self.units for item in _SETTINGS]),
             params=(
                 tuple([(id(param), param.requires_grad) for param in stepped]),
-                tuple([(param.sharded.requires_grad, address(param.local)) for param in managed]),
+                tuple([(param.sharded.requires_grad, id(shard)) for param, shard in zip(managed, shards, strict=True)]),
+                tuple([group.params[0].local.data_ptr() for unit in self.units for group in unit.param_groups]),
             ),
             hyperparameters=tuple(
                 [
@@ -376,7 +379,7 @@ class _Parts:
             states=(tuple(map(id, states)), tuple([id(value) for value in values if isinstance(value, Tensor)])),
             has_grad=tuple([grad is not None for grad in grads]),
             grads=grads,
-            kept=[stepped, states, values, [value for group in groups for value in group.values()]],
+            kept=[stepped, shards, states, values, [value for group in groups for value in group.values()]],
         )
 
     def host_state(self) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def refuse_to_capture() -> list[str]:
         assert torch.isfinite(step(model, optimizer, x))
     right = capture(lambda x: step(model, optimizer, x), (x,))
     losses = torch.stack([right(x) for _ in range(8)])
-    assert right.is_captured and bool((losses.diff() < 0).all())
+    assert right.is_captured and bool(losses.isfinite().all()) and losses[-1] < losses[0]
     return messages
 
 
@@ -214,8 +214,10 @@ def compiled(mode: str | None) -> list[Any]:
 
 
 def agree_compiled() -> None:
-    compiled(None)  # the compiler measures variants of a kernel once, and keeps to the fastest
-    assert_same(compiled("reduce-overhead"), compiled(None), name="reduce-overhead")
+    from torch._inductor import config  # late: it takes long
+
+    with config.patch(deterministic=True):  # it does not choose kernels by measured times
+        assert_same(compiled("reduce-overhead"), compiled(None), name="reduce-overhead")
 
 
 @pytest.mark.filterwarnings("default")  # of the compiler's: that TF32 is off, and what it imports

@@ -347,3 +347,21 @@ def test_arguments_that_are_no_tensors_are_constants():
     [messages] = run_ranks(1, constants)
     assert any("argument 1 is 3.0. The graph is for 2.0" in message for message in messages)
     assert any("nested in another way" in message for message in messages)
+
+
+def never_steady() -> list[str]:
+    """Return the logged messages of a step whose optimizer has other momentum in each call."""
+    model, optimizer = build()
+    logger, logged = logging.getLogger("fullshard.graphs"), Logged()
+    logger.addHandler(logged)
+    take = captured(training(model, optimizer), (inputs(),))
+    for number in range(3 * WARMUP):
+        optimizer.param_groups[0]["betas"] = (0.9 - 0.01 * number, 0.99)
+        take(inputs(number))
+    assert not take.is_captured
+    return logged.messages
+
+
+def test_a_step_that_changes_in_each_call_is_reported_once():
+    [messages] = run_ranks(1, never_steady)
+    assert len(messages) == 1 and "hyperparameters of an optimizer have changed" in messages[0]

@@ -10,6 +10,7 @@ import pytest
 DOCUMENTED = {
     "fullshard": [
         "CPUOffloadPolicy",
+        "CapturedStep",
         "CheckpointError",
         "ConfigError",
         "DataParallelMeshDims",
@@ -33,6 +34,7 @@ DOCUMENTED = {
         "ShardedGradScaler",
         "StateError",
         "UnshardHandle",
+        "capture",
         "check_finite_gradients",
         "clip_grad_norm_",
         "compare_ranks",

@@ -112,6 +112,7 @@ ROOMS: dict[str, list[str] | None] = {
     "wrap": None,
     "sharding": None,
     "fully_shard": None,
+    "graphs": None,
     "fsdp1": ["precision", "wrapper", "__init__"],
     "plan": None,  # which shards a model to measure what that costs
     "report": [

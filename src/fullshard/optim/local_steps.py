@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial, update_wrapper
+from types import ModuleType
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -69,21 +70,15 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 @cache
 def watch_optimizers() -> None:
     """Make every optimizer use the sharded parameters in its steps, and step their plain shards."""
-    before_optimizer_states(_prepare_to_save)
+    before_optimizer_states(lambda optimizer: _loaded_states().prepare_to_save(optimizer))
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
-def _accept_whole_states(optimizer: Optimizer) -> None:
-    from fullshard.state.loaded_states import accept_whole_states  # late: inference does not need it
+def _loaded_states() -> ModuleType:
+    from fullshard.state import loaded_states  # late: inference does not need it
 
-    accept_whole_states(optimizer)
-
-
-def _prepare_to_save(optimizer: Optimizer) -> None:
-    from fullshard.state.loaded_states import prepare_to_save  # late, as above
-
-    prepare_to_save(optimizer)
+    return loaded_states
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -95,7 +90,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         _give_back(optimizer)
         point_to_shards(optimizer)
         check_modules(optimizer)
-        _accept_whole_states(optimizer)
+        _loaded_states().accept_whole_states(optimizer)
         _check_steps_shards(optimizer)
         if not _may_have_any_order(optimizer):
             check_same_order(optimizer)
@@ -260,7 +255,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
     def take_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             check_modules(optimizer)
-            _accept_whole_states(optimizer)
+            _loaded_states().accept_whole_states(optimizer)
             note_outside(optimizer)  # which may have more parameters since its last step
             choose_for_budget(optimizer)  # before tiers are looked up: its hook runs after that
         disk, on_cpu = states_on_disk(optimizer), _on_cpu(optimizer)
