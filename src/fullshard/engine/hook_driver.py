@@ -293,11 +293,8 @@ class HookDriver:
         )
 
     def _has_ended_all_calls_of(self, unit: Unit) -> bool:
-        """Return True if this backward has ended for every call that needs `unit`, in all forwards it has reached.
-
-        Calls that were recomputed in this backward are not known to be the last of `unit`.
-        """
-        ended = [call for call in self._ended if call.within is not None]
+        """Return True if this backward has ended for every call that needs `unit`, in all forwards it has reached."""
+        ended = [call for call in self._ended if call.within is not None]  # recomputed calls may not be the last ones
         forwards = {id(call.within): call.within for call in ended}.values()
         needed_by = [left for forward in forwards if forward is not None for left in forward.left if left.uses(unit)]
         return bool(ended) and len(needed_by) <= sum(call.unit.uses(unit) for call in ended)
