@@ -11,12 +11,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from replayed_graph import ReplayedGraph
 from shared_ranks import run_ranks
 from training_runs import QUICK, losses, metrics, this_rank
 
-from fullshard import CheckpointError, ConfigError, DiskError, Offload, fully_shard
+from fullshard import CheckpointError, ConfigError, DiskError, Offload, fully_shard, testing
+from fullshard.comm.native import NativeCollectives
+from fullshard.comm.routes import register_backend
 from fullshard.disk.pace import pace_of
 from fullshard.disk.prediction import Traffic
+from fullshard.graphs import CapturedStep
 from fullshard.plan.forecast import Forecast, Forecasting
 from fullshard.plan.ledger import predict_on_disk
 from fullshard.train.check import check
@@ -24,7 +28,8 @@ from fullshard.train.evaluate import validation_loss
 from fullshard.train.loop import resolved, train
 from fullshard.train.options import parse_settings
 from fullshard.train.predicting import Machine, disk_lines, disk_traffic, forecast_run, machine_of
-from fullshard.train.settings import TrainSettings
+from fullshard.train.schedule import learning_rate
+from fullshard.train.settings import OptimizationSettings, TrainSettings
 from fullshard.train.sharding import ShardedGPT, sharded_gpt
 from fullshard.train.text import find_text, write_text
 from fullshard.train.trained import trained_gpt, trained_settings
@@ -99,6 +104,32 @@ def test_accumulating_halves_is_a_step_on_the_whole(two_ranks: Path, tmp_path: P
 
 def test_computing_blocks_again_changes_no_loss(two_ranks: Path, tmp_path: Path) -> None:
     assert losses(trained(2, tmp_path, "--activation-checkpointing")) == losses(two_ranks)
+
+
+def run_with_rates_of_float32(out: Path, captures: bool) -> int:
+    """Run nine steps, six of which replay what was captured if `captures`. Return the number of replays."""
+    register_backend("gloo", NativeCollectives)
+    graph = ReplayedGraph()
+    argv = [*QUICK, "--steps", "9", "--accumulate", "2", "--validate-every", "4", "--out", str(out)]
+    settings = parse_settings(argv)
+    settings = replace(settings, optimization=replace(settings.optimization, capture=captures))
+    with (
+        mock.patch("fullshard.train.loop.capture", lambda step, examples: CapturedStep(step, examples, 3, graph)),
+        mock.patch("fullshard.train.loop.learning_rate", lambda *args: torch.tensor(learning_rate(*args)).item()),
+    ):
+        rank = this_rank()
+        train(settings, check(replace(settings, optimization=OptimizationSettings()), rank.world), rank)
+    return graph.replays
+
+
+def test_captured_steps_change_no_loss(tmp_path: Path) -> None:
+    replays = [
+        testing.run_ranks(2, run_with_rates_of_float32, tmp_path / str(captures), captures)
+        for captures in (True, False)
+    ]
+    assert replays == [[6, 6], [0, 0]]
+    assert losses(tmp_path / "True") == losses(tmp_path / "False")
+    assert (tmp_path / "True/model.safetensors").read_bytes() == (tmp_path / "False/model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

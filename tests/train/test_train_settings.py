@@ -7,6 +7,7 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from fullshard.train.parallelism import replicas_of, rows_of, sequences_of
 from fullshard.train.ranks import Rank
 from fullshard.train.run_folder import RunFolder, check_shared
 from fullshard.train.schedule import learning_rate, peak_lr
-from fullshard.train.settings import OptimizationSettings, ParallelSettings, RunSettings, TrainSettings
+from fullshard.train.settings import MemorySettings, OptimizationSettings, ParallelSettings, RunSettings, TrainSettings
 from fullshard.train.trained import trained_settings
 
 
@@ -202,3 +203,15 @@ def test_what_ranks_run_on_is_checked() -> None:
     for requested, word in (({"on": "rey"}, "did you mean ray"), ({"ray_address": "a:1"}, "--on ray")):
         with pytest.raises(ConfigError, match=f"(?i){word}"):
             check(TrainSettings(parallelism=ParallelSettings(**requested)), world=1)
+
+
+def test_a_graph_needs_a_gpu_and_no_offload() -> None:
+    captured = OptimizationSettings(capture=True)
+    with mock.patch("torch.cuda.is_available", lambda: False), pytest.raises(ConfigError, match="--capture: .* a GPU"):
+        check(TrainSettings(optimization=captured), world=1)
+    offloaded = MemorySettings(offload_parameters_cpu=0.5)
+    with (
+        mock.patch("torch.cuda.is_available", lambda: True),
+        pytest.raises(ConfigError, match="Leave out --capture or --offload-parameters-cpu"),
+    ):
+        check(TrainSettings(optimization=captured, memory=offloaded), world=1)

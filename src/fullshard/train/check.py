@@ -7,7 +7,10 @@ since they check the same settings and files.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
+
+import torch
 
 from fullshard.errors import ConfigError, near_matches
 from fullshard.policy.precision import GATHER_ENCODINGS, REDUCE_ENCODINGS
@@ -42,6 +45,8 @@ def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
     _check_parallelism(settings.parallelism, world, machines)
     _check_optimization(settings.optimization, world)
     _check_memory(settings.memory, settings.parallelism)
+    if settings.optimization.capture:
+        _check_capture(settings.memory)
     _check_run(settings.run)
     shape_of(settings.model)
     source = find_text(settings.text.text)
@@ -103,6 +108,15 @@ def _check_memory(settings: MemorySettings, parallelism: ParallelSettings) -> No
             )
 
     _check_offload(settings)
+
+
+def _check_capture(settings: MemorySettings) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError("--capture: CUDA graphs need a GPU, and torch finds none. Leave it out.")
+    names = [item.name for item in fields(MemorySettings) if item.name.startswith("offload_")]
+    used = [name.replace("_", "-") for name in names if getattr(settings, name)]
+    if used:
+        raise ConfigError(f"--capture: a CUDA graph cannot offload. Leave out --capture or --{used[0]}.")
 
 
 def _check_offload(settings: MemorySettings) -> None:

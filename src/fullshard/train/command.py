@@ -81,5 +81,6 @@ def train_on_this_rank(argv: Sequence[str], *, has_group: bool = False) -> int:
 
     from fullshard.train.loop import train  # late: it imports the engine
 
+    records = settings.run.report and not settings.optimization.capture
     with nullcontext() if has_group else process_group(rank):
-        return train(settings, source, rank, predicts=settings.run.predict, records=settings.run.report)
+        return train(settings, source, rank, predicts=settings.run.predict, records=records)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from fullshard import CheckpointError, ConfigError, DiskError, clip_grad_norm_
+from fullshard import CapturedStep, CheckpointError, ConfigError, DiskError, capture, clip_grad_norm_
 from fullshard.checkpoint import PendingSave, Restored, async_save, latest, load
 from fullshard.checkpoint.exporting import write_safetensors
 from fullshard.checkpoint.keeper import named
@@ -28,7 +28,7 @@ from fullshard.train.bytes_table import RunLedgers
 from fullshard.train.evaluate import bits, sample, validation_loss
 from fullshard.train.ledgers import ledgers_of_run
 from fullshard.train.model import byte_losses
-from fullshard.train.parallelism import part_of, replicas_of, rows_of, sequences_of
+from fullshard.train.parallelism import BatchPart, part_of, replicas_of, rows_of, sequences_of
 from fullshard.train.predicting import RunPrediction, by_state, disk_lines, disk_traffic, start_forecast
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for
 from fullshard.train.ranks import Rank, do_together, gather_in_rank_order
@@ -121,6 +121,7 @@ class TrainingLoop:
     prediction: RunPrediction | None = None  # on the rank with output, in a run that predicts
     forecast: Forecast | None = None
     record: RunReport | None = None
+    captured: CapturedStep[tuple[Tensor, Tensor]] | None = None
 
     def __post_init__(self) -> None:
         self.optimizer = optimizer_of(self.model, self.settings.optimization)
@@ -257,19 +258,20 @@ class TrainingLoop:
     def train_step(self, step: int) -> Trained:
         """Run step `step`, counted from 0: all its microbatches, then one step of the optimizer."""
         optimization = self.settings.optimization
-        losses = [self.train_microbatch(step, microbatch) for microbatch in range(optimization.accumulate)]
-        norm = clip_grad_norm_(self.model.parameters(), optimization.clip or float("inf"))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(optimization, peak_lr(self.settings), step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return Trained(losses=torch.stack(losses), gradient_norm=norm)
+        batches = (self.batch(step, microbatch) for microbatch in range(optimization.accumulate))
+        if not optimization.capture:
+            losses, norm = self.update(batches)
+        else:
+            examples = list(batches)
+            self.captured = self.captured or capture(self.update, (examples,))
+            losses, norm = self.captured(examples)
+        return Trained(losses=losses, gradient_norm=norm)
 
-    def train_microbatch(self, step: int, microbatch: int) -> Tensor:
-        """Add the gradients of one microbatch, reduce them if it is the last one, and return the losses of its rows."""
-        optimization, world = self.settings.optimization, self.rank.world
-        self.model.set_requires_gradient_sync(microbatch == optimization.accumulate - 1)
-        part = part_of(optimization, microbatch=microbatch, rank=self.rank.index, world=world)
+    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's inputs and targets of a microbatch."""
+        part = self.part(microbatch)
         with self.doing("input"):
             batch = training_batch(
                 self.text,
@@ -278,10 +280,29 @@ class TrainingLoop:
                 rows=part.rows,
                 seq=self.settings.text.seq,
             )
-        losses = byte_losses(self.model(batch.inputs.to(self.rank.device)), batch.targets.to(self.rank.device))
-        mean = losses[: part.counted].sum() / (self.sequences / world)  # since gradients are averaged over the ranks
+        return batch.inputs, batch.targets
+
+    def update(self, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Train on the microbatches of a step. Return the losses of their rows and the norm of the gradient."""
+        losses = [self.train_microbatch(number, *batch) for number, batch in enumerate(batches)]
+        norm = clip_grad_norm_(self.model.parameters(), self.settings.optimization.clip or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses), norm
+
+    def train_microbatch(self, number: int, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Add the gradients of a microbatch, reduce them if it is the last one, and return the losses of its rows."""
+        self.model.set_requires_gradient_sync(number == self.settings.optimization.accumulate - 1)
+        losses = byte_losses(self.model(inputs.to(self.rank.device)), targets.to(self.rank.device))
+        counted = losses[: self.part(number).counted]
+        mean = counted.sum() / (self.sequences / self.rank.world)  # since gradients are averaged over the ranks
         mean.backward()
         return losses.detach()
+
+    def part(self, microbatch: int) -> BatchPart:
+        """Return this rank's part of a microbatch."""
+        rank = self.rank
+        return part_of(self.settings.optimization, microbatch=microbatch, rank=rank.index, world=rank.world)
 
     def begin(self) -> int:
         """Write the settings and the header of the metrics, show a heading, and return the completed steps."""
@@ -436,7 +457,7 @@ class TrainingLoop:
             left_s=seconds_a_step * (self.settings.optimization.steps - step),
         )
         self.display.report(stated)
-        norm, rate = float(trained.gradient_norm), self.optimizer.param_groups[0]["lr"]
+        norm, rate = float(trained.gradient_norm), float(self.optimizer.param_groups[0]["lr"])
         self.write_line(
             "step",
             {

@@ -77,6 +77,9 @@ class OptimizationSettings:
     """Weight decay of matrices; vectors such as norm weights have none."""
     clip: float = 1.0
     """Maximum norm of the full gradient; 0 disables clipping."""
+    capture: bool = False
+    """Run each step as one CUDA graph, see fullshard.capture: for GPUs that wait for the host. Not with offload; no
+    report is recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
