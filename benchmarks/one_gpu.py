@@ -163,7 +163,9 @@ def prepare(mode: str, system: str, workload: Workload, tokens: torch.Tensor) ->
 
 
 def timed(step: Callable[[], object], steps: int) -> dict[str, float]:
-    """Return the median milliseconds of a step, and on a GPU those until the host had queued all of it."""
+    """Return the median milliseconds of a step, those of steps without a synchronization in between, and on a GPU
+    those until the host had queued all of a step.
+    """
     taken, requested = [], []
     for _ in range(1 + steps):
         finish()
@@ -172,8 +174,13 @@ def timed(step: Callable[[], object], steps: int) -> dict[str, float]:
         requested.append(1e3 * (time.perf_counter() - start))
         finish()
         taken.append(1e3 * (time.perf_counter() - start))
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    finish()
+    in_a_row = 1e3 * (time.perf_counter() - start) / steps
     host = {"host ms": statistics.median(requested[1:])} if GPU else {}
-    return {"ms": statistics.median(taken[1:])} | host
+    return {"ms": statistics.median(taken[1:]), "ms in a row": in_a_row} | host
 
 
 def modes(mode: str, model: str, rounds: int, steps: int) -> dict[str, Any]:

@@ -207,7 +207,7 @@ def test_what_ranks_run_on_is_checked() -> None:
 
 def test_a_graph_needs_a_gpu_and_no_offload() -> None:
     captured = OptimizationSettings(capture=True)
-    with mock.patch("torch.cuda.is_available", lambda: False), pytest.raises(ConfigError, match="--capture: .* a GPU"):
+    with mock.patch("torch.cuda.is_available", lambda: False), pytest.raises(ConfigError, match=r"--capture: .* a GPU"):
         check(TrainSettings(optimization=captured), world=1)
     offloaded = MemorySettings(offload_parameters_cpu=0.5)
     with (
