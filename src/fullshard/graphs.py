@@ -545,7 +545,11 @@ def _check_result(result: Any, device: torch.device) -> None:
 
 # -- lines of the user's code -----------------------------------------------------------------------------------------
 
-_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules[__package__]))
+_LIBRARIES = (
+    *(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules[__package__])),
+    warnings.__file__,  # it calls what notes a wait
+    "<",  # code without a file
+)
 
 
 def _line_of(frame: FrameType | None) -> str:
@@ -568,7 +572,7 @@ def _line_of_error(error: Exception) -> str:
 
 def _innermost(calls: Sequence[tuple[str, int]]) -> str:
     for file, number in calls:
-        if not file.startswith((*_LIBRARIES, "<")):
+        if not file.startswith(_LIBRARIES):
             return f"{file}:{number} ({linecache.getline(file, number).strip()})"
     return "an operation of backward"
 

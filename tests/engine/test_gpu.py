@@ -214,10 +214,8 @@ def compiled(mode: str | None) -> list[Any]:
 
 
 def agree_compiled() -> None:
-    from torch._inductor import config  # late: it takes long
-
-    with config.patch(deterministic=True):  # it does not choose kernels by measured times
-        assert_same(compiled("reduce-overhead"), compiled(None), name="reduce-overhead")
+    compiled(None)  # the compiler measures variants of a kernel once, and keeps to the fastest
+    assert_same(compiled("reduce-overhead"), compiled(None), name="reduce-overhead")
 
 
 @pytest.mark.filterwarnings("default")  # of the compiler's: that TF32 is off, and what it imports

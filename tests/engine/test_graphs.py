@@ -2,6 +2,7 @@
 
 import logging
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from fullshard import (
 )
 from fullshard.comm.native import NativeCollectives
 from fullshard.comm.routes import register_backend
-from fullshard.graphs import CapturedStep
+from fullshard.graphs import CapturedStep, _CudaGraph, _line_of
 from fullshard.testing import assert_same, run_ranks
 
 CPU = torch.device("cpu")
@@ -341,6 +342,24 @@ def constants() -> list[str]:
     take(inputs(), 3.0, {"a": None})
     take(inputs(), 2.0, {"b": None})
     return logged.messages
+
+
+def test_waits_of_a_gpu_are_found_by_its_warnings(monkeypatch):
+    """CUDA warns, as it does here, if it is asked to. Other warnings are shown as before."""
+    modes = ["error"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    lines: list[str] = []
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with _CudaGraph().noting_waits(lambda frame: lines.append(_line_of(frame))):
+            for _ in range(2):
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            warnings.warn("another", stacklevel=1)
+    assert modes == ["error", "warn", "error"]
+    assert len(lines) == 2
+    assert all(re.search(r"test_graphs.py:\d+ \(warnings.warn\(.called", line) for line in lines)
+    assert [str(warning.message) for warning in shown] == ["another"]
 
 
 def test_arguments_that_are_no_tensors_are_constants():

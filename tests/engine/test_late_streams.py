@@ -95,12 +95,12 @@ def difference(actual: Any, expected: Any, name: str) -> list[str]:
 
 
 def on_one_rank(strategy: str) -> Iterator[Scenario]:
-    """Yield scenarios of `test_races.py`; common ones only for strategies that are parts of others.
+    """Yield the common scenarios of `test_races.py`, and a sample of the others for `zero3` and `hsdp`.
 
     Captures are excluded, because `test_gpu.py` makes real ones, and transforms, which accept no inputs on the CPU.
     """
-    for scenario in scenarios():
-        chosen = is_common(scenario) or strategy in ("zero3", "hsdp")
+    for number, scenario in enumerate(scenarios()):
+        chosen = is_common(scenario) or (strategy in ("zero3", "hsdp") and number % 17 == 0)
         if chosen and scenario[0] == strategy and scenario[1] not in ("capture", "transforms"):
             yield scenario
 
