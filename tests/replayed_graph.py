@@ -53,6 +53,9 @@ class ReplayedGraph:
         torch.set_rng_state(state)
         return result
 
+    def drop(self) -> None:
+        self.operations, self.sizes = [], {}
+
     def replay(self) -> None:
         self.replays += 1
         for storage, nbytes in self.sizes.items():

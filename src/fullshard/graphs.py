@@ -114,6 +114,9 @@ class Graph(Protocol):
     def replay(self) -> None:
         """Run the recorded work."""
 
+    def drop(self) -> None:
+        """Free the memory of the recorded work."""
+
 
 class CapturedStep(Generic[ResultT]):
     """A training step that runs as a CUDA graph. See `capture`."""
@@ -131,9 +134,10 @@ class CapturedStep(Generic[ResultT]):
         self._seen: _Conditions | None = None  # of the last eager call
         self._in_a_row = 0  # eager calls with these conditions
         self._eager_calls = 0
-        self._counters: dict[str, Any] = {}  # of optimizers, before the last eager call
-        self._waits: list[str] = []  # lines of the last eager call at which the host waited
+        self._calls: list[int] = []  # of units and optimizers in the last eager call
+        self._refusal: str | None = None  # why a graph would not do what the last eager call did
         self._captured: _Capture | None = None
+        self._written: list[tuple[list[Tensor | None], Tensor | None]] = []  # lists of the engine with memory of graphs
         self._reported: set[str] = set()
 
     @property
@@ -167,7 +171,15 @@ class CapturedStep(Generic[ResultT]):
 
     def reset(self) -> None:
         """Drop the graph and its memory. The step is captured again after `warmup` more calls."""
-        self._captured, self._seen, self._in_a_row = None, None, 0
+        self._drop()
+        self._seen, self._in_a_row = None, 0
+
+    def _drop(self) -> None:
+        self._captured = None
+        self._graph.drop()
+        for kept, flat in self._written:
+            del kept[[item is flat for item in kept].index(True)]
+        self._written = []
 
     def _run(self, inputs: Sequence[Any]) -> ResultT:
         with self._parts.observing():
@@ -177,33 +189,50 @@ class CapturedStep(Generic[ResultT]):
     def _warm_up(self, now: _Conditions) -> ResultT:
         """Run the step eagerly, on the stream and memory that the graph will have."""
         waits: list[str] = []
-        self._counters = self._parts.host_state()
+        before = self._parts.host_state()
         with self._graph.queueing_warm_up(), self._graph.noting_waits(lambda frame: waits.append(_line_of(frame))):
             result = self._run(self._buffers.arguments)
+        self._refusal = _changed(before, self._parts.host_state())
+        if waits:
+            self._refusal = (
+                f"The step waits for the device at {waits[0]}. A CUDA graph cannot do that. Keep values in tensors on "
+                "the device: return the loss and read it after the step, and make constants once, outside."
+            )
+        if self._calls != self._parts.calls:
+            self._in_a_row = 0
+            if self._eager_calls > 2 * self._warmup:
+                self._report(_OTHER_CALLS)
+        self._calls = self._parts.calls
         self._seen = now if self._parts.are_known else None
-        self._waits = waits
         return result
 
     def _capture(self, now: _Conditions) -> ResultT:
-        self._captured = None  # frees its memory
+        self._drop()  # before another graph takes memory
         self._parts.check(self._graph.backends)
-        if self._waits:
-            raise ConfigError(
-                f"The step waits for the device at {self._waits[0]}. A CUDA graph cannot do that. Keep values in "
-                "tensors on the device: return the loss and read it after the step, and make constants once, outside."
-            )
-        _check_host_state(self._counters, self._parts.host_state())
-        result: Any = None
+        if self._refusal is not None:
+            raise ConfigError(self._refusal)
+        lists = self._parts.written_by_graphs()
+        before = [len(kept) for kept in lists]
         try:
-            result = self._graph.record(lambda: self._step(*self._buffers.arguments))
+            with self._parts.observing():
+                result = self._graph.record(lambda: self._step(*self._buffers.arguments))
+            _check_result(result, self._graph.device)
+            if self._parts.calls != self._calls:
+                raise ConfigError(
+                    f"{_OTHER_CALLS} A CUDA graph does the same in each replay. Let the step depend on its arguments "
+                    "only. To accumulate gradients, run all microbatches in one step."
+                )
         except Exception as error:
-            for module in self._parts.roots:
-                abandon_step(module)
+            self._graph.drop()
+            for unit in self._parts.first_units:
+                abandon_step(unit.module)
+            if isinstance(error, ConfigError):
+                raise
             where = _line_of_error(error)
             raise ConfigError(
                 f"The step cannot be captured in a CUDA graph: {type(error).__name__} at {where}: {error}"
             ) from error
-        _check_result(result, self._graph.device)
+        self._written = [(kept, flat) for kept, n in zip(lists, before, strict=True) for flat in kept[n:]]
         self._captured = _Capture(now, self._parts.conditions(), _detached(result, copies=False))
         _log.info("Captured the training step in a CUDA graph.")
         return self._replay(self._captured)
@@ -285,7 +314,7 @@ class _StepParts:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.roots: list[nn.Module] = []
+        self.calls: list[int] = []  # identities of the unit or optimizer of each call, in the last context
         self.first_units: list[Unit] = []
         self.units: list[Unit] = []
         self.optimizers: list[Optimizer] = []
@@ -301,13 +330,18 @@ class _StepParts:
     def observing(self) -> Iterator[None]:
         """Find the units and optimizers that are used in this context."""
         called: dict[int, nn.Module] = {}
+        self.calls = calls = []
 
         def before_forward(module: nn.Module, args: Any) -> None:
             if is_unit(module):
                 called.setdefault(id(module), module)
+                calls.append(id(module))
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if optimizer not in trials and not any(optimizer is known for known in self.optimizers):
+            if optimizer in trials:
+                return
+            calls.append(id(optimizer))
+            if not any(optimizer is known for known in self.optimizers):
                 self.optimizers.append(optimizer)
                 if "capturable" in optimizer.defaults:  # a first step of others may be on DTensors, without a kernel
                     self.prepare_optimizers()
@@ -326,8 +360,7 @@ class _StepParts:
     def _add_root(self, units: Sequence[Unit]) -> None:
         self.first_units.append(units[0])
         self.units += units
-        self.roots = [unit.module for unit in self.first_units]
-        self._modules = [module for root in self.roots for module in root.modules()]
+        self._modules = [module for unit in self.first_units for module in unit.module.modules()]
 
     def prepare_optimizers(self) -> None:
         """Put learning rates and counts of steps into tensors. See [Note: the learning rate of a graph]."""
@@ -382,18 +415,28 @@ class _StepParts:
             kept=[stepped, shards, states, values, [value for group in groups for value in group.values()]],
         )
 
+    def written_by_graphs(self) -> list[list[Tensor | None]]:
+        """Return the lists in which the engine keeps gradients that graphs write to."""
+        return [group.gradients.state.written_by_graphs for unit in self.units for group in unit.param_groups]
+
     def host_state(self) -> dict[str, Any]:
-        """Return the values in the state of optimizers that a replay would not update: numbers, and tensors on the host
-        by their version.
+        """Return what a replay would not update: numbers in the state and the groups of optimizers, and tensors there
+        that only the host writes to, by their version.
         """
         found: dict[str, Any] = {}
         for optimizer in self.optimizers:
+            name_of = type(optimizer).__name__
             for number, state in enumerate(optimizer.state.values()):
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.device.type == "cpu":
-                        found[f"{type(optimizer).__name__}'s state {name!r} of parameter {number}"] = value._version
+                        found[f"{name_of}'s state {name!r} of parameter {number}"] = value._version
                     elif isinstance(value, int | float):
-                        found[f"{type(optimizer).__name__}'s state {name!r} of parameter {number}"] = value
+                        found[f"{name_of}'s state {name!r} of parameter {number}"] = value
+            for number, group in enumerate(optimizer.param_groups):
+                for name, value in group.items():
+                    if name not in _NOT_READ:
+                        version = value._version if isinstance(value, Tensor) else value
+                        found[f"{name_of}'s {name!r} of group {number}"] = version
         return found
 
     def check(self, backends: frozenset[str]) -> None:
@@ -458,16 +501,25 @@ def _modes(device_type: str) -> tuple[Any, ...]:
     )
 
 
-def _check_host_state(before: dict[str, Any], after: dict[str, Any]) -> None:
+_OTHER_CALLS = "The step called other modules or optimizers than in the call before."
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """Return a message if a step has changed what a replay would not change."""
     for name, value in after.items():
         if name in before and before[name] != value:
-            raise ConfigError(
-                f"{name} is on the host and changes in every step, which a CUDA graph would not repeat. Use an "
-                "optimizer with capturable=True, such as torch.optim.AdamW."
+            return (
+                f"{name} is on the host and changes in every step, which a CUDA graph would not repeat. Call learning "
+                "rate schedulers between the steps, and use an optimizer with capturable=True, such as "
+                "torch.optim.AdamW."
             )
+    return None
 
 
 # -- inputs and results -----------------------------------------------------------------------------------------------
+
+
+_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, type(None))
 
 
 class _InputBuffers:
@@ -482,6 +534,11 @@ class _InputBuffers:
         leaves, self._spec = pytree.tree_flatten(examples)
         self._device = device
         for leaf in leaves:
+            if not isinstance(leaf, _LEAVES):
+                raise ConfigError(
+                    f"capture(example_inputs): a {type(leaf).__name__} may contain tensors that would not be copied. "
+                    "Pass tensors, numbers and strings in tuples, lists and dicts."
+                )
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ConfigError(
                     f"capture(example_inputs): a tensor of shape {tuple(leaf.shape)} requires a gradient, which a "
@@ -626,7 +683,6 @@ class _CudaGraph:
                 torch.cuda.set_sync_debug_mode(before)
 
     def record(self, call: Callable[[], Any]) -> Any:
-        self._graph = None  # before the other one takes memory
         graph, result, raised = torch.cuda.CUDAGraph(), None, None
         try:
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
@@ -644,3 +700,6 @@ class _CudaGraph:
     def replay(self) -> None:
         assert self._graph is not None, "a step was recorded"
         self._graph.replay()
+
+    def drop(self) -> None:
+        self._graph = None

@@ -258,10 +258,43 @@ def unshards(_: Any) -> Any:
     return step
 
 
+def steps_every_fourth_time(_: Any) -> Any:
+    model, optimizer = build()
+    calls = []
+
+    def step(x: Tensor) -> Any:
+        calls.append(1)
+        loss = model(x).square().mean()
+        loss.backward()
+        if len(calls) % (WARMUP + 1) == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    for _ in range(WARMUP):
+        step(inputs())  # the first captured call steps, and later the one that captures
+    return step
+
+
+def schedules_within_the_step(_: Any) -> Any:
+    model, optimizer = build()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    inner = training(model, optimizer)
+
+    def step(x: Tensor) -> Any:
+        result = inner(x)
+        scheduler.step()
+        return result
+
+    return step
+
+
 MISTAKES: dict[Callable[[Any], Any], tuple[type[Exception], str]] = {
     reads_a_value: (ConfigError, r"waits for the device at .*test_graphs.py:\d+ \(.*loss.item\(\).*\)"),
     counts_in_python: (ConfigError, r"Counting's state 'count' of parameter 0 is on the host and changes"),
     counts_on_the_host: (ConfigError, r"AdamW's state 'seen' of parameter 0 is on the host"),
+    steps_every_fourth_time: (ConfigError, r"other modules or optimizers than .* all microbatches in one step"),
+    schedules_within_the_step: (ConfigError, r"AdamW's 'lr' of group 0 .* Call learning rate schedulers between"),
     returns_a_number: (ConfigError, r"returned 3, which a replay would not update. Return tensors on cpu"),
     has_no_unit: (ConfigError, r"no module that is sharded.*make_graphed_callables"),
     has_no_optimizer: (ConfigError, r"called no optimizer.*within the step"),
@@ -316,6 +349,7 @@ def test_collectives_of_other_backends_are_refused():
         ((None, (torch.ones(1),)), "step=None cannot be called"),
         ((print, torch.ones(1)), "example_inputs=.* is a Tensor. Pass a tuple"),
         ((print, (torch.ones(1),), 1), r"warmup=1\): expected a number of eager calls, 2 or more"),
+        ((print, ({"a": object()},)), "a object may contain tensors"),
         ((print, (torch.ones(1, requires_grad=True),)), r"shape \(1,\) requires a gradient"),
     ],
 )
@@ -384,3 +418,22 @@ def never_steady() -> list[str]:
 def test_a_step_that_changes_in_each_call_is_reported_once():
     [messages] = run_ranks(1, never_steady)
     assert len(messages) == 1 and "hyperparameters of an optimizer have changed" in messages[0]
+
+
+def kept_after_resets() -> list[int]:
+    """Return how many tensors the engine keeps for graphs, after each of several captures."""
+    model, optimizer = build()
+    take, found = captured(training(model, optimizer), (inputs(),)), []
+    for _ in range(3):
+        for number in range(WARMUP + 2):
+            take(inputs(number))
+        assert take.is_captured
+        found.append(sum(len(kept) for kept in take._parts.written_by_graphs()))
+        take.reset()
+        assert not take.is_captured
+    return [*found, sum(len(kept) for kept in take._parts.written_by_graphs())]
+
+
+def test_memory_of_graphs_that_were_dropped_is_not_kept():
+    [[first, *others, last]] = run_ranks(1, kept_after_resets)
+    assert first > 0 and others == [first] * 2 and last == 0
