@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from small_models import Chain, Layer, initialise, whole, wholes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -16,8 +17,21 @@ from fullshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, summon
 
 ACTIONS = (
     *("nothing",) * 6,
-    *("batch", "evaluate", "rate", "scheduler", "decay", "save", "load", "load states", "freeze", "thaw", "write"),
-    *("zero", "mode", "settings", "copy", "reset", "autocast", "divide", "backward"),
+    *(
+        "batch",
+        "batch on one rank",
+        "evaluate",
+        "rate",
+        "scheduler",
+        "decay",
+        "save",
+        "load",
+        "load states",
+        "freeze",
+        "thaw",
+        "write",
+    ),
+    *("zero", "mode", "settings", "copy", "reset", "autocast", "divide", "backward", "buffer", "hook", "unshard"),
 )
 
 
@@ -37,6 +51,7 @@ class Program:
     zeroes_first: bool = False
     to_none: bool = True
     optimizer: str = "adamw"
+    broadcasts: bool = False
 
 
 def random_program(seed: int) -> Program:
@@ -54,6 +69,7 @@ def random_program(seed: int) -> Program:
         zeroes_first=rng.random() < 0.3,
         to_none=rng.random() < 0.8,
         optimizer=rng.choice(("adamw", "adamw", "adam", "sgd")),
+        broadcasts=rng.random() < 0.5,
     )
 
 
@@ -68,12 +84,21 @@ class _Recomputed(nn.Module):
 
 
 class _Dropped(Layer):
+    """A layer with dropout, a buffer that it reads and one that it writes."""
+
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("mean", torch.zeros(48))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(super().forward(x))
+        y = self.dropout(super().forward(x))
+        y = y * self.scale.to(y.dtype)
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(y.float().mean(0), 0.1)
+        return y - self.mean.to(y.dtype)
 
 
 def _model(program: Program, device: torch.device) -> Any:
@@ -89,6 +114,7 @@ def _model(program: Program, device: torch.device) -> Any:
     shard: Any = partial(
         fully_shard,
         strategy=program.strategy,
+        broadcast_buffers=program.broadcasts,
         **({} if policy is None else {"mp_policy": policy}),
         **({"reshard_after_forward": False} if program.keeps_unsharded and program.strategy == "zero3" else {}),
     )
@@ -136,7 +162,7 @@ def run(program: Program, capture: Callable[[Any, Any], Any] | None, device: tor
         return total
 
     def batch(number: int, rows: int = 6) -> Tensor:
-        generator = torch.Generator().manual_seed(number)
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
         return torch.randn(program.microbatches, rows, 48, generator=generator).to(device)
 
     take = step if capture is None else capture(step, (batch(0),))
@@ -147,6 +173,8 @@ def run(program: Program, capture: Callable[[Any, Any], Any] | None, device: tor
         rows = 6
         if action == "batch":
             rows = 4
+        elif action == "batch on one rank":
+            rows = 4 + 2 * dist.get_rank()
         elif action == "evaluate":
             model.eval()
             with torch.no_grad():
@@ -181,6 +209,12 @@ def run(program: Program, capture: Callable[[Any, Any], Any] | None, device: tor
             model.layers[0].set_reshard_after_backward(number % 2 == 0)
         elif action == "divide":
             model.set_gradient_divide_factor(float(number))
+        elif action == "buffer":
+            model.layers[0].scale = torch.full((), 1 + 0.01 * number, device=device)
+        elif action == "hook":
+            model.head.register_forward_pre_hook(lambda module, args: (args[0] * 0.9,))
+        elif action == "unshard":
+            model.layers[0].unshard()
         elif action == "backward":
             model(batch(100 + number)[0]).float().mean().backward()
         elif action == "copy":

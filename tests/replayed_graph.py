@@ -1,5 +1,6 @@
 """A CUDA graph on the CPU: records the operations of a step with their tensors, and repeats them without its code."""
 
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,9 @@ class ReplayedGraph:
     def queueing_warm_up(self) -> Iterator[None]:
         yield
 
+    def host_random_state(self) -> Any:
+        return random.getstate()
+
     @contextmanager
     def noting_waits(self, note: Callable[[FrameType], object]) -> Iterator[None]:
         with _Waits(note):
@@ -46,12 +50,14 @@ class ReplayedGraph:
     def record(self, call: Callable[[], Any]) -> Any:
         self.operations = []
         state = torch.get_rng_state()
-        with _Recorder(self.operations) as recorder, pretending_to_capture(), without_frees():
-            result = call()
-        recorder.restore()
-        self.sizes = {storage: storage.nbytes() for storage in recorder.storages.values()}
-        torch.set_rng_state(state)
-        return result
+        recorder = _Recorder(self.operations)
+        try:
+            with recorder, pretending_to_capture(), without_frees():
+                return call()
+        finally:
+            recorder.restore()
+            self.sizes = {storage: storage.nbytes() for storage in recorder.storages.values()}
+            torch.set_rng_state(state)
 
     def drop(self) -> None:
         self.operations, self.sizes = [], {}
@@ -67,8 +73,8 @@ class ReplayedGraph:
                 for new, old in zip(pytree.tree_leaves(repeated), pytree.tree_leaves(recorded), strict=True):
                     if isinstance(old, Tensor) and new.data_ptr() != old.data_ptr():
                         old.copy_(new)
-                    else:
-                        _waited(new)
+                    elif isinstance(new, torch.ScriptObject):
+                        dist.Work.unbox(new).wait()
 
 
 @contextmanager
@@ -100,7 +106,7 @@ class _Recorder(TorchDispatchMode):
                 self.storages[storage._cdata] = storage
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 self._before.append((whole, whole.clone()))
-        result = pytree.tree_map(_waited, function(*args, **kwargs))
+        result = _not_sent(function, args) if function.namespace == "c10d" else function(*args, **kwargs)
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.storages.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage())
@@ -113,12 +119,11 @@ class _Recorder(TorchDispatchMode):
             whole.copy_(values)
 
 
-def _waited(item: Any) -> Any:
-    """Wait for `item` if it is the work of a collective, and return finished work: waiting may queue operations."""
-    if not isinstance(item, torch.ScriptObject):
-        return item
-    dist.Work.unbox(item).wait()
-    return FakeWork().boxed()
+def _not_sent(collective: Any, args: Any) -> Any:
+    """Return the result of a collective that sends nothing. Other ranks may not record now."""
+    is_work = ["Work" in str(returned.type) for returned in collective._schema.returns]
+    results = [FakeWork().boxed() if item else args[0] for item in is_work]
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def _alias(item: Any) -> Any:

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import linecache
 import logging
+import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType
@@ -28,12 +30,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from fullshard.engine.hooks import abandon_step, runtime_of
+from fullshard.engine.late_params import number_of_registrations
 from fullshard.engine.registry import is_unit, process_groups_along, unit_of
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_settings import UnitSettings
@@ -65,9 +69,15 @@ def capture(step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup:
 
     The first calls run eagerly. They are training steps like any other. The next call captures the step, and later ones
     copy their inputs to the memory of the graph and replay it. Results are those of eager steps whose learning rate is
-    a tensor. A call runs eagerly, and logs the reason, if inputs have other shapes, or if modules, parameters or
-    optimizers have changed in a way that the graph cannot follow. After `warmup` such calls in a row without another
-    change, the step is captured again. Evaluation, checkpoints and learning rate schedulers work between calls.
+    a tensor. Evaluation, checkpoints and learning rate schedulers work between calls.
+
+    A call runs eagerly, and logs the reason once, if inputs have other shapes than the examples, or if modules,
+    buffers, parameters, settings or optimizers have changed. If the change lasts, the step is captured again after a
+    few calls. Other values that Python code of the step reads are constants of the graph: pass what changes as an
+    argument.
+
+    `capture` sets `capturable=True` and a tensor as `lr` in the groups of the optimizers. A model with parameters that
+    no unit has is captured after its first 64 steps, in which ranks compare these parameters.
 
     All parts of a step belong to `step`: forward, backward, all of its microbatches, clipping, the optimizer's step and
     `zero_grad`. The graph keeps the memory of one step: unsharded parameters, activations and gradients.
@@ -86,7 +96,8 @@ def capture(step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup:
         ConfigError: `example_inputs` is not a sequence, a tensor in it requires a gradient, `warmup` is too small, or
             there is no CUDA device. The call that would capture the step raises it if the step cannot be captured:
             states are offloaded, `check_finite_gradients` is enabled, the backend is not NCCL, the optimizer has state
-            on the host, or the step waits for the device. It names the line.
+            on the host, the step changes hyperparameters, draws random numbers on the host, differs from call to call,
+            or waits for the device. It names the line. Each rank finds this for itself.
         StateError: A unit is unsharded by `unshard()` when the step is captured.
     """
     return CapturedStep(step, example_inputs, warmup, _CudaGraph())
@@ -104,6 +115,9 @@ class Graph(Protocol):
 
     def queueing_warm_up(self) -> Any:
         """Return a context for eager steps before a capture."""
+
+    def host_random_state(self) -> Any:
+        """Return the state of random generators whose numbers a replay would not draw again."""
 
     def noting_waits(self, note: Callable[[FrameType], object]) -> Any:
         """Return a context that calls `note` with the frame of the caller when the host waits for the device."""
@@ -146,26 +160,32 @@ class CapturedStep(Generic[ResultT]):
         return self._captured is not None
 
     def __call__(self, *inputs: Any) -> ResultT:
-        """Run a training step."""
+        """Run a training step.
+
+        Raises:
+            ConfigError: An input requires a gradient; or this call would capture the step, which cannot be captured.
+            StateError: This call would capture the step, and a unit is unsharded by `unshard()`.
+        """
         self._parts.prepare_optimizers()
-        other = self._buffers.difference(inputs)
+        other = self._buffers.take(inputs)
         if other is not None:
-            self._report(other)
-            self._in_a_row = 0
+            self._report(*other)
+            self._seen = None
             return self._run(self._buffers.on_device(inputs))
-        self._buffers.fill(inputs)
         now = self._parts.conditions()
         if self._captured is not None:
             change = self._captured.change(now)
             if change is None:
                 return self._replay(self._captured)
             self._report(change)
+            if change == _OTHER_GRADS:  # another capture would not help
+                return self._run(self._buffers.arguments)
         change = None if self._seen is None else self._seen.change(now)
         self._in_a_row = 0 if self._seen is None or change else self._in_a_row + 1
         self._eager_calls += 1
         if change is not None and self._eager_calls > 2 * self._warmup:  # in the first calls, states are created
             self._report(change)
-        if self._in_a_row >= self._warmup - 1 and self._parts.are_known:
+        if self._in_a_row >= self._warmup - 1 and self._parts.are_known and not self._parts.may_compare_ranks:
             return self._capture(now)
         return self._warm_up(now)
 
@@ -173,6 +193,10 @@ class CapturedStep(Generic[ResultT]):
         """Drop the graph and its memory. The step is captured again after `warmup` more calls."""
         self._drop()
         self._seen, self._in_a_row = None, 0
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the interpreter may be ending
+            self._drop()
 
     def _drop(self) -> None:
         self._captured = None
@@ -182,6 +206,7 @@ class CapturedStep(Generic[ResultT]):
         self._written = []
 
     def _run(self, inputs: Sequence[Any]) -> ResultT:
+        self._parts.expect_broadcast()
         with self._parts.observing():
             result: ResultT = _detached(self._step(*inputs))
         return result
@@ -189,10 +214,15 @@ class CapturedStep(Generic[ResultT]):
     def _warm_up(self, now: _Conditions) -> ResultT:
         """Run the step eagerly, on the stream and memory that the graph will have."""
         waits: list[str] = []
-        before = self._parts.host_state()
+        before, random_before = self._parts.host_state(), self._graph.host_random_state()
         with self._graph.queueing_warm_up(), self._graph.noting_waits(lambda frame: waits.append(_line_of(frame))):
             result = self._run(self._buffers.arguments)
-        self._refusal = _changed(before, self._parts.host_state())
+        self._refusal = _problem_of(result, self._graph.device) or _changed(before, self._parts.host_state())
+        if random_before != self._graph.host_random_state():
+            self._refusal = (
+                "The step draws random numbers on the host, and each replay would use the same ones. Draw them on the "
+                "device, or before the step, and pass what depends on them as an argument."
+            )
         if waits:
             self._refusal = (
                 f"The step waits for the device at {waits[0]}. A CUDA graph cannot do that. Keep values in tensors on "
@@ -211,19 +241,20 @@ class CapturedStep(Generic[ResultT]):
         self._parts.check(self._graph.backends)
         if self._refusal is not None:
             raise ConfigError(self._refusal)
+        self._parts.expect_broadcast()
         lists = self._parts.written_by_graphs()
         before = [len(kept) for kept in lists]
         try:
             with self._parts.observing():
                 result = self._graph.record(lambda: self._step(*self._buffers.arguments))
-            _check_result(result, self._graph.device)
             if self._parts.calls != self._calls:
                 raise ConfigError(
                     f"{_OTHER_CALLS} A CUDA graph does the same in each replay. Let the step depend on its arguments "
                     "only. To accumulate gradients, run all microbatches in one step."
                 )
         except Exception as error:
-            self._graph.drop()
+            self._written = _added(lists, before)
+            self._drop()
             for unit in self._parts.first_units:
                 abandon_step(unit.module)
             if isinstance(error, ConfigError):
@@ -232,12 +263,13 @@ class CapturedStep(Generic[ResultT]):
             raise ConfigError(
                 f"The step cannot be captured in a CUDA graph: {type(error).__name__} at {where}: {error}"
             ) from error
-        self._written = [(kept, flat) for kept, n in zip(lists, before, strict=True) for flat in kept[n:]]
+        self._written = _added(lists, before)
         self._captured = _Capture(now, self._parts.conditions(), _detached(result, copies=False))
         _log.info("Captured the training step in a CUDA graph.")
         return self._replay(self._captured)
 
     def _replay(self, captured: _Capture) -> ResultT:
+        self._seen = None
         for unit in self._parts.first_units:
             unit.streams.join()  # memory that eager work left may be used again
         self._graph.replay()
@@ -245,13 +277,16 @@ class CapturedStep(Generic[ResultT]):
         result: ResultT = _detached(captured.result)
         return result
 
-    def _report(self, reason: str) -> None:
+    def _report(self, reason: str, details: str = "") -> None:
         if reason not in self._reported:
             self._reported.add(reason)
-            _log.warning("A captured step runs eagerly: %s", reason)
+            _log.warning("A captured step runs eagerly: %s%s", reason, details)
 
 
 # -- what a graph depends on ------------------------------------------------------------------------------------------
+
+
+_OTHER_GRADS = "gradients were set outside of the step. Call zero_grad at its end."
 
 
 @dataclass
@@ -262,9 +297,11 @@ class _Conditions:
     """
 
     modes: tuple[Any, ...] = field(metadata={"what": "autocast, grad mode or another mode of torch has changed"})
-    modules: tuple[Any, ...] = field(metadata={"what": "modules were switched between training and evaluation"})
-    settings: tuple[Any, ...] = field(metadata={"what": "settings of units have changed"})
-    params: tuple[Any, ...] = field(metadata={"what": "parameters were replaced, moved, frozen or unfrozen"})
+    modules: tuple[Any, ...] = field(
+        metadata={"what": "modules were switched between training and evaluation, replaced, or have other hooks"}
+    )
+    settings: tuple[Any, ...] = field(metadata={"what": "settings of units, or unshard(), have changed"})
+    params: tuple[Any, ...] = field(metadata={"what": "parameters or buffers were replaced, moved, frozen or unfrozen"})
     hyperparameters: tuple[Any, ...] = field(
         metadata={"what": "hyperparameters of an optimizer have changed, other than a learning rate in a tensor"}
     )
@@ -305,7 +342,7 @@ class _Capture:
             grad is not None and grad is not of_graph
             for grad, of_graph in zip(now.grads, self.after.grads, strict=True)
         ):
-            return "gradients were set outside of the step. Call zero_grad at its end."
+            return _OTHER_GRADS
         return change
 
 
@@ -320,6 +357,7 @@ class _StepParts:
         self.optimizers: list[Optimizer] = []
         self._rates: dict[tuple[int, int], Tensor] = {}
         self._modules: list[nn.Module] = []
+        self._registrations = -1  # of parameters and modules in the process, when these were found
 
     @property
     def are_known(self) -> bool:
@@ -358,9 +396,14 @@ class _StepParts:
                 self._add_root(runtime_of(module).units)
 
     def _add_root(self, units: Sequence[Unit]) -> None:
+        """Add the units of a root. From now on, their eager steps queue the collectives of a replay, which gathers all
+        parameters, frozen ones too: ranks may differ in what they run.
+        """
+        for group in [group for unit in units for group in unit.param_groups]:
+            group.gradients.state.is_replayed = True
         self.first_units.append(units[0])
         self.units += units
-        self._modules = [module for unit in self.first_units for module in unit.module.modules()]
+        self._registrations = -1  # its modules are not known yet
 
     def prepare_optimizers(self) -> None:
         """Put learning rates and counts of steps into tensors. See [Note: the learning rate of a graph]."""
@@ -369,50 +412,71 @@ class _StepParts:
             for index, group in enumerate(optimizer.param_groups):
                 if device.type == "cuda" and group.get("capturable") is False:
                     group["capturable"] = True
-                    for param in group["params"]:
-                        state = optimizer.state.get(param, {})
-                        if isinstance(count := state.get("step"), Tensor):
-                            state["step"] = count.to(device)
+                    for state in [optimizer.state.get(param, {}) for param in group["params"]]:
+                        scalars = [
+                            name for name, value in state.items() if isinstance(value, Tensor) and not value.ndim
+                        ]
+                        state.update({name: state[name].to(device) for name in scalars})
                 if not (group.get("capturable") or group.get("fused")) or "lr" not in group:
                     continue
-                rate = self._rates.get((number, index))
+                lr, rate = group["lr"], self._rates.get((number, index))
+                if rate is None and isinstance(lr, Tensor) and lr.device == device and lr.dtype == torch.float32:
+                    if sum(other["lr"] is lr for other in optimizer.param_groups) == 1:
+                        self._rates[number, index] = lr  # the user's own; groups may share one
+                    continue
                 if rate is None:
-                    rate = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
-                    self._rates[number, index] = rate
-                if (lr := group["lr"]) is not rate:
-                    rate.copy_(lr) if isinstance(lr, Tensor) else rate.fill_(lr)
-                    group["lr"] = rate
+                    rate = self._rates[number, index] = torch.tensor(float(lr), dtype=torch.float32, device=device)
+                elif isinstance(lr, Tensor) and lr is not rate:
+                    rate.copy_(lr)
+                elif not isinstance(lr, Tensor):
+                    rate.fill_(lr)
+                group["lr"] = rate
 
     def conditions(self) -> _Conditions:
         """Return the present conditions."""
+        if self._registrations != number_of_registrations():
+            self._registrations = number_of_registrations()
+            self._modules = [module for unit in self.first_units for module in unit.module.modules()]
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         stepped = [param for group in groups for param in group["params"]]
         managed = [param for unit in self.units for param in unit.params]
         shards = [param.dtensor._local_tensor for param in managed]
-        grads = [param.grad for param in stepped]
+        numbers = set(map(id, stepped))
+        params = [*stepped, *(param.sharded for param in managed if id(param.sharded) not in numbers)]
+        outside = [param for param in stepped if not isinstance(param, DTensor)]
+        buffers = [buffer for module in self._modules for buffer in module._buffers.values()]
+        grads = [param.grad for param in params]
         states = [optimizer.state for optimizer in self.optimizers]
         values = [value for state in states for param in stepped for value in state.get(param, {}).values()]
+        hyperparameters = [(name, value) for group in groups for name, value in group.items() if name not in _NOT_READ]
         return _Conditions(
             modes=_modes(self._device.type),
-            modules=tuple([module.training for module in self._modules]),
-            settings=tuple([getattr(unit.settings, item.name) for unit in self.units for item in _SETTINGS]),
+            modules=tuple(
+                [
+                    (id(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks))
+                    for module in self._modules
+                ]
+            ),
+            settings=(
+                switches.checks_finite,
+                tuple([getattr(unit.settings, item.name) for unit in self.units for item in _SETTINGS]),
+                tuple([unit.residency.is_unsharded_manually for unit in self.units]),
+                tuple([unit.runtime.finalizes_manually for unit in self.first_units]),
+            ),
             params=(
-                tuple([(id(param), param.requires_grad) for param in stepped]),
-                tuple([(param.sharded.requires_grad, id(shard)) for param, shard in zip(managed, shards, strict=True)]),
+                tuple([(id(param), param.requires_grad) for param in params]),
+                tuple(map(id, shards)),
                 tuple([group.params[0].local.data_ptr() for unit in self.units for group in unit.param_groups]),
+                tuple([param.data_ptr() for param in outside]),
+                tuple(map(id, buffers)),
             ),
             hyperparameters=tuple(
-                [
-                    (name, id(value) if isinstance(value, Tensor) else value)
-                    for group in groups
-                    for name, value in group.items()
-                    if name not in _NOT_READ
-                ]
+                [(name, id(value) if isinstance(value, Tensor) else value) for name, value in hyperparameters]
             ),
             states=(tuple(map(id, states)), tuple([id(value) for value in values if isinstance(value, Tensor)])),
             has_grad=tuple([grad is not None for grad in grads]),
             grads=grads,
-            kept=[stepped, shards, states, values, [value for group in groups for value in group.values()]],
+            kept=[params, shards, buffers, states, values, hyperparameters, self._modules],
         )
 
     def written_by_graphs(self) -> list[list[Tensor | None]]:
@@ -436,7 +500,7 @@ class _StepParts:
                 for name, value in group.items():
                     if name not in _NOT_READ:
                         version = value._version if isinstance(value, Tensor) else value
-                        found[f"{name_of}'s {name!r} of group {number}"] = version
+                        found[f"{name_of}'s hyperparameter {name!r} of group {number}"] = version
         return found
 
     def check(self, backends: frozenset[str]) -> None:
@@ -477,8 +541,19 @@ class _StepParts:
                     f"{', '.join(sorted(backends))}. Call init_process_group('nccl')."
                 )
 
+    @property
+    def may_compare_ranks(self) -> bool:
+        """True if eager steps compare parameters that no unit has between ranks, which a replay would not do."""
+        return any(unit.runtime.state.microbatches.outside for unit in self.first_units)
+
+    def expect_broadcast(self) -> None:
+        """Let the next forward broadcast buffers, as a replay does, even if an evaluation has done so."""
+        for unit in self.first_units:
+            unit.runtime.state.microbatches.note_end()
+
     def note_step(self) -> None:
-        """Increment versions of the parameters that a replay has updated."""
+        """Record what a replay has done to parameters and buffers."""
+        self.expect_broadcast()
         torch.autograd.graph.increment_version(
             [param for optimizer in self.optimizers for group in optimizer.param_groups for param in group["params"]]
         )
@@ -498,7 +573,15 @@ def _modes(device_type: str) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
     )
+
+
+def _added(lists: Sequence[list[Any]], before: Sequence[int]) -> list[tuple[list[Any], Any]]:
+    """Return the items of `lists` beyond the numbers of items `before`, each with its list."""
+    return [(kept, item) for kept, n in zip(lists, before, strict=True) for item in kept[n:]]
 
 
 _OTHER_CALLS = "The step called other modules or optimizers than in the call before."
@@ -508,15 +591,23 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
     """Return a message if a step has changed what a replay would not change."""
     for name, value in after.items():
         if name in before and before[name] != value:
-            return (
-                f"{name} is on the host and changes in every step, which a CUDA graph would not repeat. Call learning "
-                "rate schedulers between the steps, and use an optimizer with capturable=True, such as "
-                "torch.optim.AdamW."
-            )
+            if "hyperparameter" in name:
+                remedy = "Call learning rate schedulers between the steps."
+            else:
+                remedy = "Use an optimizer with capturable=True, such as torch.optim.AdamW."
+            return f"{name} is changed by each step on the host, which a CUDA graph would not repeat. {remedy}"
     return None
 
 
 # -- inputs and results -----------------------------------------------------------------------------------------------
+
+
+def _check_detached(tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        raise ConfigError(
+            f"An input of a captured step with the shape {tuple(tensor.shape)} requires a gradient, which a graph "
+            "cannot return. Pass a detached tensor, or compute it within the step."
+        )
 
 
 _LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, type(None))
@@ -539,41 +630,37 @@ class _InputBuffers:
                     f"capture(example_inputs): a {type(leaf).__name__} may contain tensors that would not be copied. "
                     "Pass tensors, numbers and strings in tuples, lists and dicts."
                 )
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise ConfigError(
-                    f"capture(example_inputs): a tensor of shape {tuple(leaf.shape)} requires a gradient, which a "
-                    "graph cannot return. Pass a detached tensor."
-                )
+            if isinstance(leaf, Tensor):
+                _check_detached(leaf)
         self._leaves = [torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.arguments: list[Any] = pytree.tree_unflatten(self._leaves, self._spec)
 
-    def difference(self, inputs: Sequence[Any]) -> str | None:
-        """Return why `inputs` do not fit the graph, or None."""
+    def take(self, inputs: Sequence[Any]) -> tuple[str, str] | None:
+        """Copy `inputs` to the memory of the graph. Return why they do not fit, and details, or None."""
         leaves, spec = pytree.tree_flatten(list(inputs))
         if spec != self._spec:
-            return "arguments are nested in another way than the examples."
+            return "arguments are nested in another way than the examples.", ""
         for number, (leaf, known) in enumerate(zip(leaves, self._leaves, strict=True)):
             if isinstance(leaf, Tensor) and isinstance(known, Tensor):
+                _check_detached(leaf)
                 if leaf.shape != known.shape or leaf.dtype != known.dtype:
-                    return (
-                        f"tensor {number} has shape {tuple(leaf.shape)} and dtype {leaf.dtype}. The graph is for "
-                        f"{tuple(known.shape)} and {known.dtype}."
-                    )
+                    details = f" {tuple(leaf.shape)}, {leaf.dtype} is not {tuple(known.shape)}, {known.dtype}."
+                    return f"tensor {number} has another shape or dtype than the example.", details
             elif isinstance(leaf, Tensor) or isinstance(known, Tensor) or leaf != known:
-                return f"argument {number} is {leaf!r:.100}. The graph is for {known!r:.100}."
-        return None
-
-    def fill(self, inputs: Sequence[Any]) -> None:
-        """Copy `inputs` to the memory of the graph."""
-        for leaf, buffer in zip(pytree.tree_leaves(list(inputs)), self._leaves, strict=True):
+                return (
+                    f"argument {number} has another value than the example.",
+                    f" {leaf!r:.100} is not {known!r:.100}.",
+                )
+        for leaf, buffer in zip(leaves, self._leaves, strict=True):
             if isinstance(buffer, Tensor):
-                buffer.copy_(leaf.detach(), non_blocking=True)
+                buffer.copy_(leaf, non_blocking=True)
+        return None
 
     def on_device(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Return `inputs` with tensors on the device, for an eager call."""
 
         def move(leaf: Any) -> Any:
-            return leaf.detach().to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+            return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
         moved: Sequence[Any] = pytree.tree_map(move, list(inputs))
         return moved
@@ -590,14 +677,14 @@ def _detached(result: Any, *, copies: bool = True) -> Any:
     return pytree.tree_map(detach, result)
 
 
-def _check_result(result: Any, device: torch.device) -> None:
+def _problem_of(result: Any, device: torch.device) -> str | None:
+    """Return a message if a replay would not update a part of `result`."""
     for leaf in pytree.tree_leaves(result):
         if leaf is None or isinstance(leaf, str) or (isinstance(leaf, Tensor) and leaf.device.type == device.type):
             continue
         shown = f"a tensor on {leaf.device}" if isinstance(leaf, Tensor) else f"{leaf!r:.100}"
-        raise ConfigError(
-            f"The step returned {shown}, which a replay would not update. Return tensors on {device} or None."
-        )
+        return f"The step returned {shown}, which a replay would not update. Return tensors on {device} or None."
+    return None
 
 
 # -- lines of the user's code -----------------------------------------------------------------------------------------
@@ -662,18 +749,22 @@ class _CudaGraph:
             yield
         current.wait_stream(self._stream)
 
+    def host_random_state(self) -> Any:
+        return random.getstate(), torch.get_rng_state().numpy().tobytes()
+
     @contextmanager
     def noting_waits(self, note: Callable[[FrameType], object]) -> Iterator[None]:
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
             warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-            show = warnings.showwarning
+            show, thread = warnings.showwarning, threading.get_ident()
 
             def note_or_show(message: Any, *args: Any, **kwargs: Any) -> None:
-                note(sys._getframe(1)) if "synchronizing CUDA operation" in str(message) else show(
-                    message, *args, **kwargs
-                )
+                if "synchronizing CUDA operation" not in str(message):
+                    show(message, *args, **kwargs)
+                elif threading.get_ident() == thread:  # others, such as a loader's, may wait
+                    note(sys._getframe(1))
 
             warnings.showwarning = note_or_show
             torch.cuda.set_sync_debug_mode("warn")

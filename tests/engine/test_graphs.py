@@ -92,12 +92,15 @@ def test_many_random_programs_have_the_bits_of_eager_steps():
 
 STEADY = Program(strategy="zero3", actions=("nothing",) * 16)
 REASONS = {
-    "batch": "tensor 0 has shape (1, 4, 48)",
+    "batch": "tensor 0 has another shape or dtype than the example. (1, 4, 48)",
     "decay": "hyperparameters",
     "load states": "the state of an optimizer was replaced",
-    "freeze": "parameters were replaced, moved, frozen",
+    "freeze": "parameters or buffers were replaced, moved, frozen",
     "mode": "switched between training and evaluation",
     "settings": "settings of units",
+    "buffer": "parameters or buffers were replaced",
+    "hook": "or have other hooks",
+    "unshard": "settings of units, or unshard(), have changed",
     "divide": "settings of units",
     "backward": "other parameters have gradients",
     "autocast": "autocast",
@@ -291,10 +294,13 @@ def schedules_within_the_step(_: Any) -> Any:
 
 MISTAKES: dict[Callable[[Any], Any], tuple[type[Exception], str]] = {
     reads_a_value: (ConfigError, r"waits for the device at .*test_graphs.py:\d+ \(.*loss.item\(\).*\)"),
-    counts_in_python: (ConfigError, r"Counting's state 'count' of parameter 0 is on the host and changes"),
-    counts_on_the_host: (ConfigError, r"AdamW's state 'seen' of parameter 0 is on the host"),
+    counts_in_python: (ConfigError, r"Counting's state 'count' of parameter 0 is changed by each step on the host"),
+    counts_on_the_host: (ConfigError, r"AdamW's state 'seen' of parameter 0 is changed by each step"),
     steps_every_fourth_time: (ConfigError, r"other modules or optimizers than .* all microbatches in one step"),
-    schedules_within_the_step: (ConfigError, r"AdamW's 'lr' of group 0 .* Call learning rate schedulers between"),
+    schedules_within_the_step: (
+        ConfigError,
+        r"AdamW's hyperparameter 'lr' of group 0 .* Call learning rate schedulers between",
+    ),
     returns_a_number: (ConfigError, r"returned 3, which a replay would not update. Return tensors on cpu"),
     has_no_unit: (ConfigError, r"no module that is sharded.*make_graphed_callables"),
     has_no_optimizer: (ConfigError, r"called no optimizer.*within the step"),
@@ -398,7 +404,7 @@ def test_waits_of_a_gpu_are_found_by_its_warnings(monkeypatch):
 
 def test_arguments_that_are_no_tensors_are_constants():
     [messages] = run_ranks(1, constants)
-    assert any("argument 1 is 3.0. The graph is for 2.0" in message for message in messages)
+    assert any("argument 1 has another value than the example. 3.0 is not 2.0" in message for message in messages)
     assert any("nested in another way" in message for message in messages)
 
 

@@ -33,7 +33,7 @@ class Microbatches:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._outside: list[nn.Parameter] = []  # trained, in no unit, and to be compared between ranks
+        self.outside: list[nn.Parameter] = []  # trained, in no unit, and to be compared between ranks
         self._outside_since = 0  # the step after which they were noted last
         self.late_params = LateParams(units)
         self.number = 0  # of the step, starting with 1
@@ -74,7 +74,7 @@ class Microbatches:
         here.step = self._step
         age = self._step - self._outside_since
         is_due = self.number == 1 and (age + 1).bit_count() == 1  # again, since rates may start at 0
-        if self._outside and is_due and not is_capturing(self._units[0].device):
+        if self.outside and is_due and not is_capturing(self._units[0].device):
             self._compare_outside(age)
 
     def _set_number(self, number: int) -> None:
@@ -84,16 +84,16 @@ class Microbatches:
 
     def compare_outside(self, params: Sequence[nn.Parameter]) -> None:
         """Compare `params`, which no unit has, between ranks at the start of some of the next steps."""
-        known = {id(param) for param in self._outside}
+        known = {id(param) for param in self.outside}
         new = [param for param in params if id(param) not in known]
         if new:
-            self._outside += new
+            self.outside += new
             self._outside_since = self._step
 
     def _compare_outside(self, age: int) -> None:
-        unit, params = self._units[0], self._outside
+        unit, params = self._units[0], self.outside
         if not are_identical(params, unit):
-            self._outside = []
+            self.outside = []
             if unit.axes.shard_rank == 0:
                 _log.warning(
                     "%d parameters belong to no unit (the first has shape %s), so each rank trains them separately: "
@@ -103,7 +103,7 @@ class Microbatches:
                     *(len(params), tuple(params[0].shape), age),
                 )
         elif age + 1 >= _LAST_COMPARISON:
-            self._outside = []
+            self.outside = []
 
 
 def _broadcast_buffers(unit: Unit) -> None:
