@@ -297,10 +297,10 @@ class _Conditions:
     """
 
     modes: tuple[Any, ...] = field(metadata={"what": "autocast, grad mode or another mode of torch has changed"})
+    settings: tuple[Any, ...] = field(metadata={"what": "settings of units, or unshard(), have changed"})
     modules: tuple[Any, ...] = field(
         metadata={"what": "modules were switched between training and evaluation, replaced, or have other hooks"}
     )
-    settings: tuple[Any, ...] = field(metadata={"what": "settings of units, or unshard(), have changed"})
     params: tuple[Any, ...] = field(metadata={"what": "parameters or buffers were replaced, moved, frozen or unfrozen"})
     hyperparameters: tuple[Any, ...] = field(
         metadata={"what": "hyperparameters of an optimizer have changed, other than a learning rate in a tensor"}
