@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import linecache
 import logging
-import random
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,6 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from fullshard.device.cuda_graph import CudaGraph
 from fullshard.engine.hooks import abandon_step, runtime_of
 from fullshard.engine.late_params import number_of_registrations
 from fullshard.engine.registry import is_unit, process_groups_along, unit_of
@@ -100,7 +99,7 @@ def capture(step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup:
             or waits for the device. It names the line. Each rank finds this for itself.
         StateError: A unit is unsharded by `unshard()` when the step is captured.
     """
-    return CapturedStep(step, example_inputs, warmup, _CudaGraph())
+    return CapturedStep(step, example_inputs, warmup, CudaGraph())
 
 
 class Graph(Protocol):
@@ -508,7 +507,7 @@ class _StepParts:
         if not self.units:
             raise ConfigError(
                 "The step called no module that is sharded, so there is nothing to capture. Call fully_shard first. "
-                "For other modules, see torch.cuda.make_graphed_callables."
+                "For other modules, see make_graphed_callables of torch."
             )
         if not self.optimizers:
             raise ConfigError(
@@ -719,78 +718,3 @@ def _innermost(calls: Sequence[tuple[str, int]]) -> str:
         if not file.startswith(_LIBRARIES):
             return f"{file}:{number} ({linecache.getline(file, number).strip()})"
     return "an operation of backward"
-
-
-# -- CUDA -------------------------------------------------------------------------------------------------------------
-
-
-class _CudaGraph:
-    """A graph of the current CUDA device."""
-
-    backends = frozenset({"nccl"})
-
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._stream: torch.cuda.Stream | None = None
-
-    def check(self) -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError("capture() needs a CUDA device, and torch finds none. Call the step itself.")
-
-    @contextmanager
-    def queueing_warm_up(self) -> Iterator[None]:
-        # Autograd and cuBLAS remember the stream of their first use, and the default stream cannot be captured.
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
-
-    def host_random_state(self) -> Any:
-        return random.getstate(), torch.get_rng_state().numpy().tobytes()
-
-    @contextmanager
-    def noting_waits(self, note: Callable[[FrameType], object]) -> Iterator[None]:
-        before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
-            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-            show, thread = warnings.showwarning, threading.get_ident()
-
-            def note_or_show(message: Any, *args: Any, **kwargs: Any) -> None:
-                if "synchronizing CUDA operation" not in str(message):
-                    show(message, *args, **kwargs)
-                elif threading.get_ident() == thread:  # others, such as a loader's, may wait
-                    note(sys._getframe(1))
-
-            warnings.showwarning = note_or_show
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                yield
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
-
-    def record(self, call: Callable[[], Any]) -> Any:
-        graph, result, raised = torch.cuda.CUDAGraph(), None, None
-        try:
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                try:
-                    result = call()
-                except Exception as error:  # the capture must end first, which may raise a less helpful error
-                    raised = error
-        except Exception as error:
-            raised = raised or error
-        if raised is not None:
-            raise raised
-        self._graph = graph
-        return result
-
-    def replay(self) -> None:
-        assert self._graph is not None, "a step was recorded"
-        self._graph.replay()
-
-    def drop(self) -> None:
-        self._graph = None

@@ -2781,7 +2781,7 @@ SOURCE = Path(fullshard.__file__).parent
 # trials of optimizers, batches, names of packages.
 ELSEWHERE = {
     "engine/returned_params.py",  # after a forward, in test_hidden_outputs
-    "graphs.py",  # in test_graphs
+    *("graphs.py", "device/cuda_graph.py"),  # in test_graphs
     *("cli", "command_line.py", "required.py", "train", "integrations", "planner"),
     *("optim/elementwise.py", "testing/parity/batches.py", "testing/parity/plain.py"),
     *("testing/ranks.py", "testing/same.py", "disk", "engine/offloaded.py", "engine/activations.py"),

@@ -265,7 +265,7 @@ EARLY = "import fullshard.liveness.watchdog as watchdog; watchdog._EARLY_S = 2.2
 
 # Waits for other ranks run in `here.waiting`. The following wait for something else, or their callers record the wait.
 WAITS_KNOWN = {
-    **dict.fromkeys(("_compat.py", "device/streams.py", "engine/runtime.py"), "queued work"),
+    **dict.fromkeys(("_compat.py", "device/streams.py", "engine/runtime.py", "graphs.py"), "queued work"),
     **dict.fromkeys(
         ("comm/encoded.py", "comm/pairwise.py", "comm/two_level.py", "comm/transport.py", "engine/reduction.py"),
         "Collectives.start",
