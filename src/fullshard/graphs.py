@@ -75,8 +75,8 @@ def capture(step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup:
     few calls. Other values that Python code of the step reads are constants of the graph: pass what changes as an
     argument.
 
-    `capture` sets `capturable=True` and a tensor as `lr` in the groups of the optimizers. A model with parameters that
-    no unit has is captured after its first 64 steps, in which ranks compare these parameters.
+    `capture` sets `capturable=True` and a tensor as `lr` in the groups of the optimizers. If parameters are in no
+    unit, ranks compare them during the first 64 steps, and the step is captured after these.
 
     All parts of a step belong to `step`: forward, backward, all of its microbatches, clipping, the optimizer's step and
     `zero_grad`. The graph keeps the memory of one step: unsharded parameters, activations and gradients.
@@ -144,7 +144,7 @@ class CapturedStep(Generic[ResultT]):
         self._buffers = _InputBuffers(list(example_inputs), graph.device)
         self._warmup = warmup
         self._parts = _StepParts(graph.device)
-        self._seen: _Conditions | None = None  # of the last eager call
+        self._previous: _Conditions | None = None  # of the last eager call
         self._in_a_row = 0  # eager calls with these conditions
         self._eager_calls = 0
         self._calls: list[int] = []  # of units and optimizers in the last eager call
@@ -169,7 +169,7 @@ class CapturedStep(Generic[ResultT]):
         other = self._buffers.take(inputs)
         if other is not None:
             self._report(*other)
-            self._seen = None
+            self._previous = None
             return self._run(self._buffers.on_device(inputs))
         now = self._parts.conditions()
         if self._captured is not None:
@@ -179,8 +179,8 @@ class CapturedStep(Generic[ResultT]):
             self._report(change)
             if change == _OTHER_GRADS:  # another capture would not help
                 return self._run(self._buffers.arguments)
-        change = None if self._seen is None else self._seen.change(now)
-        self._in_a_row = 0 if self._seen is None or change else self._in_a_row + 1
+        change = None if self._previous is None else self._previous.change(now)
+        self._in_a_row = 0 if self._previous is None or change else self._in_a_row + 1
         self._eager_calls += 1
         if change is not None and self._eager_calls > 2 * self._warmup:  # in the first calls, states are created
             self._report(change)
@@ -189,9 +189,9 @@ class CapturedStep(Generic[ResultT]):
         return self._warm_up(now)
 
     def reset(self) -> None:
-        """Drop the graph and its memory. The step is captured again after `warmup` more calls."""
+        """Drop the graph and its memory. The step is captured again after a few more calls."""
         self._drop()
-        self._seen, self._in_a_row = None, 0
+        self._previous, self._in_a_row = None, 0
 
     def __del__(self) -> None:
         with suppress(Exception):  # the interpreter may be ending
@@ -232,7 +232,7 @@ class CapturedStep(Generic[ResultT]):
             if self._eager_calls > 2 * self._warmup:
                 self._report(_OTHER_CALLS)
         self._calls = self._parts.calls
-        self._seen = now if self._parts.are_known else None
+        self._previous = now if self._parts.are_known else None
         return result
 
     def _capture(self, now: _Conditions) -> ResultT:
@@ -268,7 +268,7 @@ class CapturedStep(Generic[ResultT]):
         return self._replay(self._captured)
 
     def _replay(self, captured: _Capture) -> ResultT:
-        self._seen = None
+        self._previous = None
         for unit in self._parts.first_units:
             unit.streams.join()  # memory that eager work left may be used again
         self._graph.replay()
@@ -290,7 +290,7 @@ _OTHER_GRADS = "gradients were set outside of the step. Call zero_grad at its en
 
 @dataclass
 class _Conditions:
-    """What the engine and optimizers decide by when a step begins. See [Note: what a replay must not skip].
+    """Inputs of the decisions of the engine and of optimizers. See [Note: what a replay must not skip].
 
     Values are numbers or identities; `kept` keeps the objects alive, so that no other object gets their identity.
     """
@@ -395,8 +395,8 @@ class _StepParts:
                 self._add_root(runtime_of(module).units)
 
     def _add_root(self, units: Sequence[Unit]) -> None:
-        """Add the units of a root. From now on, their eager steps queue the collectives of a replay, which gathers all
-        parameters, frozen ones too: ranks may differ in what they run.
+        """Add the units of a root. Their later eager steps queue the collectives of a replay, because other ranks may
+        replay. A replay gathers all parameters, including frozen ones.
         """
         for group in [group for unit in units for group in unit.param_groups]:
             group.gradients.state.is_replayed = True
@@ -479,7 +479,7 @@ class _StepParts:
         )
 
     def written_by_graphs(self) -> list[list[Tensor | None]]:
-        """Return the lists in which the engine keeps gradients that graphs write to."""
+        """Return the engine's lists of gradients that graphs write to."""
         return [group.gradients.state.written_by_graphs for unit in self.units for group in unit.param_groups]
 
     def host_state(self) -> dict[str, Any]:
