@@ -40,7 +40,7 @@ from fullshard.engine.late_params import number_of_registrations
 from fullshard.engine.registry import is_unit, process_groups_along, unit_of
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_settings import UnitSettings
-from fullshard.errors import ConfigError, StateError
+from fullshard.errors import ConfigError
 from fullshard.optim.elementwise import trials
 from fullshard.policy.arguments import check_callable, check_type
 from fullshard.policy.switches import switches
@@ -70,10 +70,10 @@ def capture(step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup:
     copy their inputs to the memory of the graph and replay it. Results are those of eager steps whose learning rate is
     a tensor. Evaluation, checkpoints and learning rate schedulers work between calls.
 
-    A call runs eagerly, and logs the reason once, if inputs have other shapes than the examples, or if modules,
-    buffers, parameters, settings or optimizers have changed. If the change lasts, the step is captured again after a
-    few calls. Other values that Python code of the step reads are constants of the graph: pass what changes as an
-    argument.
+    A call runs eagerly, and logs the reason once, if inputs have other shapes than the examples, if modules, buffers,
+    parameters, settings or optimizers have changed, or if a unit is unsharded by `unshard()`. If the change lasts, the
+    step is captured again after a few calls. Other values that Python code of the step reads are constants of the
+    graph: pass what changes as an argument.
 
     `capture` sets `capturable=True` and a tensor as `lr` in the groups of the optimizers. If parameters are in no
     unit, ranks compare them during the first 64 steps, and the step is captured after these.
@@ -97,7 +97,6 @@ def capture(step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup:
             states are offloaded, `check_finite_gradients` is enabled, the backend is not NCCL, the optimizer has state
             on the host, the step changes hyperparameters, draws random numbers on the host, differs from call to call,
             or waits for the device. It names the line. Each rank finds this for itself.
-        StateError: A unit is unsharded by `unshard()` when the step is captured.
     """
     return CapturedStep(step, example_inputs, warmup, CudaGraph())
 
@@ -163,7 +162,6 @@ class CapturedStep(Generic[ResultT]):
 
         Raises:
             ConfigError: An input requires a gradient; or this call would capture the step, which cannot be captured.
-            StateError: This call would capture the step, and a unit is unsharded by `unshard()`.
         """
         self._parts.prepare_optimizers()
         other = self._buffers.take(inputs)
@@ -171,6 +169,11 @@ class CapturedStep(Generic[ResultT]):
             self._report(*other)
             self._previous = None
             return self._run(self._buffers.on_device(inputs))
+        unsharded = next((unit for unit in self._parts.units if unit.residency.is_unsharded_manually), None)
+        if unsharded is not None:
+            self._report(f"{unsharded.name or 'the root'} is unsharded by unshard(). Call reshard() before the step.")
+            self._previous = None
+            return self._run(self._buffers.arguments)
         now = self._parts.conditions()
         if self._captured is not None:
             change = self._captured.change(now)
@@ -296,7 +299,7 @@ class _Conditions:
     """
 
     modes: tuple[Any, ...] = field(metadata={"what": "autocast, grad mode or another mode of torch has changed"})
-    settings: tuple[Any, ...] = field(metadata={"what": "settings of units, or unshard(), have changed"})
+    settings: tuple[Any, ...] = field(metadata={"what": "settings of units have changed"})
     modules: tuple[Any, ...] = field(
         metadata={"what": "modules were switched between training and evaluation, replaced, or have other hooks"}
     )
@@ -459,7 +462,6 @@ class _StepParts:
             settings=(
                 switches.checks_finite,
                 tuple([getattr(unit.settings, item.name) for unit in self.units for item in _SETTINGS]),
-                tuple([unit.residency.is_unsharded_manually for unit in self.units]),
                 tuple([unit.runtime.finalizes_manually for unit in self.first_units]),
             ),
             params=(
@@ -525,10 +527,6 @@ class _StepParts:
                 raise ConfigError(
                     f"{unit.name or 'the root'} has the offload policy {unit.options.offload}, whose copies need the "
                     "host in every step. A CUDA graph cannot do that. Shard it without offload, or do not capture."
-                )
-            if unit.residency.is_unsharded_manually:
-                raise StateError(
-                    f"{unit.name or 'the root'} is unsharded by unshard(). Call reshard() before the captured step."
                 )
             if unit.runtime is not None and unit.runtime.finalizes_manually:
                 raise ConfigError("Steps that are finalized manually, as in pipelines, cannot be captured.")

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from fullshard import (
     ConfigError,
     Offload,
-    StateError,
     capture,
     check_finite_gradients,
     fully_shard,
@@ -101,7 +100,7 @@ REASONS = {
     "settings": "settings of units",
     "buffer": "parameters or buffers were replaced",
     "hook": "or have other hooks",
-    "unshard": "settings of units, or unshard(), have changed",
+    "unshard": "layers.0 is unsharded by unshard(). Call reshard() before the step.",
     "divide": "settings of units",
     "backward": "other parameters have gradients",
     "autocast": "autocast",
@@ -250,18 +249,6 @@ def raises_in_a_capture(_: Any) -> Any:
     return step
 
 
-def unshards(_: Any) -> Any:
-    model, optimizer = build()
-    inner = training(model, optimizer)
-
-    def step(x: Tensor) -> Any:
-        result = inner(x)
-        model.layers[1].unshard()
-        return result
-
-    return step
-
-
 def steps_every_fourth_time(_: Any) -> Any:
     model, optimizer = build()
     calls = []
@@ -308,7 +295,6 @@ MISTAKES: dict[Callable[[Any], Any], tuple[type[Exception], str]] = {
     offloads: (ConfigError, r"has the offload policy .*Shard it without offload"),
     checks_gradients: (ConfigError, r"check_finite_gradients\(False\) first"),
     raises_in_a_capture: (ConfigError, r"cannot be captured in a CUDA graph: KeyError at .*test_graphs.py:\d+ \(raise"),
-    unshards: (StateError, r"layers.1 is unsharded by unshard\(\). Call reshard\(\)"),
 }
 
 
