@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from captured_programs import Program, random_program, run
+from logged import Logged
 from replayed_graph import ReplayedGraph
 from small_models import ONE_AXIS, chain, inputs
 from torch import Tensor, nn
@@ -40,17 +41,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class Logged(logging.Handler):
-    """The messages of `fullshard.graphs`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def captured(step: Any, examples: Any, graphs: list[ReplayedGraph] | None = None) -> CapturedStep[Any]:

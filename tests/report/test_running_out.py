@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from logged import Logged
 from torch import nn
 
 from fullshard import fully_shard
@@ -58,15 +59,6 @@ def train_until_it_raises(folder: Path, rows: list[int], last: int = -1) -> dict
     run = read_run(folder)
     notes = [] if error is None else error.__notes__
     return {"notes": notes, "state": run.out_of_memory, "verdict": verdict(run, find_causes(run))}
-
-
-class Logged(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def on_rank(folder: Path) -> dict[str, dict]:
