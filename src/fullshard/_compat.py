@@ -6,13 +6,14 @@ import math
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partialmethod, wraps
 from itertools import islice
+from operator import attrgetter
 from traceback import walk_stack
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -69,6 +70,7 @@ __all__ = [
     "data_dependent_errors",
     "default_store",
     "dtensor_like",
+    "dtensors_like",
     "explain_versions",
     "fake_store",
     "fake_tensors",
@@ -83,6 +85,7 @@ __all__ = [
     "grouped_product",
     "has_group",
     "has_values",
+    "have_grad_hooks",
     "holders",
     "holds_tensors",
     "implicitly_replicates",
@@ -90,6 +93,7 @@ __all__ = [
     "in_backward_of_inputs",
     "in_function_transform",
     "in_pipeline_stage",
+    "in_plain_code",
     "initialising_without_values",
     "inner_names",
     "inner_tensors",
@@ -113,6 +117,7 @@ __all__ = [
     "plain_values",
     "reduce_scatter_each",
     "saved_tensor_hooks",
+    "set_grad_enabled",
     "set_local_tensor",
     "set_versions",
     "shares_memory",
@@ -131,6 +136,7 @@ __all__ = [
     "waited",
     "weak_storage",
     "withhold_step_hooks",
+    "without_grad",
     "without_step_hooks",
     "without_weak_references",
 ]
@@ -168,9 +174,8 @@ def implicitly_replicates() -> bool:
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
-def next_node_number() -> int:
-    """Return the number of the next autograd node that this thread creates: `node._sequence_nr()`."""
-    return int(torch._C._autograd._get_sequence_nr())
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Return the number of the next autograd node that this thread creates: `node._sequence_nr()`."""
 
 
 def in_function_transform() -> bool:
@@ -225,9 +230,34 @@ def _is_within(frame: FrameType | None, code: CodeType) -> bool:
     return frame is not None
 
 
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Set whether autograd records operations, without the context manager of torch."""
+
+
+class without_grad:  # noqa: N801  # used as a context manager, like a function
+    """Context manager like `torch.no_grad`, at a third of its calls: it is entered several times for each unit."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        set_grad_enabled(False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        set_grad_enabled(self._before)
+
+
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Call `callback` once the backward pass that is executing has accumulated its last gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def have_grad_hooks(params: Iterable[Tensor]) -> bool:
+    """Return True if a hook was registered by `register_post_accumulate_grad_hook` on any of `params`."""
+    return any(map(_GRAD_HOOKS, params))
+
+
+_GRAD_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
@@ -299,13 +329,32 @@ def storage_references(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def holders(tensor: DTensor) -> Any:
-    """Return a value that stays equal until a reference to `tensor` or its local tensor is added, or it is replaced."""
-    outer: Any = tensor
-    local: Any = tensor._local_tensor
-    place = local.data_ptr() if type(local) is Tensor else address(local)
-    counts = sys.getrefcount(outer), outer._use_count(), sys.getrefcount(local), local._use_count()
-    return counts, len(vars(outer)), outer.requires_grad, id(local), place, local.shape, local.stride()
+_LOCAL_TENSOR = attrgetter("_local_tensor")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_SHAPE = attrgetter("shape")
+
+
+def holders(tensors: Sequence[DTensor]) -> Any:
+    """Return a value that stays equal until a reference to one of `tensors` or its local tensor is added, or a local
+    tensor is replaced.
+
+    `map` calls functions of C without the interpreter, at a fraction of the time: there are several for each tensor.
+    """
+    use_count: Any = Tensor._use_count  # type: ignore[attr-defined]
+    local = [*map(_LOCAL_TENSOR, tensors)]
+    is_plain = {*map(type, local)} <= {Tensor}
+    return (
+        [*map(sys.getrefcount, tensors)],
+        [*map(use_count, tensors)],
+        [*map(sys.getrefcount, local)],
+        [*map(use_count, local)],
+        [*map(len, map(vars, tensors))],
+        [*map(_REQUIRES_GRAD, tensors)],
+        [*map(id, local)],
+        [*map(Tensor.data_ptr if is_plain else address, local)],
+        [*map(_SHAPE, local)],
+        [*map(Tensor.stride, local)],
+    )
 
 
 def storage_holders(tensor: Tensor) -> tuple[int, int]:
@@ -345,8 +394,12 @@ def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.Proce
     """Gather every rank's shard, contiguous, to the corresponding whole: one launch, queued on the current stream."""
     options = AllgatherOptions()
     options.asyncOp = False
-    gather = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-    _queue(gather(_as_real(wholes), _as_real(parts), options))
+    gather = getattr(group, _GATHER)
+    if wholes[0].dtype.is_complex:
+        wholes, parts = _as_real(wholes), _as_real(parts)
+    work = gather(wholes, parts, options)
+    if work is not None:  # the current stream waits for it; with a synchronous backend, the host does
+        work.wait()
 
 
 def all_gather_rows(rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
@@ -359,15 +412,21 @@ def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.Pr
     """Reduce-scatter each whole to the corresponding one of `sums`, in the same way."""
     options = ReduceScatterOptions()
     options.asyncOp = False
-    reduce = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-    _queue(reduce(_as_real(sums), _as_real(wholes), options))
+    reduce = getattr(group, _REDUCE)
+    if wholes[0].dtype.is_complex:
+        sums, wholes = _as_real(sums), _as_real(wholes)
+    work = reduce(sums, wholes, options)
+    if work is not None:
+        work.wait()
 
 
 def all_reduce_each(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """Sum each tensor over ranks in place, in the same way."""
     options = AllreduceCoalescedOptions()
     options.asyncOp = False
-    _queue(group.allreduce_coalesced(_as_real(tensors), options))
+    work = group.allreduce_coalesced(_as_real(tensors), options)
+    if work is not None:
+        work.wait()
 
 
 def _as_real(tensors: list[Tensor]) -> list[Tensor]:
@@ -375,15 +434,12 @@ def _as_real(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
-def _method(group: dist.ProcessGroup, name: str, until_2_12: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(group, name, None) or getattr(group, until_2_12)
-    return found
+def _first_method(name: str, until_2_12: str) -> str:
+    return name if hasattr(dist.ProcessGroup, name) else until_2_12
 
 
-def _queue(work: Any) -> None:
-    """Make the current stream wait for `work`. With a synchronous backend, the host waits."""
-    if work is not None:
-        work.wait()
+_GATHER = _first_method("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+_REDUCE = _first_method("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
@@ -497,6 +553,16 @@ def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
     return tensor
 
 
+def dtensors_like(local: Sequence[Tensor], others: Sequence[Any]) -> list[DTensor]:
+    """Return a `DTensor` around each of `local`, as `dtensor_like` does, without a call for each."""
+    made, one = list[DTensor](), local[0].new_empty(1)
+    for tensor, other in zip(local, others, strict=True):
+        start = one.as_strided(tensor.shape, [0] * len(tensor.shape))  # see `at_start`
+        made.append(DTensor.__new__(DTensor, start, other._spec, requires_grad=False))
+        made[-1]._local_tensor = tensor
+    return made
+
+
 def at_start(local: Tensor) -> Tensor:
     """Return a tensor like `local`, or `local` itself, at offset 0 of its storage, to make a `DTensor` of.
 
@@ -536,9 +602,8 @@ def keeping_versions(tensors: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Set the version counters of `tensors`, which autograd compares with those of what it has saved."""
-    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+"""Set the version counters of tensors, which autograd compares with those of what it has saved."""
 
 
 _VERSION = re.compile(r"modified by an inplace operation.*is at version (\d+)", re.DOTALL)
@@ -966,6 +1031,12 @@ def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
+def in_plain_code() -> bool:
+    """Return True outside of all transforms of `torch.func`, and of all dispatch modes."""
+    functorch: object = torch._C._functorch.peek_interpreter_stack()
+    return not torch._C._len_torch_dispatch_stack() and functorch is None and forward_ad._current_level < 0
+
+
 @contextmanager
 def outside_of_selective_checkpoints() -> Iterator[None]:
     """Context manager that keeps operations out of a selectively checkpointed region.
@@ -973,9 +1044,6 @@ def outside_of_selective_checkpoints() -> Iterator[None]:
     torch records every operation of such a region, and requires the same ones when it recomputes the region.
     """
     stack = _get_current_dispatch_mode_stack()
-    if not stack:
-        yield
-        return
     first = next((i for i, mode in enumerate(stack) if isinstance(mode, _SELECTIVE)), len(stack))
     others = [mode for mode in stack[first:] if not isinstance(mode, _SELECTIVE)]
     _replace_modes(len(stack) - first, others)

@@ -382,7 +382,7 @@ def complete_before_the_next() -> list[list[bool]]:
     finish = ReductionQueue.finish
 
     def finish_and_note(queue: ReductionQueue, **options: Any) -> None:
-        visited[-1] += [reduction.is_complete for reduction in queue._under_way.values()]
+        visited[-1] += [reduction.is_complete for reduction in queue.under_way.values()]
         finish(queue, **options)
 
     def meet_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:

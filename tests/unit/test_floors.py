@@ -46,6 +46,7 @@ ROOMS: dict[str, list[str] | None] = {
         "own_hooks",
         "whole_methods",
         "order",
+        "communicating",
         "param_view",
         "validity",
         "findings",

@@ -18,8 +18,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -30,13 +31,13 @@ from torch import Tensor
 from fullshard._compat import address, all_gather_rows
 from fullshard.comm.fingerprint import fingerprint, mismatch
 from fullshard.comm.transport import PartSums, Pending, TermName, Transport
-from fullshard.device.current import mark_here, stamp_here
+from fullshard.device.current import has_accelerator, mark_here, stamp_here
 from fullshard.errors import FullshardError, RankLostError, RankMismatchError, named_ranks
 from fullshard.liveness.rank_progress import GroupProgress, here
 from fullshard.liveness.watchdog import PeerGoneError, lost
 from fullshard.policy.switches import switches
 from fullshard.tape.context import Kept
-from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
+from fullshard.tape.recorder import Event, Origin, Phase, active
 
 __all__ = ["Call", "Channel", "Collectives", "divide", "keep_own"]
 
@@ -45,7 +46,7 @@ T = TypeVar("T")
 _FIRST_TAG = 1 << 24  # far from the small numbers that users give their own messages
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
     """A collective that is being started."""
 
@@ -60,14 +61,16 @@ class Call:
     @property
     def compared_origin(self) -> Origin:
         """The origin, with a note of the variant, for comparison between ranks."""
-        notes = filter(None, (self.how, self.origin.note))
-        return replace(self.origin, note=", ".join(notes)) if self.how else self.origin
+        if not self.how:
+            return self.origin
+        return self.origin._replace(note=", ".join(filter(None, (self.how, self.origin.note))))
 
 
 class Collectives(GroupProgress, ABC):
     """All communication over one process group. Subclasses move the data; this class counts, records and compares."""
 
     is_queued = False  # see `Transport`
+    compares = True  # fingerprints, if the backend can do it
     is_of_accelerator = False  # whether it keeps tensors of one accelerator, and is created again for another one
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -208,32 +211,37 @@ class Collectives(GroupProgress, ABC):
 
     # -- for channels -------------------------------------------------------------------------------------------------
 
-    def start(self, call: Call, start: Callable[[], Callable[[], None]], tag: int | None = None) -> Pending:
-        """Start the collective with `start()`. Waiting for it first compares `call` between ranks, and names a lost
-        peer.
+    def start(
+        self, call: Call, start: Callable[..., Callable[[], None] | None], *args: Any, arrives: bool = False
+    ) -> Pending:
+        """Start the collective with `start(*args)`, the last of which is its first tag. Waiting for it first compares
+        `call` between ranks, and names a lost peer.
 
-        With `tag`, its first tag, the result can test without waiting whether all data has arrived, if this is known.
+        If it `arrives`, the result can test without waiting whether all data has arrived, if the backend knows this.
         """
         if self.broken is not None:
             raise self.broken
         self.started = number = self.started + 1
         try:
-            event = self._record(call)
-            agree = self._compare(call)
-            finish = start()
-            _note_launched(event)
+            event = None if active.recorder is None else self._record(call)
+            agree = self._compare(call) if self.compares else None
+            finish = start(*args)
+            if event is not None:
+                _note_launched(event)
         except PeerGoneError as gone:
             raise self._lost(gone, call) from gone
         if self.is_queued:
-            here.queue(call.name, call.origin, mark_here())
-            return Pending(finish, event, has_arrived=lambda: True)
+            if has_accelerator() and (mark := mark_here()) is not None:
+                here.queue(call.name, call.origin, mark)
+            return _QUEUED if finish is None and event is None else Pending(finish, event, _always)
 
         def agree_and_finish() -> None:
             here.enter(call.name, call.origin, self if agree is not None else None, number)
             try:
                 if agree is not None:
                     agree()
-                finish()
+                if finish is not None:
+                    finish()
             except RankMismatchError:
                 _never_finished.get_or_make(id(finish), lambda: finish)
                 raise
@@ -243,8 +251,8 @@ class Collectives(GroupProgress, ABC):
             finally:
                 here.leave()
 
-        arrival = None if tag is None else self.arrival(tag)
-        return Pending(agree_and_finish, event, arrival or (lambda: False))
+        arrival = self.arrival(args[-1]) if arrives else None
+        return Pending(agree_and_finish, event, arrival or _never)
 
     def _compare(self, call: Call, *, alone: bool = False) -> Callable[[], None] | None:
         """Send the fingerprint of `call` to the other ranks. The returned function waits for theirs, and compares."""
@@ -310,7 +318,7 @@ class Collectives(GroupProgress, ABC):
         return self._event(call)
 
     def _event(self, call: Call) -> Event | None:
-        recorder = active_recorder()
+        recorder = active.recorder
         if recorder is None:
             return None
         stream = "gather" if call.name == "all_gather" else "reduce"
@@ -321,22 +329,26 @@ class Collectives(GroupProgress, ABC):
             event.began = stamp_here()
         return recorder.add(event)
 
-    def gather_in_common(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+    def gather_in_common(
+        self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int
+    ) -> Callable[[], None] | None:
         """Like `all_gather`, for whole tensors in shared memory."""
         return self.all_gather(wholes, parts, tag)
 
     @abstractmethod
-    def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
-        """Start `Gathers.all_gather`. The returned function waits for it. The same holds for all methods below."""
+    def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None] | None:
+        """Start `Gathers.all_gather`. The returned function waits for it; None if
+        nothing is to be waited for. The same holds for all methods below.
+        """
 
     @abstractmethod
-    def reduce_scatter(self, of: PartSums, tag: int) -> Callable[[], None]: ...
+    def reduce_scatter(self, of: PartSums, tag: int) -> Callable[[], None] | None: ...
 
     @abstractmethod
-    def all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]: ...
+    def all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None] | None: ...
 
     @abstractmethod
-    def all_to_all(self, receive: Sequence[Tensor], send: Sequence[Tensor], tag: int) -> Callable[[], None]: ...
+    def all_to_all(self, receive: Sequence[Tensor], send: Sequence[Tensor], tag: int) -> Callable[[], None] | None: ...
 
 
 class Channel(Transport):
@@ -378,15 +390,22 @@ class Channel(Transport):
         collectives, others = self.collectives, self.world - 1
         how, begin = ("in common", collectives.gather_in_common) if in_common else ("", collectives.all_gather)
         call = Call(
-            "all_gather", origin, len(receive), _nbytes(receive), _nbytes(send) * others, len(send) * others, how
+            "all_gather",
+            origin,
+            len(receive),
+            sum(map(_NBYTES, receive)),
+            sum(map(_NBYTES, send)) * others,
+            len(send) * others,
+            how,
         )
-        return collectives.start(call, lambda: begin(receive, send, self._tag(origin)))
+        tag = self._tag(origin) if origin.note else self._first_tag
+        return collectives.start(call, begin, receive, send, tag)
 
     def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:
-        collectives, tag = self.collectives, self._tag(origin)
-        nbytes, messages = _nbytes(of.wholes), len(of.sums) * (self.world - 1)
-        call = Call("reduce_scatter", origin, len(of.wholes), nbytes, nbytes - _nbytes(of.sums), messages)
-        return collectives.start(call, lambda: collectives.reduce_scatter(of, tag), tag)
+        collectives, tag = self.collectives, self._tag(origin) if origin.note else self._first_tag
+        nbytes, messages = sum(map(_NBYTES, of.wholes)), len(of.sums) * (self.world - 1)
+        call = Call("reduce_scatter", origin, len(of.wholes), nbytes, nbytes - sum(map(_NBYTES, of.sums)), messages)
+        return collectives.start(call, collectives.reduce_scatter, of, tag, arrives=True)
 
     def all_reduce(
         self, tensors: Sequence[Tensor], divisor: float, *, origin: Origin, names: Sequence[TermName] = ()
@@ -396,7 +415,10 @@ class Channel(Transport):
         sent_nbytes = nbytes * 2 * others // self.world
         return collectives.start(
             Call("all_reduce", origin, len(tensors), nbytes, sent_nbytes, 2 * len(tensors) * others),
-            lambda: collectives.all_reduce(tensors, divisor, tag),
+            collectives.all_reduce,
+            tensors,
+            divisor,
+            tag,
         )
 
     def all_to_all(
@@ -407,24 +429,40 @@ class Channel(Transport):
         keep_own([receive[rank]], [send[rank]])
         return collectives.start(
             Call("all_to_all", origin, len(send), common_nbytes, _nbytes(sent), len(sent)),
-            lambda: collectives.all_to_all(receive, send, tag),
+            collectives.all_to_all,
+            receive,
+            send,
+            tag,
         )
 
 
-def _note_launched(event: Event | None) -> None:
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
+_QUEUED = Pending(has_arrived=_always)
+
+
+def _note_launched(event: Event) -> None:
     """Record that the program continues during a collective, which has been queued completely if there is a queue."""
-    if event is not None:
-        event.launched = time.perf_counter()
-        if event.began is not None:
-            event.ended = stamp_here()
+    event.launched = time.perf_counter()
+    if event.began is not None:
+        event.ended = stamp_here()
 
 
 # Collectives that other ranks did not join. Gloo may write to their tensors while the process group exists.
-_never_finished: Kept[int, Callable[[], object]] = Kept("collectives that never finished")
+_never_finished: Kept[int, object] = Kept("collectives that never finished")
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(map(_NBYTES, tensors))
+
+
+_NBYTES = attrgetter("nbytes")
 
 
 def keep_own(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:

@@ -196,7 +196,8 @@ _captures = False
 
 def is_capturing(device: torch.device) -> bool:
     """Return True if work queued on `device` goes into a graph, which replays it without this library's code."""
-    return _captures or accelerator_for(device).is_capturing
+    accelerator = accelerator_for(device)
+    return _captures or (accelerator.has_streams and accelerator.is_capturing)
 
 
 @contextmanager

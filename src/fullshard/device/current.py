@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ __all__ = [
     "count_devices",
     "current_device",
     "finish_copies",
+    "has_accelerator",
     "mark_here",
     "random_states_of_device",
     "set_current_device",
@@ -28,6 +30,12 @@ def _found() -> torch.device | None:
     """Return the accelerator of this machine; None without one, or if one is simulated in host memory."""
     is_dry = accelerator_for(torch.device("cpu")).is_dry
     return None if is_dry else torch.accelerator.current_accelerator(check_available=True)
+
+
+@cache
+def has_accelerator() -> bool:
+    """Return True if this machine has an accelerator."""
+    return torch.accelerator.is_available()
 
 
 def usual_device_type() -> str:

@@ -99,6 +99,7 @@ class Slot:
         self, device: torch.device, *, shared: bool = False, common: torch.UntypedStorage | None = None
     ) -> None:
         self.device = device
+        self._accelerator = accelerator_for(device)
         self.storage = new_storage(0, device) if common is None else common
         self.shared = shared
         self.is_common = common is not None
@@ -117,13 +118,14 @@ class Slot:
         self.occupant = occupant
         if self.storage.nbytes() < nbytes:
             with stream.queueing():
-                accelerator_for(self.device).resize(self.storage, nbytes)
+                self._accelerator.resize(self.storage, nbytes)
 
     def free(self) -> None:
         """Free the contents, and the memory unless the slot is shared. Later gathers may use it."""
         self.occupant = None
-        accelerator = accelerator_for(self.device)
-        accelerator.streams.gather.wait(accelerator.streams.compute.mark())
+        accelerator = self._accelerator
+        if accelerator.has_streams:
+            accelerator.streams.gather.wait(accelerator.streams.compute.mark())
         if not self.shared:
             accelerator.resize(self.storage, 0)
 
@@ -158,36 +160,31 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._keeps = not accelerator_for(device).has_streams
-        self._free: list[Tensor] = []  # each the only view of its storage
+        self._free: list[tuple[int, Tensor]] = []  # bytes of a storage, and the only view of it
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D tensor of `numel` elements, contents undefined."""
         if not self._keeps:
             return torch.empty(numel, dtype=dtype, device=self._device)
         nbytes = numel * dtype.itemsize
-        fitting = [free for free in self._free if _capacity(free) >= nbytes]
-        if not fitting:
+        best = -1
+        for i, (capacity, _) in enumerate(self._free):
+            if capacity >= nbytes and (best < 0 or capacity < self._free[best][0]):
+                best = i
+        if best < 0:
             if self._free:  # grow rather than keep what is too small
-                self._remove(min(self._free, key=_capacity))
+                del self._free[min(range(len(self._free)), key=lambda i: self._free[i][0])]
             return typed_view(new_storage(nbytes, self._device), dtype, 0, (numel,), self._device)
-        found = min(fitting, key=_capacity)
-        self._remove(found)
-        if found.dtype == dtype and found.numel() == numel:
+        found = self._free[best][1]
+        del self._free[best]
+        if found.dtype is dtype and found.shape[0] == numel:
             return found
         return typed_view(found.untyped_storage(), dtype, 0, (numel,), self._device)
 
     def give(self, tensor: Tensor) -> None:
         """Return the memory of `tensor` to the pool. The caller must not use it again."""
         if self._keeps:
-            self._free.append(tensor)
-
-    def _remove(self, tensor: Tensor) -> None:
-        self._free = [other for other in self._free if other is not tensor]
-
-
-def _capacity(tensor: Tensor) -> int:
-    """Return the bytes of the storage of `tensor`."""
-    return tensor.untyped_storage().nbytes()
+            self._free.append((tensor.untyped_storage().nbytes(), tensor))
 
 
 _scratch: WeakKeyDictionary[Accelerator, dict[torch.device, Pool]] = WeakKeyDictionary()

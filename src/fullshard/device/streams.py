@@ -71,11 +71,11 @@ class Stream:
 
     def queueing(self) -> AbstractContextManager[object]:
         """Return a context that queues work on this stream."""
-        return nullcontext()
+        return _PROGRAM_ORDER
 
     def after(self, *others: Stream) -> AbstractContextManager[object]:
         """Return a context that queues work on this stream, after all work queued on `others` so far."""
-        for other in others:
+        for other in others if self.is_stream else ():
             self.wait(other.mark())
         return self.queueing()
 
@@ -89,6 +89,9 @@ class Stream:
 
     def wait(self, mark: Mark | None) -> None:
         """Make this stream wait for `mark`. The host does not wait, unless this is its own stream."""
+
+
+_PROGRAM_ORDER = nullcontext()
 
 
 class HostStream(Stream):

@@ -175,21 +175,21 @@ class Activations:
             for needed in (unit, *unit.borrowed):
                 self._resident.add(needed.slot.storage._cdata)
             hooks = self._hooks_for(unit)
-        if hooks is None and torch.is_grad_enabled() and not in_backward():
-            top = saved_tensor_hooks()
-            if top is not None and top[1] is not _unpack and not _checks(top[1]):
-                hooks = _checking(*top)
+        top = saved_tensor_hooks() if hooks is None and torch.is_grad_enabled() else None
+        if top is not None and not (in_backward() or top[1] is _unpack or _checks(top[1])):
+            hooks = _checking(*top)
         self._entered.append((unit, hooks))
         if hooks is not None:
             hooks.__enter__()
 
     def leave(self, unit: Unit) -> None:
         """Remove the hooks that were set when `unit` was entered, and those of units within that were not left."""
-        while any(entered is unit for entered, _ in self._entered):
+        while self._entered and (self._entered[-1][0] is unit or any(entered is unit for entered, _ in self._entered)):
             entered, hooks = self._entered.pop()
-            top = saved_tensor_hooks()
-            if hooks is not None and top is not None and (top[1] is _unpack or _checks(top[1])):
-                hooks.__exit__()
+            if hooks is not None:
+                top = saved_tensor_hooks()
+                if top is not None and (top[1] is _unpack or _checks(top[1])):
+                    hooks.__exit__()
             if entered is unit:
                 return
 

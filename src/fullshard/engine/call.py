@@ -76,10 +76,15 @@ class ForwardCall:
 
     def watch_inputs(self, given: Any) -> Any:
         """Register hooks for the gradients of the inputs, and return the inputs for the forward."""
-        tensors = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
-        self._before = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-        watched = [tensor for tensor in tensors if self._is_in_order(tensor)]
-        leaf = next((tensor for tensor in tensors if tensor.grad_fn is None), None)
+        watched, leaf, device = list[Tensor](), None, self.unit.device
+        for tensor in tensors_in(given):
+            made_by = tensor.grad_fn
+            if made_by is not None:
+                self._before.append(made_by)
+                if tensor.device == device:  # see `_is_in_order`
+                    watched.append(tensor)
+            elif leaf is None and tensor.requires_grad:
+                leaf = tensor
         if not watched and leaf is not None:  # no node has made it, so let one make what forward sees
             watched = [leaf.view_as(leaf)]
             given = map_tensors(lambda tensor: watched[0] if tensor is leaf else tensor, given)

@@ -25,9 +25,17 @@ class Disks:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._failures = DiskFailures()
+        self.are_in_pass = False
+        """Whether the shards of any unit were on a disk when the last pass began."""
+
+    @property
+    def are_used(self) -> bool:
+        """True if the shards of any unit are on a disk."""
+        return any([unit.shards.is_on_disk for unit in self._units])
 
     def begin_pass(self) -> None:
         """Record that all ranks begin the same forward or backward."""
+        self.are_in_pass = self.are_used
         for of_unit in self._of_units():
             of_unit.are_reported = True
 
@@ -45,7 +53,7 @@ class Disks:
         self._collect()
         if activations is not None:
             self._failures.add(activations.take())
-        if activations is not None or any(unit.shards.is_on_disk for unit in self._units):
+        if activations is not None or self.are_used:
             self._failures.raise_on_every_rank(process_groups_along(self._units), self._units[0].device)
 
     def forget(self) -> None:

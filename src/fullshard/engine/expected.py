@@ -85,18 +85,10 @@ class Expected:
         depth = unit.options.prefetch_depth
         return [] if chosen is not None else [self._units[number] for number in order.following(depth + 1)[depth:]]
 
-    def ahead_in_forward(self, unit: Unit) -> list[Unit]:
-        """Return the units to prefetch when forward is at `unit`."""
-        return self._ahead(unit, self.forward, unit.settings.next_forward)
-
-    def ahead_in_backward(self, unit: Unit) -> list[Unit]:
-        """Return the units to prefetch when backward is at `unit`."""
-        ahead = self._ahead(unit, self.backward, unit.settings.next_backward)
-        return [item for item in ahead if item.settings.unshards_in_backward]
-
-    def _ahead(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
+    def ahead(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
+        """Return the units to prefetch when `order` is at `unit`: those that the user has `chosen`, or the next."""
         if unit.param_groups:  # else it gathers nothing, and only some ranks may call it
             order.record(unit.number)
         if chosen is not None:
             return chosen
-        return [self._units[number] for number in order.following(unit.options.prefetch_depth)]
+        return [*map(self._units.__getitem__, order.following(unit.options.prefetch_depth))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from fullshard.engine.group_buffers import ShardStorage, UnshardedBuffer
 from fullshard.engine.group_transports import GroupTransports
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.tape.recorder import Origin
+
+_VERSION = attrgetter("sharded._version")
 
 __all__ = ["Gather", "LocalGather", "TwoLevelGather", "gather_for"]
 
@@ -29,6 +32,8 @@ class Gather:
         scratch: memory for shards that are cast before they are sent.
     """
 
+    is_two_level = False  # so that there may be secondary shards
+
     def __init__(
         self, params: Sequence[ShardedParam], storage: ShardStorage, transport: Gathers, scratch: Pool
     ) -> None:
@@ -39,11 +44,13 @@ class Gather:
         self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they are sent
         self._gathered_version = -1
         self._sent_version = -1  # of the shards when the last gather began
+        self.overwrites = True
+        """Whether a gather writes to the unsharded buffer."""
 
     @property
     def version(self) -> int:
         """A number that grows with each in-place write to one of the shards."""
-        return sum([param.sharded._version for param in self._params])
+        return sum(map(_VERSION, self._params))
 
     def read_ahead(self) -> None:
         """Start to read the shards if they are not in memory. Call it shortly before a gather."""
@@ -65,14 +72,9 @@ class Gather:
         return self._storage.is_alone
 
     @property
-    def overwrites(self) -> bool:
-        """True if a gather writes to the unsharded buffer."""
-        return True
-
-    @property
     def is_current(self) -> bool:
         """True if the unsharded buffer was kept and still holds the current values of every rank."""
-        return self._gathered_version >= 0 and self._gathered_version == self.version
+        return self._gathered_version >= 0 and self._gathered_version == sum(map(_VERSION, self._params))
 
     def invalidate(self) -> None:
         """Gather again when unsharded parameters are needed next: their memory was freed."""
@@ -93,26 +95,24 @@ class Gather:
             origin: the unit and phase of the gather.
             in_common: all ranks of the shard axis share the buffer.
         """
-        return self._transport.all_gather(unsharded.receive, self._to_send(), origin=origin, in_common=in_common)
+        version = sum(map(_VERSION, self._params))
+        parts, self._sent = self._storage.to_send(self._scratch, changed=self._sent_version != version)
+        self._sent_version = version
+        return self._transport.all_gather(unsharded.receive, parts, origin=origin, in_common=in_common)
 
     def finish(self, unsharded: UnshardedBuffer) -> None:
         """Copy the received pack into the parameters. Call it when the gather has ended."""
         if self._sent is not None:
             self._scratch.give(self._sent)
             self._sent = None
-        self._storage.note_sent()
+        if self._storage.plan.is_on_disk:
+            self._storage.note_sent()
         unsharded.unpack()
         self._gathered_version = self._sent_version  # not the present one: shards may have been written to meanwhile
 
     def note_current(self) -> None:
         """Record that unsharded parameters hold the current values of every rank."""
         self._gathered_version = self.version
-
-    def _to_send(self) -> list[Tensor]:
-        version = self.version
-        parts, self._sent = self._storage.to_send(self._scratch, changed=self._sent_version != version)
-        self._sent_version = version
-        return parts
 
     @property
     def secondary_nbytes(self) -> int:
@@ -125,6 +125,8 @@ class Gather:
 
 class TwoLevelGather(Gather):
     """Gathers across groups of consecutive ranks, then within each; only within while no shard has changed."""
+
+    is_two_level = True
 
     def __init__(
         self, params: Sequence[ShardedParam], storage: ShardStorage, transport: TwoLevelGathers, scratch: Pool
@@ -155,6 +157,12 @@ class TwoLevelGather(Gather):
 class LocalGather(Gather):
     """A gather without communication, since every rank steps whole parameters: at most a cast."""
 
+    def __init__(
+        self, params: Sequence[ShardedParam], storage: ShardStorage, transport: Gathers, scratch: Pool
+    ) -> None:
+        super().__init__(params, storage, transport, scratch)
+        self.overwrites = not storage.plan.lives_in_unsharded
+
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
         """See `Gather.start`. Nothing is sent."""
         self._sent_version = self.version
@@ -163,10 +171,6 @@ class LocalGather(Gather):
             if self._storage.plan.memory.offloaded:
                 travel.note("cpu", "parameters", arrived=unsharded.flat.nbytes)
         return Pending()
-
-    @property
-    def overwrites(self) -> bool:
-        return not self._storage.plan.lives_in_unsharded
 
     def finish(self, unsharded: UnshardedBuffer) -> None:
         self._gathered_version = self._sent_version

@@ -17,16 +17,17 @@ delivery, as `zero_grad(set_to_none=False)` does after a step that a gradient sc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard._compat import holders, storage_holders
+from fullshard._compat import dtensors_like, holders, storage_holders
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_plan import GroupPlan
@@ -35,6 +36,8 @@ from fullshard.layout.offsets import contiguous_strides
 from fullshard.tape.recorder import allocating
 
 __all__ = ["GradientState", "Gradients"]
+
+_SHARDED, _DTYPE = attrgetter("sharded"), attrgetter("dtype")
 
 _CAST_AT_ONCE = 2**27
 """Bytes of gradients that one kernel casts on an accelerator. More would be in memory twice for no gain."""
@@ -65,11 +68,12 @@ class Gradients:
 
     def __init__(self, plan: GroupPlan, params: Sequence[ShardedParam], state: GradientState) -> None:
         self.plan = plan
+        self._has_streams = accelerator_for(plan.device).has_streams
         self.params = params
         self.state = state
         self.flat: Tensor | None = None  # the optimizer's gradients, contiguous like the shards
         self._shards: list[DTensor] = []  # as the optimizer sees them, one per parameter
-        self._holders: list[Any] = []  # the result of `holders` for each, without references of other code
+        self._holders: Any = None  # the result of `holders` for them, without references of other code
         self._flat_holders: Any = None  # the result of `storage_holders` for `flat` then
         shapes = [param_layout.spec.shard_shape(plan.rank) for param_layout in plan.layout.params]
         starts = [param_layout.shard_offset for param_layout in plan.layout.params]
@@ -85,11 +89,15 @@ class Gradients:
         """
         grads: dict[int, Tensor] = {}
         waiting: dict[int, Tensor] = {}  # to be cast together
-        nbytes, at_once = 0, _CAST_AT_ONCE if accelerator_for(self.plan.device).has_streams else 0
+        nbytes, at_once = 0, _CAST_AT_ONCE if self._has_streams else 0
         reduce = self.plan.contract.reduce
         for i, param in enumerate(self.params):
-            if (grad := param.take_grad()) is None:
+            unsharded = param.unsharded
+            if (grad := unsharded.grad) is None:
                 continue
+            unsharded.grad = None
+            if param.view.changes_grad:
+                grad = param.view.local_grad(grad)
             if grad.layout is not torch.strided:
                 grad = grad.to_dense()
             if grad.dtype is reduce or self._is_cast_by_pack(i):
@@ -114,7 +122,7 @@ class Gradients:
         contract, placed = self.plan.contract, self.plan.layout.params[i].in_place
         is_cast = (contract.compute, contract.reduce, contract.grad) == (torch.bfloat16, torch.float32, None)
         packs = not placed and is_cast and self.plan.shards_optimizer
-        return packs and accelerator_for(self.plan.device).has_streams
+        return packs and self._has_streams
 
     def _cast(self, waiting: dict[int, Tensor], grads: dict[int, Tensor]) -> None:
         """Move the gradients in `waiting` to `grads`, contiguous and in the reduce dtype."""
@@ -162,8 +170,6 @@ class Gradients:
 
     def missing(self, grads: dict[int, Tensor]) -> str:
         """Return a text that names the trained parameters without a gradient in `grads`; empty if all have one."""
-        if len(grads) == len(self.params):
-            return ""
         names = [p.fqn for i, p in enumerate(self.params) if p.unsharded.requires_grad and i not in grads]
         return f"without {', '.join(names)}" if names else ""
 
@@ -186,10 +192,15 @@ class Gradients:
         if flat is None or self._others_have_it(flat):
             with allocating("gradient shards"):
                 flat = self.flat = self._new_flat()
-            shards = [self.shard_in(i, flat) for i in range(len(self.params))]
-            self._shards = [p.placed(s) for s, p in zip(shards, self.params, strict=True)]
+            start = flat.storage_offset()
+            shards = [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in self._strided]
+            sharded = [*map(_SHARDED, self.params)]
+            if {*map(_DTYPE, sharded)} == {flat.dtype}:
+                self._shards = dtensors_like(shards, sharded)
+            else:
+                self._shards = [param.placed(shard) for param, shard in zip(self.params, shards, strict=True)]
             del shards
-            self._holders = [holders(shard) for shard in self._shards]
+            self._holders = holders(self._shards)
             self._flat_holders = storage_holders(flat)
         return flat
 
@@ -204,12 +215,12 @@ class Gradients:
     def _is_handed_over(self) -> bool:
         """True if the buffer is for one step: allocating another is cheap, and no graph has it."""
         plan = self.plan
-        return accelerator_for(plan.device).has_streams and not (plan.memory.offloaded or is_capturing(plan.device))
+        return self._has_streams and not (plan.memory.offloaded or is_capturing(plan.device))
 
     def _others_have_it(self, flat: Tensor) -> bool:
         if storage_holders(flat) != self._flat_holders:
             return True
-        return [holders(shard) for shard in self._shards] != self._holders
+        return bool(holders(self._shards) != self._holders)
 
     def shard_in(self, i: int, buffer: Tensor) -> Tensor:
         """Return this rank's slice of a shard buffer for parameter `i`, in its shape."""
@@ -220,9 +231,10 @@ class Gradients:
         """Return this rank's slice of a shard buffer for parameter `i`, 1-D, without padding."""
         return buffer[self._regions[i]]
 
-    def give(self, i: int) -> None:
-        """Set the slice of `flat` for parameter `i` as the gradient that the optimizer sees."""
-        self.params[i].sharded.grad = self._shards[i]
+    def give(self, indices: Iterable[int]) -> None:
+        """Set the slices of `flat` for parameters `indices` as the gradients that the optimizer sees."""
+        for i in indices:
+            self.params[i].sharded.grad = self._shards[i]
 
     def add(self, sums: Mapping[int, Tensor], *, are_own: bool) -> None:
         """Add `sums`, this rank's shards by number of the parameter, to the gradients that the optimizer sees.
@@ -242,13 +254,13 @@ class Gradients:
         So it takes no memory between `zero_grad` and the next backward. The buffer of a CUDA graph, or one in
         page-locked memory, is kept for all steps.
         """
-        if self._is_handed_over:
+        if self._has_streams and self._is_handed_over:
             self.drop_shards()
 
     def drop_shards(self) -> None:
         """Drop the buffer of the gradient shards."""
         self.flat = None
-        self._shards, self._holders = [], []
+        self._shards, self._holders = [], None
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -47,9 +47,9 @@ class GradientsOnDisk(Gradients):
         delivered = self.plan.contract.delivered
         return buffer.data[: self.plan.layout.shard_numel * delivered.itemsize].view(delivered)
 
-    def give(self, i: int) -> None:
-        """See `Gradients.give`. The optimizer sees the gradient after `hand_over`."""
-        self._given.append(i)
+    def give(self, indices: Iterable[int]) -> None:
+        """See `Gradients.give`. The optimizer sees the gradients after `hand_over`."""
+        self._given += indices
 
     def hand_over(self) -> None:
         """Start to write the given gradients, and let the optimizer see them."""

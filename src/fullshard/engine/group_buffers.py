@@ -61,12 +61,9 @@ class UnshardedBuffer:
             message = view(message_offset, (layout.world * layout.pack_numel,))
             if layout.pack_numel:
                 self.receive.append(message)
-            self._unpacking = pack.unpacking(self.params, message.view(layout.world, layout.pack_numel))
-
-    @torch.no_grad()
-    def unpack(self) -> None:
+            unpacking = pack.unpacking(self.params, message.view(layout.world, layout.pack_numel))
+        self.unpack = unpacking.copy
         """Copy the received pack into the parameters."""
-        self._unpacking.copy()
 
 
 class ShardStorage(ABC):
@@ -130,17 +127,20 @@ class OwnShards(ShardStorage):
             )
             for param in plan.layout.params
         ]
+        self._is_copied = plan.sent_dtype != plan.contract.stored or plan.memory.offloaded  # before it is sent
+        self._parts = [] if self._is_copied else self._parts_of(self.memory)
         self.note_references()
 
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
         """See `ShardStorage.to_send`. A cast is one copy of all of it."""
-        plan, shards, taken = self.plan, self.memory, None
-        if plan.sent_dtype != plan.contract.stored or plan.memory.offloaded:
-            shards = taken = scratch.take(plan.layout.shard_numel, plan.sent_dtype)
-            shards.copy_(self.memory, non_blocking=True)
-            if plan.memory.offloaded:
-                travel.note("cpu", "parameters", arrived=shards.nbytes)
-        return self._parts_of(shards), taken
+        if not self._is_copied:
+            return self._parts, None
+        plan = self.plan
+        taken = scratch.take(plan.layout.shard_numel, plan.sent_dtype)
+        taken.copy_(self.memory, non_blocking=True)
+        if plan.memory.offloaded:
+            travel.note("cpu", "parameters", arrived=taken.nbytes)
+        return self._parts_of(taken), taken
 
     def _parts_of(self, shards: Tensor) -> list[Tensor]:
         layout = self.plan.layout

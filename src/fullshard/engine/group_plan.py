@@ -122,7 +122,7 @@ class GroupPlan:
         """True if parameters are stored in the unsharded buffer itself."""
         return self.options.keeps_unsharded and not self.casts and not self.memory.offloaded
 
-    @property
+    @cached_property
     def is_on_disk(self) -> bool:
         """True if shards and their gradients are in a file, and in memory only while they are sent or stepped."""
         return self.memory.folder is not None and self.memory.device.type != "meta"
@@ -132,7 +132,7 @@ class GroupPlan:
         """True if the device has a copy of shards in host memory, since there are several gathers per step."""
         return self.memory.copied and self.shards_optimizer and not self.options.keeps_unsharded
 
-    @property
+    @cached_property
     def sent_dtype(self) -> torch.dtype:
         """The dtype of the shards that a gather receives. Encoding also casts."""
         return self.contract.stored if self.encodes_gathers else self.contract.compute

@@ -56,7 +56,10 @@ class AxesCollectives:
     @property
     def is_broken(self) -> bool:
         """True if communication is impossible, because ranks made different calls or one was lost."""
-        return any(item.broken is not None for item in self.each)
+        for item in (self.shard, self.replicate, self.across, self.within):
+            if item is not None and item.broken is not None:
+                return True
+        return False
 
 
 @dataclass(frozen=True)

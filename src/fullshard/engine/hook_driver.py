@@ -15,7 +15,7 @@ end        autograd calls back after its last node. Units without gradients, or 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from fullshard.engine.root_state import RootState, attribute_to, cast_outputs
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
-from fullshard.tape.recorder import Phase, active_recorder
+from fullshard.tape.recorder import Phase, active
 
 __all__ = ["HookDriver"]
 
@@ -80,7 +80,8 @@ class HookDriver:
 
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Unshard `unit`, and return the inputs for its forward."""
-        unit.residency.check_not_summoned()
+        if unit.residency.state is UnitState.SUMMONED:
+            unit.residency.check_not_summoned()
         recomputing = in_backward()
         if not self._stack and not recomputing:
             self._begin_forward(unit)
@@ -99,7 +100,8 @@ class HookDriver:
             self._prefetch_backward(unit)
         if call is not None:
             args, kwargs = call.watch_inputs((args, kwargs))
-        attribute_to(unit, Phase.FORWARD)
+        if active.recorder is not None:
+            attribute_to(unit, Phase.FORWARD)
         self._state.activations.enter(unit)
         return args, kwargs
 
@@ -125,7 +127,8 @@ class HookDriver:
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """Free `unit` if its strategy says so, and return the output for the caller."""
         self._state.activations.leave(unit)
-        if unit.is_broken or all(entered is not unit for entered, _ in self._stack):
+        is_entered = bool(self._stack) and self._stack[-1][0] is unit
+        if unit.is_broken or not (is_entered or any(entered is unit for entered, _ in self._stack)):
             return output  # it could not be unsharded
         while self._stack[-1][0] is not unit:
             self._leave(self._stack[-1][0])  # an exception passed through a forward within
@@ -141,11 +144,16 @@ class HookDriver:
         self._leave(unit)
         if not self._stack and not in_backward():
             self._end_forward(unit, raised=output is None and sys.exc_info()[1] is not None)
+        if active.recorder is not None:
+            self._note_forward()
+        return output
+
+    def _note_forward(self) -> None:
+        """Attribute later events of the trace to the forward, or to the backward, that the unit was a part of."""
         if self._stack:
             attribute_to(self._stack[-1][0], Phase.FORWARD)
         else:
             attribute_to(self._units[0], Phase.BACKWARD if in_backward() else Phase.FORWARD)
-        return output
 
     def _begin_forward(self, top: Unit) -> None:
         if self._state.phase is not Phase.IDLE:
@@ -165,12 +173,14 @@ class HookDriver:
 
     def _end_forward(self, top: Unit, *, raised: bool) -> None:
         for unit in self._units:
-            unit.residency.run_deferred_steps()  # units without a forward
+            if unit.residency.deferred:
+                unit.residency.run_deferred_steps()  # units without a forward
         self._state.await_reads_of_shards()
         self._expected.end_forward(top)
         self._scheduler.forget_deferred_frees()
         for unit in self._units:
-            unit.shards.forget_ahead()
+            if unit.shards.is_on_disk:
+                unit.shards.forget_ahead()
             unit.finished_modules.clear()
             over = not torch.is_grad_enabled() and unit.settings.reshard_after_forward is not False
             if unit.residency.users == 0 and not unit.residency.awaits_backward:
@@ -226,10 +236,12 @@ class HookDriver:
     def before_backward(self, call: ForwardCall) -> None:
         """Unshard the unit of `call` again, and start the gather of the next unit."""
         unit = call.unit
-        self._reductions.complete_arrived()
+        if self._reductions.incomplete:
+            self._reductions.complete_arrived()
         self._expected.arrive_at(call.within)
         self._calls.append(call)
-        self._free_recomputed(unit)
+        if self._recomputed:
+            self._free_recomputed(unit)
         self._scheduler.hold(unit)
         if unit.settings.unshards_in_backward:
             self._scheduler.unshard(unit, Phase.PRE_BACKWARD)
@@ -239,19 +251,27 @@ class HookDriver:
         if self._is_in_pipeline and unit.trainable:
             self._reached = self._reached or unit
         self._prefetch_backward(unit)
-        self._note_backward()
+        if active.recorder is not None:
+            self._note_backward()
 
     def on_grad(self, unit: Unit, param: ShardedParam) -> None:
         """Record that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
-        is_observed = unit.settings.unshards_in_backward and not unit.residency.is_used_without_forward
-        if is_observed and unit.residency.state is not UnitState.UNSHARDED and not unit.has_valid_values:
-            raise read_while_sharded(param.fqn, unit.name)
-        self.begin_backward()
-        self._reductions.complete_arrived()
-        unit.gradients.arrived.add(id(param))
+        if unit.residency.state is not UnitState.UNSHARDED:
+            self._check_read(unit, param)
+        if self._state.phase is not Phase.BACKWARD:
+            self.begin_backward()
+        if self._reductions.incomplete:
+            self._reductions.complete_arrived()
+        arrived = unit.gradients.arrived
+        arrived[param] = True
         self._has_grads = True
-        if len(unit.gradients.arrived) == unit.trainable and not unit.settings.reduces_unused:
+        if len(arrived) == unit.trainable and not unit.settings.reduces_unused:
             self._reductions.start(unit)
+
+    def _check_read(self, unit: Unit, param: ShardedParam) -> None:
+        is_observed = unit.settings.unshards_in_backward and not unit.residency.is_used_without_forward
+        if is_observed and not unit.has_valid_values:
+            raise read_while_sharded(param.fqn, unit.name)
 
     def end_calls_since(self, time: int) -> None:
         """Record that the backward of every call that began after `time` is over."""
@@ -269,41 +289,34 @@ class HookDriver:
         reduces_unused = unit.settings.reduces_unused and not self._is_for_inputs
         if unit.residency.users == 0 and reduces_unused:  # only this moment occurs on every rank
             self._reductions.start_before_end(unit)
-        elif unit.residency.users == 0 and self._ends_held_grads(unit):
+        elif unit.residency.users == 0 and unit.gradients.are_held and self._ends_held_grads(unit):
             self._reductions.start(unit)
         for done in (unit, *unit.borrowed):
             if done.residency.users == 0 and not (
                 done.residency.awaits_backward or self._state.stays_after_backward(done)
             ):
                 self._scheduler.free(done, Phase.POST_BACKWARD, self._expected.backward)
-        self._scheduler.prefetch(self._postponed, Phase.BACKWARD)
-        self._postponed = []
-        self._note_backward()
+        if self._postponed:
+            self._scheduler.prefetch(self._postponed, Phase.BACKWARD)
+            self._postponed = []
+        if active.recorder is not None:
+            self._note_backward()
 
     def _ends_held_grads(self, unit: Unit) -> bool:
         """Return True if gradients held back of `unit` can be reduced before the end of the backward: these gradients
         were the last, though some were computed in earlier backwards only.
         """
-        some = unit.gradients.are_held and len(unit.gradients.arrived) > 0
         return (
-            some
+            len(unit.gradients.arrived) > 0
             and not unit.gradients.are_held_back
             and not self._expected.awaits_backward_of(unit)
-            and self._has_ended_all_calls_of(unit)
+            and _has_ended_all_calls(self._ended, unit)
         )
-
-    def _has_ended_all_calls_of(self, unit: Unit) -> bool:
-        """Return True if this backward has ended for every call that needs `unit`, in all forwards it has reached."""
-        ended = [call for call in self._ended if call.within is not None]  # recomputed calls may not be the last ones
-        forwards = {id(call.within): call.within for call in ended}.values()
-        needed_by = [left for forward in forwards if forward is not None for left in forward.left if left.uses(unit)]
-        return bool(ended) and len(needed_by) <= sum(call.unit.uses(unit) for call in ended)
 
     def _note_backward(self) -> None:
         """Attribute later events of the trace to the backward of the innermost unit that is executing."""
-        if active_recorder() is not None:
-            innermost = max(self._calls, key=lambda call: call.start, default=None)
-            attribute_to(self._units[0] if innermost is None else innermost.unit, Phase.BACKWARD)
+        innermost = max(self._calls, key=lambda call: call.start, default=None)
+        attribute_to(self._units[0] if innermost is None else innermost.unit, Phase.BACKWARD)
 
     def finish_backward(self) -> None:
         """Finish the backward after the last node: reductions, unused parameters, unsharded units."""
@@ -345,14 +358,19 @@ class HookDriver:
             )
 
     def _prefetch_forward(self, unit: Unit) -> None:
-        ahead = self._expected.ahead_in_forward(unit)
+        ahead = self._expected.ahead(unit, self._expected.forward, unit.settings.next_forward)
         if unit.options.prefetches_forward or unit.settings.next_forward is not None:
             self._scheduler.prefetch(ahead, Phase.FORWARD)
-            for later in self._expected.beyond(unit, self._expected.forward, unit.settings.next_forward):
-                later.shards.read_ahead()
+            if self._state.disks.are_in_pass:
+                for later in self._expected.beyond(unit, self._expected.forward, unit.settings.next_forward):
+                    later.shards.read_ahead()
 
     def _prefetch_backward(self, unit: Unit) -> None:
-        ahead = self._expected.ahead_in_backward(unit)
+        ahead = self._expected.ahead(unit, self._expected.backward, unit.settings.next_backward)
+        for later in ahead:
+            if not later.settings.unshards_in_backward:
+                ahead = [other for other in ahead if other.settings.unshards_in_backward]
+                break
         if (
             self._serial == 1
             and self._state.streams.gather.is_stream
@@ -361,8 +379,9 @@ class HookDriver:
             ahead = []  # the first backward shows which shards the user's hooks write to, see `Residency.prefetch`
         if unit.options.backward_prefetch == "pre":
             self._scheduler.prefetch(ahead, Phase.BACKWARD)
-            for later in self._expected.beyond(unit, self._expected.backward, unit.settings.next_backward):
-                later.shards.read_ahead()
+            if self._state.disks.are_in_pass:
+                for later in self._expected.beyond(unit, self._expected.backward, unit.settings.next_backward):
+                    later.shards.read_ahead()
         self._postponed = ahead if unit.options.backward_prefetch == "post" else []
 
     def _free_recomputed(self, needed: Unit) -> None:
@@ -371,3 +390,11 @@ class HookDriver:
             if unit.residency.users == 0 and unit is not needed and not unit.residency.awaits_backward:
                 self._scheduler.reshard(unit, Phase.FORWARD)
         self._recomputed.clear()
+
+
+def _has_ended_all_calls(ended: Sequence[ForwardCall], unit: Unit) -> bool:
+    """Return True if this backward has ended every call that needs `unit`, in all forwards that it has reached."""
+    ended = [call for call in ended if call.within is not None]  # recomputed calls may not be the last ones
+    forwards = {id(call.within): call.within for call in ended}.values()
+    needed_by = [left for forward in forwards if forward is not None for left in forward.left if left.uses(unit)]
+    return bool(ended) and len(needed_by) <= sum(call.unit.uses(unit) for call in ended)

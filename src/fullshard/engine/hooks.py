@@ -11,6 +11,7 @@ from torch import nn
 
 from fullshard._compat import (
     in_function_transform,
+    in_plain_code,
     is_share_memory,
     outside_of_function_transforms,
     outside_of_graphs,
@@ -69,23 +70,27 @@ def run_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, k
 @own_hook
 @outside_of_graphs
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    unit = unit_of(module)
+    if in_plain_code():
+        return (unit.runtime or runtime_of(module)).driver.before_forward(unit, args, kwargs)
     if in_function_transform():
-        unit = unit_of(module)
         with outside_of_function_transforms():
             runtime = runtime_of(module)
             runtime.hook_driver.before_transformed_forward(unit)
         return runtime.state.prepare_inputs(unit, args, kwargs)
     with outside_of_selective_checkpoints():
-        return runtime_of(module).driver.before_forward(unit_of(module), args, kwargs)
+        return runtime_of(module).driver.before_forward(unit, args, kwargs)
 
 
 @own_hook
 @outside_of_graphs
 def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     unit = unit_of(module)
-    runtime = runtime_or_none(unit)
+    runtime: Runtime | None = unit.runtime
     if runtime is None:
         return output
+    if in_plain_code():
+        return runtime.driver.after_forward(unit, module, output)
     if in_function_transform():
         with outside_of_function_transforms():
             runtime.hook_driver.after_transformed_forward(unit)
@@ -95,7 +100,7 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _on_grad(unit: Unit, param: ShardedParam) -> None:
-    runtime = runtime_or_none(unit) or runtime_of(unit.module)
+    runtime = unit.runtime or runtime_of(unit.module)
     runtime.driver.on_grad(unit, param)
 
 

@@ -69,7 +69,12 @@ class Microbatches:
 
     def _count(self) -> None:
         """Count a microbatch. It is the first of a step unless earlier gradients still wait for the optimizer."""
-        self._set_number(self.number + 1 if any(unit.gradients.are_waiting for unit in self._units) else 1)
+        is_first = True
+        for unit in self._units:
+            if unit.gradients.are_waiting:
+                is_first = False
+                break
+        self._set_number(1 if is_first else self.number + 1)
         self._step += self.number == 1
         here.step = self._step
         age = self._step - self._outside_since

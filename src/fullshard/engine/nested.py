@@ -56,6 +56,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, unmapped: Calla
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors in `tree`, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
     found: list[Tensor] = []
     _find(tree, found, set(), 0)
     return found
@@ -157,7 +159,10 @@ def _find(value: Any, found: list[Tensor], visited: set[int], depth: int) -> Non
         visited.add(id(value))
         parts = list(_parts(value))
     for part in parts:
-        _find(part, found, visited, depth + 1)
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif not (type(part) in _ATOMS or (type(part) is dict and not part)):
+            _find(part, found, visited, depth + 1)
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -35,7 +35,9 @@ class Pack:
         self._layout = layout
         self._rank = rank
         self._columns = list(_columns(layout))
-        self._gaps: dict[tuple[int, torch.dtype], Tensor] = {}  # columns of zeros, by their number
+        self._whole = [i for i in layout.packed if layout.params[i].spec.dim is None]
+        self._strided = [i for i in layout.packed if layout.params[i].spec.dim not in (0, None)]
+        self._zeros: dict[torch.dtype, _ZeroColumns] = {}
 
     def pairs(self, i: int, whole: Tensor, message: Tensor) -> Iterator[_Pair]:
         """Return pairs (slice of parameter `i`, slice of `message`) of the same values."""
@@ -63,24 +65,23 @@ class Pack:
             _copy_each([pair for i in self._layout.packed if i in grads for pair in self._parts(i, grads[i], message)])
             return
         world = self._layout.world
-        dtypes = {grads[i].dtype for i in self._layout.packed if i in grads}
+        given = {i: grads[i] for i in self._layout.packed if i in grads}
+        dtypes = {grad.dtype for grad in given.values()}
         dtype = dtypes.pop() if len(dtypes) == 1 else message.dtype
-        columns, odd = [], []
-        for i, width in self._columns:
-            if (grad := grads.get(i)) is None:
-                columns.append(self._gap(width, message, dtype))
-                continue
-            grad = grad if grad.dtype is dtype else grad.to(dtype)
-            spec = self._layout.params[i].spec
-            if spec.dim == 0:
-                columns.append(grad)
-            elif spec.dim is None:
-                columns.append(grad.view(1, -1).expand(world, -1).contiguous())
-            else:
-                columns.append(self._gap(width, message, dtype))
-                odd.append(i)
-        torch._chunk_cat(columns, 0, world, out=message)
-        _copy_each([(row, part) for i in odd for part, row in self.pairs(i, grads[i], message)])
+        for i, grad in given.items():
+            if grad.dtype is not dtype:
+                given[i] = grad.to(dtype)
+        for i in self._whole:
+            if i in given:
+                given[i] = given[i].view(1, -1).expand(world, -1).contiguous()
+        strided = [i for i in self._strided if given.pop(i, None) is not None]
+        if dtype not in self._zeros:
+            self._zeros[dtype] = _ZeroColumns(message, dtype)
+        zeros = self._zeros[dtype]
+        torch._chunk_cat(
+            [given[i] if i in given else zeros[width] for i, width in self._columns], 0, world, out=message
+        )
+        _copy_each([(row, part) for i in strided for part, row in self.pairs(i, grads[i], message)])
 
     def _parts(self, i: int, grad: Tensor, message: Tensor) -> Iterator[_Pair]:
         """Return pairs (slice of `message`, the ranks' shards of the gradient of parameter `i`) of the same values."""
@@ -90,11 +91,18 @@ class Pack:
             for part, row in self.pairs(i, grad, message):
                 yield row, part
 
-    def _gap(self, width: int, message: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `width` columns of zeros. They are not expanded: only for contiguous columns there is one kernel."""
-        if (width, dtype) not in self._gaps:
-            self._gaps[width, dtype] = message.new_zeros(message.shape[0], width, dtype=dtype)
-        return self._gaps[width, dtype]
+
+class _ZeroColumns(dict[int, Tensor]):
+    """Columns of zeros, by their number, made on first use. They are not expanded: only for contiguous columns there is
+    one kernel.
+    """
+
+    def __init__(self, message: Tensor, dtype: torch.dtype) -> None:
+        self._message, self._dtype = message.new_empty(message.shape[0], 0), dtype
+
+    def __missing__(self, width: int) -> Tensor:
+        self[width] = self._message.new_zeros(self._message.shape[0], width, dtype=self._dtype)
+        return self[width]
 
 
 class Unpacking:

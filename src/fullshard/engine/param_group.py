@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from fullshard.engine.validity import Validity
 from fullshard.tape.recorder import Origin
 
 __all__ = ["ParamGroup"]
+
+_LOCAL = attrgetter("sharded._local_tensor")
 
 
 class ParamGroup:
@@ -69,9 +72,7 @@ class ParamGroup:
         return Validity(self.params, keeping)
 
     def _note_shards(self) -> None:
-        is_plain = all(type(param.local) is Tensor for param in self.params)
-        self._address: Callable[[Tensor], Any] = Tensor.data_ptr if is_plain else _place
-        self._addresses = [self._address(param.local) for param in self.params]
+        self._addresses = self._present_addresses()
         self._without_rows = [param for param in self.params if not param.local.numel()]  # have no address
 
     @classmethod
@@ -139,10 +140,17 @@ class ParamGroup:
     def holds_its_shards(self) -> bool:
         """True if every sharded parameter still holds its shard at its original address."""
         stored, device = self.plan.contract.stored, self.plan.memory.device
-        if any(param.local.dtype != stored or param.local.device != device for param in self._without_rows):
-            return False
-        locate = self._address
-        return [locate(param.local) for param in self.params] == self._addresses
+        for param in self._without_rows:
+            if param.local.dtype != stored or param.local.device != device:
+                return False
+        shards = [*map(_LOCAL, self.params)]
+        if {*map(type, shards)} <= {Tensor}:  # `map` calls functions of C without the interpreter
+            return [*map(Tensor.data_ptr, shards)] == self._addresses
+        return self._present_addresses() == self._addresses
+
+    def _present_addresses(self) -> list[Any]:
+        shards = [param.local for param in self.params]
+        return [shard.data_ptr() if type(shard) is Tensor else _place(shard) for shard in shards]
 
     @property
     def has_shards_alone(self) -> bool:
@@ -157,7 +165,7 @@ class ParamGroup:
     def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
         """Start to fill the unsharded buffer, see `Gather.start`."""
         assert self._unsharded is not None, "a group is bound before it is gathered"
-        if self.gather.overwrites:
+        if self.gather.overwrites and self.validity.is_valid:
             self.validity.invalidate()
         return self.gather.start(self._unsharded, origin, in_common=in_common)
 
@@ -174,7 +182,8 @@ class ParamGroup:
 
     def release(self) -> None:
         """Free separate memory, and gather again when unsharded parameters are needed next."""
-        self.validity.invalidate()
+        if self.validity.is_valid:
+            self.validity.invalidate()
         self.gather.invalidate()
 
     @property
@@ -235,7 +244,12 @@ class ParamGroup:
     @property
     def holds_whole_grads(self) -> bool:
         """True if whole gradients wait for a reduction."""
-        return bool(self.gradients.state.whole) or any(p.unsharded.grad is not None for p in self.params)
+        if self.gradients.state.whole:
+            return True
+        for param in self.params:  # usually decided by the first: a generator would cost more
+            if param.unsharded.grad is not None:
+                return True
+        return False
 
     @property
     def awaits_second_sum(self) -> bool:

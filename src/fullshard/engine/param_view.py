@@ -43,6 +43,8 @@ _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 class ParamView:
     """A plain parameter: modules see the tensor that the engine moves."""
 
+    changes_grad = False  # whether `local_grad` returns another tensor than it gets
+
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The process groups that the parameter was placed on before sharding by the engine."""
@@ -94,6 +96,8 @@ class TensorParallelView(ParamView):
     Raises:
         ConfigError: `param` is not on other axes of the same mesh, or placed in a way that cannot be cut further.
     """
+
+    changes_grad = True
 
     def __init__(self, fqn: str, param: DTensor, axes: Axes) -> None:
         found = f"{fqn} is already a DTensor placed {param.placements} on mesh {param.device_mesh}"

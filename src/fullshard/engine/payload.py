@@ -294,7 +294,7 @@ class _SeparateBuffer(UnshardedBuffer):
         message = last((layout.world * layout.pack_numel,))
         if layout.pack_numel:
             self.receive.append(message)
-        self._unpacking = pack.unpacking(self.params, message.view(layout.world, layout.pack_numel))
+        self.unpack = pack.unpacking(self.params, message.view(layout.world, layout.pack_numel)).copy
 
 
 class PayloadBuffer:

@@ -10,13 +10,13 @@ Reduction
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fullshard._compat import grad_hooks, shares_memory
+from fullshard._compat import grad_hooks, have_grad_hooks, shares_memory, without_grad
 from fullshard.comm.transport import PartSums, Pending, Sums, TermName
 from fullshard.comm.two_level import TwoLevelSums
 from fullshard.device.streams import Streams
@@ -24,7 +24,8 @@ from fullshard.device.travel import travel
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.group_transports import GroupTransports
 from fullshard.engine.pack import Pack
-from fullshard.tape.recorder import Origin, noting_wait
+from fullshard.engine.sharded_param import ShardedParam
+from fullshard.tape.recorder import Origin, active, note_wait
 
 __all__ = ["Reduction", "ReductionOf", "UnitReduction", "start_reduction"]
 
@@ -79,25 +80,34 @@ def _scaled_down(of: ReductionOf) -> ReductionOf:
     return replace(of, divisor=of.divisor * scale)
 
 
+def _have_grads(params: Sequence[ShardedParam], indices: Iterable[int]) -> bool:
+    """Return True if the optimizer will see a gradient of any of the parameters `indices`."""
+    for i in indices:
+        if params[i].sharded.grad is not None:
+            return True
+    return False
+
+
 class Reduction(ABC):
     """A reduction that was started. Call `complete`, `land`, `deliver` and `call_hooks` in this order."""
 
     _pending: Pending  # the first sums; every subclass starts them at the end of its constructor
 
     def __init__(self, of: ReductionOf, *, has_second_level: bool) -> None:
-        note = of.gradients.missing(of.grads)
+        is_all = len(of.grads) == len(of.gradients.params)
+        note = "" if is_all else of.gradients.missing(of.grads)
         self._plan = of.gradients.plan
         self._gradients = of.gradients
         self._transports = of.transports
         self._grads = of.grads
         self._divisor = of.divisor
-        self._origin = replace(of.origin, note=note) if note else of.origin
+        self._origin = of.origin._replace(note=note) if note else of.origin
         self._has_second_level = has_second_level
         self._hook = of.hook
         self._finishes = of.finishes or not has_second_level
         self._scratch: list[Tensor] = []
         self._kept: list[Tensor] = []  # what a stream may still read
-        self._accumulates = any(of.gradients.params[i].has_grad for i in of.grads)
+        self._accumulates = _have_grads(of.gradients.params, of.grads)
         self._first_sums = of.gradients.state.first_sums
         if self._finishes:
             for i in self._first_sums.keys() - of.grads.keys():
@@ -112,7 +122,7 @@ class Reduction(ABC):
     def complete(self) -> None:
         """Wait for the first sums, and start the second ones. On devices with streams this only queues the work."""
         self._pending.wait()
-        if self.takes_second_sums:
+        if self._has_second_level and self._finishes:
             for i, kept in self._first_sums.items():
                 self._first_sum(i).add_(kept)
                 self._kept.append(kept)
@@ -131,22 +141,16 @@ class Reduction(ABC):
         """Free whole gradients if only shards of them are needed. Call it when the sums are complete."""
 
     @property
-    def takes_second_sums(self) -> bool:
-        """True if `complete()` takes second sums, too."""
-        return self._has_second_level and self._finishes
-
-    @property
     def sends_more(self) -> bool:
         """True if `complete()` may communicate after the first sums: for the second sums, or in a hook."""
-        return self.takes_second_sums or (self._hook is not None and self._finishes)
+        return self._finishes and (self._has_second_level or self._hook is not None)
 
     @property
     def is_read_by_host(self) -> bool:
-        """True if the host reads the landed gradients immediately: to add them, write them to a disk, or in hooks."""
-        if not self.has_to_land or self._plan.is_on_disk:
-            return self.has_to_land
-        params = [self._gradients.params[i] for i in self._summed]
-        return self._accumulates or any(param.has_grad or grad_hooks(param.sharded) for param in params)
+        """True if the host reads landed gradients immediately: to add them, write them to a disk, or in hooks."""
+        if self._plan.is_on_disk:
+            return True
+        return self._accumulates or _have_grads(self._gradients.params, self._summed) or self.has_hooks
 
     @property
     def has_to_land(self) -> bool:
@@ -178,7 +182,8 @@ class Reduction(ABC):
     @property
     def has_hooks(self) -> bool:
         """True if users have registered hooks that are called when these gradients are complete."""
-        return self._finishes and any(grad_hooks(self._gradients.params[i].sharded) for i in self._summed)
+        params = self._gradients.params
+        return self._finishes and have_grad_hooks([params[i].sharded for i in self._summed])
 
     def call_hooks(self) -> bool:
         """Call the hooks that users have registered for complete gradients, such as an optimizer's step.
@@ -187,7 +192,7 @@ class Reduction(ABC):
             True if there was any hook.
         """
         gradients, hooked = self._gradients, False
-        for i in self._summed if self._finishes else ():
+        for i in self._summed:
             param = gradients.params[i].sharded
             for hook in grad_hooks(param):
                 hook(param)
@@ -276,13 +281,12 @@ class ShardReduction(Reduction):
 
     def _deliver(self) -> None:
         gradients, shards = self._gradients, self._shards
-        is_fresh = [not gradients.params[i].has_grad for i in self._summed]
-        if shards is not gradients.flat and all(is_fresh):
+        is_fresh = not _have_grads(gradients.params, self._summed)
+        if shards is not gradients.flat and is_fresh:
             shards = gradients.new_shards()
             shards.copy_(self._shards)
-        if shards is gradients.flat and all(is_fresh):
-            for i in self._summed:
-                gradients.give(i)
+        if shards is gradients.flat and is_fresh:
+            gradients.give(self._summed)
             return
         sums = {i: gradients.shard_in(i, shards) for i in self._summed}
         gradients.add(sums, are_own=shards is gradients.flat)
@@ -295,7 +299,8 @@ class OneLevelReduction(ShardReduction):
         super().__init__(of, has_second_level=of.transports.replicas is not None)
         wholes, part_numels = self._terms()
         divisor = 1 if self._has_second_level else of.divisor
-        terms = PartSums(self._sums(), wholes, part_numels, divisor, self._names(of.transports.sums))
+        sums = of.transports.sums
+        terms = PartSums(self._sums(), wholes, part_numels, divisor, self._names(sums) if sums.names_terms else ())
         self._pending = of.transports.sums.reduce_scatter(terms, origin=self._origin)
 
     def _first_sum(self, i: int) -> Tensor:
@@ -422,24 +427,28 @@ class UnitReduction:
         self._origin = origin
         self.is_complete = streams.reduce.is_stream  # nothing is left to wait for
         self._read = list(read) if self.is_complete else []
-        self._landing = [reduction for reduction in self._reductions if reduction.has_to_land]
-        self._summed = self._ended = streams.reduce.mark()
+        self._summed = self._ended = streams.reduce.mark() if self.is_complete else None
         self.ends_after_first_sums = False  # the optimizer's gradients are complete later than the first sums
         if self.is_complete:
             self._queue_others()
 
     def _queue_others(self) -> None:
         last = self._streams.reduce
-        with torch.no_grad():
-            if any(reduction.sends_more for reduction in self._reductions):
+        with without_grad():
+            sends_more, landing = False, list[Reduction]()
+            for reduction in self._reductions:
+                sends_more = sends_more or reduction.sends_more
+                if reduction.has_to_land:
+                    landing.append(reduction)
+            if sends_more:
                 with self._streams.replicate.after(last):
                     self._complete_all()
                 last = self._streams.replicate
             else:
                 self._complete_all()
-            if self._landing:
+            if landing:
                 with self._streams.offload.after(last):
-                    for reduction in self._landing:
+                    for reduction in landing:
                         reduction.land()
                 last = self._streams.offload
         self.ends_after_first_sums = last is not self._streams.reduce
@@ -453,19 +462,23 @@ class UnitReduction:
 
     def complete_if_arrived(self) -> None:
         """Free the whole gradients early, if no data of other ranks is missing. Only for devices without streams."""
-        if all(reduction.has_arrived for reduction in self._reductions):
-            with torch.no_grad():
-                self._complete_all()
+        for reduction in self._reductions:
+            if not reduction.has_arrived:
+                return
+        with without_grad():
             for reduction in self._reductions:
+                reduction.complete()
                 reduction.free_whole_grads()
-            self.is_complete = True
+        self.is_complete = True
 
     def free_whole_grads(self) -> None:
         """Free whole gradients if only shards of them are needed, once the first sums are complete."""
         if self._summed is None:
             return
-        with noting_wait(self._streams.compute, self._origin):
-            self._streams.compute.wait(self._summed)
+        is_over = None if active.recorder is None else note_wait(self._streams.compute, self._origin)
+        self._streams.compute.wait(self._summed)
+        if is_over is not None:
+            is_over()
         self._summed = None
         self._read.clear()
         for reduction in self._reductions:
@@ -473,19 +486,27 @@ class UnitReduction:
 
     def finish(self) -> None:
         """Set the gradients of the sharded parameters. The compute stream waits for them."""
-        with torch.no_grad():
+        with without_grad():
             if not self.is_complete:
                 self._complete_all()
-            with noting_wait(self._streams.compute, self._origin):
+            if self._ended is not None:
+                is_over = None if active.recorder is None else note_wait(self._streams.compute, self._origin)
                 self._streams.compute.wait(self._ended)
-            if any(reduction.is_read_by_host for reduction in self._reductions):
-                self._streams.host.wait(self._ended)
+                if is_over is not None:
+                    is_over()
+                for reduction in self._reductions:
+                    if reduction.has_to_land and reduction.is_read_by_host:
+                        self._streams.host.wait(self._ended)
+                        break
             for reduction in self._reductions:
                 reduction.deliver()
         self._read.clear()
         delivered, self._reductions = self._reductions, []
-        hooked = [reduction.call_hooks() for reduction in delivered]
-        if any(hooked):  # they may have written to shards
+        is_hooked = False
+        for reduction in delivered:
+            if reduction.has_hooks:
+                is_hooked = reduction.call_hooks() or is_hooked
+        if is_hooked:  # they may have written to shards
             self._streams.gather.wait(self._streams.compute.mark())
 
     def abandon(self) -> None:

@@ -23,7 +23,8 @@ class ReductionQueue:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._under_way: dict[Unit, UnitReduction] = {}
+        self.under_way: dict[Unit, UnitReduction] = {}  # oldest first
+        self.incomplete: list[UnitReduction] = []  # of them, those that may wait for data of other ranks
         self._early: set[Unit] = set()  # in this backward, those that also reduce parameters unused on this rank
         self._tallies: list[Tally] = []
 
@@ -40,8 +41,10 @@ class ReductionQueue:
             or (unit.settings.reduces_unused and unit.is_trained)
         ):
             # One at a time: gradients of an unlimited number of units would take memory without a bound.
-            self.finish(all_but=0 if unit in self._under_way else 1)
-            self._under_way[unit] = unit.gradients.start_reduce(Phase.POST_BACKWARD)
+            self.finish(all_but=0 if unit in self.under_way else 1)
+            self.under_way[unit] = reduction = unit.gradients.start_reduce(Phase.POST_BACKWARD)
+            if not reduction.is_complete:
+                self.incomplete.append(reduction)
 
     def start_before_end(self, unit: Unit) -> None:
         """Start to reduce `unit` even without local gradients: other ranks may have some. `finish_all` skips it."""
@@ -54,15 +57,17 @@ class ReductionQueue:
         Ranks do this at different times. So the optimizer's gradients are not changed yet: if a backward fails, all
         ranks must have the same gradients.
         """
-        for reduction in self._under_way.values():
-            if not reduction.is_complete:
-                reduction.complete_if_arrived()
+        for reduction in self.incomplete:
+            reduction.complete_if_arrived()
+        self.incomplete = [reduction for reduction in self.incomplete if not reduction.is_complete]
 
     def finish(self, *, all_but: int = 0) -> None:
         """Finish reductions, except for up to `all_but` reductions that wait for second sums only."""
-        for unit, reduction in list(self._under_way.items()):
-            if len(self._under_way) > all_but or not reduction.ends_after_first_sums:
-                del self._under_way[unit]
+        for unit, reduction in list(self.under_way.items()):
+            if len(self.under_way) > all_but or not reduction.ends_after_first_sums:
+                del self.under_way[unit]
+                if reduction in self.incomplete:
+                    self.incomplete.remove(reduction)
                 reduction.finish()
             else:
                 reduction.free_whole_grads()
@@ -77,7 +82,7 @@ class ReductionQueue:
 
     def has_hooks(self, unit: Unit) -> bool:
         """Return True if a pending reduction of `unit` has hooks, which may step with its gradients."""
-        return unit in self._under_way and self._under_way[unit].has_hooks
+        return unit in self.under_way and self.under_way[unit].has_hooks
 
     def take_tallies(self) -> list[Tally]:
         """Return the counts since the last call, if the user has requested checks for finite gradients."""
@@ -95,7 +100,8 @@ class ReductionQueue:
 
     def abandon(self) -> None:
         """Drop all pending reductions, even if their messages have not arrived."""
-        under_way, self._under_way = self._under_way, {}
+        under_way, self.under_way = self.under_way, {}
+        self.incomplete.clear()
         self._early.clear()
         self._tallies.clear()
         for reduction in under_way.values():

@@ -57,7 +57,8 @@ def unit_of(module: nn.Module) -> Unit:
     Raises:
         StateError: the module is not sharded.
     """
-    unit = _unit_or_none(module) or _unit_or_none(unwrapped(module))
+    found = module.__dict__.get(_UNIT)
+    unit = found if type(found) is Unit else _unit_or_none(unwrapped(module))
     if unit is None:
         raise StateError(
             f"{type(module).__name__} is not a unit. Call fully_shard(module) on it first, or pass one of its units."

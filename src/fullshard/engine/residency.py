@@ -27,18 +27,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-import torch
-
 from fullshard.comm.transport import Pending
 from fullshard.device.memory import Slot
 from fullshard.device.streams import Mark
+from fullshard.engine.communicating import Communicating
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.unit_parts import UnitParts
 from fullshard.engine.unit_plans import are_on_meta
 from fullshard.engine.unsharded_memory import UnshardedMemory
 from fullshard.errors import StateError
 from fullshard.policy.strategy import Placement
-from fullshard.tape.recorder import Event, Phase, acting_for, active_recorder, noting_wait
+from fullshard.tape.recorder import Event, Phase, active, note_wait
 
 __all__ = ["ACTIVE", "AT_REST", "TRANSITIONS", "Residency", "UnitState"]
 
@@ -136,30 +135,39 @@ class Residency:
         unit = self._unit
         unit.check_replacements()
         groups = unit.param_groups
-        if not all(param_group.holds_its_shards for param_group in groups):
-            unit.shards.adopt()  # a part of the module was moved or cast alone
+        for param_group in groups:
+            if not param_group.holds_its_shards:  # a part of the module was moved or cast alone
+                unit.shards.adopt()
+                break
         if self.state is _META:
             unit.check_materialized()
         is_allocated = self.state in _OCCUPIED
         if not is_allocated:
             self.memory.allocate(groups)
-            self._note("allocate", phase, self.memory.nbytes)
-        stale = [param_group for param_group in groups if not param_group.gather.is_current]
-        streams = unit.streams
-        secondary_nbytes, separate_nbytes = self.secondary_nbytes, self._separate_nbytes
+            if active.recorder is not None:
+                self._note("allocate", phase, self.memory.nbytes)
+        stale, pending = list[ParamGroup](), list[Pending]()
+        for param_group in groups:
+            if not param_group.gather.is_current:
+                stale.append(param_group)
+        streams, is_recorded = unit.streams, active.recorder is not None
+        secondary_nbytes, separate_nbytes = (self.secondary_nbytes, self._separate_nbytes) if is_recorded else (0, 0)
         origin, in_common = unit.origin(phase), self.memory.slot.is_common
         try:
-            with torch.no_grad(), acting_for(origin, "messages"), streams.gather.queueing():
-                self._pending = [param_group.start_gather(origin, in_common=in_common) for param_group in stale]
-                self._gathered = streams.gather.mark()
+            with Communicating(origin, streams.gather, is_recorded=is_recorded):
+                for param_group in stale:
+                    pending.append(param_group.start_gather(origin, in_common=in_common))
+                self._gathered = streams.gather.mark() if streams.gather.is_stream else None
         except BaseException:
             if not is_allocated:
                 self._become(_KEPT)
             raise
-        if self.secondary_nbytes > secondary_nbytes and not self._keeps_secondary:
-            self._note("allocate", phase, self.secondary_nbytes - secondary_nbytes)
-        if self._separate_nbytes > separate_nbytes:
-            self._note("allocate", phase, self._separate_nbytes - separate_nbytes)
+        self._pending = pending
+        if is_recorded:
+            if self.secondary_nbytes > secondary_nbytes and not self._keeps_secondary:
+                self._note("allocate", phase, self.secondary_nbytes - secondary_nbytes)
+            if self._separate_nbytes > separate_nbytes:
+                self._note("allocate", phase, self._separate_nbytes - separate_nbytes)
         self._stale = stale
         self._become(_GATHERING)
 
@@ -201,17 +209,25 @@ class Residency:
                 self._become(_BROKEN)
             self._failure = error if isinstance(error, Exception) else None
             raise
-        with noting_wait(streams.compute, unit.origin(Phase.FORWARD)):
+        if self._gathered is not None:
+            is_over = None if active.recorder is None else note_wait(streams.compute, unit.origin(Phase.FORWARD))
             streams.compute.wait(self._gathered)
+            if is_over is not None:
+                is_over()
         stale, self._pending, self._gathered, self._stale = self._stale, [], None, []
         try:
-            made = [param_group.finish_gather() for param_group in stale]
+            renewed = False
+            for param_group in stale:
+                renewed = param_group.finish_gather() or renewed
         except BaseException:  # a class refused what was gathered
             self._become(_KEPT)
             raise
         self._become(_UNSHARDED)
-        unit.show_unsharded(renewed=any(made))
-        return all(param_group.gather.is_current for param_group in stale)
+        unit.show_unsharded(renewed=renewed)
+        for param_group in stale:
+            if not param_group.gather.is_current:
+                return False
+        return True
 
     def forget_gather(self) -> None:
         """Reset to sharded, without the pending gather, which failed or which other ranks did not start."""
@@ -237,15 +253,17 @@ class Residency:
         unit = self._unit
         if self.state is _UNSHARDED:
             unit.hide_unsharded()
-            self._become(_KEPT)
+            self.state = _KEPT  # as `_become`, which checks what this and the next condition imply
         self.awaits_backward = self.awaits_backward and keep
         if self.state in _OCCUPIED and not (keep or unit.keeps_unsharded):
-            nbytes = self.memory.nbytes + self._separate_nbytes
+            is_recorded = active.recorder is not None
+            nbytes = self.memory.nbytes + self._separate_nbytes if is_recorded else 0
             self.memory.slot.free()
             for param_group in unit.param_groups:
                 param_group.release()
-            self._become(_SHARDED)
-            self._note("free", phase, nbytes)
+            self.state = _SHARDED
+            if is_recorded:
+                self._note("free", phase, nbytes)
         if phase is not Phase.FORWARD:
             self.release_secondary(phase)
 
@@ -274,9 +292,11 @@ class Residency:
         """Free the secondary shards, which are kept from forward to backward."""
         if self._keeps_secondary:
             return
-        nbytes = self.secondary_nbytes
+        nbytes = 0
         for param_group in self._unit.param_groups:
-            param_group.gather.release_secondary()
+            if param_group.gather.is_two_level and param_group.gather.secondary_nbytes:
+                nbytes += param_group.gather.secondary_nbytes
+                param_group.gather.release_secondary()
         if nbytes:
             self._note("free", phase, nbytes)
 
@@ -357,6 +377,6 @@ class Residency:
         return sum(param_group.present_separate_nbytes for param_group in self._unit.param_groups)
 
     def _note(self, name: str, phase: Phase, nbytes: int) -> None:
-        recorder = active_recorder()
+        recorder = active.recorder
         if recorder is not None:
             recorder.add(Event(name, self._unit.origin(phase), nbytes=nbytes)).finish()

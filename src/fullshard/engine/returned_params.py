@@ -33,9 +33,13 @@ def copy_returned_params(unit: Unit, output: Any, evaluated: Sequence[Unit]) -> 
     Raises:
         StateError: such a tensor is in an object that cannot be copied.
     """
-    freed = [used for used in (unit, *unit.borrowed) if used.reshards_after_forward]
-    freed += [each for each in evaluated if each.settings.reshard_after_forward is not False]
-    storages = {each.slot.storage._cdata for each in freed if not each.keeps_unsharded}
+    storages = set()
+    for used in (unit, *unit.borrowed):
+        if not used.keeps_unsharded and used.reshards_after_forward:
+            storages.add(used.residency.memory.slot.storage._cdata)
+    for each in evaluated:
+        if not each.keeps_unsharded and each.settings.reshard_after_forward is not False:
+            storages.add(each.slot.storage._cdata)
     if not storages:
         return output
 

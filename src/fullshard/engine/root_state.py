@@ -77,7 +77,7 @@ class RootState:
         outermost = not self.stack
         casts = policy.cast_forward_inputs or (unit.is_root and unit.options.casts_inputs_at_root)
         dtype = policy.param_dtype if casts else None
-        moves = outermost and accelerator_for(self.device).has_streams
+        moves = outermost and unit.streams.compute.is_stream
         if dtype is None and not moves:
             return args, kwargs
 
@@ -96,17 +96,24 @@ class RootState:
 
     def await_reads_of_shards(self) -> None:
         """Make the host wait until the gather stream has read shards in host memory, which the user may write to."""
-        if any(unit.shards.is_on_cpu for unit in self.units):
+        if any([unit.shards.is_on_cpu for unit in self.units]):
             self.streams.host.wait(self.streams.gather.mark())
 
     def reshard_after_backward(self, unit: Unit) -> None:
         """Reshard `unit` at the end of a backward, or keep it in memory if it is needed again."""
-        unneeded = unit.residency.state is UnitState.GATHERING and not self._is_kept_for_backward(unit)
+        residency = unit.residency
+        if residency.state is UnitState.SHARDED:
+            residency.is_unsharded_manually = residency.awaits_backward = False
+            residency.release_secondary(Phase.POST_BACKWARD)
+            return
+        unneeded = residency.state is UnitState.GATHERING and not self._is_kept_for_backward(unit)
         self.scheduler.reshard(unit, Phase.POST_BACKWARD, keep=self.stays_after_backward(unit) and not unneeded)
 
     def stays_after_backward(self, unit: Unit) -> bool:
         """Return True if `unit` stays unsharded after its backward."""
-        return not unit.settings.reshard_after_backward or self._is_kept_for_backward(unit)
+        if not unit.settings.reshard_after_backward:
+            return True
+        return not unit.reshards_after_forward and self.expected.awaits_backward_of(unit)
 
     def _is_kept_for_backward(self, unit: Unit) -> bool:
         """Return True if `unit` stays unsharded for a pending backward."""
@@ -114,9 +121,10 @@ class RootState:
 
     def return_to_idle(self) -> None:
         """Reset to idle after a backward."""
-        for unit in self.units:
-            unit.shards.forget_ahead()
-        if any(unit.shards.is_on_cpu for unit in self.units):  # the optimizer reads their gradients next
+        if self.disks.are_in_pass:
+            for unit in self.units:
+                unit.shards.forget_ahead()
+        if any([unit.shards.is_on_cpu for unit in self.units]):  # the optimizer reads their gradients next
             self.streams.host.wait(self.streams.offload.mark())
         self.await_reads_of_shards()
         accelerator_for(self.device).end_pass()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, cast
 
 from torch import nn
@@ -80,6 +81,7 @@ class Runtime:
         self.hook_driver = HookDriver(self.state, self.recover)
         self.manual_driver = ManualDriver(self.state)
         self.driver: Driver = self.hook_driver
+        self._direct_gradients()
 
     def __del__(self) -> None:
         """Order the streams if an unfinished step is dropped, since its memory is reused immediately."""
@@ -108,6 +110,14 @@ class Runtime:
         if self.state.is_interrupted:
             self.recover()
         self.driver = self.manual_driver if enabled else self.hook_driver
+        self._direct_gradients()
+
+    def _direct_gradients(self) -> None:
+        """Let the hooks of parameters call the present driver."""
+        for unit in self.units:
+            on_grad = partial(self.driver.on_grad, unit)
+            for param in unit.params:
+                param.on_grad = on_grad
 
     def finalize_backward(self) -> None:
         """Finalize a step that is finalized manually.

@@ -110,8 +110,8 @@ class ShardedParam:
         self._ask_for_grads(self.unsharded)
         self.is_unsharded_trained = requires_grad  # as set by the engine; a user may have changed it since
         self.counters = Counters(self)
-        self._on_grad: Callable[[ShardedParam], None] | None = None
-        self._watched = False
+        self.on_grad: Callable[[ShardedParam], None] | None = None  # see `watch`; another one while a root runs
+        self.is_watched = False  # it calls `on_grad`, see `watch`
         self._made_of: tuple[int | None, int | None] = None, None
         for attribute, value in marks_of(source.param).items():  # marks that users leave on their parameters
             setattr(self.sharded, attribute, value)
@@ -193,24 +193,10 @@ class ShardedParam:
         """Make the unsharded parameter use the memory of `whole`."""
         self.view.point_to(self.unsharded, whole)
 
-    def take_grad(self) -> Tensor | None:
-        """Remove and return the part of autograd's whole gradient that is reduced."""
-        grad, self.unsharded.grad = self.unsharded.grad, None
-        return None if grad is None else self.view.local_grad(grad)
-
     def show(self, form: nn.Parameter) -> None:
         """Set the given form of this parameter in every module that has it."""
         for owner in self.owners:
             owner.module._parameters[owner.name] = form
-
-    def hide_unsharded(self) -> None:
-        """Set the sharded form in every module that has the unsharded one.
-
-        A module with another parameter keeps it, so that `Unit.check_replacements` finds it before it is used.
-        """
-        for owner in self.owners:
-            if owner.module._parameters.get(owner.name) is self.unsharded:
-                owner.module._parameters[owner.name] = self.sharded
 
     @property
     def shown(self) -> nn.Parameter:
@@ -251,8 +237,8 @@ class ShardedParam:
 
     def watch(self, on_grad: Callable[[ShardedParam], None]) -> None:
         """Call `on_grad(self)` whenever autograd has accumulated the whole gradient, now or once it is trainable."""
-        self._on_grad = on_grad
-        self._watched = False
+        self.on_grad = on_grad
+        self.is_watched = False
         self.follow_requires_grad()
 
     def follow_requires_grad(self) -> bool:
@@ -261,16 +247,16 @@ class ShardedParam:
         if self.unsharded.requires_grad is not trained:
             self.unsharded.requires_grad_(trained)
         self.is_unsharded_trained = trained
-        if trained and self._on_grad is not None and not self._watched:
+        if trained and self.on_grad is not None and not self.is_watched:
             myself = weakref.ref(self)  # the garbage collector does not see through a tensor's hooks
 
             def note(_: Tensor) -> None:
                 param = myself()
-                if param is not None and param._on_grad is not None:
-                    param._on_grad(param)
+                if param is not None and param.on_grad is not None:
+                    param.on_grad(param)
 
             self.unsharded.register_post_accumulate_grad_hook(note)
-            self._watched = True
+            self.is_watched = True
         return trained
 
     def keep_requires_grad(self) -> None:
@@ -288,8 +274,8 @@ class ShardedParam:
         self.unsharded = self.view.make_param(whole, requires_grad=self.is_unsharded_trained)
         self._ask_for_grads(self.unsharded)
         vars(self.unsharded).update(marks_of(self.sharded))
-        if self._on_grad is not None:
-            self.watch(self._on_grad)
+        if self.on_grad is not None:
+            self.watch(self.on_grad)
 
 
 def _dtensor(tensor: Tensor) -> DTensor:

@@ -32,7 +32,7 @@ class SlotSharing:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._is_wished = switches.shares_memory_between_units  # None: as is best for the device
-        self._is_assigned = False
+        self.are_assigned = False  # for good
         self._is_paused = False
         self._backwards = 0  # counted until slots are assigned
         self._since: dict[int, int] = {}  # when each unit that is unsharded came to be so
@@ -82,12 +82,12 @@ class SlotSharing:
             backward: the order in which units were needed.
             awaits_more: whether a forward of this rank still waits for its backward, or units stay unsharded for one.
         """
-        if not (self._is_assigned or self._is_paused):
+        if not (self.are_assigned or self._is_paused):
             self._backwards += 1
             units = [unit for unit in self._units if not unit.keeps_unsharded and unit.slot_nbytes]
             is_in_order = not awaits_more and backward.agrees_on({unit.number for unit in units})
-            self._is_assigned = self._assign(units, is_in_order) or self._backwards == _MOST_BACKWARDS
-        if self._is_assigned or not awaits_more:
+            self.are_assigned = self._assign(units, is_in_order) or self._backwards == _MOST_BACKWARDS
+        if self.are_assigned or not awaits_more:
             self._intervals.clear()
             self._since.clear()
 

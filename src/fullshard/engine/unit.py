@@ -14,7 +14,6 @@ from fullshard._compat import holds_tensors
 from fullshard.comm.mesh import Axes
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import Slot
-from fullshard.device.streams import Streams
 from fullshard.engine.at_rest import accept_calls, refuse_calls
 from fullshard.engine.group_transports import GroupTransports
 from fullshard.engine.managed import Managed, managed_by
@@ -66,6 +65,7 @@ class Unit:
         self.options = options
         self.axes = axes
         self.device = device
+        self.streams = accelerator_for(device).streams
         self.shards = UnitShards(self, sources)
         self.settings = UnitSettings(options.reshard_after_forward)
         self.runtime: Any = None  # the `Runtime` of its root, set in the first forward
@@ -76,6 +76,7 @@ class Unit:
         self.finished_modules: set[int] = set()  # whose forward is over, where the unit has several
         self.keeps_unsharded = options.keeps_unsharded  # between steps
         self.microbatch = 0  # of the step, starting with 1
+        self._origins: dict[Phase, Origin] = {}
         self.trainable = 0  # number of parameters that a backward computes gradients for
         kinds = by_kind(sources)
         where = device_of(sources, device)
@@ -147,7 +148,10 @@ class Unit:
         """Whether it is resharded after forward: the user's choice, else the strategy's. A root is not: its backward is
         next.
         """
-        return self.frees_in_step and not (self.is_root and self.settings.reshard_after_forward is None)
+        choice = self.settings.reshard_after_forward
+        if choice is None:
+            return not self.is_root and self.options.placements.parameters_in_step is not Placement.WHOLE
+        return choice
 
     @property
     def frees_in_step(self) -> bool:
@@ -172,11 +176,19 @@ class Unit:
     @property
     def is_broken(self) -> bool:
         """True if communication is impossible, because ranks made different calls or one was lost."""
-        return any(collectives.is_broken for collectives in self.collectives.values())
+        for collectives in self.collectives.values():
+            if collectives.is_broken:
+                return True
+        return False
 
     def origin(self, phase: Phase) -> Origin:
         """Return the origin of events of this unit in `phase`."""
-        return Origin(self.name, phase, self.microbatch)
+        if phase in self._origins:
+            known = self._origins[phase]
+            if known.microbatch == self.microbatch and known.unit == self.name:
+                return known
+        self._origins[phase] = origin = Origin(self.name, phase, self.microbatch)
+        return origin
 
     # -- what modules show ---------------------------------------------------------------------------------------------
 
@@ -187,12 +199,11 @@ class Unit:
     @property
     def has_valid_values(self) -> bool:
         """True if compute can read the unsharded parameters now."""
-        return all(param_group.validity.is_valid for param_group in self.param_groups)
+        return all([param_group.validity.is_valid for param_group in self.param_groups])
 
-    @property
-    def streams(self) -> Streams:
-        """The streams of the device that computes."""
-        return accelerator_for(self.device).streams
+    def compute_on(self, device: torch.device) -> None:
+        """Set the device that computes, and its streams."""
+        self.device, self.streams = device, accelerator_for(device).streams
 
     def check_replacements(self) -> None:
         """Adopt weights that were tied after sharding, and refuse parameters that were replaced by others.
@@ -204,7 +215,8 @@ class Unit:
         """
         for param in self.params:
             for owner in param.owners:
-                if owner.module._parameters.get(owner.name) is not param.sharded:
+                shown = owner.module._parameters
+                if owner.name not in shown or shown[owner.name] is not param.sharded:
                     self._adopt_tie(param, owner)
 
     def refuse_replacements(self) -> None:
@@ -248,21 +260,38 @@ class Unit:
             param.show(param.sharded)
         self.hide_unsharded()
 
+    # The loops of the next two methods run twice in each microbatch: a call for each parameter would be half of their
+    # time.
+
     def hide_unsharded(self) -> None:
-        """Show the sharded parameters to the modules that have the unsharded ones."""
+        """Show the sharded parameters to the modules that have the unsharded ones.
+
+        A module with another parameter keeps it, so that `check_replacements` finds it before it is used.
+        """
         for param in self.params:
-            if param.unsharded.requires_grad is not param.is_unsharded_trained:
+            unsharded = param.unsharded
+            if unsharded.requires_grad is not param.is_unsharded_trained:
                 param.keep_requires_grad()
-            param.hide_unsharded()
+            for owner in param.owners:
+                shown = owner.module._parameters
+                if owner.name in shown and shown[owner.name] is unsharded:
+                    shown[owner.name] = param.sharded
         refuse_calls(self._leaves)
 
     def show_unsharded(self, *, renewed: bool) -> None:
         """Set the unsharded parameters in the modules. `renewed` ones are new objects."""
         if renewed:
             self.register_params()
-        self.trainable = sum(param.follow_requires_grad() for param in self.params)
+        trainable = 0
         for param in self.params:
-            param.show(param.unsharded)
+            unsharded, trained = param.unsharded, param.sharded.requires_grad
+            is_followed = unsharded.requires_grad is trained is param.is_unsharded_trained
+            if not is_followed or (trained and not (param.is_watched and param.owners)):
+                trained = param.follow_requires_grad()
+            trainable += trained
+            for owner in param.owners:
+                owner.module._parameters[owner.name] = unsharded
+        self.trainable = trainable
         accept_calls(self._leaves)
 
     def check_materialized(self) -> None:

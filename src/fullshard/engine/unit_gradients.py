@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from contextlib import nullcontext
 
+from fullshard.engine.communicating import Communicating
 from fullshard.engine.reduction import UnitReduction
+from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit_parts import UnitParts
 from fullshard.policy.strategy import Placement
-from fullshard.tape.recorder import Phase, acting_for
+from fullshard.tape.recorder import Phase, acting_for, active
 
 __all__ = ["UnitGradients"]
 
@@ -21,18 +23,26 @@ class UnitGradients:
 
     def __init__(self, unit: UnitParts) -> None:
         self._unit = unit
-        self.arrived: set[int] = set()  # parameters that have a gradient in this backward
+        self.arrived: dict[ShardedParam, bool] = {}  # parameters that have a gradient in this backward
         self.are_held = False  # whole gradients wait for a later microbatch's reduction
 
     @property
     def have_whole(self) -> bool:
         """True if whole gradients wait for a reduction."""
-        return any(param_group.holds_whole_grads for param_group in self._unit.param_groups)
+        for param_group in self._unit.param_groups:
+            if param_group.holds_whole_grads:
+                return True
+        return False
 
     @property
     def are_waiting(self) -> bool:
         """True if there are gradients that an optimizer can still step with, or that wait for a reduction."""
-        return self.are_held or any(param_group.gradients.are_waiting for param_group in self._unit.param_groups)
+        if self.are_held:
+            return True
+        for param_group in self._unit.param_groups:
+            if param_group.gradients.are_waiting:
+                return True
+        return False
 
     @property
     def are_held_back(self) -> bool:
@@ -44,7 +54,10 @@ class UnitGradients:
     @property
     def await_second_sum(self) -> bool:
         """True if the second level of withheld sums is due now."""
-        return self._finish_sums and any(param_group.awaits_second_sum for param_group in self._unit.param_groups)
+        for param_group in self._unit.param_groups:
+            if param_group.gradients.state.first_sums:
+                return self._finish_sums
+        return False
 
     @property
     def _finish_sums(self) -> bool:
@@ -79,8 +92,11 @@ class UnitGradients:
         finishes, origin, hook = self._finish_sums, self._unit.origin(phase), self._unit.settings.all_reduce_hook
         divisor = self._unit.settings.gradient_divisor
         taken = [(param_group, param_group.gradients.take()) for param_group in self._unit.param_groups]
-        read = [dict(grads) for _, grads in taken]
-        with torch.no_grad(), acting_for(origin, "messages"), streams.reduce.after(streams.compute):
+        read = [dict(grads) for _, grads in taken] if streams.reduce.is_stream else []
+        if streams.reduce.is_stream:
+            streams.reduce.wait(streams.compute.mark())
+        is_recorded = active.recorder is not None
+        with Communicating(origin, streams.reduce, is_recorded=is_recorded):
             reductions = []
             for param_group, grads in taken:
                 if self._unit.settings.reduces_unused:
@@ -90,5 +106,5 @@ class UnitGradients:
                     reductions.append(
                         param_group.start_reduction(grads, divisor=by, finishes=finishes, origin=origin, hook=hook)
                     )
-        with acting_for(origin, "messages"):
+        with acting_for(origin, "messages") if is_recorded else nullcontext():
             return UnitReduction(reductions, read, streams, origin)

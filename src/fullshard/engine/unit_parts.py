@@ -24,6 +24,7 @@ class UnitParts(Protocol):
 
     name: str
     device: torch.device
+    streams: Streams
     options: ShardOptions
     settings: UnitSettings
     runtime: Any
@@ -48,9 +49,8 @@ class UnitParts(Protocol):
     def whole_nbytes(self) -> int:
         """Bytes of its parameters as they are stored, on all ranks of the shard axis together."""
 
-    @property
-    def streams(self) -> Streams:
-        """The streams of the device that computes."""
+    def compute_on(self, device: torch.device) -> None:
+        """Set the device that computes, and its streams."""
 
     def origin(self, phase: Phase) -> Origin:
         """Return the origin of events of this unit in `phase`."""

@@ -72,14 +72,17 @@ class UnitShards:
         return self._memory.device
 
     @property
-    def is_on_cpu(self) -> bool:
-        """True if shards and gradients are on the CPU, and the optimizer steps them there, wherever compute runs."""
-        return self.destination in (StatePlacement.STEPPED_ON_CPU, StatePlacement.CPU)
+    def destination(self) -> StatePlacement:
+        """Where the shards are between uses."""
+        return self._destination
 
-    @property
-    def is_on_disk(self) -> bool:
-        """True if shards, gradients and the optimizer's state are on a disk between uses."""
-        return self.destination is StatePlacement.DISK
+    @destination.setter
+    def destination(self, destination: StatePlacement) -> None:
+        self._destination = destination
+        self.is_on_cpu = destination in (StatePlacement.STEPPED_ON_CPU, StatePlacement.CPU)
+        """Whether shards and gradients are on the CPU, and the optimizer steps them there, wherever compute runs."""
+        self.is_on_disk = destination is StatePlacement.DISK
+        """Whether shards, gradients and the optimizer's state are on a disk between uses."""
 
     @property
     def is_offloaded(self) -> bool:
@@ -203,7 +206,7 @@ class UnitShards:
         """
         collectives = self._unit.collectives
         if plans and plans[0].memory.device.type != "meta":
-            self._unit.device = plans[0].device
+            self._unit.compute_on(plans[0].device)
             self._unit.collectives = collectives_along(self._unit.collectives, self._unit.device)
         memory = self._unit.residency.memory
         memory.drop_views(self._unit.param_groups)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fullshard.device.streams import Mark, Streams
 from fullshard.engine.order import OrderTracker
 from fullshard.engine.reduction_queue import ReductionQueue
-from fullshard.engine.residency import ACTIVE
+from fullshard.engine.residency import ACTIVE, UnitState
 from fullshard.engine.slot_sharing import SlotSharing
 from fullshard.engine.unit import Unit
 from fullshard.tape.recorder import Phase
@@ -48,11 +48,13 @@ class UnshardScheduler:
     def release(self, unit: Unit) -> None:
         """Note that a forward or backward that needed `unit` is over."""
         for held in (unit, *unit.borrowed):
-            held.residency.users = max(0, held.residency.users - 1)
+            if held.residency.users > 0:
+                held.residency.users -= 1
 
     def unshard(self, unit: Unit, phase: Phase) -> None:
         """Unshard `unit`, and those whose parameters it borrows, for the next compute work."""
-        self.start_unshard(unit, phase)
+        if unit.residency.state not in ACTIVE:
+            self.start_unshard(unit, phase)
         for lender in unit.borrowed:  # the call before may have added one: a weight tied after sharding
             self.start_unshard(lender, phase)
         for item in (unit, *unit.borrowed):
@@ -64,26 +66,34 @@ class UnshardScheduler:
         residency = unit.residency
         if residency.state in ACTIVE:
             return
-        residency.check_not_summoned()
-        are_writes_ordered = residency.are_writes_ordered  # before deferred steps, which are not the user's writes
-        residency.run_deferred_steps()
-        if self._reductions.has_hooks(unit):  # they may step with an earlier use's gradients before this use
+        if residency.state is UnitState.SUMMONED:
+            residency.check_not_summoned()
+        is_stream = unit.streams.gather.is_stream
+        # Asked before deferred steps, which are not the user's writes.
+        are_writes_ordered = not is_stream or residency.are_writes_ordered
+        if residency.deferred:
+            residency.run_deferred_steps()
+        if unit in self._reductions.under_way and self._reductions.has_hooks(
+            unit
+        ):  # they may step with an earlier use's gradients before this use
             self._reductions.finish()
         if phase is Phase.IDLE:
             residency.notice_step()
-        if phase is Phase.IDLE:
             self.order_gathers_after_compute()
-        elif self._streams.gather.is_stream:
+        elif is_stream:
             if not are_writes_ordered:
                 residency.written_in.add(phase)
                 self.order_gathers_after_compute()
             elif residency.written_in:
                 residency.written_in.discard(phase)
-        if not residency.memory.can_occupy and not unit.keeps_unsharded:
+        occupant = residency.memory.slot.occupant
+        if occupant is not None and occupant is not unit and not unit.keeps_unsharded:
             self._make_room(unit)
         residency.start_unshard(phase)
-        self.slots.note_unsharded(unit, self.tick())
-        self._free_deferred()
+        if not self.slots.are_assigned:
+            self.slots.note_unsharded(unit, self.tick())
+        if self._deferred:
+            self._free_deferred()
 
     def prefetch(self, units: Iterable[Unit], phase: Phase) -> None:
         """Start to gather those of `units` that can be gathered now.
@@ -94,10 +104,11 @@ class UnshardScheduler:
         needed_in = Phase.FORWARD if phase is Phase.FORWARD else Phase.PRE_BACKWARD
         for unit in units:
             residency = unit.residency
-            may_move = residency.memory.can_occupy or unit.keeps_unsharded
-            if needed_in in residency.written_in or residency.state in ACTIVE or not may_move:
+            if needed_in in residency.written_in or residency.state in ACTIVE:
                 continue
-            if not self._reductions.has_hooks(unit):
+            occupant = residency.memory.slot.occupant
+            may_move = occupant is None or occupant is unit or unit.keeps_unsharded
+            if may_move and not (unit in self._reductions.under_way and self._reductions.has_hooks(unit)):
                 self.start_unshard(unit, phase)
 
     def order_writes_after(self, unit: Unit) -> None:
@@ -118,7 +129,7 @@ class UnshardScheduler:
         """Free `unit`; or `keep` it in memory for its next use."""
         unit.residency.is_unsharded_manually = unit.residency.awaits_backward = False
         unit.residency.reshard(phase, keep=keep)
-        if not keep:
+        if not (keep or self.slots.are_assigned):
             self.slots.note_freed(unit, self.tick())
 
     def free(self, unit: Unit, phase: Phase, order: OrderTracker) -> None:
@@ -128,7 +139,7 @@ class UnshardScheduler:
         `order` is not known, this one is freed after the next gather has started. That gather then overlaps with this
         unit's compute.
         """
-        is_deferred = self._streams.gather.is_stream and not self._is_next_under_way(order)
+        is_deferred = unit.streams.gather.is_stream and not self._is_next_under_way(order)
         self.reshard(unit, phase, keep=is_deferred)
         if is_deferred:
             unit.residency.defer_free()

@@ -20,6 +20,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 _INVALID = 1 << 31  # plus the number of the parameter; torch counts with 32 bits
 _REWRITTEN = 1 << 30  # plus _STEP for each lost write
 _STEP = 1 << 8
+
+_VERSION = attrgetter("_version")
 
 _numbers = count()
 _rewrites = count()
@@ -117,7 +120,7 @@ class Validity:
     def invalidate(self) -> None:
         """Record that values are not valid any more, or soon will not be."""
         if self.is_valid:
-            if tuple([tensor._version for tensor in self._tensors]) != self._valid:
+            if tuple(map(_VERSION, self._tensors)) != self._valid:
                 self._note_writes()
             self.is_valid = False
             set_versions(self._tensors, self._invalid)

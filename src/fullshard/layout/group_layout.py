@@ -111,12 +111,12 @@ class GroupLayout:
     shard_numel: int
     pack_offset: int  # start of the pack, which is sent as one message, in the shard buffer
 
-    @property
+    @cached_property
     def pack_numel(self) -> int:
         """Elements of one rank's pack."""
         return self.shard_numel - self.pack_offset
 
-    @property
+    @cached_property
     def pack(self) -> slice:
         """The slice of the shard buffer that is the pack."""
         return slice(self.pack_offset, self.shard_numel)

@@ -11,11 +11,12 @@ Nothing is recorded unless a recorder is active:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from types import TracebackType
+from typing import NamedTuple, TypeVar
 
 from fullshard.device.current import stamp_here
 from fullshard.device.streams import Stamp, Stream
@@ -26,11 +27,12 @@ __all__ = [
     "Phase",
     "Recorder",
     "acting_for",
+    "active",
     "active_recorder",
     "allocating",
     "note_origin",
+    "note_wait",
     "noting",
-    "noting_wait",
     "recording",
     "recording_to",
 ]
@@ -38,6 +40,8 @@ __all__ = [
 
 class Phase(Enum):
     """The phases of a step, for uses of a unit."""
+
+    __hash__ = object.__hash__  # that of `Enum` is a function in Python
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -47,8 +51,7 @@ class Phase(Enum):
     STEP = "step"  # of the optimizer
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """The cause of an operation: a unit (by FQN, empty for the root), its phase, and the microbatch.
 
     Microbatches of a step are numbered from 1; 0 is before the first. `note` describes anything unusual.
@@ -156,12 +159,17 @@ class Recorder:
         return peak
 
 
-_active: Recorder | None = None  # not a context variable: backward may run on a thread of autograd
+class _Active:
+    recorder: Recorder | None = None
+    """The recorder that the engine records to, or None. Hooks that run often read it here, without a call."""
+
+
+active = _Active()  # not a context variable: backward may run on a thread of autograd
 
 
 def active_recorder() -> Recorder | None:
     """Return the recorder that the engine records to, or None."""
-    return _active
+    return active.recorder
 
 
 R = TypeVar("R", bound=Recorder)
@@ -170,15 +178,14 @@ R = TypeVar("R", bound=Recorder)
 @contextmanager
 def recording_to(recorder: R) -> Iterator[R]:
     """Context manager that records everything the engine does in this process with `recorder`."""
-    global _active
-    previous, _active = _active, recorder
+    previous, active.recorder = active.recorder, recorder
     recorder.outer = previous
     if previous is not None:
         recorder.origin = previous.origin
     try:
         yield recorder
     finally:
-        _active, recorder.outer = previous, None
+        active.recorder, recorder.outer = previous, None
 
 
 def recording() -> AbstractContextManager[Recorder]:
@@ -188,34 +195,39 @@ def recording() -> AbstractContextManager[Recorder]:
 
 def note_origin(origin: Origin) -> None:
     """Attribute all later work to `origin`."""
-    if _active is not None:
-        _active.turn_to(origin)
+    if active.recorder is not None:
+        active.recorder.turn_to(origin)
 
 
 def allocating(purpose: str) -> AbstractContextManager[None]:
     """Context manager that records allocations of memory as for `purpose`."""
-    return nullcontext() if _active is None else acting_for(_active.origin, purpose)
+    recorder = active.recorder
+    return nullcontext() if recorder is None else acting_for(recorder.origin, purpose)
 
 
-@contextmanager
-def acting_for(origin: Origin, purpose: str = "") -> Iterator[None]:
+class acting_for:  # noqa: N801  # used as a context manager, like a function; of a generator it would cost more
     """Context manager that attributes work to `origin`, and allocated memory to `purpose`."""
-    recorder = _active
-    if recorder is None:
-        yield
-        return
-    before = recorder.origin, recorder.purpose
-    recorder.origin, recorder.purpose = origin, purpose
-    try:
-        yield
-    finally:
-        recorder.origin, recorder.purpose = before
+
+    __slots__ = ("_before", "_origin", "_purpose", "_recorder")
+
+    def __init__(self, origin: Origin, purpose: str = "") -> None:
+        self._origin, self._purpose = origin, purpose
+
+    def __enter__(self) -> None:
+        self._recorder = recorder = active.recorder
+        if recorder is not None:
+            self._before = recorder.origin, recorder.purpose
+            recorder.origin, recorder.purpose = self._origin, self._purpose
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        if self._recorder is not None:
+            self._recorder.origin, self._recorder.purpose = self._before
 
 
 @contextmanager
 def noting(name: str) -> Iterator[None]:
     """Context manager that records what the program does as an event called `name`."""
-    recorder = _active
+    recorder = active.recorder
     if recorder is None:
         yield
         return
@@ -227,14 +239,19 @@ def noting(name: str) -> Iterator[None]:
         event.finish()
 
 
-@contextmanager
-def noting_wait(stream: Stream, origin: Origin) -> Iterator[None]:
-    """Context manager that records a wait of `stream` for a collective of `origin`. The program does not wait."""
-    recorder = _active
+def note_wait(stream: Stream, origin: Origin) -> Callable[[], None] | None:
+    """Begin to record a wait of `stream` for a collective of `origin`. The program does not wait.
+
+    Returns:
+        A function to call after `stream.wait()`; None if nothing is recorded.
+    """
+    recorder = active.recorder
     if recorder is None or not (recorder.reads_streams and stream.is_stream):
-        yield
-        return
+        return None
     event = Event("wait", origin, stream.name, began=stream.stamp())
-    yield
-    event.ended = stream.stamp()
-    recorder.add(event).finish()
+
+    def end() -> None:
+        event.ended = stream.stamp()
+        recorder.add(event).finish()
+
+    return end

@@ -1,0 +1,45 @@
+"""The context in which the engine queues communication of a unit."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+import torch
+
+from fullshard._compat import set_grad_enabled
+from fullshard.device.streams import Stream
+from fullshard.tape.recorder import Origin, acting_for
+
+__all__ = ["Communicating"]
+
+
+class Communicating:
+    """Context manager that queues work of `origin` on `stream`, without autograd. Allocated memory is for messages.
+
+    It is `torch.no_grad`, `Stream.queueing` and `acting_for` in one, since each unit enters it several times in a
+    microbatch.
+    """
+
+    __slots__ = ("_acting", "_queueing", "_was_enabled")
+
+    def __init__(self, origin: Origin, stream: Stream, *, is_recorded: bool) -> None:
+        self._queueing: AbstractContextManager[object] | None = stream.queueing() if stream.is_stream else None
+        self._acting = acting_for(origin, "messages") if is_recorded else None
+
+    def __enter__(self) -> None:
+        if self._acting is not None:
+            self._acting.__enter__()
+        if self._queueing is not None:
+            self._queueing.__enter__()
+        self._was_enabled = torch.is_grad_enabled()
+        set_grad_enabled(False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        set_grad_enabled(self._was_enabled)
+        if self._queueing is not None:
+            self._queueing.__exit__(kind, error, trace)
+        if self._acting is not None:
+            self._acting.__exit__(kind, error, trace)
