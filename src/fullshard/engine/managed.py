@@ -87,9 +87,11 @@ _by_id: weakref.WeakValueDictionary[int, Managed] = weakref.WeakValueDictionary(
 def managed_by(param: Tensor) -> Managed | None:
     """Return the entry of `param`, in any of its forms or before it was sharded; None if it belongs to no unit."""
     managed = _by_id.get(id(param))
-    if managed is None or all(form is not param for form in managed.forms):
+    if managed is None:
         return None
-    return managed
+    own = managed.param
+    is_form = param is own.sharded or param is own.unsharded or param is managed.source()
+    return managed if is_form else None
 
 
 _numbers = count()

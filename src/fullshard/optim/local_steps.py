@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard._compat import (
-    address,
     before_optimizer_states,
     dtensor_like,
     has_step_hooks,
@@ -46,7 +45,6 @@ from fullshard.optim.rebinding import point_to_shards
 from fullshard.optim.same_order import check_same_order
 from fullshard.policy.arguments import check_type
 from fullshard.state.block_states import block_states
-from fullshard.state.budget import choose_for_budget
 from fullshard.state.on_disk import ChunkedSteps, StatesOnDisk, states_on_disk
 from fullshard.state.optim_state import OWN
 from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
@@ -81,6 +79,12 @@ def _loaded_states() -> ModuleType:
     return loaded_states
 
 
+def _budgets() -> ModuleType:
+    from fullshard.state import budget  # late, too
+
+    return budget
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Prepare a step, or take it. Return other arguments for the optimizer's own step, or None for those given."""
     if optimizer in trials:
@@ -95,7 +99,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         if not _may_have_any_order(optimizer):
             check_same_order(optimizer)
         note_outside(optimizer)
-        choose_for_budget(optimizer)
+        _budgets().choose_for_budget(optimizer)
         _step_shards(optimizer)
         replaced = _step_in_place_of(optimizer, args, kwargs)
     _note_step()
@@ -257,7 +261,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
             check_modules(optimizer)
             _loaded_states().accept_whole_states(optimizer)
             note_outside(optimizer)  # which may have more parameters since its last step
-            choose_for_budget(optimizer)  # before tiers are looked up: its hook runs after that
+            _budgets().choose_for_budget(optimizer)  # before tiers are looked up: its hook runs after that
         disk, on_cpu = states_on_disk(optimizer), _on_cpu(optimizer)
         for unit in on_cpu:
             unit.residency.run_deferred_steps()
@@ -299,10 +303,12 @@ def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None)
     with _having(optimizer, params):
         for group in optimizer.param_groups:
             group["params"] = [_shard_of(param, swapped) for param in group["params"]]
+        given: dict[Tensor, dict[str, Any]] = {}
         for param, shard in swapped:
             known = state.get(param)
             if known is not None:
-                state[shard] = {name: _local(value) for name, value in known.items()}
+                state[shard] = local = {name: _local(value) for name, value in known.items()}
+                given[shard] = local.copy()
         blocks = block_states(optimizer)
         deciding = None if blocks is None else blocks.deciding_by_wholes({id(item): param for param, item in swapped})
         try:
@@ -313,7 +319,7 @@ def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None)
                 shard.grad = None
                 stepped = state.pop(shard, None)
                 if stepped is not None:
-                    _keep(state[param], stepped, param)
+                    _keep(state[param], stepped, param, given.get(shard, {}))
             torch.autograd.graph.increment_version([param for param, _ in swapped])
 
 
@@ -360,18 +366,19 @@ def _local(value: Any) -> Any:
     return local if value.ndim else local.view(1)
 
 
-def _keep(state: dict[str, Any], stepped: dict[str, Any], param: Any) -> None:
-    """Put the state `stepped` of the shard of `param` into `state`, that of `param`."""
+def _keep(state: dict[str, Any], stepped: dict[str, Any], param: Any, given: dict[str, Any]) -> None:
+    """Put the state `stepped` of the shard of `param` into `state`, that of `param`.
+
+    `given` is the state before the step. What the step has only written to in place is in `state` already.
+    """
     for name, value in stepped.items():
-        if not _is_local_of(state.get(name), value):
-            state[name] = _placed_as(param, value)
+        if name in given and given[name] is value and not _was_on_disk(state.get(name)):
+            continue
+        state[name] = _placed_as(param, value)
 
 
-def _is_local_of(known: Any, value: Any) -> bool:
-    """Return True if `value` is the result of `_local(known)`."""
-    if isinstance(known, DTensor) and not known.ndim:
-        return isinstance(value, Tensor) and address(value) == address(known._local_tensor)
-    return _local(known) is value
+def _was_on_disk(known: Any) -> bool:
+    return isinstance(known, DTensor) and isinstance(known._local_tensor, OnDisk)
 
 
 def _marked(value: Any) -> Any:
