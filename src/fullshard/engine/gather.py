@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from torch import Tensor
 
+from fullshard.comm.collectives import Channel
 from fullshard.comm.transport import Gathers, Pending
 from fullshard.comm.two_level import TwoLevelGathers
 from fullshard.device.memory import Pool
@@ -95,10 +96,20 @@ class Gather:
             origin: the unit and phase of the gather.
             in_common: all ranks of the shard axis share the buffer.
         """
+        return self._transport.all_gather(unsharded.receive, self.to_send(), origin=origin, in_common=in_common)
+
+    def to_send(self) -> list[Tensor]:
+        """Return the present shards, for a gather that starts now."""
         version = sum(map(_VERSION, self._params))
         parts, self._sent = self._storage.to_send(self._scratch, changed=self._sent_version != version)
         self._sent_version = version
-        return self._transport.all_gather(unsharded.receive, parts, origin=origin, in_common=in_common)
+        return parts
+
+    @property
+    def joint_channel(self) -> Channel | None:
+        """A channel that sends the messages of several groups at once; None if this gather needs a separate call."""
+        transport = self._transport if type(self) is Gather else None
+        return transport if isinstance(transport, Channel) and transport.is_queued else None
 
     def finish(self, unsharded: UnshardedBuffer) -> None:
         """Copy the received pack into the parameters. Call it when the gather has ended."""

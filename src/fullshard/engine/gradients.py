@@ -279,7 +279,7 @@ class Gradients:
         """Return True if shards may have changed since the last call. See [Note: when a step is over]."""
         stepped = self.state.may_have_stepped or self.state.is_replayed or is_capturing(self.plan.device)
         if stepped:
-            self.state.may_have_stepped = any(shard for shard, _ in self._as_delivered())
+            self.state.may_have_stepped = any([shard for shard, _ in self._as_delivered()])
         return stepped
 
     @property

@@ -275,8 +275,9 @@ class HookDriver:
 
     def end_calls_since(self, time: int) -> None:
         """Record that the backward of every call that began after `time` is over."""
-        for call in [call for call in self._calls if call.start > time]:
-            self.after_backward(call)
+        for call in self._calls.copy():
+            if call.start > time:
+                self.after_backward(call)
 
     def after_backward(self, call: ForwardCall) -> None:
         """Free the unit of `call` after its backward. Do nothing if this has been done already."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from fullshard.layout.shard_spec import ShardSpec
 __all__ = ["Pack", "Unpacking"]
 
 _FEW_COPIES = 2  # are as fast one by one: a kernel for many needs a copy of their addresses
+
+_DTYPE = attrgetter("dtype")
 
 _Pair = tuple[Tensor, Tensor]
 
@@ -66,7 +69,7 @@ class Pack:
             return
         world = self._layout.world
         given = {i: grads[i] for i in self._layout.packed if i in grads}
-        dtypes = {grad.dtype for grad in given.values()}
+        dtypes = {*map(_DTYPE, given.values())}
         dtype = dtypes.pop() if len(dtypes) == 1 else message.dtype
         for i, grad in given.items():
             if grad.dtype is not dtype:

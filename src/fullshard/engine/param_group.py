@@ -26,7 +26,7 @@ from fullshard.engine.sharded_param import ShardedParam, Source
 from fullshard.engine.validity import Validity
 from fullshard.tape.recorder import Origin
 
-__all__ = ["ParamGroup"]
+__all__ = ["ParamGroup", "start_gathers"]
 
 _LOCAL = attrgetter("sharded._local_tensor")
 
@@ -169,6 +169,13 @@ class ParamGroup:
             self.validity.invalidate()
         return self.gather.start(self._unsharded, origin, in_common=in_common)
 
+    def joint_messages(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the receive and send buffers of a gather that starts now, together with those of other groups."""
+        assert self._unsharded is not None, "a group is bound before it is gathered"
+        if self.validity.is_valid:
+            self.validity.invalidate()
+        return self._unsharded.receive, self.gather.to_send()
+
     def finish_gather(self) -> bool:
         """Complete the unsharded parameters. Call it when the gather has ended.
 
@@ -260,6 +267,23 @@ class ParamGroup:
     def error_feedback_nbytes(self) -> int:
         """Bytes that error feedback of encoded gradients keeps."""
         return self.transports.error_feedback_nbytes
+
+
+def start_gathers(groups: Sequence[ParamGroup], origin: Origin, *, in_common: bool) -> list[Pending]:
+    """Start the gathers of `groups`: one call for all of them if their backend queues it, as for frozen parameters and
+    their adapters.
+    """
+    channels = [group.gather.joint_channel if type(group) is ParamGroup else None for group in groups]
+    first, *others = channels
+    dtypes = {group.plan.sent_dtype for group in groups}
+    if not others or first is None or in_common or len(dtypes) > 1:
+        return [group.start_gather(origin, in_common=in_common) for group in groups]
+    if any(channel is None or channel.collectives is not first.collectives for channel in others):
+        return [group.start_gather(origin, in_common=in_common) for group in groups]
+    messages = [group.joint_messages() for group in groups]
+    receive = [buffer for received, _ in messages for buffer in received]
+    send = [buffer for _, sent in messages for buffer in sent]
+    return [first.all_gather(receive, send, origin=origin)]
 
 
 def _place(local: Tensor) -> Any:

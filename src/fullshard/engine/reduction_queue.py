@@ -57,9 +57,10 @@ class ReductionQueue:
         Ranks do this at different times. So the optimizer's gradients are not changed yet: if a backward fails, all
         ranks must have the same gradients.
         """
-        for reduction in self.incomplete:
+        for reduction in self.incomplete.copy():
             reduction.complete_if_arrived()
-        self.incomplete = [reduction for reduction in self.incomplete if not reduction.is_complete]
+            if reduction.is_complete:
+                self.incomplete.remove(reduction)
 
     def finish(self, *, all_but: int = 0) -> None:
         """Finish reductions, except for up to `all_but` reductions that wait for second sums only."""

@@ -31,7 +31,7 @@ from fullshard.comm.transport import Pending
 from fullshard.device.memory import Slot
 from fullshard.device.streams import Mark
 from fullshard.engine.communicating import Communicating
-from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.param_group import ParamGroup, start_gathers
 from fullshard.engine.unit_parts import UnitParts
 from fullshard.engine.unit_plans import are_on_meta
 from fullshard.engine.unsharded_memory import UnshardedMemory
@@ -106,6 +106,8 @@ class Residency:
         self._stale: list[ParamGroup] = []
         self.deferred: list[Callable[[], None]] = []  # steps that change shards, to be run when these are needed
         self._ordered_versions: list[int] = []  # versions of shards that gathers are ordered after
+        self.has_secondary = any(param_group.gather.is_two_level for param_group in unit.param_groups)
+        """Whether there may be secondary shards."""
         self._keeps_secondary = unit.options.placements.parameters is Placement.GROUPED
 
     def _become(self, state: UnitState) -> None:
@@ -123,6 +125,7 @@ class Residency:
 
     def note_layout(self) -> None:
         """Note that shards or unsharded parameters have other memory now. The unit is at rest."""
+        self.has_secondary = any(param_group.gather.is_two_level for param_group in self._unit.param_groups)
         if self.state is not _SUMMONED and (found := self._found_at_rest()) is not self.state:
             self._become(found)
 
@@ -146,7 +149,7 @@ class Residency:
             self.memory.allocate(groups)
             if active.recorder is not None:
                 self._note("allocate", phase, self.memory.nbytes)
-        stale, pending = list[ParamGroup](), list[Pending]()
+        stale = list[ParamGroup]()
         for param_group in groups:
             if not param_group.gather.is_current:
                 stale.append(param_group)
@@ -155,14 +158,15 @@ class Residency:
         origin, in_common = unit.origin(phase), self.memory.slot.is_common
         try:
             with Communicating(origin, streams.gather, is_recorded=is_recorded):
-                for param_group in stale:
-                    pending.append(param_group.start_gather(origin, in_common=in_common))
+                if len(stale) == 1:
+                    self._pending = [stale[0].start_gather(origin, in_common=in_common)]
+                else:
+                    self._pending = start_gathers(stale, origin, in_common=in_common) if stale else []
                 self._gathered = streams.gather.mark() if streams.gather.is_stream else None
         except BaseException:
             if not is_allocated:
                 self._become(_KEPT)
             raise
-        self._pending = pending
         if is_recorded:
             if self.secondary_nbytes > secondary_nbytes and not self._keeps_secondary:
                 self._note("allocate", phase, self.secondary_nbytes - secondary_nbytes)
@@ -253,7 +257,7 @@ class Residency:
         unit = self._unit
         if self.state is _UNSHARDED:
             unit.hide_unsharded()
-            self.state = _KEPT  # as `_become`, which checks what this and the next condition imply
+            self._become(_KEPT)
         self.awaits_backward = self.awaits_backward and keep
         if self.state in _OCCUPIED and not (keep or unit.keeps_unsharded):
             is_recorded = active.recorder is not None
@@ -261,10 +265,10 @@ class Residency:
             self.memory.slot.free()
             for param_group in unit.param_groups:
                 param_group.release()
-            self.state = _SHARDED
+            self._become(_SHARDED)
             if is_recorded:
                 self._note("free", phase, nbytes)
-        if phase is not Phase.FORWARD:
+        if phase is not Phase.FORWARD and self.has_secondary:
             self.release_secondary(phase)
 
     def defer_free(self) -> None:
@@ -294,7 +298,7 @@ class Residency:
             return
         nbytes = 0
         for param_group in self._unit.param_groups:
-            if param_group.gather.is_two_level and param_group.gather.secondary_nbytes:
+            if param_group.gather.secondary_nbytes:
                 nbytes += param_group.gather.secondary_nbytes
                 param_group.gather.release_secondary()
         if nbytes:

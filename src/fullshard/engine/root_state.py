@@ -104,7 +104,8 @@ class RootState:
         residency = unit.residency
         if residency.state is UnitState.SHARDED:
             residency.is_unsharded_manually = residency.awaits_backward = False
-            residency.release_secondary(Phase.POST_BACKWARD)
+            if residency.has_secondary:
+                residency.release_secondary(Phase.POST_BACKWARD)
             return
         unneeded = residency.state is UnitState.GATHERING and not self._is_kept_for_backward(unit)
         self.scheduler.reshard(unit, Phase.POST_BACKWARD, keep=self.stays_after_backward(unit) and not unneeded)

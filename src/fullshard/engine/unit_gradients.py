@@ -91,7 +91,9 @@ class UnitGradients:
         self.are_held = False
         finishes, origin, hook = self._finish_sums, self._unit.origin(phase), self._unit.settings.all_reduce_hook
         divisor = self._unit.settings.gradient_divisor
-        taken = [(param_group, param_group.gradients.take()) for param_group in self._unit.param_groups]
+        taken = []
+        for param_group in self._unit.param_groups:
+            taken.append((param_group, param_group.gradients.take()))
         read = [dict(grads) for _, grads in taken] if streams.reduce.is_stream else []
         if streams.reduce.is_stream:
             streams.reduce.wait(streams.compute.mark())

@@ -60,6 +60,9 @@ class UnshardedMemory:
 
     def allocate(self, groups: Sequence[ParamGroup]) -> None:
         """Occupy the slot, which must be free or this unit's, and give the groups views of it."""
+        if self._has_views and self.slot.occupant is None and self.slot.storage.nbytes() >= self.nbytes:
+            self.slot.occupant = self._unit
+            return
         self.slot.allocate(self._unit, self.nbytes, self._unit.streams.gather)
         if not self._has_views:
             self._has_views = True
