@@ -1,9 +1,11 @@
 """Fully sharded data parallel training for PyTorch: parameters, gradients and optimizer state sharded over the ranks.
 
+```python
 for block in model.blocks:
     fully_shard(block)
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
+```
 """
 
 from typing import TYPE_CHECKING

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 __all__ = [
+    "Command",
     "MaybeFloat",
     "MaybeInt",
     "MaybePath",
@@ -60,6 +61,42 @@ def parse(settings: type[S], argv: Sequence[str], *, prog: str, description: str
         description=description,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+
+
+@dataclass(frozen=True)
+class Command(Generic[S]):
+    """A command as its parser, the completion of shells and the reference know it.
+
+    Args:
+        settings: The dataclass of its options.
+        prog: The words that call it, such as `"fullshard checkpoint ls"`.
+        description: What it does.
+        words: The names of its positional arguments, which are paths.
+    """
+
+    settings: type[S]
+    prog: str
+    description: str
+    words: tuple[str, ...] = ()
+
+    def parse(self, argv: Sequence[str], defaults: Sequence[str] = ()) -> S:
+        """Return the settings in `argv`, see `parse`."""
+        return parse(self.settings, argv, prog=self.usage, description=self.description, defaults=defaults)
+
+    def take_words(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return the positional arguments in `argv` and the remaining items, see `take_words`."""
+        return take_words(self.settings, argv, self.words, prog=self.prog)
+
+    @property
+    def usage(self) -> str:
+        """The command and its positional arguments."""
+        return " ".join([self.prog, *self.words])
+
+    def with_words(self) -> type:
+        """Return a dataclass of the positional arguments and the options, for the completion of shells."""
+        words = [(name.lower(), tyro.conf.Positional[Path]) for name in self.words]
+        options = ("options", self.settings, field(default_factory=self.settings))
+        return make_dataclass(self.settings.__name__, [*words, options])
 
 
 def take_words(settings: type, argv: Sequence[str], names: Sequence[str], *, prog: str) -> tuple[list[str], list[str]]:

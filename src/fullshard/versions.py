@@ -15,6 +15,21 @@ def versions() -> dict[str, str]:
     }
 
 
+def all_versions() -> dict[str, str]:
+    """Return the versions of `versions`, and the communication backends of torch, for reports of problems."""
+    import torch.distributed as dist  # takes a second
+
+    available = {
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+        "mpi": dist.is_available() and dist.is_mpi_available(),
+        "ucc": dist.is_available() and dist.is_ucc_available(),
+        "xccl": dist.is_available() and dist.is_xccl_available(),
+    }
+    backends = ", ".join(name for name, is_there in available.items() if is_there)
+    return {**versions(), "backends": backends or "none"}
+
+
 def _version(package: str) -> str:
     try:
         return version(package)

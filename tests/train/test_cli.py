@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import fullshard.train.launch
-from fullshard.cli import CLOSED_PIPE, main
+from fullshard.cli import CLOSED_PIPE, SUBCOMMANDS, main
+from fullshard.cli.completion import SHELLS, commands
+from fullshard.command_line import option_types
 
 QUICK = ["--size", "nano", "--steps", "2", "--seq", "16", "--sample-bytes", "4", "--validate-bytes", "256"]
 PLAN = [
@@ -109,10 +113,57 @@ def test_ranks_are_started_with_the_users_words_and_a_folder_of_their_own(
 def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("fullshard ")
     assert main(["trian"]) == 2
     assert "Did you mean train?" in capsys.readouterr().err
+
+
+def test_versions_are_those_that_a_report_of_a_problem_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    found = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert list(found) == ["fullshard", "torch", "python", "backends"]
+    assert torch.__version__.startswith(found["torch"].partition("+")[0])
+    assert "gloo" in found["backends"].split(", ")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_knows_every_subcommand_and_option(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for name, command in commands().items():
+        actions = command if isinstance(command, dict) else {name: command}
+        assert set(actions) | {name} <= set(re.findall(r"[\w-]+", script))
+        for each in actions.values():
+            names = option_types(each.settings)
+            assert [option for option in names if not re.search(rf"(--|-l '?){option}\b", script)] == [], name
+    assert set(commands()) == set(SUBCOMMANDS) - {"completion"}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("ch", "checkpoint"),
+        ("checkpoint in", "inspect"),
+        ("train --st", "--strategy"),
+        ("checkpoint export --max", "--max"),
+    ],
+)
+def test_bash_completes(words: str, offered: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "bash"])
+    script = tmp_path / "fullshard.bash"
+    script.write_text(capsys.readouterr().out)
+    typed = ["fullshard", *words.split()]
+    call = f"source {script}; COMP_WORDS=({' '.join(typed)}); COMP_CWORD={len(typed) - 1}; _tyro_fullshard"
+    done = subprocess.run(
+        ["bash", "-c", f'{call}; echo "${{COMPREPLY[@]}}"'], capture_output=True, text=True, check=True
+    )
+    assert offered in done.stdout
+
+
+@pytest.mark.parametrize("shell", [[], ["tcsh"], ["bash", "zsh"]])
+def test_completion_of_other_shells_is_refused(shell: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", *shell]) == 2
+    assert "expected one of bash, zsh, fish, but found" in capsys.readouterr().err
 
 
 def test_help_explains_every_option_in_groups(capsys: pytest.CaptureFixture[str]) -> None:

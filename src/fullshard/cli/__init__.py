@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fullshard.errors import CheckpointError, ConfigError, DiskError, near_matches, shown
-from fullshard.versions import versions
+from fullshard.versions import all_versions
 
 __all__ = ["main"]
 
@@ -43,6 +43,7 @@ SUBCOMMANDS = {
     "report": Subcommand("fullshard.cli.report", "write a report of a run: what slows it down, what fills its memory"),
     "disk": Subcommand("fullshard.cli.disk", "measure the disk of a folder and predict the cost of offloading to it"),
     "calibrate": Subcommand("fullshard.cli.calibrate", "measure this machine for predictions"),
+    "completion": Subcommand("fullshard.cli.completion", "print a completion script for bash, zsh or fish"),
 }
 
 
@@ -99,7 +100,7 @@ def dispatch(argv: Sequence[str]) -> int:
         return 0
     name, *remaining = argv
     if name == "--version":
-        print(f"fullshard {versions()['fullshard']}")
+        print("\n".join(f"{library} {found}" for library, found in all_versions().items()))
         return 0
     if name not in SUBCOMMANDS:
         raise ConfigError(

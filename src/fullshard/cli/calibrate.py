@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fullshard.command_line import MaybePath, MaybeStr, parse
+from fullshard.command_line import Command, MaybePath, MaybeStr
 from fullshard.errors import ConfigError
 from fullshard.plan.calibration import calibrate, write_description
 from fullshard.plan.hardware import Hardware, described, hardware, here_path
@@ -51,13 +51,16 @@ class CalibrateSettings:
     machine: CalibrationSettings = field(default_factory=CalibrationSettings)
 
 
+COMMAND = Command(CalibrateSettings, "fullshard calibrate", _DESCRIPTION)
+
+
 def run(argv: Sequence[str]) -> int:
     """Measure with the options `argv` and return the exit code.
 
     Raises:
         ConfigError: An option is invalid. Nothing has been measured then.
     """
-    stated = parse(CalibrateSettings, argv, prog="fullshard calibrate", description=_DESCRIPTION).machine
+    stated = COMMAND.parse(argv).machine
     out = here_path() if stated.out is None else stated.out
     if out.suffix != ".toml":
         raise ConfigError(f"--out {out}: descriptions are TOML files. Use {out.with_suffix('.toml')}.")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fullshard.command_line import MaybeFloat, parse, take_words
+from fullshard.command_line import Command, MaybeFloat
 from fullshard.disk.folder import free_bytes, made
 from fullshard.disk.prediction import ADAMW_BYTES, Traffic, check_room, floored, predict_load
 from fullshard.disk.speed import measure
@@ -19,7 +19,6 @@ __all__ = ["run"]
 MEASURED = 0
 _FP32_BYTES = 4
 
-_PROG = "fullshard disk"
 _DESCRIPTION = (
     "Measure the disk of FOLDER in under ten seconds and predict the cost of offloading to it: seconds per step, "
     "terabytes written per day, and the share of the disk's endurance."
@@ -60,6 +59,9 @@ class DiskCommandSettings:
     disk: DiskSettings = field(default_factory=DiskSettings)
 
 
+COMMAND = Command(DiskCommandSettings, "fullshard disk", _DESCRIPTION, ("FOLDER",))
+
+
 def run(argv: Sequence[str]) -> int:
     """Measure the disk, print the cost of the options `argv`, and return the exit code.
 
@@ -67,8 +69,8 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: An option is invalid. Nothing has been measured then.
         DiskError: The folder is not writable, or too small.
     """
-    words, remaining = take_words(DiskCommandSettings, argv, ["FOLDER"], prog=_PROG)
-    stated = parse(DiskCommandSettings, remaining, prog=_PROG, description=_DESCRIPTION).disk
+    words, remaining = COMMAND.take_words(argv)
+    stated = COMMAND.parse(remaining).disk
     _check(stated)
     folder = Path(words[0]).expanduser()
     besides = Traffic.of_activations(round(stated.activations), microbatches=stated.microbatches)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fullshard.command_line import MaybePath, parse, take_words
+from fullshard.command_line import Command, MaybePath
 from fullshard.errors import ConfigError, shown
 from fullshard.report.causes import find_causes, tier_lines, verdict
 from fullshard.report.page import write
@@ -22,7 +22,6 @@ __all__ = ["run"]
 WRITTEN = 0
 _LOOK_S = 2.0
 
-_PROG = "fullshard report"
 _DESCRIPTION = (
     "Write a report of RUN into its folder: what slows it down or fills its memory, the timeline of a step, the "
     "waits of each unit, memory, ranks and shards. report.json has the same data, trace.json.gz the streams for "
@@ -47,14 +46,17 @@ class ReportCommandSettings:
     report: ReportSettings = field(default_factory=ReportSettings)
 
 
+COMMAND = Command(ReportCommandSettings, "fullshard report", _DESCRIPTION, ("RUN",))
+
+
 def run(argv: Sequence[str]) -> int:
     """Write the report with the options `argv` and return the exit code.
 
     Raises:
         ConfigError: An option is invalid, or a folder has no record.
     """
-    words, remaining = take_words(ReportCommandSettings, argv, ["RUN"], prog=_PROG)
-    stated = parse(ReportCommandSettings, remaining, prog=_PROG, description=_DESCRIPTION).report
+    words, remaining = COMMAND.take_words(argv)
+    stated = COMMAND.parse(remaining).report
     folder = Path(words[0])
     console = Console()
     path, reported = _write(folder, stated.against)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fullshard.command_line import check_writable, parse
+from fullshard.command_line import Command, check_writable
 from fullshard.errors import ConfigError, near_matches
 from fullshard.plan.forecast import comparison_table
 from fullshard.planner.candidates import STRATEGIES, Program
@@ -46,6 +46,7 @@ _DESCRIPTION = (
     "print the code for the best one. The engine runs on fake tensors without a GPU, and its operations are "
     "simulated on the description of the machine. The exit code is 0 if something fits, 1 if nothing fits."
 )
+COMMAND = Command(PlanSettings, "fullshard plan", _DESCRIPTION)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -54,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: An option is invalid, or the model cannot be planned.
     """
-    settings = parse(PlanSettings, argv, prog="fullshard plan", description=_DESCRIPTION)
+    settings = COMMAND.parse(argv)
     answer = settings.answer
     settings.check()
     for name, path in (("json", answer.json), ("html", answer.html)):

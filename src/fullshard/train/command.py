@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from rich.console import Console
 
 from fullshard.train.check import check, check_ranks
-from fullshard.train.options import parse_settings
+from fullshard.train.options import COMMAND, parse_settings
 from fullshard.train.progress import restore_terminal
 from fullshard.train.ranks import (
     check_restarts,
@@ -22,7 +22,7 @@ from fullshard.train.resuming import AUTO, going_on
 from fullshard.train.run_folder import free_folder, has_stopped
 from fullshard.train.stopping import PREEMPTED
 
-__all__ = ["run"]
+__all__ = ["COMMAND", "run"]
 
 PATIENCE_S = 600  # seconds that stopped ranks get to save
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from fullshard.command_line import check_name, check_value, option_types, parse
+from fullshard.command_line import Command, check_name, check_value, option_types
 from fullshard.errors import ConfigError
 from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 from fullshard.train.settings import TrainSettings
@@ -30,7 +30,7 @@ def parse_settings(argv: Sequence[str]) -> TrainSettings:
     """
     user, config_files = _without_config(argv)
     items = [item for path in config_files for item in config_items(path)]
-    return parse(TrainSettings, user, prog=PROG, description=_DESCRIPTION, defaults=items)
+    return COMMAND.parse(user, items)
 
 
 def config_items(path: Path) -> list[str]:
@@ -65,6 +65,7 @@ _DESCRIPTION = (
     "it learns the Python standard library on every core or GPU of this machine in about five minutes. "
     "Under torchrun the same command is one rank of the run, on one machine or several."
 )
+COMMAND = Command(TrainSettings, PROG, _DESCRIPTION)
 
 
 def _read_mapping(path: Path) -> dict[Any, Any]:

@@ -17,7 +17,7 @@ from fullshard.checkpoint.tensor_files import CHECKSUMS, Description, open_tenso
 from fullshard.cli.checkpoint.differences import TensorDifference, differences
 from fullshard.cli.checkpoint.display import SlowBar, in_bytes, print_json, print_line, print_table
 from fullshard.cli.checkpoint.settings import ExportSettings, ShowSettings
-from fullshard.command_line import parse, take_words
+from fullshard.command_line import Command
 from fullshard.errors import CheckpointError, ConfigError, near_matches, shown
 from fullshard.integrations.deepspeed.importing import import_deepspeed
 
@@ -49,10 +49,9 @@ def run(argv: Sequence[str]) -> int:
     name, *remaining = argv
     if name not in _ACTIONS:
         raise ConfigError(f"{_PROG} {name}: unknown.{near_matches(name, _ACTIONS)} Take one of {', '.join(_ACTIONS)}.")
-    action = _ACTIONS[name]
-    prog = " ".join([_PROG, name, *action.words])
-    words, options = take_words(action.settings, remaining, action.words, prog=prog)
-    settings = parse(action.settings, options, prog=prog, description=f"{action.does[0].upper()}{action.does[1:]}.")
+    action, command = _ACTIONS[name], COMMANDS[name]
+    words, options = command.take_words(remaining)
+    settings = command.parse(options)
     try:
         return action.run(*map(Path, words), settings)
     except CheckpointError as error:
@@ -320,4 +319,8 @@ _ACTIONS = {
     "export": _Action(("PATH", "OUT"), "write the weights of a checkpoint as safetensors", _export, ExportSettings),
     "diff": _Action(("ONE", "OTHER"), "compare tensor by tensor; the exit code is 1 if any differs", _diff),
     "import-deepspeed": _Action(("FOLDER", "OUT"), "convert a ZeRO checkpoint of DeepSpeed", _import_deepspeed),
+}
+COMMANDS = {
+    name: Command(action.settings, f"{_PROG} {name}", f"{action.does[0].upper()}{action.does[1:]}.", action.words)
+    for name, action in _ACTIONS.items()
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from fullshard.command_line import check_writable, dumps_with_options, parse
+from fullshard.command_line import Command, check_writable, dumps_with_options
 from fullshard.regular_files import writing
 from fullshard.testing.parity.check import rows_of
 from fullshard.testing.parity.progress import shown
@@ -24,6 +24,7 @@ _DESCRIPTION = (
     "report differences. On a CPU, results should be identical to the bit. The exit code is 0 if nothing differs, 1 "
     "if something differs, 2 if they could not be compared."
 )
+COMMAND = Command(ParitySettings, "fullshard parity", _DESCRIPTION)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -32,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: An option is invalid.
     """
-    settings = parse(ParitySettings, argv, prog="fullshard parity", description=_DESCRIPTION)
+    settings = COMMAND.parse(argv)
     recipe, cases, tolerance = settings.recipe(), settings.cases(), settings.tolerance()
     if settings.verdict.json is not None:
         check_writable("json", settings.verdict.json)
