@@ -10,14 +10,18 @@ PARALLEL ?= -n 2 --dist loadfile
 PACKAGE := $(VENV)/.installed
 BENCH   := $(VENV)/.installed-bench
 DEV     := $(VENV)/.installed-dev
+DOCS    := $(VENV)/.installed-docs
+# Another version of torch, in its own environment.
+TORCH      ?= 2.11.0
+TORCH_VENV := .venv-torch-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train bench test test-all test-clusters gpu-check browser charts lint format clean
+.PHONY: help venv train bench test test-all test-clusters test-torch gpu-check docs dist browser charts lint format clean
 
 help:  ## list the targets
 	@echo 'fullshard: fully sharded data parallel training for PyTorch'
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 venv: $(DEV)  ## make .venv with the project and its development set (done once)
 
@@ -35,6 +39,18 @@ test-all: lint  ## linters, strict types and every test
 
 test-clusters: $(DEV)  ## the tests that start clusters on this machine
 	$(BIN)/python -m pytest -m clusters $(ARGS)
+
+test-torch: $(TORCH_VENV)/.installed  ## the quick tests with another torch: make test-torch TORCH=2.11.0
+	$(TORCH_VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
+
+docs: $(DOCS)  ## build the documentation into build/site; warnings are errors
+	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
+	@echo 'Open build/site/index.html'
+
+dist: $(DEV)  ## build the wheel and the source distribution into dist, and check them
+	rm -rf dist
+	$(BIN)/pyproject-build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
 
 gpu-check:  ## check all claims on this machine's GPU, by $(PYTHON) as it is: results in one file
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py $(ARGS)
@@ -71,10 +87,11 @@ clean:  ## remove .venv and everything that can be made again; runs/ stays
 
 # A stamp is written last, so an installation that was cut short is taken up again; with an extra, the package is there
 # as well. Compiling all of torch takes as long as installing it: that is for tests, which start many processes.
-$(PACKAGE) $(BENCH): options := --no-compile
+$(PACKAGE) $(BENCH) $(DOCS): options := --no-compile
 $(BENCH): extra := [bench]
 $(DEV): extra := [dev]
-$(PACKAGE) $(BENCH) $(DEV): pyproject.toml constraints.txt
+$(DOCS): extra := [docs]
+$(PACKAGE) $(BENCH) $(DEV) $(DOCS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "fullshard needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo missing)." >&2; \
 	    echo "Name another one: make $(or $(MAKECMDGOALS),venv) PYTHON=python3.12" >&2; exit 2; }
@@ -82,3 +99,10 @@ $(PACKAGE) $(BENCH) $(DEV): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(options) -c constraints.txt -e '.$(extra)'
 	@touch $(PACKAGE) $@
+
+$(TORCH_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TORCH_VENV)
+	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt \
+	    'torch==$(TORCH)' -e '.[dev]'
+	@touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,13 +37,13 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def installed_by(clone: Path, target: str, *, fails: bool = False) -> list[str]:
-    """What `make target` lets pip install, by options."""
+def pip_calls(clone: Path, target: str, *options: str, fails: bool = False) -> list[str]:
+    """Return the arguments of pip in `make target`."""
     log = clone / "installed"
     log.unlink(missing_ok=True)
     environ = {**os.environ, "FAILS": str(int(fails)), "MAKEFLAGS": ""}
     done = subprocess.run(
-        ["make", target, f"PYTHON={clone / 'python'}"],
+        ["make", target, f"PYTHON={clone / 'python'}", *options],
         cwd=clone,
         env=environ,
         capture_output=True,
@@ -50,13 +51,19 @@ def installed_by(clone: Path, target: str, *, fails: bool = False) -> list[str]:
         check=False,
     )
     assert (done.returncode != 0) == fails, done.stderr
-    lines = log.read_text().splitlines() if log.exists() else []
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def installed_by(clone: Path, target: str, *, fails: bool = False) -> list[str]:
+    """What `make target` lets pip install, by options."""
+    lines = pip_calls(clone, target, fails=fails)
     assert all("-c constraints.txt" in line for line in lines)
     return [line.split("-e ")[1] for line in lines]
 
 
 @pytest.mark.parametrize(
-    ("target", "needs"), [("train", "."), ("bench", ".[bench]"), ("test", ".[dev]"), ("lint", ".[dev]")]
+    ("target", "needs"),
+    [("train", "."), ("bench", ".[bench]"), ("test", ".[dev]"), ("lint", ".[dev]"), ("docs", ".[docs]")],
 )
 def test_what_is_needed_is_installed_once(clone, target, needs):
     assert installed_by(clone, target) == [needs]
@@ -74,6 +81,15 @@ def test_training_dependencies_are_installed_first(clone):
     ]
 
 
+def test_another_torch_is_installed_in_another_environment(clone):
+    (call,) = pip_calls(clone, "test-torch", "TORCH=2.12.1")
+    assert call.endswith("-c .venv-torch-2.12.1/constraints.txt torch==2.12.1 -e .[dev]")
+    pinned = (clone / ".venv-torch-2.12.1" / "constraints.txt").read_text()
+    assert pinned == re.sub(r"^torch==.*\n", "", (clone / "constraints.txt").read_text(), flags=re.MULTILINE)
+    assert pip_calls(clone, "test-torch", "TORCH=2.12.1") == []
+    assert not (clone / ".venv").exists()
+
+
 @pytest.mark.parametrize("target", ["train", "test"])
 def test_an_installation_that_was_cut_short_is_taken_up_again(clone, target):
     installed_by(clone, target, fails=True)
@@ -88,6 +104,29 @@ def test_what_is_needed_otherwise_is_installed_again(clone, target, changed):
         os.utime(stamp, (2000, 2000))
     os.utime(clone / changed, (3000, 3000))
     assert len(installed_by(clone, target)) == 1
+
+
+@pytest.mark.slow
+def test_distributions_are_complete_and_pass_twine(tmp_path):
+    """They are built without a build environment, which would need a network."""
+    dist, source = tmp_path / "dist", tmp_path / "source"
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for module, *arguments in (
+        ("build", "--no-isolation", "--outdir", str(dist), str(source)),
+        ("twine", "check", "--strict", str(dist / "*")),
+    ):
+        command = [sys.executable, "-m", module, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = dist.glob("*.whl")
+    assert len(list(dist.glob("*.tar.gz"))) == 1
+    kept = {path.relative_to(source / "src").as_posix() for path in (source / "src").rglob("*") if path.is_file()}
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in kept if "egg-info" not in name} == {
+            name for name in archive.namelist() if "dist-info" not in name
+        }
 
 
 def test_a_clone_in_a_folder_of_the_package_s_name_does_not_hide_it(tmp_path):
