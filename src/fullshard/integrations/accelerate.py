@@ -64,9 +64,10 @@ _FOLDER = "fullshard"  # in the folder of save_state: model and optimizer, as sa
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no types, so it may be anything
     """accelerate's `Accelerator`. Models that it prepares are sharded in place and keep their type.
 
-    Args: Those of accelerate. `fsdp_plugin` can be a `ShardingPlugin`, accelerate's own plugin, or None for the
-        settings
-    of `accelerate launch`.
+    Args:
+        *args: The arguments of accelerate's `Accelerator`.
+        **kwargs: The same by name. `fsdp_plugin` can be a `ShardingPlugin`, accelerate's own plugin, or None for the
+            settings of `accelerate launch`.
 
     Raises:
         ConfigError: A setting is not supported.
