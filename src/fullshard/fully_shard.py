@@ -272,6 +272,9 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
     So memory that one root has freed can be reused by another.
 
+    Args:
+        modules: Units.
+
     Raises:
         StateError: a module is not a unit.
     """
@@ -296,7 +299,7 @@ def _custom_refused(name: str, comm: Any) -> ConfigError:
 
 
 class UnshardHandle:
-    """A gather that was started by `unshard(async_op=True)`."""
+    """A gather in progress. Created by `FSDPModule.unshard(async_op=True)`."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = list(units)
@@ -308,7 +311,10 @@ class UnshardHandle:
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds to a module. Those with `recurse` also affect the units below."""
+    """The methods that `fully_shard` adds to a module. Those with `recurse` also affect the units below.
+
+    Created by `fully_shard`, as a base of the class of the module.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create a plain module of the user's class, such as a slice of a sharded `nn.Sequential`: it is not a unit."""
@@ -356,13 +362,22 @@ class FSDPModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients over the ranks. Pass False for all microbatches of a step but the
         last.
+
+        Args:
+            requires_gradient_sync: True to reduce in each backward; False to accumulate whole gradients on this rank.
+            recurse: Whether to set it for the units below, too.
         """
         check_flags(requires_gradient_sync=requires_gradient_sync)
         for unit in self._units(recurse):
             unit.settings.syncs_gradients = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward also reduces over the replicate axis, or keeps sums over the shard axis for later."""
+        """Set whether backward also reduces over the replicate axis, or keeps sums over the shard axis for later.
+
+        Args:
+            requires_all_reduce: True to all-reduce over the replicate axis in each backward.
+            recurse: Whether to set it for the units below, too.
+        """
         check_flags(requires_all_reduce=requires_all_reduce)
         for unit in self._units(recurse):
             unit.settings.syncs_replicas = requires_all_reduce
@@ -372,25 +387,43 @@ class FSDPModule:
 
         The units themselves must be called on all ranks. A unit is then reduced when its backward is over instead of
         with its last gradient, and parameters that no rank used get a gradient of zeros.
+
+        Args:
+            reduce_scatter_unused_params: True to reduce parameters without a gradient as zeros.
+            recurse: Whether to set it for the units below, too.
         """
         check_flags(reduce_scatter_unused_params=reduce_scatter_unused_params)
         for unit in self._units(recurse):
             unit.settings.reduces_unused = reduce_scatter_unused_params
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether to free the unsharded parameters between forward and backward."""
+        """Set whether to free the unsharded parameters between forward and backward.
+
+        Args:
+            reshard_after_forward: True to free the unsharded parameters after forward.
+            recurse: Whether to set it for the units below, too.
+        """
         check_flags(reshard_after_forward=reshard_after_forward)
         for unit in self._units(recurse):
             unit.settings.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether to free the unsharded parameters after backward. If not, a further microbatch gathers nothing."""
+        """Set whether to free the unsharded parameters after backward. If not, a further microbatch gathers nothing.
+
+        Args:
+            reshard_after_backward: True to free the unsharded parameters after backward.
+            recurse: Whether to set it for the units below, too.
+        """
         check_flags(reshard_after_backward=reshard_after_backward)
         for unit in self._units(recurse):
             unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Do nothing, for compatibility with torch: every backward finishes its reductions."""
+        """Do nothing, for compatibility with torch: every backward finishes its reductions.
+
+        Args:
+            is_last_backward: Ignored.
+        """
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether backwards reduce nothing, and you call `finalize_backward` after the last one of each step.
@@ -398,6 +431,9 @@ class FSDPModule:
         This is for an outermost module whose backwards run in parts or in any order, such as a pipeline stage. Its
         units stay unsharded after the step's first forward (or `unshard`), and its whole gradients stay in memory.
         Disabling it within a step drops the gradients of that step.
+
+        Args:
+            enabled: True to reduce gradients in `finalize_backward` only.
         """
         check_flags(enabled=enabled)
         runtime_of(_module(self)).finalize_manually(enabled)
@@ -418,6 +454,9 @@ class FSDPModule:
         """Set whether this unit's parameters are gathered for its backward.
 
         Switch it off only where backward reads no parameter, as that of an embedding: it would read freed memory.
+
+        Args:
+            unshard_in_backward: False to leave the parameters sharded in backward.
         """
         check_flags(unshard_in_backward=unshard_in_backward)
         unit_of(_module(self)).settings.unshards_in_backward = unshard_in_backward
@@ -428,17 +467,31 @@ class FSDPModule:
         Without it, units on fewer ranks than the root are divided by the number of the root's ranks, too. This is
         right for experts, which have seen the tokens of all these ranks. torch divides by the number of the unit's
         ranks. A warning is logged for such units, unless their parameters are `DTensor`s that expert parallelism made.
+
+        Args:
+            factor: A positive number.
+
+        Raises:
+            ConfigError: `factor` is not a positive number.
         """
         if not is_number(factor) or not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor({factor!r}): expected a positive number.")
         unit_of(_module(self)).settings.gradient_divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Alias of `set_gradient_divide_factor`."""
+        """Alias of `set_gradient_divide_factor`.
+
+        Args:
+            factor: A positive number.
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Do nothing, for compatibility with torch: gradients are always summed, and divided afterwards."""
+        """Do nothing, for compatibility with torch: gradients are always summed, and divided afterwards.
+
+        Args:
+            enable: Ignored.
+        """
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook(sums)` with this unit's gradients when they are summed over its ranks.
@@ -471,6 +524,9 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: Any) -> None:
         """Raise an error, because torch's interface is for one send and one receive buffer, which do not exist here.
 
+        Args:
+            comm: An implementation of torch's interface.
+
         Raises:
             ConfigError: Always.
         """
@@ -479,6 +535,9 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Raise an error, because torch's interface is for one send and one receive buffer, which do not exist here.
 
+        Args:
+            comm: An implementation of torch's interface.
+
         Raises:
             ConfigError: Always.
         """
@@ -486,6 +545,9 @@ class FSDPModule:
 
     def set_keep_unsharded_storage(self, enable: bool) -> None:
         """Raise an error if `enable` is True, which fixes the addresses of unsharded parameters in torch (after 2.13).
+
+        Args:
+            enable: False does nothing.
 
         Raises:
             ConfigError: `enable` is True.
@@ -501,6 +563,10 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Do nothing, for compatibility with torch: gradients are sent without staging buffers.
 
+        Args:
+            max_input_buffers: A number of buffers, 1 or more. It has no effect.
+            recurse: Ignored.
+
         Raises:
             ConfigError: `max_input_buffers` is not a positive number.
         """
@@ -511,21 +577,37 @@ class FSDPModule:
         _warn_without_effect("set_reduce_scatter_max_input_buffers", "gradients are sent without a staging copy")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Do nothing, for compatibility with torch: staging buffers are not used."""
+        """Do nothing, for compatibility with torch: staging buffers are not used.
+
+        Args:
+            enable: Ignored.
+        """
         _warn_without_effect("set_allocate_memory_from_process_group_for_comm", _NO_STAGING)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Do nothing, for compatibility with torch: staging buffers are not used."""
+        """Do nothing, for compatibility with torch: staging buffers are not used.
+
+        Args:
+            backend: Ignored.
+        """
         _warn_without_effect("set_symm_mem_for_comm", _NO_STAGING)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Do nothing, for compatibility with torch: gathers and reductions use the same process group."""
+        """Do nothing, for compatibility with torch: gathers and reductions use the same process group.
+
+        Args:
+            enable: Ignored.
+            recurse: Ignored.
+        """
         _warn_without_effect("set_separate_reduce_scatter_group", "gathers and reductions use one process group")
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next forward wait for `event`, recorded on the stream of the optimizer's step.
 
         On a CPU, which has no streams, the step is over when it returns, and nothing waits.
+
+        Args:
+            event: An event that is recorded after the optimizer's step.
         """
         runtime_of(_module(self)).scheduler.after_optimizer = event
 
@@ -564,11 +646,19 @@ class FSDPModule:
         abandon_step(_module(self))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Prefetch these units in this one's forward, instead of the next one in the recorded order."""
+        """Prefetch these units in this one's forward, instead of the next one in the recorded order.
+
+        Args:
+            modules: Units, in the order of their all-gathers.
+        """
         unit_of(_module(self)).settings.next_forward = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Prefetch these units in this one's backward, instead of the next one in the recorded order."""
+        """Prefetch these units in this one's backward, instead of the next one in the recorded order.
+
+        Args:
+            modules: Units, in the order of their all-gathers.
+        """
         unit_of(_module(self)).settings.next_backward = _units_of(modules)
 
     def _units(self, recurse: bool) -> list[Unit]:
@@ -577,7 +667,11 @@ class FSDPModule:
         return units_in(module) if recurse else [unit_of(module)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `nn.Module.zero_grad`. It also resets gradients of shards while modules have unsharded parameters."""
+        """See `nn.Module.zero_grad`. It also resets gradients of shards while modules have unsharded parameters.
+
+        Args:
+            set_to_none: True to drop gradients; False to fill them with zeros.
+        """
         super().zero_grad(set_to_none)  # type: ignore[misc]  # as below
         zero_shard_grads(_module(self), set_to_none)
 
@@ -599,6 +693,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Unshard parameters in `module.method_name(...)`, for example `generate`, as in `forward`.
 
     Modules that are not units are left alone.
+
+    Args:
+        module: A module that was sharded.
+        method_name: The name of a method that uses parameters of `module`.
 
     Raises:
         ConfigError: the module has no such method.

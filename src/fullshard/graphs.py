@@ -131,7 +131,7 @@ class Graph(Protocol):
 
 
 class CapturedStep(Generic[ResultT]):
-    """A training step that runs as a CUDA graph. See `capture`."""
+    """A training step that runs as a CUDA graph. Created by `capture`."""
 
     def __init__(self, step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup: int, graph: Graph) -> None:
         check_callable("step", step, "a function that runs a training step")

@@ -62,6 +62,10 @@ class WrapPolicy(ABC):
         """Return True if modules below `module` may become units; `numel` elements in it belong to no unit so far.
 
         If not, `module` does not become one either: it stays, undivided, in the unit above it.
+
+        Args:
+            module: The module to decide about.
+            numel: The number of elements in `module` that belong to no unit yet.
         """
         return True
 
@@ -70,6 +74,13 @@ class WrapPolicy(ABC):
         """Return the arguments for `module` as a unit that differ from the root's; None if it does not become a unit.
 
         `numel` is the number of elements of `module` that no unit below it holds.
+
+        Args:
+            module: The module to decide about.
+            numel: The number of elements in `module` that belong to no unit yet.
+
+        Raises:
+            ConfigError: The function of a `CustomPolicy` returned neither a bool nor a dict.
         """
 
 
@@ -77,6 +88,9 @@ class ModuleWrapPolicy(WrapPolicy):
     """A policy that makes every instance of the given classes, including subclasses, a unit.
 
     It can also be called like a policy of the callable kind, for use in `or_policy`.
+
+    Args:
+        module_classes: The classes of the modules that become units.
 
     Raises:
         ConfigError: `module_classes` is not a collection of classes.
@@ -107,6 +121,9 @@ class CustomPolicy(WrapPolicy):
 
         FullyShardedDataParallel(model, auto_wrap_policy=CustomPolicy(by_role))
 
+    Args:
+        lambda_fn: The function of a module.
+
     Raises:
         ConfigError: `lambda_fn` returns anything else.
     """
@@ -134,14 +151,26 @@ class CustomPolicy(WrapPolicy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Return True: every submodule is a unit."""
+    """Return True: every submodule is a unit.
+
+    Args:
+        *args: Ignored.
+        **kwargs: Ignored.
+    """
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Return True for the modules that `lambda_fn` returns True for, at any depth."""
+    """Return True for the modules that `lambda_fn` returns True for, at any depth.
+
+    Args:
+        module: The module that the policy decides about.
+        recurse: True to ask whether to look at the children of `module`; False to ask whether `module` becomes a unit.
+        nonwrapped_numel: The number of elements of parameters in `module` that belong to no unit yet.
+        lambda_fn: Returns True for modules that become units.
+    """
     return recurse or bool(lambda_fn(module))
 
 
@@ -151,6 +180,12 @@ def transformer_auto_wrap_policy(
     """Return True for every instance of `transformer_layer_cls`: the blocks of a transformer.
 
     Modules outside of the blocks (embeddings, the last norm, the head; tied weights too) stay in the root's unit.
+
+    Args:
+        module: The module that the policy decides about.
+        recurse: True to ask whether to look at the children of `module`; False to ask whether `module` becomes a unit.
+        nonwrapped_numel: The number of elements of parameters in `module` that belong to no unit yet.
+        transformer_layer_cls: The classes of the blocks.
     """
     return recurse or isinstance(
         module, _classes("transformer_auto_wrap_policy: transformer_layer_cls", transformer_layer_cls)
@@ -196,7 +231,14 @@ default_auto_wrap_policy = size_based_auto_wrap_policy  # its name in early vers
 
 
 def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]) -> bool:
-    """Return True if at least one of `policies`, which are callables, does."""
+    """Return True if at least one of `policies`, which are callables, does.
+
+    Args:
+        module: The module that the policy decides about.
+        recurse: True to ask whether to look at the children of `module`; False to ask whether `module` becomes a unit.
+        nonwrapped_numel: The number of elements of parameters in `module` that belong to no unit yet.
+        policies: The policies.
+    """
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
@@ -242,7 +284,7 @@ def wrapped_modules(
         policy: a policy object, or a callable `(module, recurse, nonwrapped_numel) -> bool`.
         ignored_modules: these modules and their submodules are not units.
         ignored_params: these do not count for the size of a module.
-        apart: instances of these classes are units independent of the policy, with these additional arguments.
+        separate: instances of these classes are units independent of the policy, with these additional arguments.
 
     Raises:
         ConfigError: `policy` is not a policy, or it selects a container without a forward that holds parameters itself.
@@ -286,7 +328,7 @@ class _Walk:
     units: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
     def visit_children(self, module: nn.Module, prefix: str, requested: bool) -> None:
-        """Find the units below `module`. Unless `requested`, the policy has refused, and only `apart` classes count."""
+        """Find the units below `module`. Unless `requested`, the policy has refused: only `separate` classes count."""
         if not requested and not self.separate:
             return
         for name, child in module.named_children():
@@ -361,6 +403,10 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
     `wrapper_cls` may also be a function that takes a module, such as `fully_shard`. A nested context replaces the outer
     one until it ends. Each thread has a separate context.
+
+    Args:
+        wrapper_cls: A class or a function that wraps a module.
+        **wrapper_kwargs: Its arguments. `wrap` can replace them.
 
     Raises:
         ConfigError: `wrapper_cls` cannot be called.

@@ -1,5 +1,6 @@
 """`import fullshard` loads the core, which needs torch only; everything else is loaded when it is used."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "fullshard"
 PLUG_INS = {"checkpoint", "dry", "fsdp1", "integrations", "plan", "report", "testing"}
 APPLICATIONS = {"cli", "command_line", "planner", "train"}
 MAX_MODULES = 128
-MAX_LINES = 24_550
+MAX_LINES = 19_923  # without docstrings, which describe arguments and errors
 
 LIST = """
 import json, sys
@@ -49,8 +50,26 @@ def test_importing_the_package_loads_no_plug_in_and_no_application(loaded):
     assert len((PACKAGE / "report" / "__init__.py").read_text().splitlines()) == 1
 
 
+def lines_without_docstrings(source: str) -> int:
+    """Return the number of lines of a module, without those of docstrings."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    bodies = [node.body for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    texts = [body[0] for body in bodies if body and isinstance(body[0], ast.Expr) and is_text(body[0].value)]
+    return len(source.splitlines()) - sum((text.end_lineno or 0) - text.lineno + 1 for text in texts)
+
+
+def is_text(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def test_lines_are_counted_without_docstrings():
+    texts = ['"""A module.\n\nText.\n"""', "class C:", '    """A class."""', "    def f(self):", '        """Do."""']
+    source = "\n".join([*texts, '        return "text"'])
+    assert lines_without_docstrings(source) == len(source.splitlines()) - 6
+
+
 def test_importing_the_package_loads_few_modules_and_lines(loaded):
-    lines = sum(len(file.read_text().splitlines()) for file in own(loaded).values())
+    lines = sum(lines_without_docstrings(file.read_text()) for file in own(loaded).values())
     assert len(own(loaded)) <= MAX_MODULES
     assert lines <= MAX_LINES
 

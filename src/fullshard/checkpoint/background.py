@@ -21,7 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 class PendingSave:
-    """A save in the background. If it fails and `wait` is not called, its error is logged at the end of the program."""
+    """A save in the background. Created by `async_save`.
+
+    If it fails and `wait` is not called, its error is logged at the end of the program.
+    """
 
     def __init__(self, future: Future[Path]) -> None:
         self._future = future

@@ -35,7 +35,12 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Unmatched:
-    """Names that only the files or only the model have: FQNs of the model, and renamed names of the files."""
+    """Names that only the files or only the model have: FQNs of the model, and renamed names of the files.
+
+    Args:
+        missing: Names that only the model has.
+        unexpected: Names that only the files have.
+    """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()

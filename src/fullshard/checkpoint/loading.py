@@ -33,7 +33,16 @@ __all__ = ["Restored", "latest", "load"]
 
 @dataclass(frozen=True)
 class Restored:
-    """The data of a loaded checkpoint. All fields except `path` are None if another tool has written it."""
+    """The data of a loaded checkpoint. All fields except `path` are None if another tool has written it.
+
+    Args:
+        path: The checkpoint.
+        step: The number of completed steps.
+        extra: The `extra` that was saved.
+        world: The number of ranks that saved it.
+        strategy: The strategy when it was saved.
+        versions: The versions of libraries when it was saved, by name.
+    """
 
     path: Path
     step: int | None = None
@@ -44,7 +53,11 @@ class Restored:
 
 
 def latest(folder: str | PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint in `folder`, possibly damaged; None if there is none."""
+    """Return the newest complete checkpoint in `folder`, possibly damaged; None if there is none.
+
+    Args:
+        folder: A folder of checkpoints.
+    """
     found = entries(Path(folder))
     return found[0].path if found else None
 

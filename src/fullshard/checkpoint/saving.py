@@ -131,7 +131,16 @@ def async_save(
     A thread writes the copy while training continues. The next save or load waits for it first, and raises its error
     unless `wait()` was called before. The host memory is kept for the next copy.
 
-    Args: Those of `save`. The thread calls `progress`.
+    Args:
+        folder: The folder for the checkpoints of the run, on storage that all hosts share.
+        model: The model, sharded or not.
+        step: The number that names the checkpoint.
+        optimizer: An optimizer of parameters of `model`.
+        scheduler: An object with `state_dict()`. That of the first rank is saved.
+        data: The position in the data: an object with `state_dict()`. That of each rank is saved.
+        extra: Other plain values and plain tensors. Those of the first rank are saved.
+        keep: The number of checkpoints to keep, including this one. If None, all are kept.
+        progress: Called by the thread with the bytes that this rank has written so far, and their total.
 
     Raises:
         CheckpointError: A rank could not copy or save something, or the previous save failed.

@@ -42,7 +42,18 @@ Clock = dict[str, int]
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses in a trace that nothing orders. `first` comes first in program order."""
+    """Two accesses in a trace that nothing orders. `first` comes first in program order.
+
+    Args:
+        what: The kind of the conflict.
+        storage: The number of the storage.
+        first: The first operation.
+        first_stream: The stream of the first operation.
+        first_origin: The unit and the phase of the first operation.
+        second: The second operation.
+        second_stream: The stream of the second operation.
+        second_origin: The unit and the phase of the second operation.
+    """
 
     what: str
     storage: int

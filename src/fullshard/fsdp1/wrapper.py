@@ -367,7 +367,12 @@ class FullyShardedDataParallel(nn.Module):
         abandon_step(self._unit.module)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all parameters, and return their norm before. See `fullshard.clip_grad_norm_`."""
+        """Clip the gradients of all parameters, and return their norm before. See `fullshard.clip_grad_norm_`.
+
+        Args:
+            max_norm: The maximum norm.
+            norm_type: The p of the p-norm.
+        """
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def check_is_root(self) -> bool:
@@ -376,7 +381,12 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return the wrapped modules in `module`, including itself; only outermost ones if `root_only`."""
+        """Return the wrapped modules in `module`, including itself; only outermost ones if `root_only`.
+
+        Args:
+            module: The module to search.
+            root_only: Whether to leave out modules within other wrapped modules.
+        """
         found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         if not root_only:
             return found
@@ -392,7 +402,16 @@ class FullyShardedDataParallel(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Context manager that unshards parameters; see `fullshard.summon_full_params`."""
+        """Context manager that unshards parameters; see `fullshard.summon_full_params`.
+
+        Args:
+            module: A wrapped module, or a module with wrapped modules in it.
+            recurse: Whether to include wrapped modules below `module`.
+            writeback: Whether to keep changes to the parameters.
+            rank0_only: Whether only the first rank gets whole parameters. Not with `writeback`.
+            offload_to_cpu: Whether whole parameters are moved to the CPU.
+            with_grads: Whether gradients are unsharded, too.
+        """
         return summon_full_params(
             module,
             recurse=recurse,
@@ -418,12 +437,23 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set the kind of state dicts of `module` and below, and return its previous settings."""
+        """Set the kind of state dicts of `module` and below, and return its previous settings.
+
+        Args:
+            module: The module whose state dicts change, with all modules below.
+            state_dict_type: The kind: full or sharded.
+            state_dict_config: The options of model state dicts; None for the defaults of the kind.
+            optim_state_dict_config: The options of optimizer state dicts; None for the defaults of the kind.
+        """
         return set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return the kind of state dicts of `module`."""
+        """Return the kind of state dicts of `module`.
+
+        Args:
+            module: A module that contains wrapped modules.
+        """
         return get_state_dict_type(module)
 
     @staticmethod
@@ -433,7 +463,14 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
-        """Context manager that sets the kind of state dicts of `module` and below."""
+        """Context manager that sets the kind of state dicts of `module` and below.
+
+        Args:
+            module: The module whose state dicts change, with all modules below.
+            state_dict_type: The kind: full or sharded.
+            state_dict_config: The options of model state dicts; None for the defaults of the kind.
+            optim_state_dict_config: The options of optimizer state dicts; None for the defaults of the kind.
+        """
         return _state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
@@ -443,7 +480,14 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the optimizer's state by FQN, in the form set for `model` by `set_state_dict_type`."""
+        """Return the optimizer's state by FQN, in the form set for `model` by `set_state_dict_type`.
+
+        Args:
+            model: The model that contains wrapped modules.
+            optim: The optimizer of the parameters of `model`.
+            optim_state_dict: The state dict to convert. If None, that of `optim`.
+            group: The process group over which the model is sharded; None for this group.
+        """
         _check_group(group, model)
         return optim_state.optim_state_dict(model, optim, optim_state_dict)
 
@@ -457,6 +501,14 @@ class FullyShardedDataParallel(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return a state dict for `optim.load_state_dict`, from one of `optim_state_dict`. Load it if `load_directly`.
+
+        Args:
+            model: The model that contains wrapped modules.
+            optim: The optimizer of the parameters of `model`.
+            optim_state_dict: A state dict as returned by `optim_state_dict`. Ranks without it pass None.
+            is_named_optimizer: Must be False.
+            load_directly: Whether to load the result into `optim`.
+            group: The process group over which the model is sharded; None for this group.
 
         Raises:
             ConfigError: `is_named_optimizer` is set, or the state dict is not of the optimizer's parameters.
@@ -478,7 +530,15 @@ class FullyShardedDataParallel(nn.Module):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the optimizer's state by FQN, whole and on the CPU; only on the first rank if `rank0_only`."""
+        """Return the optimizer's state by FQN, whole and on the CPU; only on the first rank if `rank0_only`.
+
+        Args:
+            model: The model that contains wrapped modules.
+            optim: The optimizer of the parameters of `model`.
+            optim_input: Ignored.
+            rank0_only: Whether only the first rank gets the state.
+            group: The process group over which the model is sharded; None for this group.
+        """
         _check_group(group, model)
         return optim_state.full_optim_state_dict(model, optim, rank0_only=rank0_only)
 
@@ -486,7 +546,13 @@ class FullyShardedDataParallel(nn.Module):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """Return the optimizer's state by FQN, sharded."""
+        """Return the optimizer's state by FQN, sharded.
+
+        Args:
+            model: The model that contains wrapped modules.
+            optim: The optimizer of the parameters of `model`.
+            group: The process group over which the model is sharded; None for this group.
+        """
         _check_group(group, model)
         return optim_state.sharded_optim_state_dict(model, optim)
 
@@ -500,6 +566,12 @@ class FullyShardedDataParallel(nn.Module):
         """Return a state dict for `optim.load_state_dict`, from a full one that every rank has.
 
         This is torch's older name. Without an optimizer, the state dict is for one with the saved groups.
+
+        Args:
+            full_optim_state_dict: A state dict as returned by `full_optim_state_dict`.
+            model: The model that contains wrapped modules.
+            optim_input: Ignored.
+            optim: The optimizer that will load the result; None if there is none yet.
         """
         optim = optim or _optimizer_of(optim_input)
         return optim_state.optim_state_dict_to_load(model, optim, full_optim_state_dict, from_first_rank=False)
@@ -515,6 +587,14 @@ class FullyShardedDataParallel(nn.Module):
         """Return a state dict for `optim.load_state_dict`, from a full one that only the first rank has.
 
         See `shard_full_optim_state_dict`.
+
+        Args:
+            full_optim_state_dict: A state dict as returned by `full_optim_state_dict`. Other ranks than the first pass
+                None.
+            model: The model that contains wrapped modules.
+            optim_input: Ignored.
+            optim: The optimizer that will load the result; None if there is none yet.
+            group: The process group over which the model is sharded; None for this group.
         """
         _check_group(group, model)
         optim = optim or _optimizer_of(optim_input)
@@ -524,7 +604,13 @@ class FullyShardedDataParallel(nn.Module):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """Return a state dict for `optim.load_state_dict`, from a sharded one."""
+        """Return a state dict for `optim.load_state_dict`, from a sharded one.
+
+        Args:
+            sharded_optim_state_dict: A state dict as returned by `sharded_optim_state_dict`.
+            model: The model that contains wrapped modules.
+            optim: The optimizer of the parameters of `model`.
+        """
         return optim_state.optim_state_dict_to_load(model, optim, sharded_optim_state_dict, from_first_rank=False)
 
     @staticmethod

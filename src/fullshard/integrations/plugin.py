@@ -208,6 +208,9 @@ class ShardingPlugin:
     def of(cls, plugin: Any) -> ShardingPlugin:
         """Return `plugin` itself, or the equivalent of accelerate's `FullyShardedDataParallelPlugin`.
 
+        Args:
+            plugin: A `ShardingPlugin`, or the plugin of accelerate.
+
         Raises:
             ConfigError: A value is not supported.
         """
@@ -273,6 +276,9 @@ def plugin_from_config_file(path: str | os.PathLike[str]) -> ShardingPlugin:
     """Return the plugin for the section `fsdp_config` in a file of `accelerate config`.
 
     `accelerate launch` only passes on the keys that it knows. This function also reads the keys of fullshard.
+
+    Args:
+        path: A file that `accelerate config` has written.
 
     Raises:
         ConfigError: There is no such section, or a value is not supported.

@@ -81,7 +81,11 @@ def restore(
     Every worker must call it before its first step. With the same number of workers as the save, the following losses
     are bitwise equal. With another number, they are those of a run with that many workers that starts there.
 
-    Args: Those of `fullshard.checkpoint.load`.
+    Args:
+        model: The model, sharded or not.
+        optimizer: An optimizer of parameters of `model`.
+        scheduler: An object with `load_state_dict()`.
+        data: The position in the data: an object with `load_state_dict()`.
 
     Returns:
         The restored data with its step; None if nothing has been reported yet.

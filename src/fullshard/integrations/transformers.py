@@ -190,11 +190,20 @@ class Trainer(_TrainerSharding):
     """transformers' `Trainer`. If `TrainingArguments` or `accelerate launch` sets `fsdp`, this engine shards the model.
 
     Arguments and methods are those of transformers.
+
+    Args:
+        *args: The arguments of transformers' `Trainer`.
+        **kwargs: The same by name.
     """
 
 
 class Seq2SeqTrainer(_TrainerSharding, transformers.Seq2SeqTrainer):
-    """transformers' `Seq2SeqTrainer`, changed like `Trainer`."""
+    """transformers' `Seq2SeqTrainer`, changed like `Trainer`.
+
+    Args:
+        *args: The arguments of transformers' `Seq2SeqTrainer`.
+        **kwargs: The same by name.
+    """
 
 
 class ReportCallback(TrainerCallback):

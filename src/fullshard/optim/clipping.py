@@ -174,6 +174,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     Takes the arguments of `torch.amp.GradScaler` (`device` is the type of the present one, if None), and the process
     group over which ranks agree (all ranks, if None).
+
+    Args:
+        device: The type of the device, such as `"cuda"`. If None, the type of the present accelerator.
+        init_scale: The scale of the first step.
+        growth_factor: The factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: The factor of the scale after an overflow.
+        growth_interval: The number of steps without overflow before the scale grows.
+        enabled: False to scale nothing.
+        process_group: The ranks that skip a step together. If None, all ranks.
     """
 
     def __init__(

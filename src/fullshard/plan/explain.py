@@ -34,6 +34,9 @@ def explain(model: nn.Module) -> str:
     bytes on this rank. It continues with the order of units in the last forward and backward, including prefetches, and
     with the predicted bytes of this rank by state. Nothing is communicated or executed.
 
+    Args:
+        model: A module that `fully_shard` has sharded.
+
     Raises:
         ConfigError: The model has no units.
     """

@@ -18,6 +18,10 @@ __all__ = ["DataParallelMeshDims", "FSDPMeshInfo", "HSDPMeshInfo", "ShardPlaceme
 class DataParallelMeshDims:
     """The names of the mesh axes to shard and to replicate over. Several axes are flattened, in mesh order.
 
+    Args:
+        shard: The name or names of the axes to shard over; None to only replicate.
+        replicate: The name or names of the axes to replicate over; None to only shard.
+
     Raises:
         ConfigError: Neither is given.
     """
@@ -72,7 +76,15 @@ class FSDPMeshInfo:
 
 
 class HSDPMeshInfo(FSDPMeshInfo):
-    """An `FSDPMeshInfo` with two axes, under torch's name."""
+    """An `FSDPMeshInfo` with two axes, under torch's name.
+
+    Args:
+        mesh: A mesh of two axes. The first one replicates.
+        shard_mesh_dim: The index of the shard axis. If None, the last axis.
+        replicate_mesh_dim: The index of the replicate axis. If None, the first axis.
+        dp_mesh_dims: The names of these axes in `spmd_mesh`.
+        spmd_mesh: The mesh that contains these axes.
+    """
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,11 @@ def _matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """The same choice for `FullyShardedDataParallel`, with torch's names."""
+    """The offload of `FullyShardedDataParallel`: everything or nothing, with torch's names.
+
+    Args:
+        offload_params: Whether shards, gradients and the optimizer step are on the CPU.
+    """
 
     offload_params: bool = False
 

@@ -118,6 +118,7 @@ class MixedPrecisionPolicy:
         """Return the dtypes of parameters that are stored as `stored`. Integers and 8-bit floats are never cast.
 
         Args:
+            stored: The dtype of the stored shards.
             grad: The gradient dtype that the parameters request. Gradients are summed in it unless `reduce_dtype` is
                 set.
         """

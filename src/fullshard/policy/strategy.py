@@ -82,7 +82,11 @@ class Placements:
         return Placement.GROUPED in (self.parameters, self.parameters_in_step, self.gradients)
 
     def without_groups(self, instead: Placement) -> Placements:
-        """Return these placements with `instead` for every state that is grouped."""
+        """Return these placements with `instead` for every state that is grouped.
+
+        Args:
+            instead: The placement that replaces `Placement.GROUPED`.
+        """
 
         def resolved(placement: Placement) -> Placement:
             return instead if placement is Placement.GROUPED else placement

@@ -40,6 +40,9 @@ def compare_ranks(enabled: bool) -> None:
 
     It affects collectives over gloo that start after this call. All ranks must use the same setting. Without the
     comparison, ranks that run their units in different orders wait for each other until the process group times out.
+
+    Args:
+        enabled: The new setting.
     """
     check_flags(enabled=enabled)
     switches.compares_ranks = enabled
@@ -52,6 +55,9 @@ def check_finite_gradients(enabled: bool) -> None:
     names the parameters, their units, and the ranks whose microbatches caused it. All ranks must use the same setting.
 
     A check takes two passes over the gradients, an all-reduce of one number and, on a GPU, a host synchronization.
+
+    Args:
+        enabled: The new setting.
     """
     check_flags(enabled=enabled)
     switches.checks_finite = enabled
@@ -63,6 +69,9 @@ def share_memory_between_ranks(enabled: bool) -> None:
     It affects process groups on CPUs whose first collective comes after this call. Other process groups use gloo's
     connections. A group shares memory if all of its ranks are on one Linux host and none of them has disabled it with
     this function or with `FULLSHARD_SHARED_MEMORY=0` in the environment. Results are identical in both cases.
+
+    Args:
+        enabled: The new setting.
     """
     check_flags(enabled=enabled)
     switches.shares_memory_between_ranks = enabled

@@ -70,54 +70,88 @@ class StateDictType(Enum):
 
 @dataclass
 class StateDictConfig:
-    """Options of a state dict. `offload_to_cpu`: whether its tensors are moved to the CPU."""
+    """Options of a state dict.
+
+    Args:
+        offload_to_cpu: Whether tensors of the state dict are moved to the CPU.
+    """
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Options of a full state dict. `rank0_only`: other ranks get an empty one, and need no memory for it."""
+    """Options of a full state dict.
+
+    Args:
+        offload_to_cpu: Whether tensors of the state dict are moved to the CPU.
+        rank0_only: Whether only the first rank gets the tensors. The others get an empty state dict.
+    """
 
     rank0_only: bool = False
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Options of a sharded state dict. Its tensors are always `DTensor`s."""
+    """Options of a sharded state dict. Its tensors are always `DTensor`s.
+
+    Args:
+        offload_to_cpu: Whether tensors of the state dict are moved to the CPU.
+    """
 
     _use_dtensor: bool = True
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """Options of a local state dict, which is not supported."""
+    """Options of a local state dict, which is not supported.
+
+    Args:
+        offload_to_cpu: Whether tensors of the state dict are moved to the CPU.
+    """
 
 
 @dataclass
 class OptimStateDictConfig:
-    """Options of an optimizer's state dict. `offload_to_cpu`: whether its tensors are moved to the CPU."""
+    """Options of an optimizer's state dict.
+
+    Args:
+        offload_to_cpu: Whether tensors of the state dict are moved to the CPU.
+    """
 
     offload_to_cpu: bool = True
 
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Options of a full one. `rank0_only`: other ranks get an empty one."""
+    """Options of a full state dict of an optimizer.
+
+    Args:
+        offload_to_cpu: Whether tensors of the state dict are moved to the CPU.
+        rank0_only: Whether only the first rank gets the tensors. The others get an empty state dict.
+    """
 
     rank0_only: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Options of a sharded one."""
+    """Options of a sharded state dict of an optimizer.
+
+    Args:
+        offload_to_cpu: Whether tensors of the state dict are moved to the CPU.
+    """
 
     _use_dtensor: bool = True
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Options of a local one, which is not supported."""
+    """Options of a local state dict of an optimizer, which is not supported.
+
+    Args:
+        offload_to_cpu: Whether tensors of the state dict are moved to the CPU.
+    """
 
     offload_to_cpu: bool = False
 
@@ -131,7 +165,13 @@ class OptimStateKeyType(Enum):
 
 @dataclass
 class StateDictSettings:
-    """The kind of state dicts that a module gives, and their options."""
+    """The kind of state dicts that a module gives, and their options.
+
+    Args:
+        state_dict_type: The kind: full or sharded.
+        state_dict_config: The options of model state dicts; None for the defaults of the kind.
+        optim_state_dict_config: The options of optimizer state dicts; None for the defaults of the kind.
+    """
 
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)

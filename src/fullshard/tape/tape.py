@@ -52,6 +52,18 @@ class Operation(NamedTuple):
     `copies` is True if it moves values without computing any. `dtype` is the dtype of its result, such as "bfloat16".
     `flops` follows from the formula. `skipped_flops` is the part of `flops` that a kernel can skip: attention with a
     causal mask skips the blocks above the diagonal. `crosses` is True if it copies between host and accelerator memory.
+
+    Args:
+        name: The name of the operation.
+        stream: The name of the stream.
+        origin: The unit and the phase of the step.
+        reads: The ranges of memory that are read.
+        writes: The ranges of memory that are written.
+        flops: The number of floating-point operations.
+        copies: Whether it only moves values.
+        dtype: The dtype of its result.
+        skipped_flops: The part of `flops` that a kernel can skip.
+        crosses: Whether it copies between host and device.
     """
 
     name: str
@@ -72,7 +84,17 @@ class Operation(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective on a stream: the ranks of its process group, and the bytes of each input tensor on this rank."""
+    """A collective on a stream: the ranks of its process group, and the bytes of each input tensor on this rank.
+
+    Args:
+        name: The name of the collective, such as `"all_gather"`.
+        stream: The name of the stream.
+        origin: The unit and the phase of the step.
+        reads: The ranges of memory that are read.
+        writes: The ranges of memory that are written.
+        ranks: The ranks of the process group.
+        sizes: The bytes of each input tensor on this rank.
+    """
 
     name: str
     stream: str
@@ -88,6 +110,14 @@ class Allocation(NamedTuple):
 
     `purpose` is given by the engine; it is empty for allocations by user modules, autograd and optimizers. The memory
     is shared by `ranks` ranks of a host.
+
+    Args:
+        storage: The number of the storage.
+        nbytes: Its size in bytes.
+        stream: The name of the stream.
+        origin: The unit and the phase of the step.
+        purpose: What the engine uses it for.
+        ranks: The number of ranks of a host that share it.
     """
 
     storage: int
@@ -104,7 +134,15 @@ class Allocation(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Memory that a storage returned to its stream. `ranks` is that of its allocation."""
+    """Memory that a storage returned to its stream. `ranks` is that of its allocation.
+
+    Args:
+        storage: The number of the storage.
+        nbytes: Its size in bytes.
+        stream: The name of the stream.
+        origin: The unit and the phase of the step.
+        ranks: The number of ranks of a host that share it.
+    """
 
     storage: int
     nbytes: int
@@ -119,7 +157,13 @@ class Free(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A numbered event after all work queued on a stream so far."""
+    """A numbered event after all work queued on a stream so far.
+
+    Args:
+        mark: The number of the event.
+        stream: The name of the stream.
+        origin: The unit and the phase of the step.
+    """
 
     mark: int
     stream: str
@@ -131,6 +175,13 @@ class DiskTransfer(NamedTuple):
 
     The range of the file is a byte range of a storage that is never allocated. The name is "write", "read", or "read
     ahead" if the reader checks later whether the range was written meanwhile, and reads it again then.
+
+    Args:
+        name: `"write"`, `"read"` or `"read ahead"`.
+        stream: The name of the thread.
+        origin: The unit and the phase of the step.
+        reads: The ranges of memory that are read.
+        writes: The ranges of memory that are written.
     """
 
     name: str
@@ -144,6 +195,13 @@ class Waited(NamedTuple):
     """A stream waits for an event. `site` is the source line that requested the wait.
 
     If `queried`, the host did not wait. It checked the event, which was over.
+
+    Args:
+        mark: The number of the event.
+        stream: The name of the stream.
+        site: The source line that requested the wait.
+        origin: The unit and the phase of the step.
+        queried: Whether the host only checked the event.
     """
 
     mark: int
@@ -166,11 +224,19 @@ class Tape(Recorder):
         self.entries: list[Entry] = []
 
     def note(self, entry: Entry) -> None:
-        """Append `entry`."""
+        """Append `entry`.
+
+        Args:
+            entry: An operation, a collective, a transfer, an allocation or an event.
+        """
         self.entries.append(entry)
 
     def of(self, kind: type[E]) -> Iterator[E]:
-        """Return the entries of one kind, in order."""
+        """Return the entries of one kind, in order.
+
+        Args:
+            kind: The class of the entries, such as `Collective`.
+        """
         return (entry for entry in self.entries if isinstance(entry, kind))
 
     def peak_bytes(self, *, since: int = 0, of_host: bool = False) -> int:

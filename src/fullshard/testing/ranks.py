@@ -53,7 +53,14 @@ _TRACE_S = 2.0  # after a time-out, for the ranks to write their stacks
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The failure of one rank: the exception that it raised, or the end of its process."""
+    """The failure of one rank: the exception that it raised, or the end of its process.
+
+    Args:
+        rank: The number of the rank.
+        kind: The class of the exception, or how the process ended.
+        message: The message of the exception.
+        traceback: The traceback; empty if there is none.
+    """
 
     rank: int
     kind: str  # full name of the exception, such as "fullshard.errors.ConfigError"; "exit" if the process just ended
@@ -92,6 +99,13 @@ def run_ranks(
 
     Raises `RanksFailed` if a rank raises or dies (the others are stopped), and after `timeout` seconds (the message
     says where each unfinished rank was).
+
+    Args:
+        world: The number of ranks.
+        function: A function of a module, which new processes can import.
+        *args: The arguments of `function`.
+        timeout: Seconds until ranks are stopped.
+        backend: The backend of the process group, such as `"gloo"`, `"nccl"` or `"cpu:gloo,cuda:nccl"`.
     """
     with RankPool(world, timeout=timeout, backend=backend) as ranks:
         return ranks.run(function, *args)

@@ -19,6 +19,11 @@ def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
     much at most. Tensors must agree in dtype, shape and bits (`-0.0` is not `0.0`, and a NaN is the same NaN), not in
     device, strides or `requires_grad`. A `DTensor` is compared by its full tensor: all ranks of its mesh must call
     this, and get the same result. Other values must be equal.
+
+    Args:
+        actual: The result.
+        expected: The value to compare with.
+        name: The name of the result in the message.
     """
     if isinstance(expected, Tensor):
         _assert_same_tensor(actual, expected, name or "the tensor")

@@ -171,6 +171,9 @@ def read(config: str | PathLike[str] | Mapping[str, Any], world: int) -> Configu
 def explain_config(config: str | PathLike[str] | Mapping[str, Any]) -> str:
     """Return a line for each key of a DeepSpeed configuration with its effect, or the reason why it has none.
 
+    Args:
+        config: A `ds_config.json`, or its contents.
+
     Raises:
         ConfigError: A key is not supported. The message names it.
     """

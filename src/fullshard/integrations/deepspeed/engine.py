@@ -44,7 +44,7 @@ class Engine(nn.Module):
             engine.backward(loss)
             engine.step()
 
-    `initialize` makes it. `module` is the user's own model; what the engine does not have, it looks for there.
+    Created by `initialize`. `module` is the user's own model; what the engine does not have, it looks for there.
 
     Attributes:
         module: the model, sharded in place.
@@ -126,6 +126,9 @@ class Engine(nn.Module):
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a microbatch. After the last one of a step, run the optimizer and the scheduler.
+
+        Args:
+            lr_kwargs: Keyword arguments for the `step` of the scheduler.
 
         Raises:
             StateError: The engine has no optimizer, or backward was not called since the last step.
@@ -215,6 +218,9 @@ class Engine(nn.Module):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of samples per step over all ranks, and so of microbatches. Their size stays the same.
 
+        Args:
+            train_batch_size: The number of samples per step over all ranks.
+
         Raises:
             ConfigError: The number is not divisible in this way.
         """
@@ -291,7 +297,13 @@ class Engine(nn.Module):
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[..., Any] | None = None
     ) -> DataLoader[Any]:
-        """Return a loader of this rank's part of `dataset`, in microbatches unless `batch_size` is given."""
+        """Return a loader of this rank's part of `dataset`, in microbatches unless `batch_size` is given.
+
+        Args:
+            dataset: The samples.
+            batch_size: The number of samples in a batch. If None, those of a microbatch.
+            collate_fn: Makes a batch of samples. If None, torch's own.
+        """
         return make_loader(
             dataset,
             batch_size or self._sizes.microbatch,
@@ -309,7 +321,14 @@ class Engine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return the model's sharded state dict. `save_16bit_model` writes whole weights. Arguments: DeepSpeed's."""
+        """Return the model's sharded state dict. `save_16bit_model` writes whole weights. Arguments: DeepSpeed's.
+
+        Args:
+            destination: Must be None, or is filled like the argument of `nn.Module.state_dict`.
+            prefix: A prefix for all names.
+            keep_vars: Whether tensors stay attached to autograd.
+            exclude_frozen_parameters: Whether to leave out parameters that are not trained.
+        """
         state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name, param in self.module.named_parameters(remove_duplicate=False):
@@ -441,6 +460,11 @@ class Engine(nn.Module):
         """Write the whole weights, in the compute dtype, to one file for `torch.load`. Every rank must call it.
 
         The first rank holds all of them in memory; `fullshard.checkpoint.export_safetensors` does not need that memory.
+
+        Args:
+            save_dir: The folder, which is created.
+            save_filename: The name of the file.
+            exclude_frozen_parameters: Whether to leave out parameters that are not trained.
         """
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
         ranks, path = default_ranks(), Path(save_dir) / save_filename
@@ -456,7 +480,12 @@ class Engine(nn.Module):
         return True
 
     def save_fp16_model(self, save_dir: str | PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
-        """Call `save_16bit_model` under its older name."""
+        """Call `save_16bit_model` under its older name.
+
+        Args:
+            save_dir: The folder, which is created.
+            save_filename: The name of the file.
+        """
         return self.save_16bit_model(save_dir, save_filename)
 
     def destroy(self) -> None:

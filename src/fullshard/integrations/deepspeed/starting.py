@@ -136,6 +136,9 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
     Args:
         dist_backend: Another backend.
         options: Options of DeepSpeed's function of this name. Only `timeout` is supported.
+
+    Raises:
+        ConfigError: An option other than `timeout` is given.
     """
     timeout = options.pop("timeout", None)
     if options:
@@ -148,7 +151,11 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options of DeepSpeed's launcher and scripts to `parser`, and return it."""
+    """Add the options of DeepSpeed's launcher and scripts to `parser`, and return it.
+
+    Args:
+        parser: The parser of the script.
+    """
     group = parser.add_argument_group("DeepSpeed", "use the configuration file, as in DeepSpeed's scripts")
     group.add_argument("--deepspeed", action="store_true", help="accepted; initialize decides")
     group.add_argument("--deepspeed_config", default=None, type=str, help="JSON file of the configuration")

@@ -77,6 +77,10 @@ class Parallelism(ParallelAxes):
     """Parallelisms other than sharding, and their division of the model. For the functions see `docs/parity.md`.
 
     Args:
+        pp: The number of stages of the pipeline.
+        cp: The number of ranks that share each sequence.
+        ep: The number of ranks that experts are distributed over.
+        tp: The number of ranks that share each layer.
         blocks: the FQN of the `nn.ModuleList` (or `nn.Sequential`) that a pipeline's stages have parts of.
         schedule: torch's name for the order of a pipeline's microbatches.
         context: of a batch, its tensors along the sequence, each with that dim; if None, all of two dims or more, along

@@ -22,7 +22,20 @@ WIDTH = 120  # of the table, without a terminal
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRow:
-    """The maximum differences, by kind, of a strategy on some ranks from the plain process."""
+    """The maximum differences, by kind, of a strategy on some ranks from the plain process.
+
+    Args:
+        strategy: The name of the strategy.
+        ranks: The number of ranks.
+        replicas: The number of ranks that hold the same shards.
+        axes: The sizes of the axes of other parallelisms.
+        loss: The maximum difference of losses.
+        gradient: The maximum difference of gradients before clipping.
+        gradient_norm: The maximum difference of gradient norms.
+        parameter: The maximum difference of parameters after a step.
+        first: The first difference; None if there is none.
+        failure: The message of the ranks if they could not train; empty otherwise.
+    """
 
     strategy: str
     ranks: int
@@ -37,7 +50,12 @@ class ParityRow:
 
     @classmethod
     def of(cls, case: Case, ranks: Sequence[Compared]) -> ParityRow:
-        """Return the row of all ranks' comparisons."""
+        """Return the row of all ranks' comparisons.
+
+        Args:
+            case: The strategy and the ranks.
+            ranks: The comparison of each rank.
+        """
         worst = dict.fromkeys(Kind, NO_DIFFERENCE)
         for compared in ranks:
             worst = {kind: worst[kind] | compared.differences[kind] for kind in Kind}
@@ -55,7 +73,12 @@ class ParityRow:
 
     @classmethod
     def failed(cls, case: Case, failure: str) -> ParityRow:
-        """Return the row of ranks that could not train."""
+        """Return the row of ranks that could not train.
+
+        Args:
+            case: The strategy and the ranks.
+            failure: The message of the ranks.
+        """
         return cls(strategy=case.strategy, ranks=case.ranks, replicas=case.replicas, axes=case.axes, failure=failure)
 
     @property
@@ -121,7 +144,12 @@ class ParityRow:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The rows of a comparison. `str` gives the table."""
+    """The rows of a comparison. `str` gives the table.
+
+    Args:
+        rows: The rows, one per strategy and number of ranks.
+        tolerance: The largest differences that count as equal.
+    """
 
     rows: tuple[ParityRow, ...]
     tolerance: Tolerance
