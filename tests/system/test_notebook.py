@@ -1,0 +1,46 @@
+"""The notebook runs, and its stored outputs are those of the present code."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import pytest
+from pages import ROOT
+
+NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
+
+
+def printed(notebook: Any) -> list[str]:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return [output.text for output in outputs if output.output_type == "stream" and output.name == "stdout"]
+
+
+def pictures(notebook: Any) -> int:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of the kernel's client
+def test_the_notebook_runs_and_gives_the_stored_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    stored = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert pictures(notebook) == pictures(stored) == 3
+    assert printed(notebook) == printed(stored)
+
+
+def test_the_notebook_has_no_paths_of_a_machine() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert not any(str(Path.home()) in line or "/tmp/" in line for cell in cells for line in cell["source"])
+    assert not any("traceback" in output for cell in cells for output in cell.get("outputs", []))
