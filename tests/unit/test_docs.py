@@ -35,6 +35,14 @@ def test_relative_links_lead_somewhere(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pages_begin_with_a_title_and_a_sentence(path):
+    """The sentence is the task of the page, and it comes before any code."""
+    title, _, first = path.read_text().splitlines()[:3]
+    assert title.startswith("# ")
+    assert re.match(r"[A-Z`]\w", first)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_python_blocks_compile(path):
     for block in code_blocks(path.read_text(), "python"):
         compile(block, str(path), "exec")
