@@ -35,6 +35,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"fullshard\.\w+\.[\w.]+"),  # types in signatures that are not public; mypy checks them
 ]
 suppress_warnings = ["config.cache"]
+smartquotes_action = "qe"  # options keep their two dashes
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 __all__ = [
     "CheckpointError",
@@ -36,6 +37,13 @@ __all__ = [
 
 class FullshardError(Exception):
     """The root of every exception that fullshard raises on purpose."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Create an error with a note, which tracebacks show after the message: its place in the documentation."""
+        error = super().__new__(cls, *args, **kwargs)
+        name = next(base.__name__ for base in cls.__mro__ if base.__name__ in __all__)
+        error.add_note("See docs/errors.md" + ("" if name == "FullshardError" else f"#{name.lower()}"))
+        return error
 
     def __str__(self) -> str:
         """Return the message without escape sequences for terminals, which names in files may contain."""

@@ -6,10 +6,12 @@ import ast
 import builtins
 import enum
 import inspect
+import pickle
 import pkgutil
 import re
 import sys
 import textwrap
+import traceback
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -195,6 +197,17 @@ def test_every_error_is_on_the_page_of_errors():
     for name, builtin in listed:
         cls = getattr(fullshard.errors, name, None) or fullshard.testing.RanksFailed
         assert issubclass(cls, getattr(builtins, builtin)), name
+
+
+def test_tracebacks_end_with_the_place_on_the_page_of_errors():
+    for name in error_names() - {"FullshardError"}:
+        error = getattr(fullshard.errors, name)("text")
+        assert str(error) == "text"
+        assert traceback.format_exception(error)[-1] == f"See docs/errors.md#{name.lower()}\n"
+        assert f"\n## {name}\n" in page("docs/errors.md")
+        assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
+    class_of_a_user = type("OwnError", (fullshard.errors.ConfigError,), {})
+    assert class_of_a_user("text").__notes__ == ["See docs/errors.md#configerror"]
 
 
 @cache
