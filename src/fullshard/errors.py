@@ -41,8 +41,7 @@ class FullshardError(Exception):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create an error with a note, which tracebacks show after the message: its place in the documentation."""
         error = super().__new__(cls, *args, **kwargs)
-        name = next(base.__name__ for base in cls.__mro__ if base.__name__ in __all__)
-        error.add_note("See docs/errors.md" + ("" if name == "FullshardError" else f"#{name.lower()}"))
+        error.add_note(f"See docs/errors.md#{next(c.__name__ for c in cls.__mro__ if c.__name__ in __all__).lower()}")
         return error
 
     def __str__(self) -> str:
@@ -114,8 +113,6 @@ def shown(text: str, *, lines: bool = False) -> str:
     """
     if lines:
         return "\n  ".join(map(shown, text.split("\n")))
-    if text.isprintable():
-        return text
     return "".join(item if item.isprintable() else item.encode("unicode_escape").decode("ascii") for item in text)
 
 

@@ -49,10 +49,7 @@ __all__ = [
 ]
 
 Strategy = str | ShardingStrategy | StrategyPlacements
-
-
 _log = logging.getLogger(__name__)
-
 M = TypeVar("M", bound=nn.Module)
 
 

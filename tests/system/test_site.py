@@ -65,6 +65,7 @@ def is_local(link: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # 30 s, several times as long on a busy machine
 def test_links_and_anchors_exist(site: Path) -> None:
     broken = []
     for path in site.rglob("*.html"):
