@@ -9,7 +9,7 @@ import numpy as np
 
 from fullshard.report.run import PARTS, HostWait, OutOfMemory, RankFacts, Run, StepMemory, TensorHeld, UnitTimes
 
-__all__ = ["FAULTS", "Fault", "healthy_run", "with_parts"]
+__all__ = ["FAULTS", "Fault", "healthy_run", "with_parts", "with_seconds"]
 
 MB = 1_000_000
 _STEP_S = 0.5
@@ -72,10 +72,16 @@ def healthy_run(
 
 def with_parts(run: Run, ranks: Sequence[int] | None = None, **more: float) -> Run:
     """Return the run with a part of each step that takes `more` of a usual step longer, on all ranks or on some."""
+    slow = np.isin(np.arange(len(run.ranks)), range(len(run.ranks)) if ranks is None else ranks)
+    each = slow[:, None] * np.full(len(run.steps), float(np.median(run.step_s)))
+    return with_seconds(run, **{name: share * each for name, share in more.items()})
+
+
+def with_seconds(run: Run, **more: np.ndarray) -> Run:
+    """Return the run with parts that take `more` seconds longer; each of shape (ranks, steps)."""
     parts = run.parts_s.copy()
-    step_s = float(np.median(run.step_s))
-    for name, share in more.items():
-        parts[list(ranks) if ranks is not None else slice(None), :, PARTS.index(name)] += share * step_s
+    for name, seconds in more.items():
+        parts[:, :, PARTS.index(name)] += seconds
     return _together(replace(run, parts_s=parts))
 
 
@@ -220,6 +226,30 @@ def _stalls(run: Run, share: float) -> Run:
     return _together(replace(run, parts_s=parts))
 
 
+def _at_times(run: Run, share: float, part: str, slow: np.ndarray) -> Run:
+    """Let a part take longer in the steps or ranks that are `slow`, by `share` of all time."""
+    each = share * float(np.median(run.step_s)) * slow.max(0).size / slow.max(0).sum()
+    return with_seconds(run, **{part: np.broadcast_to(each * slow, run.step_s.shape)})
+
+
+def _in_turn(run: Run, share: float) -> Run:
+    turns = np.random.default_rng(0).permuted(np.resize(np.arange(len(run.ranks)), len(run.steps)))
+    return _at_times(run, share, "backward", np.arange(len(run.ranks))[:, None] == turns)
+
+
+def _ramp(run: Run) -> np.ndarray:
+    return run.steps[None] / run.steps.mean()
+
+
+def _every(run: Run, period: int) -> np.ndarray:
+    return (run.steps % period == 0)[None].astype(float)
+
+
+def _evaluating(run: Run, share: float) -> Run:
+    waits = (HostWait(what="forward without gradients", waits=3.0, waited_s=share * float(np.median(run.step_s))),)
+    return replace(_at_times(run, share, "other", _every(run, 5)), host_waits=waits)
+
+
 def _leak(run: Run, share: float) -> Run:
     steps = np.arange(run.held_bytes.shape[1])
     return replace(run, held_bytes=run.held_bytes + (share * 120 * MB * steps).astype(np.int64))
@@ -285,6 +315,37 @@ FAULTS = (
     Fault("a bad cable at rank 0", "slow link", "rank 0", _slow_link),
     Fault("a network too slow for the model", "slow link", "B/s", lambda run, item: _exposing(run, item)),
     Fault("checkpoints on a slow disk", "checkpoint stalls", "for checkpoints", _stalls),
+    Fault(
+        "a network that others use at times",
+        "network stalls",
+        "every 4th step",
+        lambda run, item: _at_times(run, item, "gather", _every(run, 4)),
+    ),
+    Fault("rank 0 logs", "code on one rank", "rank 0", lambda run, item: with_parts(run, [0], other=item)),
+    Fault("garbage collection at different times", "stragglers", "another rank in each step", _in_turn),
+    Fault(
+        "recompilation",
+        "slow steps",
+        "every 4th step",
+        lambda run, item: _at_times(run, item, "forward", _every(run, 4)),
+    ),
+    Fault(
+        "hot devices since mid-run",
+        "changed speed",
+        "since step",
+        lambda run, item: _at_times(run, item, "backward", (run.steps > len(run.steps) / 2)[None].astype(float)),
+    ),
+    Fault(
+        "a graph that grows", "changed speed", "growing", lambda run, item: _at_times(run, item, "backward", _ramp(run))
+    ),
+    Fault("an optimizer in Python", "slow optimizer", "optimizer", lambda run, item: with_parts(run, optimizer=item)),
+    Fault("evaluation every fifth step", "evaluation", "every 5th step", _evaluating),
+    Fault(
+        "waits whose units are unknown",
+        "unexplained waits",
+        "gather",
+        lambda run, item: replace(with_parts(run, gather=item + 0.25), units=()),
+    ),
     Fault("item() in the loop", "host waits", "train.py:41", _logging),
     Fault("no checkpointing in little memory", "no activation checkpointing", "activations", _binding),
     Fault("no checkpointing in too little memory", "no activation checkpointing", "activations", _full),

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.faulty_runs import FAULTS, healthy_run, with_parts
+from tests.faulty_runs import FAULTS, healthy_run, with_parts, with_seconds
 
+from fullshard.report.account import GROUPS
 from fullshard.report.causes import find_causes, verdict
-from fullshard.report.figures import ENOUGH_STEPS
+from fullshard.report.figures import ENOUGH_STEPS, RunFigures
 from fullshard.report.rules import RULES
-from fullshard.report.run import WhatIf
+from fullshard.report.run import PARTS, WhatIf
+from fullshard.report.shown import shown
 
 sizes = {
     "ranks": st.sampled_from([4, 5, 8, 16]),
@@ -53,13 +55,18 @@ def test_noise_that_happens_to_rise_is_no_leak():
 
 @settings(max_examples=40, deadline=None)
 @given(burst=st.sampled_from(["input", "forward", "gather", "other"]), **sizes)
-def test_a_burst_in_a_few_steps_is_no_cause(burst, **size):
-    """Other load on the machine in one of six steps is not a property of the run."""
+def test_what_is_slow_in_a_few_steps_is_reported_with_its_share_and_its_steps(burst, **size):
+    """Two steps' time in each sixth step."""
     run = healthy_run(**size)
     slow = with_parts(run, [0], **{burst: 2.0})
     parts = run.parts_s.copy()
     parts[:, ::6] = slow.parts_s[:, ::6]
-    assert find_causes(replace(run, parts_s=parts, step_s=parts.sum(-1))) == ()
+    run = replace(run, parts_s=parts, step_s=parts.sum(-1))
+    finding = find_causes(run)[0]
+    often = len(range(6, len(run.steps), 6))
+    lost = 2.0 * often / (2.0 * often + len(run.steps) - 1)
+    assert finding.lost == pytest.approx(lost, rel=0.1)
+    assert ("every 6th step" if often > 2 else f"in {often} of") in finding.stated
 
 
 @settings(max_examples=40, deadline=None)
@@ -68,6 +75,41 @@ def test_ranks_in_turn_late_are_no_slow_ranks(**size):
     """On a machine that others use, each rank is late at times, by much; none is slow."""
     reported = {find_cause.cause for find_cause in find_causes(healthy_run(**size))}
     assert reported.isdisjoint({"throttled rank", "slow host", "slow input", "unequal work"})
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), **sizes)
+def test_a_page_is_not_green_while_a_third_of_the_time_is_lost(data, **size):
+    """Whatever takes the time, on whichever ranks and in whichever steps."""
+    run = healthy_run(**size)
+    parts = st.sampled_from([part for part in PARTS if part not in GROUPS["compute"]])
+    chance = np.random.default_rng(size["seed"])
+    for part in data.draw(st.lists(parts, min_size=1, max_size=3, unique=True)):
+        slow = chance.random(run.step_s.shape) < data.draw(st.sampled_from([0.05, 0.2, 0.5, 1.0]))
+        run = with_seconds(run, **{part: slow * data.draw(st.floats(0.1, 5.0)) * np.median(run.step_s)})
+    figures = RunFigures(run)
+    is_lost = figures.share(figures.computes) < 2 / 3
+    assert find_causes(run) or not is_lost
+
+
+@pytest.mark.parametrize("part", ["input", "checkpoint", "other"])
+@pytest.mark.parametrize("slow", [range(1, 100), range(7, 100, 7), range(60, 100)], ids=["always", "7th", "since"])
+def test_the_verdict_and_the_charts_have_the_same_numbers(part, slow):
+    run = healthy_run(steps=99, noise=0.1)
+    run = with_seconds(run, **{part: np.isin(run.steps, slow) * np.full(run.step_s.shape, 0.5)})
+    findings = find_causes(run)
+    step = shown(run, findings)["step"]
+    charted = {item["part"]: item["share"] for item in step["parts"]}
+    assert findings[0].lost == pytest.approx(charted[part], rel=1e-3)
+    assert f"{100 * charted[part]:.0f} % of the time" in verdict(run, findings)
+    assert step["sum_s"] == pytest.approx(step["clock_s"]) == pytest.approx(RunFigures(run).step_s.mean())
+
+
+def test_the_sentence_on_a_healthy_run_has_the_numbers_of_the_charts():
+    run = healthy_run(steps=99, noise=0.1)
+    charted = {item["part"]: item["share"] for item in shown(run, ())["step"]["parts"]}
+    assert f"{100 * sum(charted[part] for part in GROUPS['compute']):.0f} % of the time computes" in verdict(run, ())
+    assert sum(charted.values()) == pytest.approx(1.0, rel=1e-4)
 
 
 def test_each_cause_is_planted():

@@ -127,6 +127,7 @@ ROOMS: dict[str, list[str] | None] = {
         "rank_file",
         "destinations",
         "reading",
+        "account",
         "figures",
         "rules",
         "causes",

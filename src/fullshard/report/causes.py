@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from fullshard.report.account import GROUPS
 from fullshard.report.figures import ENOUGH_STEPS, RunFigures, amount, milliseconds, percent
 from fullshard.report.rules import RULES, Rule
 from fullshard.report.run import PARTS, Finding, Run
@@ -42,11 +43,11 @@ def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
             f"{run.step_s.shape[1]} steps were recorded; causes of lost time are reported for {ENOUGH_STEPS + 1} "
             "steps or more."
         )
-    shares = {part: figures.usual(figures.of(part).mean(0)) for part in PARTS}
-    computes = figures.usual(figures.computes.mean(0))
-    remaining = max((part for part in PARTS if part not in _COMPUTES), key=lambda part: shares[part])
+    shares = {part: figures.share(figures.of(part)) for part in PARTS}
+    remaining = max((part for part in PARTS if part not in GROUPS["compute"]), key=lambda part: shares[part])
     stated = (
-        f"No cause of lost time found: {percent(computes)} of a step of {milliseconds(figures.usual_step_s)} computes"
+        f"No cause of lost time found: {percent(figures.share(figures.computes))} of the time computes, in steps of "
+        f"{milliseconds(figures.usual_step_s)}"
     )
     if shares[remaining] >= _WORTH_REPORTING:
         stated += f", and most of the rest is {_PART_NAMES[remaining]}, {percent(shares[remaining])}"
@@ -67,7 +68,6 @@ def _stated(by_state: Mapping[str, float]) -> str:
     return f"{amount(sum(by_state.values()))} ({each})" if each else "nothing"
 
 
-_COMPUTES = ("forward", "backward", "optimizer")
 _WORTH_REPORTING = 0.005
 _PART_NAMES = {
     "input": "input",

@@ -1,8 +1,6 @@
-"""Statistics of a run over its steps, so that rules need not handle noise.
+"""Statistics of a run over all of its steps but the first, which allocates what later steps reuse.
 
-The first step is excluded if it was recorded, because it allocates what later steps reuse. For the others, the median
-is the usual value, and the lower quartile is the value that holds in three of four steps. A rule compares the quartile
-with its threshold, so that a burst of other activity on the machine is not a cause, and reports the median.
+Rules and charts use the same numbers: all shares are fractions of the total time of these steps.
 """
 
 from __future__ import annotations
@@ -13,47 +11,27 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.report.run import PARTS, RankFacts, Run, UnitTimes
+from fullshard.report.account import GROUPS, Loss, find_losses
+from fullshard.report.run import PARTS, Finding, RankFacts, Run, UnitTimes
 
-__all__ = ["ENOUGH_STEPS", "Late", "RunFigures", "Waits", "amount", "listed", "milliseconds", "named", "percent"]
+__all__ = ["ENOUGH_STEPS", "RunFigures", "Waits", "amount", "listed", "milliseconds", "named", "ordinal", "percent"]
 
 Seconds = NDArray[np.float64]
 
 ENOUGH_STEPS = 4
-"""The minimum number of steps after the first for statements about time, because of the quartile."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Late:
-    """Ranks that take longer than the others in nine of ten steps.
-
-    Args:
-        ranks: The indices of the ranks.
-        latest: The index of the slowest one.
-        lost: Its delay as a fraction of a step.
-        took_s: Its time in the median step.
-        others_s: The median time of the others.
-    """
-
-    ranks: tuple[int, ...]
-    latest: int
-    lost: float
-    took_s: float
-    others_s: float
+"""The minimum number of steps after the first for statements about time, because of noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """Waits for communication, excluding waits for slow ranks, as fractions of a step.
+    """Waits for communication in a typical step, excluding waits for slow ranks, as fractions of the total time.
 
     Args:
-        steady: The fraction in three of four steps.
-        usual: The fraction in the median step.
+        share: The fraction for all collectives.
         by_unit: The fractions of the all-gathers and of the reductions of each unit.
     """
 
-    steady: float
-    usual: float
+    share: float
     by_unit: tuple[tuple[float, float], ...]
 
     @property
@@ -72,11 +50,13 @@ class RunFigures:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        known = ~np.isnan(run.parts_s).any((0, 2))  # by all ranks: a rank can be one step ahead, or gone
-        later = known & (run.steps > 1)
-        self._later = later if later.any() else known
+        self._later = run.settled
         self.step_s: Seconds = run.step_s[:, self._later].mean(0)
         """Step times as the mean over ranks; shape (steps,)."""
+        self.steps = run.steps[self._later]
+        """The numbers of these steps."""
+        self.findings: dict[str, Finding | None] = {}
+        """The findings of rules by cause, as far as they were asked."""
 
     @property
     def reports_time(self) -> bool:
@@ -95,49 +75,43 @@ class RunFigures:
     @cached_property
     def computes(self) -> Seconds:
         """Seconds of forward, backward and optimizer; shape (ranks, steps)."""
-        return self.of("forward") + self.of("backward") + self.of("optimizer")
+        return self.of_group("compute")
 
-    def of_most_ranks(self, seconds: Seconds) -> Seconds:
-        """Return the minimum over three of four ranks, or over both of two; shape (steps,)."""
-        most: Seconds = np.quantile(seconds, 0.25, axis=0, method="lower")
-        return most
+    def share(self, seconds: Seconds) -> float:
+        """Return the fraction of the total time that `seconds`, of shape (steps,) or (ranks, steps), take."""
+        return float(np.atleast_2d(seconds).mean(0).sum() / self.step_s.sum())
 
-    def steady(self, seconds: Seconds) -> float:
-        """Return the fraction of a step that `seconds`, of shape (steps,), take in three of four steps."""
-        return _quartile(seconds / self.step_s)
+    @cached_property
+    def losses(self) -> tuple[Loss, ...]:
+        """All losses of time, the largest first."""
+        return find_losses({group: self.of_group(group) for group in GROUPS}, self._transport, self.step_s)
 
-    def usual(self, seconds: Seconds) -> float:
-        """Return the fraction of a step that `seconds`, of shape (steps,), take in the median step."""
-        return float(np.median(seconds / self.step_s))
+    def loss(self, group: str, *, of_all: bool | None = None, in_turn: bool | None = None) -> Loss | None:
+        """Return the largest loss in `group` of all ranks, of some, or of another rank in each step; None if none."""
+        return next(
+            (
+                loss
+                for loss in self.losses
+                if loss.group == group
+                and of_all in (None, not loss.ranks and not loss.in_turn)
+                and in_turn in (None, loss.in_turn)
+            ),
+            None,
+        )
+
+    @cached_property
+    def _transport(self) -> Seconds:
+        """Exposed communication in each step: that of the last rank, which waits for no other rank.
+
+        Time during which another rank had no core meanwhile does not count.
+        """
+        exposed = (self.of("gather") + self.of("reduce")).min(0)
+        return exposed if self.starved is None else np.asarray(np.maximum(exposed - self.starved.max(0), 0))
 
     @property
     def usual_step_s(self) -> float:
         """Seconds of the median step."""
         return float(np.median(self.step_s))
-
-    def late(self, seconds: Seconds, least: float) -> Late | None:
-        """Return the ranks behind the median of the others by at least `least` of a step; None if there are none.
-
-        `seconds` has shape (ranks, steps), or has hosts instead of ranks.
-
-        The ranks must be behind in nine of ten steps: among many ranks, one is behind in three of four by chance alone.
-        """
-        if len(seconds) < 2 or not self.reports_time:
-            return None
-        others = _others(seconds)
-        behind = (seconds - others) / self.step_s
-        steady = np.quantile(behind, 0.1, axis=1, method="lower")
-        found = tuple(int(item) for item in np.flatnonzero(steady >= least))
-        if not found:
-            return None
-        latest = max(found, key=lambda item: float(steady[item]))
-        return Late(
-            ranks=found,
-            latest=latest,
-            lost=float(np.median(behind[latest])),
-            took_s=float(np.median(seconds[latest])),
-            others_s=float(np.median(others[latest])),
-        )
 
     @cached_property
     def starved(self) -> Seconds | None:
@@ -146,28 +120,20 @@ class RunFigures:
 
     @cached_property
     def waits(self) -> Waits:
-        """The exposed time of collectives due to communication.
-
-        The last rank waits for no other rank, so all of its waits are for communication. So the minimum over the ranks
-        counts, minus the time during which another rank had no core meanwhile.
-        """
-        exposed = (self.of("gather") + self.of("reduce")).min(0)
-        if self.starved is not None:
-            exposed = np.maximum(exposed - self.starved.max(0), 0)
-        usual, units = self.usual(exposed), self.run.units
+        """The exposed time of collectives due to communication, without steps in which it takes longer than usual."""
+        beyond, units = self.loss("transport"), self.run.units
+        share = self.share(self._transport if beyond is None else self._transport - beyond.seconds)
         of_units = sum(unit.gather_exposed_s + unit.reduce_exposed_s for unit in units)
-        scale = usual / of_units if of_units > 0 else 0.0
+        scale = share / of_units if of_units > 0 else 0.0
         return Waits(
-            steady=self.steady(exposed),
-            usual=usual,
+            share=share,
             by_unit=tuple((scale * unit.gather_exposed_s, scale * unit.reduce_exposed_s) for unit in units),
         )
 
     @cached_property
     def transport_share(self) -> float:
         """The fraction of the time of collectives without waiting for a slow rank."""
-        waited = (self.of("gather") + self.of("reduce")).mean(0)
-        return min(1.0, self.waits.usual / max(self.usual(waited), 1e-9))
+        return min(1.0, self.waits.share / max(self.share(self.of("gather") + self.of("reduce")), 1e-9))
 
     @cached_property
     def collectives(self) -> float:
@@ -186,8 +152,8 @@ class RunFigures:
 
     @property
     def waited_s(self) -> float:
-        """Seconds of the median step in waits for communication."""
-        return self.waits.usual * self.usual_step_s
+        """Seconds per step in waits for communication."""
+        return self.waits.share * float(self.step_s.mean())
 
     @property
     def reached_gb_s(self) -> float:
@@ -211,6 +177,38 @@ class RunFigures:
         hosts = {self.rank(place).host for place in places}
         where = f" on {hosts.pop()}" if len(hosts) == 1 and len(self.hosts()) > 1 else ""
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}{where}"
+
+    def who(self, loss: Loss) -> str:
+        """Format the ranks of a loss, as in "rank 3" or "another rank in each step"."""
+        if loss.in_turn:
+            behind = self.of_group(loss.group).argmax(0)[loss.seconds > 0]
+            counts = np.bincount(behind, minlength=len(self.run.ranks))
+            most = np.argsort(-counts, kind="stable")[: max(1, len(counts) // 4)]
+            if len(counts) > 2 and len(behind) > 2 * len(most) and counts[most].sum() >= 0.9 * len(behind):
+                return f"{self.ranks_text(tuple(sorted(int(rank) for rank in most)))} in turn"
+            return "another rank in each step" if loss.pattern.kind == "steady" else "another rank each time"
+        return self.ranks_text(loss.ranks) if loss.ranks else "all ranks"
+
+    def when(self, loss: Loss) -> str:
+        """Format the size of a loss and its steps, as in "2.0 s every 8th step" or "80 ms per step since step 151"."""
+        pattern, each = loss.pattern, milliseconds(loss.each_s)
+        at = np.flatnonzero(pattern.slow)
+        first, last = int(self.steps[at[0]]), int(self.steps[at[-1]])
+        apart = pattern.period * int(np.median(np.diff(self.steps)))
+        end = milliseconds(float(2 * loss.seconds.mean()))
+        return {
+            "steady": f"{each} per step",
+            "every": f"{each} every {ordinal(apart)} step",
+            "random": f"{each} in {len(at)} of {len(self.steps)} steps",
+            "since": f"{each} per step since step {first}",
+            "until": f"{each} per step until step {last}",
+            "between": f"{each} per step from step {first} to step {last}",
+            "growing": f"growing to {end} per step at step {last}",
+        }[pattern.kind]
+
+    def of_group(self, group: str) -> Seconds:
+        """Return the seconds of a group of parts; shape (ranks, steps)."""
+        return np.asarray(np.sum([self.of(part) for part in GROUPS[group]], axis=0))
 
     def used_memory(self) -> tuple[int, int | None] | None:
         """Return the peak bytes of a rank, including memory beyond tensors, and its limit."""
@@ -259,14 +257,7 @@ def listed(words: list[str]) -> str:
 _SHOWN = 4
 
 
-def _quartile(values: NDArray[np.float64]) -> float:
-    return float(np.quantile(values, 0.25, method="lower"))
-
-
-def _others(seconds: Seconds) -> Seconds:
-    """Return for each rank the median of the others; shape (ranks, steps)."""
-    count = len(seconds)
-    by_size = np.sort(seconds, axis=0)
-    place = np.argsort(np.argsort(seconds, axis=0, kind="stable"), axis=0, kind="stable")
-    middle = [at + (place <= at) for at in ((count - 2) // 2, (count - 1) // 2)]  # skip the rank itself
-    return (np.take_along_axis(by_size, middle[0], 0) + np.take_along_axis(by_size, middle[1], 0)) / 2
+def ordinal(number: int) -> str:
+    """Format a number, as in "8th"."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 * (number // 10 % 10 != 1), "th")
+    return f"{number}{ending}"

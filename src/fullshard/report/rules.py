@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.report.figures import Late, RunFigures, amount, listed, milliseconds, named, percent
-from fullshard.report.run import Finding, UnitTimes
+from fullshard.report.account import GROUPS, Loss
+from fullshard.report.figures import RunFigures, amount, listed, milliseconds, named, percent
+from fullshard.report.run import PARTS, Finding, UnitTimes
 
 __all__ = ["RULES", "Rule"]
 
@@ -25,7 +26,7 @@ class Rule:
 
     Args:
         cause: The name of the cause.
-        least: The threshold, as a fraction of a step or of memory. A value of `least` or more is a cause.
+        least: The threshold, as a fraction of the total time or of memory. A value of `least` or more is a cause.
         why: The reason for the threshold.
         of_time: Whether it depends on step times, which need enough steps.
         helps: Prefixes of the `WhatIf.change` of simulated changes that would help, the best first.
@@ -43,7 +44,9 @@ class Rule:
         """Return the finding of the rule in a run, or None."""
         if self.of_time and not figures.reports_time:
             return None
-        return self.find(figures, self)
+        if self.cause not in figures.findings:
+            figures.findings[self.cause] = self.find(figures, self)
+        return figures.findings[self.cause]
 
     def found(self, stated: str, change: str, *, lost: float = 0.0, of_memory: float = 0.0) -> Finding:
         """Return a finding of this cause."""
@@ -76,18 +79,19 @@ def rule(
 
 @rule("slow input", least=0.10, why="a loader with workers returns a batch in under 1 % of a step")
 def slow_input(figures: RunFigures, rule: Rule) -> Finding | None:
-    seconds = figures.of("input")
-    each = figures.of_most_ranks(seconds)
-    if figures.steady(each) >= rule.least:
-        lost = figures.usual(each)
-        stated = f"{percent(lost)} of a step waits for input, on all ranks: {milliseconds(float(np.median(each)))}."
-        return rule.found(stated, "Give the loader workers (`num_workers`), or prepare the data beforehand.", lost=lost)
-    late = figures.late(seconds, rule.least)
-    if late is None:
+    loss = _large(figures.loss("input"), rule)
+    if loss is None:
         return None
-    who = figures.ranks_text(late.ranks)
-    stated = f"{percent(late.lost)} of a step waits for the input of {who}: {_times(late)}."
-    return rule.found(stated, "Check the storage of its files, and whether its loader has workers.", lost=late.lost)
+    if loss.ranks:
+        stated = f"{percent(loss.lost)} of the time waits for the input of {figures.who(loss)}: {figures.when(loss)}."
+        return rule.found(stated, "Check the storage of its files, and whether its loader has workers.", lost=loss.lost)
+    stated = f"{percent(loss.lost)} of the time waits for input, on {figures.who(loss)}: {figures.when(loss)}."
+    change = "Give the loader workers (`num_workers`), or prepare the data beforehand."
+    return rule.found(stated, change, lost=loss.lost)
+
+
+def _large(loss: Loss | None, rule: Rule) -> Loss | None:
+    return loss if loss is not None and loss.lost >= rule.least else None
 
 
 @rule("unequal work", least=0.10, why="lengths in a bucket differ by a few per cent; 10 % is worth sorting")
@@ -96,46 +100,42 @@ def unequal_work(figures: RunFigures, rule: Rule) -> Finding | None:
     if work is None or len(work) < 2 or (work <= 0).any():
         return None
     most = work.argmax(0)
-    ahead = figures.computes.mean(0)
-    behind = np.take_along_axis(figures.computes, most[None], 0)[0] - ahead
-    spread = float(np.quantile(work.max(0) / work.mean(0) - 1, 0.25))
-    if spread < rule.least or figures.steady(behind) < rule.least:
+    behind = np.take_along_axis(figures.computes, most[None], 0)[0] - figures.computes.mean(0)
+    lost, spread = figures.share(behind), float((work.max(0) / work.mean(0)).mean() - 1)
+    if spread < rule.least or lost < rule.least:
         return None
     always = int(np.bincount(most).argmax())
     is_one = float((most == always).mean()) > 0.75
     who = figures.ranks_text((always,)) if is_one else "another rank in each step"
-    lost = figures.usual(behind)
-    stated = f"{percent(lost)} of a step waits for {who}, which gets {percent(1 + spread)} of the mean of the ranks."
+    stated = f"{percent(lost)} of the time waits for {who}, which gets {percent(1 + spread)} of the mean of the ranks."
     return rule.found(stated, "Give all ranks the same number of tokens: sort rows by length, or pack them.", lost=lost)
 
 
-def _has_more_to_do(figures: RunFigures, place: int) -> bool:
-    """Return whether a rank has more work than the others, so that it is expected to take longer."""
+def _slow_ranks(figures: RunFigures, least: float) -> tuple[Loss, str | None] | None:
+    """Return the loss by ranks that compute longer for the same work, and their host if they are all of its ranks."""
+    loss = figures.loss("compute", of_all=False, in_turn=False)
     work = figures.later(figures.run.work)
-    return work is not None and bool(work[place].mean() > 1.02 * np.median(np.delete(work.mean(1), place)))
-
-
-def _slow_host(figures: RunFigures, least: float) -> tuple[str, Late] | None:
-    """Return the host whose ranks all take longer than the fastest rank of another host."""
-    hosts = figures.hosts()
-    late = figures.late(np.stack([figures.computes[list(places)].min(0) for places in hosts.values()]), least)
-    if late is None or all(_has_more_to_do(figures, host) for host in list(hosts.values())[late.latest]):
+    if loss is None or loss.lost < least:
         return None
-    return list(hosts)[late.latest], late
+    if work is not None and work[list(loss.ranks)].mean() > 1.02 * np.median(np.delete(work.mean(1), loss.ranks)):
+        return None  # they are expected to take longer
+    hosts = figures.hosts()
+    whole = [host for host, ranks in hosts.items() if len(hosts) > 1 and set(ranks) == set(loss.ranks)]
+    return loss, whole[0] if whole and len(loss.ranks) > 1 else None
 
 
 @rule("slow host", least=0.10, why="clocks of equal machines differ by 1 to 3 %, those of a faulty one by 10 % or more")
 def slow_host(figures: RunFigures, rule: Rule) -> Finding | None:
-    found = _slow_host(figures, rule.least)
-    if found is None:
+    found = _slow_ranks(figures, rule.least)
+    if found is None or found[1] is None:
         return None
-    host, late = found
+    loss, host = found
     stated = (
-        f"{percent(late.lost)} of a step waits for {host}: each of its ranks computes longer for the same work, "
-        f"{_times(late)}."
+        f"{percent(loss.lost)} of the time waits for {host}: each of its ranks computes longer for the same work, "
+        f"{figures.when(loss)}."
     )
     change = f"Check clocks, temperature and other programs on {host}, or remove it from the run."
-    return rule.found(stated, change, lost=late.lost)
+    return rule.found(stated, change, lost=loss.lost)
 
 
 @rule(
@@ -144,21 +144,77 @@ def slow_host(figures: RunFigures, rule: Rule) -> Finding | None:
     why=("clocks of equal devices differ by 1 to 3 %, those of a throttled one by 10 % or more"),
 )
 def throttled_rank(figures: RunFigures, rule: Rule) -> Finding | None:
-    late, host = figures.late(figures.computes, rule.least), _slow_host(figures, rule.least)
-    if late is None or _has_more_to_do(figures, late.latest):
+    found = _slow_ranks(figures, rule.least)
+    if found is None or found[1] is not None:
         return None
-    if host is not None and set(late.ranks) <= set(figures.hosts()[host[0]]):
-        return None
-    who = figures.ranks_text(late.ranks)
-    stated = f"{percent(late.lost)} of a step waits for {who}: it computes longer for the same work, {_times(late)}."
-    starved, place = figures.starved, late.latest
-    if starved is not None and figures.steady(starved[place] - figures.of_most_ranks(starved)) >= rule.least / 2:
-        part = figures.usual(starved[place])
-        change = f"It has no core for {percent(part)} of a step: end other programs on its cores."
+    loss, starved = found[0], figures.starved
+    who, ranks = figures.who(loss), list(loss.ranks)
+    stated = (
+        f"{percent(loss.lost)} of the time waits for {who}: {'it computes' if len(ranks) == 1 else 'they compute'} "
+        f"longer for the same work, {figures.when(loss)}."
+    )
+    part = 0.0 if starved is None else figures.share(starved[ranks].mean(0) - np.delete(starved, ranks, 0).mean(0))
+    if part >= loss.lost / 2:
+        change = f"It has no core for {percent(part)} of the time: end other programs on its cores."
     else:
-        device = figures.rank(place).device
-        change = f"Check clock, temperature and power of its {device}, and other programs there."
-    return rule.found(stated, change, lost=late.lost)
+        change = f"Check clock, temperature and power of its {figures.rank(ranks[0]).device}, and other programs there."
+    return rule.found(stated, change, lost=loss.lost)
+
+
+@rule("stragglers", least=0.10, why="a rank that is behind by more than noise of the same size in most steps explains")
+def stragglers(figures: RunFigures, rule: Rule) -> Finding | None:
+    loss = _large(figures.loss("compute", in_turn=True), rule)
+    if loss is None or _is_starved(figures, loss) or unequal_work.finding(figures) is not None:
+        return None
+    stated = (
+        f"{percent(loss.lost)} of the time waits for {figures.who(loss)}, which computes longer: {figures.when(loss)}."
+    )
+    change = "Look for what ranks do at different times: garbage collection (`gc.freeze()`), longer rows, compiling."
+    return rule.found(stated, change, lost=loss.lost)
+
+
+def _is_starved(figures: RunFigures, loss: Loss) -> bool:
+    """Return whether ranks have no core for most of the lost time."""
+    starved = figures.starved
+    return starved is not None and np.minimum(starved.max(0), loss.seconds).sum() >= loss.seconds.sum() / 2
+
+
+@rule("slow steps", least=0.10, why="steps of equal size take equal time, except for noise")
+def slow_steps(figures: RunFigures, rule: Rule) -> Finding | None:
+    loss = _large(figures.loss("compute", of_all=True), rule)
+    if loss is None or loss.pattern.kind not in ("every", "random") or _is_starved(figures, loss):
+        return None
+    stated = f"{percent(loss.lost)} of the time is in slow steps: all ranks compute longer, {figures.when(loss)}."
+    change = (
+        "Look for garbage collection (`gc.freeze()`, then `gc.disable()`), recompilation (`TORCH_LOGS=recompiles`), or "
+        "longer rows in these steps."
+    )
+    return rule.found(stated, change, lost=loss.lost)
+
+
+@rule("changed speed", least=0.10, why="the same work takes the same time in all of a run")
+def changed_speed(figures: RunFigures, rule: Rule) -> Finding | None:
+    loss = _large(figures.loss("compute", of_all=True), rule)
+    if loss is None or loss.pattern.kind in ("every", "random") or _is_starved(figures, loss):
+        return None
+    stated = f"{percent(loss.lost)} of the time is lost because all ranks compute longer: {figures.when(loss)}."
+    if loss.pattern.kind == "growing":
+        change = "Look for data that grows with each step: a list, a cache, a graph that is kept, or longer rows."
+    else:
+        change = "Look for what changed then: clocks and temperature, other programs, longer rows, a new phase."
+    return rule.found(stated, change, lost=loss.lost)
+
+
+@rule("slow optimizer", least=0.25, why="the optimizer step of a sharded model takes under 10 % of a step")
+def slow_optimizer(figures: RunFigures, rule: Rule) -> Finding | None:
+    beyond = figures.loss("compute")  # of some ranks or steps, which is another cause
+    lost = figures.share(figures.of("optimizer")) - (0.0 if beyond is None else beyond.lost)
+    if lost < rule.least:
+        return None
+    each = milliseconds(float(figures.of("optimizer").mean()))
+    stated = f"{percent(lost)} of the time is in the optimizer: {each} per step."
+    change = "Use a fused optimizer (`fused=True`), or larger batches and gradient accumulation: fewer optimizer steps."
+    return rule.found(stated, change, lost=lost)
 
 
 @rule(
@@ -169,11 +225,10 @@ def throttled_rank(figures: RunFigures, rule: Rule) -> Finding | None:
 def oversubscribed_cores(figures: RunFigures, rule: Rule) -> Finding | None:
     if figures.starved is None:
         return None
-    each = figures.of_most_ranks(figures.starved)
-    if figures.steady(each) < rule.least:
+    lost = figures.share(np.sort(figures.starved, axis=0)[(len(figures.starved) - 1) // 4])
+    if lost < rule.least:
         return None
-    lost = figures.usual(each)
-    stated = f"For {percent(lost)} of a step a rank is ready to compute and has no core."
+    stated = f"For {percent(lost)} of the time a rank is ready to compute and has no core."
     host, places = max(figures.hosts().items(), key=lambda host: len(host[1]))
     threads, cores = (
         sum(figures.rank(place).threads for place in places),
@@ -200,7 +255,7 @@ _NO_SMALL_NBYTES = 1_000_000  # takes 20 us at 50 GB/s, as long as the start of 
 
 
 def _waits_for_transport(figures: RunFigures) -> bool:
-    return figures.waits.steady >= EXPOSED and bool(figures.run.units)
+    return figures.waits.share >= EXPOSED and bool(figures.run.units)
 
 
 def _is_one_unit(figures: RunFigures) -> bool:
@@ -229,10 +284,10 @@ def _never_prefetches(figures: RunFigures) -> bool:
 def one_unit(figures: RunFigures, rule: Rule) -> Finding | None:
     if not (_waits_for_transport(figures) and _is_one_unit(figures)):
         return None
-    lost = figures.waits.usual
+    lost = figures.waits.share
     unit = max(figures.run.units, key=lambda unit: unit.nbytes)
     stated = (
-        f"{percent(lost)} of a step waits for communication: {named(unit)} is one unit of {amount(unit.nbytes)}, "
+        f"{percent(lost)} of the time waits for communication: {named(unit)} is one unit of {amount(unit.nbytes)}, "
         "nearly the whole model."
     )
     change = "Make each block a unit: `fully_shard(block)` before `fully_shard(model)`, or `auto_wrap_policy`."
@@ -255,8 +310,8 @@ def unit_too_large(figures: RunFigures, rule: Rule) -> Finding | None:
     if times < _SPREAD or lost < rule.least or _exposed_part([units[largest]]) < 1.5 * _exposed_part(others):
         return None
     stated = (
-        f"{percent(lost)} of a step waits for {named(units[largest])}: that unit is {times:.0f} times as large as the "
-        "median unit."
+        f"{percent(lost)} of the time waits for {named(units[largest])}: that unit is {times:.0f} times as large as "
+        "the median unit."
     )
     return rule.found(stated, "Split it into units of about the size of the other units.", lost=lost)
 
@@ -275,9 +330,9 @@ def _exposed_part(units: list[UnitTimes]) -> float:
 def units_too_small(figures: RunFigures, rule: Rule) -> Finding | None:
     if not _waits_for_transport(figures) or not _has_small_messages(figures):
         return None
-    lost, count = figures.waits.usual, figures.collectives
+    lost, count = figures.waits.share, figures.collectives
     stated = (
-        f"{percent(lost)} of a step waits for {count:.0f} collectives of {amount(figures.moved_bytes / count)} each: "
+        f"{percent(lost)} of the time waits for {count:.0f} collectives of {amount(figures.moved_bytes / count)} each: "
         f"{milliseconds(figures.waited_s / count)} each, most of it start-up time."
     )
     return rule.found(stated, "Make larger units: several blocks as one, `fully_shard([a, b])`.", lost=lost)
@@ -288,7 +343,7 @@ def no_prefetch(figures: RunFigures, rule: Rule) -> Finding | None:
     lost = figures.waits.gathers
     if not _waits_for_transport(figures) or not _never_prefetches(figures) or lost < rule.least:
         return None
-    stated = f"{percent(lost)} of a step waits for gathers, and none was prefetched."
+    stated = f"{percent(lost)} of the time waits for gathers, and none was prefetched."
     change = (
         "Turn prefetching on (`forward_prefetch=True`, `backward_prefetch=BackwardPrefetch.BACKWARD_PRE`); if it is "
         "on, use units in the same order in every step."
@@ -303,7 +358,7 @@ def no_prefetch(figures: RunFigures, rule: Rule) -> Finding | None:
     helps=("zero2",),
 )
 def frozen_part_gathered(figures: RunFigures, rule: Rule) -> Finding | None:
-    if figures.waits.steady < rule.least or not figures.run.units:
+    if figures.waits.share < rule.least or not figures.run.units:
         return None
     both = zip(figures.run.units, figures.waits.by_unit, strict=True)
     frozen = [(item, gather) for item, (gather, _) in both if not item.trains and item.gathers]
@@ -313,7 +368,7 @@ def frozen_part_gathered(figures: RunFigures, rule: Rule) -> Finding | None:
     units = sorted(frozen, key=lambda item: -item[1])
     nbytes = sum(item.nbytes for item, _ in frozen)
     stated = (
-        f"{percent(lost)} of a step waits for gathers of {len(frozen)} frozen units, {amount(nbytes)}, most for "
+        f"{percent(lost)} of the time waits for gathers of {len(frozen)} frozen units, {amount(nbytes)}, most for "
         f"{listed([named(item) for item, _ in units[:2]])}."
     )
     change = "Keep them whole on every rank: `fully_shard(part, reshard_after_forward=False)`, or `ignored_params`."
@@ -327,7 +382,7 @@ def frozen_part_gathered(figures: RunFigures, rule: Rule) -> Finding | None:
     helps=("reductions in bfloat16",),
 )
 def gradients_in_float32(figures: RunFigures, rule: Rule) -> Finding | None:
-    if figures.waits.steady < rule.least or not figures.run.units:
+    if figures.waits.share < rule.least or not figures.run.units:
         return None
     both = zip(figures.run.units, figures.waits.by_unit, strict=True)
     wide = [
@@ -337,7 +392,7 @@ def gradients_in_float32(figures: RunFigures, rule: Rule) -> Finding | None:
     if exposed / 2 < rule.least:
         return None
     stated = (
-        f"{percent(exposed)} of a step waits for reductions in float32, of {len(wide)} units that compute in "
+        f"{percent(exposed)} of the time waits for reductions in float32, of {len(wide)} units that compute in "
         f"{wide[0][0].param_dtype}: {amount(sum(item.reduced_bytes for item, _ in wide))} a step."
     )
     dtype = wide[0][0].param_dtype
@@ -357,7 +412,7 @@ def _is_half(dtype: str) -> bool:
 )
 def slow_link(figures: RunFigures, rule: Rule) -> Finding | None:
     run, waits = figures.run, figures.waits
-    if waits.steady < EXPOSED or not run.units:
+    if waits.share < EXPOSED or not run.units:
         return None
     change = 'Send less (`strategy="hsdp"`, `reduce_wire`, more microbatches per step), or repair the link.'
     links = np.array(run.links_gb_s)
@@ -366,25 +421,35 @@ def slow_link(figures: RunFigures, rule: Rule) -> Finding | None:
         slowest = int(np.argmin(links / usual))
         if links[slowest] < usual[slowest] / 2:
             stated = (
-                f"{percent(waits.usual)} of a step waits for communication: the link to "
+                f"{percent(waits.share)} of the time waits for communication: the link to "
                 f"{figures.ranks_text((slowest,))} reaches {amount(1e9 * links[slowest])}/s, other links "
                 f"{amount(1e9 * usual[slowest])}/s."
             )
             return rule.found(
-                stated, ("Check cable, port and driver there, or remove that host from the run."), lost=waits.usual
+                stated, ("Check cable, port and driver there, or remove that host from the run."), lost=waits.share
             )
     others = (one_unit, unit_too_large, units_too_small, no_prefetch, frozen_part_gathered)
     explained = sum(item.lost for item in (other.finding(figures) for other in others) if item is not None)
     if gradients_in_float32.finding(figures) is not None:
         explained += waits.reductions
-    if waits.steady - explained < rule.least:
+    if waits.share - explained < rule.least:
         return None
     gave = f"; it has given {amount(1e9 * run.link_gb_s)}/s" if run.link_gb_s else ""
     stated = (
-        f"{percent(waits.usual)} of a step waits for communication of {amount(figures.moved_bytes)} per step at "
+        f"{percent(waits.share)} of the time waits for communication of {amount(figures.moved_bytes)} per step at "
         f"{amount(1e9 * figures.reached_gb_s)}/s{gave}."
     )
-    return rule.found(stated, change, lost=waits.usual)
+    return rule.found(stated, change, lost=waits.share)
+
+
+@rule("network stalls", least=0.10, why="communication of the same bytes takes the same time in all steps")
+def network_stalls(figures: RunFigures, rule: Rule) -> Finding | None:
+    loss = _large(figures.loss("transport"), rule)
+    if loss is None:
+        return None
+    stated = f"{percent(loss.lost)} of the time waits because communication is slower than usual: {figures.when(loss)}."
+    change = "Look for other traffic on the network at these steps: checkpoints, loaders, other jobs; or link errors."
+    return rule.found(stated, change, lost=loss.lost)
 
 
 # -- the program ------------------------------------------------------------------------------------------------------
@@ -396,16 +461,44 @@ def slow_link(figures: RunFigures, rule: Rule) -> Finding | None:
     why=("a checkpoint that is written in the background stalls steps for less than 1 % of the time"),
 )
 def checkpoint_stalls(figures: RunFigures, rule: Rule) -> Finding | None:
-    seconds = figures.of("checkpoint").mean(0)
-    lost = float(seconds.sum() / figures.step_s.sum())  # they occur in a few steps, which a median would ignore
-    if lost < rule.least:
+    loss = _large(figures.loss("checkpoint"), rule)
+    if loss is None:
         return None
-    stalled = seconds[seconds > seconds.max() / 10]
-    each = milliseconds(float(np.median(stalled)))
-    stated = f"{percent(lost)} of the time the run waits for checkpoints: {len(stalled)} of {each} were recorded."
-    return rule.found(
-        stated, "Save in the background (`checkpoint.async_save`), to a faster disk, or less often.", lost=lost
+    stated = f"{percent(loss.lost)} of the time waits for checkpoints, on {figures.who(loss)}: {figures.when(loss)}."
+    change = "Save in the background (`checkpoint.async_save`), to a faster disk, or less often."
+    return rule.found(stated, change, lost=loss.lost)
+
+
+_EVALUATION = "forward without gradients"
+
+
+@rule("evaluation", least=0.10, why="evaluation of a few batches now and then takes under 5 % of the time")
+def evaluation(figures: RunFigures, rule: Rule) -> Finding | None:
+    seconds = sum(wait.waited_s for wait in figures.run.host_waits if wait.what == _EVALUATION)
+    loss = figures.loss("other", of_all=True)
+    if loss is None or loss.lost < rule.least or seconds < loss.seconds.mean() / 2:
+        return None
+    stated = f"{percent(loss.lost)} of the time is in evaluation (forwards without gradients): {figures.when(loss)}."
+    change = "Evaluate less often or on fewer batches. `with report.pausing():` leaves its time out of the steps."
+    return rule.found(stated, change, lost=loss.lost)
+
+
+@rule("code on one rank", least=0.10, why="logging of a few numbers takes under 1 % of a step")
+def code_on_one_rank(figures: RunFigures, rule: Rule) -> Finding | None:
+    loss = _large(figures.loss("other", of_all=False), rule)
+    if loss is None:
+        return None
+    stated = (
+        f"{percent(loss.lost)} of the time waits for {figures.who(loss)}, in code between forward, backward and "
+        f"optimizer: {figures.when(loss)}{_lines(figures)}."
     )
+    change = "Log every tenth step, in a thread, or by `fullshard.report`'s `log_to`: the other ranks wait meanwhile."
+    return rule.found(stated, change, lost=loss.lost)
+
+
+def _lines(figures: RunFigures) -> str:
+    waits = sorted(figures.run.host_waits, key=lambda host_wait: -host_wait.waited_s)
+    return f"; {listed([f'{wait.what} ({wait.waits:.3g} times)' for wait in waits])}" if waits else ""
 
 
 @rule(
@@ -414,19 +507,21 @@ def checkpoint_stalls(figures: RunFigures, rule: Rule) -> Finding | None:
     why="queueing steps ahead takes the host less than 1 % of the time; on a CPU, clipping takes 2 to 5 %",
 )
 def host_waits(figures: RunFigures, rule: Rule) -> Finding | None:
-    other = figures.of("other").min(0)  # ranks that wait for one are not the cause
-    if figures.starved is not None:
-        other = np.maximum(other - figures.starved.max(0), 0)
-    waits = sorted(figures.run.host_waits, key=lambda host_wait: -host_wait.waited_s)
-    waited = min(sum(wait.waited_s for wait in waits) / figures.usual_step_s, _idle(figures))
-    lost = max(figures.usual(other), waited)
-    if max(figures.steady(other), waited) < rule.least:
+    loss = figures.loss("other", of_all=True)
+    if evaluation.finding(figures) is not None:
         return None
-    what = (
-        listed([f"{wait.what} ({wait.waits:.3g} times)" for wait in waits]) if waits else "logging, metrics or prints"
-    )
-    stated = f"{percent(lost)} of a step the program neither computes nor communicates: {what}."
+    starved = 0.0 if figures.starved is None or loss is None else figures.starved.max(0)
+    between = 0.0 if loss is None else figures.share(np.maximum(loss.seconds - starved, 0))
+    waited = sum(wait.waited_s for wait in figures.run.host_waits if wait.what != _EVALUATION)
+    waited = min(waited / float(figures.step_s.mean()), _idle(figures))
+    lost = max(between, waited)
+    if lost < rule.least:
+        return None
+    size = f": {figures.when(loss)}" if loss is not None and between >= rule.least else ""
+    stated = f"{percent(lost)} of the time the program neither computes nor communicates{size}{_lines(figures)}."
     change = "Log every tenth step and keep values on the device until then: no `.item()` in the loop."
+    if loss is not None and loss.pattern.kind != "steady":
+        change = "Do this less often or in a thread: saving with `torch.save`, logging, images, metrics."
     return rule.found(stated, change, lost=lost)
 
 
@@ -435,7 +530,23 @@ def _idle(figures: RunFigures) -> float:
     busy = figures.later(figures.run.busy_s)
     if busy is None or all(rank.device == "cpu" for rank in figures.run.ranks):
         return 1.0
-    return max(0.0, 1 - figures.usual(busy.mean(0)))
+    return max(0.0, 1 - figures.share(busy))
+
+
+UNEXPLAINED = 1 / 3
+"""The minimum fraction of the time that is lost for reasons of less than their thresholds."""
+
+
+@rule("unexplained waits", least=UNEXPLAINED, why="several smaller losses, or something that no other rule knows")
+def unexplained_waits(figures: RunFigures, rule: Rule) -> Finding | None:
+    lost = 1 - figures.share(figures.computes)
+    others = (other.finding(figures) for other in RULES if other.of_time and other is not rule)
+    if lost < rule.least or any(found is not None for found in others):
+        return None
+    shares = {part: figures.share(figures.of(part)) for part in PARTS if part not in GROUPS["compute"]}
+    most = [f"{percent(shares[part])} {part}" for part in sorted(shares, key=lambda part: -shares[part])[:2]]
+    stated = f"{percent(lost)} of the time is not compute: {listed(most)}."
+    return rule.found(stated, "See where a step goes, and the map of ranks and steps.", lost=lost)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -553,8 +664,3 @@ def _pairs(series: Series) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArra
     """Return at most 64 steps, and all pairs of them as indices."""
     at = np.unique(np.linspace(0, len(series) - 1, 64).round().astype(np.int64))
     return (at, *np.triu_indices(len(at), 1))
-
-
-def _times(late: Late) -> str:
-    """Format times, as in "80 ms, and 2 ms on others"."""
-    return f"{milliseconds(late.took_s)}, and {milliseconds(late.others_s)} on others"

@@ -204,3 +204,12 @@ class Run:
     host_waits: tuple[HostWait, ...] = ()
     tiers: tuple[TierBytes, ...] = ()  # the device first; empty without offloading
     links_gb_s: tuple[float, ...] = ()  # like `link_gb_s`, by rank: from the previous rank
+
+    @property
+    def settled(self) -> NDArray[np.bool_]:
+        """The steps to take statistics of, as a mask: all but the first, if all ranks have recorded them."""
+        known: NDArray[np.bool_] = ~np.asarray(
+            np.isnan(self.parts_s).any((0, 2))
+        )  # a rank can be one step ahead, or gone
+        later: NDArray[np.bool_] = known & (self.steps > 1)
+        return later if later.any() else known

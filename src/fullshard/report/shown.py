@@ -123,13 +123,10 @@ def _quantile(values: Numbers, *at: float) -> list[float]:
     return [float(item) for item in np.quantile(there, at)] if there.size else [math.nan] * len(at)
 
 
-def _settled(run: Run) -> slice:
-    """Return the steps to average over: all except the first, which is a warmup step, if there are enough."""
-    return slice(1 if _has_warmed_up(run) else 0, None)
-
-
-def _has_warmed_up(run: Run) -> bool:
-    return len(run.steps) >= 5 and run.steps[0] <= 1
+def _settled(run: Run) -> Numbers:
+    """Return the steps to average over, as a mask: those that the causes are found in."""
+    settled: Numbers = run.settled
+    return settled if settled.any() else np.ones(len(run.steps), dtype=bool)
 
 
 def _steps(run: Run) -> dict[str, Any]:
@@ -139,7 +136,7 @@ def _steps(run: Run) -> dict[str, Any]:
         "count": len(run.steps),
         "first": int(run.steps[0]) if len(run.steps) else None,
         "last": int(run.steps[-1]) if len(run.steps) else None,
-        "without_first": _has_warmed_up(run),
+        "without_first": bool(len(run.steps)) and not _settled(run)[0],
         "median_s": median,
         "low_s": low,
         "high_s": high,
@@ -402,7 +399,7 @@ def _slowest(run: Run, late: Numbers) -> dict[str, Any] | None:
         "rank": run.ranks[place].rank,
         "host": run.ranks[place].host,
         "late_s": float(late[place]),
-        "of_step": float(late[place] / _mean(run.step_s)),
+        "of_step": float(late[place] / _mean(run.step_s[:, _settled(run)])),
         "last_share": float(last.mean()),
         "part": PARTS[own[part]],
         "more_s": float(more[part]),

@@ -333,7 +333,7 @@ def _read(step: _Unread, reads_streams: bool) -> StepTaken:
     )
 
 
-_NAMES = frozenset((*PARTS, "wait", "forward again", "forward without gradients"))
+_NAMES = frozenset((*PARTS, "wait", "forward again"))
 
 
 def _part_of(event: Event) -> str | None:
