@@ -102,7 +102,8 @@ def test_the_verdict_and_the_charts_have_the_same_numbers(part, slow):
     charted = {item["part"]: item["share"] for item in step["parts"]}
     assert findings[0].lost == pytest.approx(charted[part], rel=1e-3)
     assert f"{100 * charted[part]:.0f} % of the time" in verdict(run, findings)
-    assert step["sum_s"] == pytest.approx(step["clock_s"]) == pytest.approx(RunFigures(run).step_s.mean())
+    assert step["clock_s"] == pytest.approx(RunFigures(run).step_s.mean(), rel=1e-4)
+    assert step["sum_s"] == pytest.approx(step["clock_s"], rel=1e-4)
 
 
 def test_the_sentence_on_a_healthy_run_has_the_numbers_of_the_charts():

@@ -510,8 +510,7 @@ def host_waits(figures: RunFigures, rule: Rule) -> Finding | None:
     loss = figures.loss("other", of_all=True)
     if evaluation.finding(figures) is not None:
         return None
-    starved = 0.0 if figures.starved is None or loss is None else figures.starved.max(0)
-    between = 0.0 if loss is None else figures.share(np.maximum(loss.seconds - starved, 0))
+    between = 0.0 if loss is None or _is_starved(figures, loss) else loss.lost
     waited = sum(wait.waited_s for wait in figures.run.host_waits if wait.what != _EVALUATION)
     waited = min(waited / float(figures.step_s.mean()), _idle(figures))
     lost = max(between, waited)
