@@ -178,6 +178,13 @@ def _large_unit(run: Run, share: float) -> Run:
     return with_parts(replace(run, units=(*run.units[:-1], grown)), gather=share)
 
 
+def _heavy_root(run: Run, share: float) -> Run:
+    more, root = share * float(np.median(run.step_s)), run.units[0]
+    nbytes = 2 * sum(unit.nbytes for unit in run.units)
+    grown = replace(root, nbytes=nbytes, gather_s=root.gather_s + more, gather_exposed_s=root.gather_exposed_s + more)
+    return with_parts(replace(run, units=(grown, *run.units[1:])), gather=share)
+
+
 def _small_units(run: Run, share: float) -> Run:
     run = _exposing(run, share)
     return replace(
@@ -349,6 +356,28 @@ FAULTS = (
     Fault("item() in the loop", "host waits", "train.py:41", _logging),
     Fault("no checkpointing in little memory", "no activation checkpointing", "activations", _binding),
     Fault("no checkpointing in too little memory", "no activation checkpointing", "activations", _full),
+    Fault(
+        "each microbatch gathered and reduced",
+        "each microbatch communicates",
+        "set_requires_gradient_sync(False)",
+        lambda run, item: _exposing(run, item, gathers=8.0, reductions=4.0),
+    ),
+    Fault(
+        "most of the model in the root",
+        "unit too large",
+        "the root",
+        _heavy_root,
+    ),
+    Fault(
+        "recomputing with memory to spare",
+        "needless activation checkpointing",
+        "memory is free",
+        lambda run, _: replace(
+            run,
+            units=tuple(replace(unit, recomputed=True) for unit in run.units),
+            memory=_memory(activations=30 * MB),
+        ),
+    ),
     Fault("a large vocabulary", "large logits", "200 MB", _logits),
     Fault("losses kept in a list", "memory leak", "more after each step", _leak),
 )

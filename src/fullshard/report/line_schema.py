@@ -144,6 +144,7 @@ def _is_units(line: Any) -> bool:
         {"steps": lambda value: _is_count(value, 1)},
         {
             "best_bytes_per_s": _is_number,
+            "reports_input": _is_flag,
             "v": _table(_list(_is_number, len(UnitCounts.names()))),
             "waits": _table(_PAIR),
             "disks": _table(_list(_is_number, 1 + len(Moved.__dataclass_fields__))),

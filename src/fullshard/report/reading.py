@@ -126,6 +126,7 @@ def read_run(folder: Path) -> Run:
         host_waits=_host_waits(ranks),
         what_ifs=tuple(WhatIf(**item) for item in first.what_ifs.get("v", ())),
         out_of_memory=next((_out_of_memory(rank.out_of_memory) for rank in ranks if rank.out_of_memory), None),
+        reports_input=first.units.get("reports_input", True),
         links_gb_s=links if all(links) else (),
         tiers=_tiers(first),
     )

@@ -386,6 +386,7 @@ class RunReport:
             "units",
             steps=self._counted,
             best_bytes_per_s=self._best_bytes_per_s,
+            reports_input=self._steps.reports_input,
             v={name: counts.as_list() for name, counts in self._units.items()},
             waits=self._host_waits,
             disks={

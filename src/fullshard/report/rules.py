@@ -85,8 +85,11 @@ def slow_input(figures: RunFigures, rule: Rule) -> Finding | None:
     if loss.ranks:
         stated = f"{percent(loss.lost)} of the time waits for the input of {figures.who(loss)}: {figures.when(loss)}."
         return rule.found(stated, "Check the storage of its files, and whether its loader has workers.", lost=loss.lost)
-    stated = f"{percent(loss.lost)} of the time waits for input, on {figures.who(loss)}: {figures.when(loss)}."
+    what = "input" if figures.run.reports_input else "input, or for other code of the loop before forward"
+    stated = f"{percent(loss.lost)} of the time waits for {what}, on {figures.who(loss)}: {figures.when(loss)}."
     change = "Give the loader workers (`num_workers`), or prepare the data beforehand."
+    if not figures.run.reports_input:
+        change += " `report.batches(loader)` tells both apart."
     return rule.found(stated, change, lost=loss.lost)
 
 
@@ -301,13 +304,15 @@ def one_unit(figures: RunFigures, rule: Rule) -> Finding | None:
 )
 def unit_too_large(figures: RunFigures, rule: Rule) -> Finding | None:
     units = figures.run.units
-    if not _waits_for_transport(figures) or _is_one_unit(figures) or len(units) < 4:
+    if not _waits_for_transport(figures) or _is_one_unit(figures):
         return None
     median = float(np.median([unit.nbytes for unit in units]))
     largest = max(range(len(units)), key=lambda index: units[index].nbytes)
     times, lost = units[largest].nbytes / max(median, 1), sum(figures.waits.by_unit[largest])
     others = [unit for place, unit in enumerate(units) if place != largest]
-    if times < _SPREAD or lost < rule.least or _exposed_part([units[largest]]) < 1.5 * _exposed_part(others):
+    is_most = units[largest].nbytes > sum(unit.nbytes for unit in others)  # of the model, as a root of few units is
+    stands_out = len(units) > 3 and _exposed_part([units[largest]]) >= 1.5 * _exposed_part(others)
+    if lost < rule.least or not (is_most or (times >= _SPREAD and stands_out)):
         return None
     stated = (
         f"{percent(lost)} of the time waits for {named(units[largest])}: that unit is {times:.0f} times as large as "
@@ -336,6 +341,36 @@ def units_too_small(figures: RunFigures, rule: Rule) -> Finding | None:
         f"{milliseconds(figures.waited_s / count)} each, most of it start-up time."
     )
     return rule.found(stated, "Make larger units: several blocks as one, `fully_shard([a, b])`.", lost=lost)
+
+
+@rule(
+    "each microbatch communicates",
+    least=EXPOSED,
+    why="a step needs one reduction per unit, and two gathers",
+    helps=("zero2",),
+)
+def each_microbatch_communicates(figures: RunFigures, rule: Rule) -> Finding | None:
+    if not _waits_for_transport(figures):
+        return None
+    reductions, gathers = (
+        float(np.median([getattr(unit, name) for unit in figures.run.units])) for name in ("reductions", "gathers")
+    )
+    if reductions < _MICROBATCHES + 0.5 and gathers < 2 * _MICROBATCHES:
+        return None
+    lost, change = figures.waits.share, list[str]()
+    stated = (
+        f"{percent(lost)} of the time waits for communication: each step gathers a unit {gathers:.3g} times "
+        f"and reduces it {reductions:.3g} times."
+    )
+    if reductions >= _MICROBATCHES + 0.5:
+        change.append("Reduce in the last microbatch only (`set_requires_gradient_sync(False)` before the others)")
+    if gathers >= 2 * _MICROBATCHES:
+        change.append("keep units unsharded between microbatches (`reshard_after_forward=False`, or zero2)")
+    both = "; ".join(change)
+    return rule.found(stated, f"{both[0].upper()}{both[1:]}.", lost=lost)
+
+
+_MICROBATCHES = 2  # hsdp reduces twice in a step of one microbatch
 
 
 @rule("no prefetch", least=EXPOSED, why="a gather that starts when it is needed is not hidden", helps=("prefetch",))
@@ -414,7 +449,7 @@ def slow_link(figures: RunFigures, rule: Rule) -> Finding | None:
     run, waits = figures.run, figures.waits
     if waits.share < EXPOSED or not run.units:
         return None
-    change = 'Send less (`strategy="hsdp"`, `reduce_wire`, more microbatches per step), or repair the link.'
+    change = 'Send less (`strategy="hsdp"`, `reduce_wire`, larger batches), or repair the link.'
     links = np.array(run.links_gb_s)
     if len(links) == len(run.ranks) > 1:
         usual = np.array([np.median(np.delete(links, index)) for index in range(len(links))])
@@ -428,7 +463,14 @@ def slow_link(figures: RunFigures, rule: Rule) -> Finding | None:
             return rule.found(
                 stated, ("Check cable, port and driver there, or remove that host from the run."), lost=waits.share
             )
-    others = (one_unit, unit_too_large, units_too_small, no_prefetch, frozen_part_gathered)
+    others = (
+        one_unit,
+        unit_too_large,
+        units_too_small,
+        each_microbatch_communicates,
+        no_prefetch,
+        frozen_part_gathered,
+    )
     explained = sum(item.lost for item in (other.finding(figures) for other in others) if item is not None)
     if gradients_in_float32.finding(figures) is not None:
         explained += waits.reductions
@@ -582,6 +624,28 @@ def no_activation_checkpointing(figures: RunFigures, rule: Rule) -> Finding | No
     return rule.found(stated, change, of_memory=binding * held / total)
 
 
+@rule(
+    "needless activation checkpointing",
+    least=0.10,
+    why="recomputing takes as long as a forward; it is for memory that would be full without it",
+)
+def needless_activation_checkpointing(figures: RunFigures, rule: Rule) -> Finding | None:
+    units, used = figures.run.units, figures.used_memory()
+    recomputed = sum(unit.nbytes for unit in units if unit.recomputed) / max(1, sum(unit.nbytes for unit in units))
+    lost = recomputed * figures.share(figures.of("forward"))
+    if used is None or not used[1] or used[0] > _SPARE * used[1] or lost < rule.least:
+        return None
+    stated = (
+        f"About {percent(lost)} of the time recomputes activations in backward, and "
+        f"{percent(1 - used[0] / used[1])} of a rank's memory is free."
+    )
+    change = "Turn activation checkpointing off, or recompute fewer blocks, as far as memory allows."
+    return rule.found(stated, change, lost=lost)
+
+
+_SPARE = 0.3  # of the limit: activations may be several times as large without recomputing
+
+
 @rule("large logits", least=0.30, why="of tensors at the peak: a smaller share is one of many", of_time=False)
 def large_logits(figures: RunFigures, rule: Rule) -> Finding | None:
     run, total = figures.run, figures.tensors_at_peak()
@@ -628,8 +692,10 @@ def memory_leak(figures: RunFigures, rule: Rule) -> Finding | None:
         return None
     if _trend(series) < _SURE or _trend(run.held_bytes[worst].astype(np.float64)) < _SURE_OF_ALL_STEPS:
         return None
-    who = figures.ranks_text((worst,))
-    stated = f"{who[0].upper()}{who[1:]} holds {amount(slope)} more after each step, {amount(series[-1])} at the end."
+    leaking = tuple(int(rank) for rank in np.flatnonzero(slopes >= slope / 2))
+    who = "each rank" if len(leaking) == len(held) > 1 else figures.ranks_text(leaking)
+    holds = f"{who[0].upper()}{who[1:]} {'hold' if who.startswith('ranks') else 'holds'}"
+    stated = f"{holds} {amount(slope)} more after each step, {amount(series[-1])} at the end."
     limit = run.memory.limit if run.memory is not None else None
     if limit is not None and limit > series[-1]:
         stated += f" In {(limit - series[-1]) / slope:.0f} steps its memory is full."

@@ -203,6 +203,7 @@ class Run:
     output_nbytes: int = 0  # bytes returned by the root's forward: mostly logits
     host_waits: tuple[HostWait, ...] = ()
     tiers: tuple[TierBytes, ...] = ()  # the device first; empty without offloading
+    reports_input: bool = True  # whether the loop tells input from its other code
     links_gb_s: tuple[float, ...] = ()  # like `link_gb_s`, by rank: from the previous rank
 
     @property

@@ -153,7 +153,7 @@ class StepRecorder(Recorder):
         self._usage, self._done, self._begins, self._observed = usage, done, begins, visited
         self._reported: list[str] = []
         self._turns = [self._turn(self.origin)]
-        self._reported_input = False
+        self.reports_input = False  # whether the loop marks input
         self._stepped = False
         self._end: int | None = None  # the index of the turn at which this step ends, unless more work follows
         self._used = self._used_at_end = usage()
@@ -192,7 +192,7 @@ class StepRecorder(Recorder):
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Context manager within which the program does `what`: a part, the name of another activity, or PAUSE."""
-        self._reported_input = self._reported_input or what == "input"
+        self.reports_input = self.reports_input or what == "input"
         before, is_paused = self.origin, PAUSE in self._reported
         self._reported.append(what)
         if not is_paused:
@@ -237,7 +237,7 @@ class StepRecorder(Recorder):
         last = self._turns[self._end]
         before = [event for event in self.events if event.start < last.at]
         used, now = self._used, self._used_at_end
-        turns, reports = self._turns[: self._end + 1], self._reported_input
+        turns, reports = self._turns[: self._end + 1], self.reports_input
         self._unread.append(_Unread(self.number, turns, before, now.since(used), self.work, reports))
         self.events = [event for event in self.events if event.start >= last.at]
         self._turns = self._turns[self._end :]
