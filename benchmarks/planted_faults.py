@@ -70,6 +70,8 @@ class Plant:
         shard: makes units of the model.
         slow_block_s: seconds more that a block takes in forward, by rank.
         input_s: seconds that a batch takes, by rank.
+        input_every: number of steps from one batch that takes these seconds to the next.
+        microbatches: of a step, each gathered and reduced.
         rows: of a batch, by rank.
         latency_s: of the link.
         bytes_per_s: that it carries.
@@ -92,6 +94,8 @@ class Plant:
     shard: Callable[[Model], nn.Module] | None = None  # None: each block a unit
     slow_block_s: Mapping[int, float] = field(default_factory=dict)
     input_s: Mapping[int, float] = field(default_factory=dict)
+    input_every: int = 1
+    microbatches: int = 1
     rows: Mapping[int, int] = field(default_factory=dict)
     row_s: float = 0.0
     latency_s: float = 0.0
@@ -126,11 +130,11 @@ class Block(nn.Module):
     def __init__(self, hidden: int, seconds: float, row_s: float) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-        self.seconds, self.row_s = seconds, row_s
+        self.seconds, self.row_s, self.late_s = seconds, row_s, 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(torch.relu(self.up(x)))
-        out: Tensor = _Sleep.apply(x + y, self.seconds + self.row_s * len(x))
+        out: Tensor = _Sleep.apply(x + y, self.seconds + self.late_s + self.row_s * len(x))
         return out
 
 
@@ -279,14 +283,16 @@ def run_rank(planted: int, folder: Path, clock: Clock) -> None:
         kept: list[Any] = []
 
         def batches() -> Iterator[Tensor]:
-            for _ in range(plant.steps):
-                time.sleep(plant.input_s.get(rank, 0.0))
+            for step in range(plant.steps):
+                if step % plant.input_every == plant.input_every - 1:
+                    time.sleep(plant.input_s.get(rank, 0.0))
                 yield torch.randn(plant.rows.get(rank, 16), WIDTH)
 
         with report(model, folder, optimizer=optimizer) as record:
             for step, batch in enumerate(record.batches(batches())):
-                loss = model(batch).float().square().mean()
-                loss.backward()
+                for _ in range(plant.microbatches):
+                    loss = model(batch).float().square().mean()
+                    loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 plant.between(Loop(model, optimizer, folder, step, loss, kept))
@@ -300,6 +306,31 @@ def log_every_step(loop: Loop) -> None:
     for name, parameter in loop.model.named_parameters():
         loop.kept.append((name, parameter.full_tensor().norm().item()))
     time.sleep(0.04)  # a service that takes numbers over a network
+
+
+def log_on_first_rank(loop: Loop) -> None:
+    if dist.get_rank() == 0:
+        time.sleep(0.08)
+
+
+def evaluate_often(loop: Loop) -> None:
+    if loop.step % 3 == 2:
+        with torch.no_grad():
+            for _ in range(4):
+                loop.model(torch.randn(16, WIDTH))
+
+
+def collect_garbage(loop: Loop) -> None:
+    """Let the blocks of a different rank take longer in each of the next steps."""
+    is_late = (loop.step * 7) % 4 == dist.get_rank()
+    for block in loop.model.blocks:
+        block.late_s = 0.02 if is_late else 0.0
+
+
+def slow_down(loop: Loop) -> None:
+    if loop.step == 12:
+        for block in loop.model.blocks:
+            block.late_s = 0.008
 
 
 def save_often(loop: Loop) -> None:
@@ -452,6 +483,51 @@ FAULTS = (
         between=log_every_step,
     ),
     Plant(
+        title="a loader that stalls for 0.8 s every fifth batch",
+        cause="slow input",
+        stated="every 5th step",
+        input_s={0: 0.8, 1: 0.8},
+        input_every=5,
+        steps=24,
+    ),
+    Plant(
+        title="rank 0 logs for 80 ms per step",
+        cause="code on one rank",
+        stated="rank 0, in code between",
+        between=log_on_first_rank,
+    ),
+    Plant(
+        title="evaluation every third step",
+        cause="evaluation",
+        stated="every 3rd step",
+        between=evaluate_often,
+        steps=18,
+    ),
+    Plant(
+        title="another of 4 ranks late in each step",
+        cause="stragglers",
+        stated="another rank in each step",
+        between=collect_garbage,
+        world=4,
+        steps=20,
+    ),
+    Plant(
+        title="half the speed from step 14", cause="changed speed", stated="since step 14", between=slow_down, steps=24
+    ),
+    Plant(
+        title="6 microbatches, each gathered and reduced",
+        cause="each microbatch communicates",
+        stated="reduces it 6 times",
+        microbatches=6,
+        **SLOW,
+    ),
+    Plant(
+        title="recomputed blocks with memory to spare",
+        cause="needless activation checkpointing",
+        stated="is free",
+        recomputes=True,
+    ),
+    Plant(
         title="activations of 100 MB in little memory",
         cause="no activation checkpointing",
         stated="activations",
@@ -490,7 +566,7 @@ HEALTHY = (
     Plant(title="12 blocks", blocks=12),
     Plant(title="one unit, a fast link", shard=fully_shard),
     Plant(title="a link that computing hides", latency_s=2e-4, bytes_per_s=40 * MB),
-    Plant(title="recomputed blocks", recomputes=True),
+    Plant(title="recomputed blocks in little memory", recomputes=True, around=little_memory),
     Plant(title="bfloat16, sums in float32, a fast link", shard=in_bfloat16),
 )
 
