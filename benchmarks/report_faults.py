@@ -271,18 +271,18 @@ def _table(confusion: Confusion) -> str:
     ]
     lines.append("|---|---|---|---|---|---|---|---|")
     for kind in KINDS:
-        mine = [item for item in confusion.planted if item.planted is not None and item.planted.kind is kind]
-        errors = [item.error for item in mine if item.error is not None]
-        names = Counter(item.first.cause for item in mine if item.first is not None)
+        outcomes = [item for item in confusion.planted if item.planted is not None and item.planted.kind is kind]
+        errors = [item.error for item in outcomes if item.error is not None]
+        names = Counter(item.first.cause for item in outcomes if item.first is not None)
         counts = [
-            sum(item.is_unnoticed for item in mine),
-            sum(item.is_wrong for item in mine),
-            sum(item.is_wrong_time for item in mine),
-            sum(sum(finding.lost > 0 for finding in item.findings) > 1 for item in mine),
+            sum(item.is_unnoticed for item in outcomes),
+            sum(item.is_wrong for item in outcomes),
+            sum(item.is_wrong_time for item in outcomes),
+            sum(sum(finding.lost > 0 for finding in item.findings) > 1 for item in outcomes),
         ]
         error = f"{100 * float(np.median(errors)):.1f} %" if errors else "-"
         name = names.most_common(1)[0][0] if names else "-"
-        lines.append(f"| {kind.title} | {len(mine)} | {' | '.join(map(str, counts))} | {error} | {name} |")
+        lines.append(f"| {kind.title} | {len(outcomes)} | {' | '.join(map(str, counts))} | {error} | {name} |")
     alarms = sum(item.first is not None for item in confusion.healthy)
     lines.append(f"| nothing | {len(confusion.healthy)} | - | {alarms} | - | - | - | - |")
     return "\n".join(lines)

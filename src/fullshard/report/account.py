@@ -35,7 +35,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 _SURE = 4.5  # standard deviations
 _MOSTLY = 0.8  # of the slow steps follow a pattern
 _NAMED = 0.75  # minimum share of all lateness of ranks that are named
-_APART = 2.0  # minimum ratio of their lateness to that of other ranks
+_RATIO = 2.0  # minimum ratio of their lateness to that of other ranks
 _LIKELY = 4.0  # standard deviations of a sum of ranks that take turns
 _NOISE = 0.3  # of the mean lateness: lateness of less between slow steps is none
 _MOST_LOST = 0.3  # of a loss is beyond the usual, or it is steady
@@ -157,7 +157,7 @@ def _late_ranks(seconds: Seconds, step_s: float) -> tuple[int, ...]:
     late = (mean >= least) & (
         (deviations >= _LIKELY) | (far.sum(1) >= _MOSTLY * far.max(0).sum()) & ((far > 0).sum(1) > 2)
     )
-    if late.all() or not late.any() or mean[late].min() < _APART * mean[~late].max():
+    if late.all() or not late.any() or mean[late].min() < _RATIO * mean[~late].max():
         return ()
     return tuple(int(rank) for rank in np.flatnonzero(late))
 
@@ -168,7 +168,7 @@ def _behind_in_turn(seconds: Seconds) -> Seconds:
     behind = seconds[last, at] - _median(np.sort(seconds, axis=0)[:-1])
     noise, count = _noise(seconds), len(seconds)
     chance = noise * (_expected(count, count - 1) - _expected(count, (count - 2) // 2))
-    if np.median(behind) >= _APART * chance:
+    if np.median(behind) >= _RATIO * chance:
         return np.asarray(behind)
     return np.asarray(np.where(behind > _SURE * noise, behind, 0.0))
 
@@ -301,6 +301,6 @@ def _period(places: NDArray[np.int64]) -> int | None:
     """Return the number of steps from one of `places` to the next, if it is nearly always the same."""
     if len(places) < 3:
         return None
-    apart = np.diff(places)
-    period = int(np.median(apart))
-    return period if period > 1 and (apart == period).mean() >= _MOSTLY else None
+    distances = np.diff(places)
+    period = int(np.median(distances))
+    return period if period > 1 and (distances == period).mean() >= _MOSTLY else None

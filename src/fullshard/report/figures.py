@@ -194,11 +194,11 @@ class RunFigures:
         pattern, each = loss.pattern, milliseconds(loss.each_s)
         at = np.flatnonzero(pattern.slow)
         first, last = int(self.steps[at[0]]), int(self.steps[at[-1]])
-        apart = pattern.period * int(np.median(np.diff(self.steps)))
+        distance = pattern.period * int(np.median(np.diff(self.steps)))
         end = milliseconds(float(2 * loss.seconds.mean()))
         return {
             "steady": f"{each} per step",
-            "every": f"{each} every {ordinal(apart)} step",
+            "every": f"{each} every {ordinal(distance)} step",
             "random": f"{each} in {len(at)} of {len(self.steps)} steps",
             "since": f"{each} per step since step {first}",
             "until": f"{each} per step until step {last}",
