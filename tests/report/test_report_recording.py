@@ -34,7 +34,7 @@ from fullshard.report import recording as recording_module
 from fullshard.report import steps as steps_module
 from fullshard.report.causes import find_causes
 from fullshard.report.rank_file import RankFile, lines_in, path_of
-from fullshard.report.reading import read_run
+from fullshard.report.reading import DROPPED, read_run
 from fullshard.report.run import PARTS, Run
 from fullshard.report.shown import shown as as_shown
 from fullshard.report.steps import PAUSE, StepRecorder, StepTaken
@@ -416,7 +416,10 @@ def test_damaged_lines_are_reported_and_other_lines_are_read(trained, tmp_path, 
     lines = path.read_bytes().splitlines(keepends=True)
     lines.insert(2, damage + b"\n")
     path.write_bytes(b"".join(lines))
-    assert np.array_equal(read_run(folder).step_s, whole.step_s, equal_nan=True)
+    run = read_run(folder)
+    assert np.array_equal(run.step_s, whole.step_s, equal_nan=True)
+    assert run.facts[DROPPED] == "1 of rank 1"
+    assert DROPPED not in whole.facts
     (record,) = caplog.records
     assert f"{path}: skipped damaged line 3 (1 in total)." == record.message
 

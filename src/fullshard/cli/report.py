@@ -14,7 +14,7 @@ from fullshard.errors import ConfigError, shown
 from fullshard.report.causes import find_causes, tier_lines, verdict
 from fullshard.report.page import write
 from fullshard.report.rank_file import rank_files
-from fullshard.report.reading import read_run
+from fullshard.report.reading import DROPPED, read_run
 from fullshard.report.watching import follow, serving
 
 __all__ = ["run"]
@@ -81,7 +81,8 @@ def _write(folder: Path, against: Path | None) -> tuple[Path, str]:
             f"{folder}: the report cannot be written there ({error.strerror}). Copy the run to a folder that you can "
             "write to, and pass that folder."
         ) from error
-    return path, "\n".join(shown(line, lines=True) for line in [verdict(found, findings), *tier_lines(found)])
+    dropped = [f"{DROPPED}: {found.facts[DROPPED]}"] if DROPPED in found.facts else []
+    return path, "\n".join(shown(line, lines=True) for line in [verdict(found, findings), *tier_lines(found), *dropped])
 
 
 def _state(folder: Path) -> list[tuple[int, int]]:

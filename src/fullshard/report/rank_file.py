@@ -114,13 +114,14 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def lines_in(path: Path) -> Iterator[dict[str, Any]]:
+def lines_in(path: Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the lines of a rank's file, except for a truncated last line.
 
     Of `units` only the last line is included. Lines of `spans`, which are long, have only `n` and the line itself, for
-    `parsed`. Damaged lines are skipped and logged.
+    `parsed`. Damaged lines are skipped and logged, and their numbers are added to `damaged`.
     """
-    units, units_number, damaged = b"", 0, list[int]()
+    units, units_number = b"", 0
+    damaged = [] if damaged is None else damaged
     for number, line in enumerate(_content(path).split(b"\n")[:-1], 1):  # the run may still be writing the last line
         if line.startswith(b'{"kind":"units"'):
             units, units_number = line, number

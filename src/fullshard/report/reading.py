@@ -33,7 +33,7 @@ from fullshard.report.run import (
 )
 from fullshard.report.steps import WATCHED_STEP, UnitCounts
 
-__all__ = ["is_recorded", "read_run"]
+__all__ = ["DROPPED", "is_recorded", "read_run"]
 
 _NAMES = {"tokens_per_s": "tokens/s", "mfu": "MFU"}  # names that loops log; for others, underscores become spaces
 _WAITS = {"gradient norm": "clipping"}
@@ -58,11 +58,12 @@ class _RankLog:
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     reported: dict[int, dict[str, float | None]] = field(default_factory=dict)
     spans: dict[int, bytes] = field(default_factory=dict)  # unparsed lines
+    damaged: list[int] = field(default_factory=list)  # the numbers of lines that were dropped
 
     @classmethod
     def of(cls, path: Path) -> _RankLog:
         rank = cls()
-        for line in lines_in(path):
+        for line in lines_in(path, rank.damaged):
             kind = line.pop("kind")
             if kind == "step":
                 rank.steps[line["n"]] = line
@@ -103,7 +104,7 @@ def read_run(folder: Path) -> Run:
     shown = _shown_step(ranks, steps, step_s)
     return Run(
         name=newest["name"],
-        facts=newest["facts"] | _elsewhere(ranks),
+        facts=newest["facts"] | _elsewhere(ranks) | _dropped(ranks),
         ranks=tuple(RankFacts(**rank.start["rank"]) for rank in ranks),
         steps=np.array(steps, dtype=np.int64),
         step_s=step_s,
@@ -149,6 +150,16 @@ def _elsewhere(ranks: Sequence[_RankLog]) -> dict[str, str]:
         )
     return {name: stated for name, stated in found.items() if stated}
 
+
+def _dropped(ranks: Sequence[_RankLog]) -> dict[str, str]:
+    """Return the number of damaged records that were dropped, if there are any, by rank."""
+    counts = {_number(rank): len(rank.damaged) for rank in ranks if rank.damaged}
+    by_rank = ", ".join(f"{count} of rank {rank}" for rank, count in counts.items())
+    return {DROPPED: by_rank} if counts else {}
+
+
+DROPPED = "damaged records dropped"
+"""The fact with the number of damaged records that were dropped, by rank."""
 
 _TIERS = {"device": "device", "cpu": "CPU", "disk": "disk"}
 
