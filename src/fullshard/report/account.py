@@ -36,7 +36,7 @@ _SURE = 4.5  # standard deviations
 _MOSTLY = 0.8  # of the slow steps follow a pattern
 _NAMED = 0.75  # minimum share of all lateness of ranks that are named
 _RATIO = 2.0  # minimum ratio of their lateness to that of other ranks
-_LIKELY = 4.0  # standard deviations of a sum of ranks that take turns
+_LIKELY = 4.5  # standard deviations of a sum of ranks that take turns
 _NOISE = 0.3  # of the mean lateness: lateness of less between slow steps is none
 _MOST_LOST = 0.3  # of a loss is beyond the usual, or it is steady
 _NOTABLE = 0.2  # minimum excess of slow steps over the mean
@@ -153,10 +153,11 @@ def _late_ranks(seconds: Seconds, step_s: float) -> tuple[int, ...]:
     mean = behind.mean(1) + noise * low
     least = max(_LEAST * step_s, _SURE * noise / np.sqrt(steps), _NAMED * (behind.max(0).mean() - noise * (high - low)))
     deviations = (behind - behind.mean(0)).sum(1) / np.sqrt(behind.var(0).sum() + 1e-30)  # if ranks took turns
-    far = np.where(behind > _SURE * noise, behind, 0.0)
-    late = (mean >= least) & (
-        (deviations >= _LIKELY) | (far.sum(1) >= _MOSTLY * far.max(0).sum()) & ((far > 0).sum(1) > 2)
-    )
+    far = np.where(behind > 1.5 * _SURE * noise, behind, 0.0)
+    is_sure = (deviations >= _LIKELY) | ((far.sum(1) >= _MOSTLY * far.max(0).sum()) & ((far > 0).sum(1) > 2))
+    late = (mean >= least) & is_sure
+    if late.any():
+        late |= mean >= max(least, _MOSTLY * mean[late].mean())  # those that are as late as a sure one
     if late.all() or not late.any() or mean[late].min() < _RATIO * mean[~late].max():
         return ()
     return tuple(int(rank) for rank in np.flatnonzero(late))
