@@ -251,20 +251,21 @@ def link(latency_s: float, bytes_per_s: float, clock: Clock) -> Iterator[None]:
     """Simulate a link of this rank, which sends one message after another while the rank computes."""
     original, free_at = Collectives.start, 0.0
 
-    def start(self: Collectives, call: Any, begin: Callable[[], Callable[[], None]], tag: int | None = None) -> Any:
-        def slowly() -> Callable[[], None]:
+    def start(self: Collectives, call: Any, begin: Callable[..., Any], *args: Any, arrives: bool = False) -> Any:
+        def slowly(*args: Any) -> Callable[[], None]:
             nonlocal free_at
-            finish = begin()
+            finish = begin(*args)
             free_at = max(free_at, time.perf_counter()) + latency_s + call.sent_nbytes / bytes_per_s
             over_at = clock.meet(self.ranks, free_at)
 
             def finish_late() -> None:
-                finish()
+                if finish is not None:
+                    finish()
                 time.sleep(max(0.0, over_at() - time.perf_counter()))
 
             return finish_late
 
-        return original(self, call, slowly)
+        return original(self, call, slowly, *args)
 
     with (
         patch.object(Collectives, "start", start),

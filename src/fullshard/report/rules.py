@@ -208,7 +208,7 @@ def changed_speed(figures: RunFigures, rule: Rule) -> Finding | None:
     return rule.found(stated, change, lost=loss.lost)
 
 
-@rule("slow optimizer", least=0.25, why="the optimizer step of a sharded model takes under 10 % of a step")
+@rule("slow optimizer", least=0.2, why="the optimizer step of a sharded model takes under 10 % of a step")
 def slow_optimizer(figures: RunFigures, rule: Rule) -> Finding | None:
     beyond = figures.loss("compute")  # of some ranks or steps, which is another cause
     lost = figures.share(figures.of("optimizer")) - (0.0 if beyond is None else beyond.lost)
