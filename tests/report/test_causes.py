@@ -24,7 +24,9 @@ sizes = {
     "seed": st.integers(0, 2**16),
     "step_s": st.floats(0.01, 20),
 }
-quick = settings(max_examples=400, deadline=None)
+# The rules are statistical, so examples in this file are the same in every run. `benchmarks/report_faults.py` measures how often
+# rules are wrong in random runs.
+quick = settings(max_examples=400, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.planted)
@@ -39,7 +41,7 @@ def test_a_fault_is_reported_by_its_name_alone(fault, share, **size):
     assert findings[0].change in verdict(run, findings)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(**{**sizes, "ranks": st.integers(1, 16), "steps": st.integers(1, 40), "units": st.integers(1, 60)})
 def test_a_healthy_run_has_no_cause(**size):
     run = healthy_run(**size)
@@ -53,7 +55,7 @@ def test_noise_that_happens_to_rise_is_no_leak():
     assert find_causes(healthy_run(ranks=4, steps=25, units=5, noise=0.0, seed=33868, step_s=1.0)) == ()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(burst=st.sampled_from(["input", "forward", "gather", "other"]), **sizes)
 def test_what_is_slow_in_a_few_steps_is_reported_with_its_share_and_its_steps(burst, **size):
     """Two steps' time in each sixth step."""
@@ -69,7 +71,7 @@ def test_what_is_slow_in_a_few_steps_is_reported_with_its_share_and_its_steps(bu
     assert ("every 6th step" if often > 2 else f"in {often} of") in finding.stated
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(**{**sizes, "noise": st.floats(0.1, 0.5)})
 def test_ranks_in_turn_late_are_no_slow_ranks(**size):
     """On a machine that others use, each rank is late at times, by much; none is slow."""
@@ -77,7 +79,7 @@ def test_ranks_in_turn_late_are_no_slow_ranks(**size):
     assert reported.isdisjoint({"throttled rank", "slow host", "slow input", "unequal work"})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data(), **sizes)
 def test_a_page_is_not_green_while_a_third_of_the_time_is_lost(data, **size):
     """Whatever takes the time, on whichever ranks and in whichever steps."""
