@@ -24,8 +24,8 @@ sizes = {
     "seed": st.integers(0, 2**16),
     "step_s": st.floats(0.01, 20),
 }
-# The rules are statistical, so examples in this file are the same in every run. `benchmarks/report_faults.py` measures how often
-# rules are wrong in random runs.
+# The rules are statistical, so the examples of this file are the same in every run. `benchmarks/report_faults.py`
+# measures how often rules are wrong in random runs.
 quick = settings(max_examples=400, deadline=None, derandomize=True)
 
 
