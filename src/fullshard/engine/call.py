@@ -78,12 +78,14 @@ class ForwardCall:
         """Register hooks for the gradients of the inputs, and return the inputs for the forward."""
         watched, leaf, device = list[Tensor](), None, self.unit.device
         for tensor in tensors_in(given):
+            if not tensor.requires_grad:
+                continue
             made_by = tensor.grad_fn
             if made_by is not None:
                 self._before.append(made_by)
                 if tensor.device == device:  # see `_is_in_order`
                     watched.append(tensor)
-            elif leaf is None and tensor.requires_grad:
+            elif leaf is None:
                 leaf = tensor
         if not watched and leaf is not None:  # no node has made it, so let one make what forward sees
             watched = [leaf.view_as(leaf)]
