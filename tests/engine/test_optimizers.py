@@ -543,6 +543,43 @@ def test_elementwise_optimizers_of_users_step_shards_if_declared():
     run_ranks(2, step_as_configured)
 
 
+class Repointed(Lion):
+    """One that gives the tensor of its state other memory in each step."""
+
+    def note(self, state: dict[str, Any], param: Tensor) -> None:
+        state["mean"].data = state["mean"] * 0.5
+
+
+class Scalar(nn.Module):
+    """A parameter without dimensions, and one with a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x + self.shift
+
+
+def step_repointed() -> None:
+    plain, model = Scalar(), fully_shard(Scalar())
+    optimizers = lion(plain, False, Repointed), lion(model, True, Repointed)
+    for step in range(4):
+        for item, optimizer in zip((plain, model), optimizers, strict=True):
+            item(torch.arange(8.0) - step).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same([param.full_tensor() for param in model.parameters()], [param.detach() for param in plain.parameters()])
+    states = [
+        [optimizer.state[param]["mean"] for param in optimizer.param_groups[0]["params"]] for optimizer in optimizers
+    ]
+    assert_same([state.full_tensor() for state in states[1]], states[0])
+
+
+def test_state_may_get_other_memory_in_a_step():
+    run_ranks(2, step_repointed)
+
+
 def refuse_what_needs_wholes(name: str) -> None:
     model = chain(fully_shard)
     matrices = [param for param in model.parameters() if param.ndim == 2]

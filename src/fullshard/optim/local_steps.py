@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard._compat import (
+    address,
     before_optimizer_states,
     dtensor_like,
     has_step_hooks,
@@ -372,13 +373,18 @@ def _keep(state: dict[str, Any], stepped: dict[str, Any], param: Any, given: dic
     `given` is the state before the step. What the step has only written to in place is in `state` already.
     """
     for name, value in stepped.items():
-        if name in given and given[name] is value and not _was_on_disk(state.get(name)):
-            continue
-        state[name] = _placed_as(param, value)
+        if name not in given or given[name] is not value or not _shares_memory(state.get(name), value):
+            state[name] = _placed_as(param, value)
 
 
-def _was_on_disk(known: Any) -> bool:
-    return isinstance(known, DTensor) and isinstance(known._local_tensor, OnDisk)
+def _shares_memory(known: Any, value: Any) -> bool:
+    """Return True if `value`, the result of `_local(known)`, still has the memory of `known`."""
+    if not isinstance(known, DTensor):
+        return True
+    local = known._local_tensor
+    if known.ndim:  # then `value` is `local` itself, unless it was read from a disk
+        return value is local
+    return not isinstance(local, OnDisk) and address(value) == address(local)
 
 
 def _marked(value: Any) -> Any:
