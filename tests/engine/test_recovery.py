@@ -1,10 +1,17 @@
 """An exception in forward or backward, on all ranks, leaves the model as if the failed step had never begun."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
 import pytest
 import torch
 from small_models import adamw, batch, loss_of, my_part, shard, small_gpt, wholes
 from torch import Tensor, nn
 
+from fullshard.device.streams import Stream
+from fullshard.engine.communicating import Communicating
+from fullshard.tape.recorder import Origin, Phase
 from fullshard.testing import assert_same, run_ranks
 
 
@@ -59,3 +66,38 @@ def test_a_failed_step_leaves_no_trace(world, strategy):
     """Pending messages of the failed step are not used in the next one."""
     expected = run_ranks(world, learn, strategy, {})
     assert_same(run_ranks(world, learn, strategy, {1: "forward", 2: "backward", 4: "backward"}), expected)
+
+
+class InterruptedStream(Stream):
+    """A stream on which an interrupt arrives when it has become the current one."""
+
+    is_stream = True
+    is_current = False
+
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        self.is_current = True
+        yield
+        self.is_current = False
+
+
+class Interrupted:
+    def __init__(self, context: AbstractContextManager[object]) -> None:
+        self.context = context
+
+    def __enter__(self) -> None:
+        self.context.__enter__()
+        raise KeyboardInterrupt
+
+    def __exit__(self, *error: Any) -> None:
+        self.context.__exit__(None, None, None)
+
+
+def test_an_interrupt_leaves_no_stream_as_the_current_one(monkeypatch):
+    stream = InterruptedStream("gather")
+    queueing = stream.queueing
+    monkeypatch.setattr(stream, "queueing", lambda: Interrupted(queueing()))
+    with pytest.raises(KeyboardInterrupt), Communicating(Origin("", Phase.IDLE), stream, is_recorded=False):
+        pass
+    assert not stream.is_current
+    assert torch.is_grad_enabled()

@@ -30,10 +30,16 @@ class Communicating:
     def __enter__(self) -> None:
         if self._acting is not None:
             self._acting.__enter__()
-        if self._queueing is not None:
-            self._queueing.__enter__()
         self._was_enabled = torch.is_grad_enabled()
         set_grad_enabled(False)
+        if self._queueing is not None:
+            try:
+                self._queueing.__enter__()
+            except BaseException as error:
+                if isinstance(error, Exception):  # a KeyboardInterrupt comes after the stream was entered
+                    self._queueing = None
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
