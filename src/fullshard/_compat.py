@@ -392,6 +392,8 @@ def is_share_memory(function: Callable[..., Any]) -> bool:
 
 def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> None:
     """Gather every rank's shard, contiguous, to the corresponding whole: one launch, queued on the current stream."""
+    if not wholes:  # parameters without elements
+        return
     options = AllgatherOptions()
     options.asyncOp = False
     gather = getattr(group, _GATHER)
@@ -410,6 +412,8 @@ def all_gather_rows(rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None
 
 def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.ProcessGroup) -> None:
     """Reduce-scatter each whole to the corresponding one of `sums`, in the same way."""
+    if not wholes:
+        return
     options = ReduceScatterOptions()
     options.asyncOp = False
     reduce = getattr(group, _REDUCE)
@@ -422,6 +426,8 @@ def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.Pr
 
 def all_reduce_each(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """Sum each tensor over ranks in place, in the same way."""
+    if not tensors:
+        return
     options = AllreduceCoalescedOptions()
     options.asyncOp = False
     work = group.allreduce_coalesced(_as_real(tensors), options)

@@ -65,6 +65,27 @@ def test_rank_0_of_512_sends_and_holds_what_the_formulas_state(strategy):
     run_ranks(1, in_large_world, strategy)
 
 
+def without_elements_in_large_world() -> None:
+    make_large_world()
+
+    class Empty(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = torch.nn.Parameter(torch.empty(0, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.rows.sum()
+
+    model = fully_shard(torch.nn.Sequential(fully_shard(Empty()), torch.nn.Linear(4, 4)))
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    assert model[0].rows.grad.full_tensor().shape == (0, 4)
+
+
+def test_a_unit_whose_parameters_have_no_elements_is_trained():
+    run_ranks(1, without_elements_in_large_world)
+
+
 def encoded_in_large_world(strategy: str, gather_wire: str | None) -> None:
     make_large_world()
     policy = MixedPrecisionPolicy(gather_wire=gather_wire, reduce_wire="int8")

@@ -474,5 +474,5 @@ def keep_own(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
 def divide(tensors: Sequence[Tensor], divisor: float) -> None:
     """Divide sums in place."""
-    if divisor != 1:
+    if divisor != 1 and tensors:
         torch._foreach_div_(list(tensors), divisor)
