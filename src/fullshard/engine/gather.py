@@ -8,6 +8,7 @@ from operator import attrgetter
 from torch import Tensor
 
 from fullshard.comm.collectives import Channel
+from fullshard.comm.native import NativeCollectives
 from fullshard.comm.transport import Gathers, Pending
 from fullshard.comm.two_level import TwoLevelGathers
 from fullshard.device.memory import Pool
@@ -108,8 +109,10 @@ class Gather:
     @property
     def joint_channel(self) -> Channel | None:
         """A channel that sends the messages of several groups at once; None if this gather needs a separate call."""
-        transport = self._transport if type(self) is Gather else None
-        return transport if isinstance(transport, Channel) and transport.is_queued else None
+        transport = self._transport
+        if type(self) is not Gather or not isinstance(transport, Channel):
+            return None
+        return transport if isinstance(transport.collectives, NativeCollectives) else None
 
     def finish(self, unsharded: UnshardedBuffer) -> None:
         """Copy the received pack into the parameters. Call it when the gather has ended."""

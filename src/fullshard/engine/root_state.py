@@ -102,7 +102,7 @@ class RootState:
     def reshard_after_backward(self, unit: Unit) -> None:
         """Reshard `unit` at the end of a backward, or keep it in memory if it is needed again."""
         residency = unit.residency
-        if residency.state is UnitState.SHARDED:
+        if residency.state is UnitState.SHARDED and self.scheduler.slots.are_assigned:  # as most units are
             residency.is_unsharded_manually = residency.awaits_backward = False
             if residency.has_secondary:
                 residency.release_secondary(Phase.POST_BACKWARD)
