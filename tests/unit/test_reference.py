@@ -27,8 +27,6 @@ from public_names import MODULES, documented, importable, methods
 
 SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields|Example|Note):$", re.MULTILINE)
 ENTRY = re.compile(r"^    \*{0,2}([\w.]+(?:, \*{0,2}\w+)*)(?: \([^)]*\))?: ", re.MULTILINE)
-# Classes whose docstrings lack sections. Remove an entry once it has them; do not add any.
-PENDING = {"fullshard.RunReport"}
 MADE_BY = re.compile(r"Created by\s+`")
 
 
@@ -118,9 +116,7 @@ def test_every_public_name_has_a_page():
 
 def test_arguments_are_described():
     found = {name: undescribed(thing, doc) for name, thing, doc in things()}
-    lacking = {name: missing for name, missing in found.items() if missing}
-    assert {name: missing for name, missing in lacking.items() if not name.startswith(tuple(PENDING))} == {}
-    assert {name for name in lacking if name in PENDING} == PENDING
+    assert {name: missing for name, missing in found.items() if missing} == {}
 
 
 def test_only_arguments_are_described():

@@ -99,7 +99,7 @@ def report(
 
 
 class RunReport:
-    """The active record of this rank: see `report`."""
+    """The active record of this rank. Created by `report`, and used as a context manager."""
 
     def __init__(
         self,
@@ -179,8 +179,11 @@ class RunReport:
     def log(self, step: int | None = None, **numbers: float | Tensor) -> None:
         """Log numbers of a step by name, to show on the page: loss, gradient_norm, learning_rate, tokens_per_s, ...
 
-        Tensors are read after the following step, so that nothing waits for them. If `step` is None, it is the current
-        step, or the last one if none is in progress.
+        Tensors are read after the following step, so that nothing waits for them.
+
+        Args:
+            step: The number of the step. If None, it is the current step, or the last one if none is in progress.
+            **numbers: Floats or tensors with one element, by name.
         """
         reported = {
             name: value.detach() if isinstance(value, Tensor) else float(value) for name, value in numbers.items()
@@ -194,8 +197,9 @@ class RunReport:
     def doing(self, what: str) -> AbstractContextManager[None]:
         """Context manager within which the program does `what`.
 
-        `what` is a part of a step, such as "input" or "checkpoint". Anything else counts as "other", and is listed
-        among the causes of host waits.
+        Args:
+            what: A part of a step, such as "input" or "checkpoint". Anything else counts as "other", and is listed
+                among the causes of host waits.
         """
         return self._steps.doing(what)
 
@@ -204,7 +208,11 @@ class RunReport:
         return self._steps.doing(PAUSE)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of `loader`. The time it takes counts as input, and no other time does."""
+        """Yield the batches of `loader`. The time it takes counts as input, and no other time does.
+
+        Args:
+            loader: The data loader, or any other iterable.
+        """
         iterator = iter(loader)
         while True:
             with self.doing("input"):
@@ -215,15 +223,30 @@ class RunReport:
             yield batch
 
     def expect_memory(self, turns: Sequence[tuple[str, int]]) -> None:
-        """Show a predicted curve next to the measured one: labels and sums of a trace's `memory_turns`."""
+        """Show a predicted curve of memory next to the measured one.
+
+        Args:
+            turns: Labels and bytes at the turning points of a step, predicted from a trace.
+        """
         self._predicted = turns
 
     def report_what_ifs(self, what_ifs: Sequence[WhatIf]) -> None:
-        """Show the simulated gains of other settings on the page."""
+        """Show the simulated gains of other settings on the page.
+
+        Args:
+            what_ifs: The settings, with their simulated times.
+        """
         self._file.add("what_ifs", v=[asdict(item) for item in what_ifs])
 
     def close(self, *, draws: bool = True) -> Path | None:
-        """Stop recording. On the first rank, write the page if `draws`, and return its path; otherwise return None."""
+        """Stop recording, and write the page on the first rank.
+
+        Args:
+            draws: Whether to write the page.
+
+        Returns:
+            The path of the page on the first rank. None on other ranks, or if no page was written.
+        """
         if not self._is_open:
             return self.page
         self._is_open = False
