@@ -1,7 +1,6 @@
 """A dry run of CPU ranks does what CPU ranks do: the same collectives, and the same peak but for their pace."""
 
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -226,7 +225,7 @@ def test_what_is_small_lives_as_long_as_its_tensor_or_as_its_node_of_the_graph()
         return sum(heap.malloc._sizes.values())
 
     def done_in(phase: Phase) -> Operation:
-        return Operation("aten.mul", "compute", replace(origin, phase=phase), (), ())
+        return Operation("aten.mul", "compute", origin._replace(phase=phase), (), ())
 
     tensor, end = Allocation(1, 10_000, "compute", origin), Free(1, 10_000, "compute", origin)
     alone = in_use(tensor)

@@ -97,9 +97,9 @@ class Gather:
             origin: the unit and phase of the gather.
             in_common: all ranks of the shard axis share the buffer.
         """
-        return self._transport.all_gather(unsharded.receive, self.to_send(), origin=origin, in_common=in_common)
+        return self._transport.all_gather(unsharded.receive, self.shards_to_send(), origin=origin, in_common=in_common)
 
-    def to_send(self) -> list[Tensor]:
+    def shards_to_send(self) -> list[Tensor]:
         """Return the present shards, for a gather that starts now."""
         version = sum(map(_VERSION, self._params))
         parts, self._sent = self._storage.to_send(self._scratch, changed=self._sent_version != version)

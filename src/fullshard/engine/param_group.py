@@ -174,7 +174,7 @@ class ParamGroup:
         assert self._unsharded is not None, "a group is bound before it is gathered"
         if self.validity.is_valid:
             self.validity.invalidate()
-        return self._unsharded.receive, self.gather.to_send()
+        return self._unsharded.receive, self.gather.shards_to_send()
 
     def finish_gather(self) -> bool:
         """Complete the unsharded parameters. Call it when the gather has ended.
