@@ -1,10 +1,11 @@
-"""The notebook runs, and its stored outputs are those of the present code."""
+"""The notebook runs, and its stored texts are those of the present code. Plots are not stored."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import nbclient
@@ -36,11 +37,13 @@ def test_the_notebook_runs_and_gives_the_stored_outputs(tmp_path: Path, monkeypa
         if cell.cell_type == "code":
             cell.outputs = []
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert pictures(notebook) == pictures(stored) == 3
+    assert pictures(notebook) == 3
+    assert pictures(stored) == 0  # each run makes other bytes of them
     assert printed(notebook) == printed(stored)
 
 
 def test_the_notebook_has_no_paths_of_a_machine() -> None:
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    assert not any(str(Path.home()) in line or "/tmp/" in line for cell in cells for line in cell["source"])
+    text = NOTEBOOK.read_text()
+    cells = json.loads(text)["cells"]
+    assert not any(path in text for path in (str(Path.home()), str(ROOT), gettempdir()))
     assert not any("traceback" in output for cell in cells for output in cell.get("outputs", []))
