@@ -267,6 +267,8 @@ class HookDriver:
         self._has_grads = True
         if len(arrived) == unit.trainable and not unit.settings.reduces_unused:
             self._reductions.start(unit)
+        elif param in unit.gradients.early and not unit.settings.reduces_unused and unit.gradients.have_early:
+            self._reductions.start_early(unit)
 
     def _check_read(self, unit: Unit, param: ShardedParam) -> None:
         is_observed = unit.settings.unshards_in_backward and not unit.residency.is_used_without_forward
@@ -287,8 +289,7 @@ class HookDriver:
         self._ended.append(call)
         unit = call.unit
         self._scheduler.release(unit)
-        reduces_unused = unit.settings.reduces_unused and not self._is_for_inputs
-        if unit.residency.users == 0 and reduces_unused:  # only this moment occurs on every rank
+        if unit.residency.users == 0 and unit.settings.reduces_unused and not self._is_for_inputs:  # on every rank
             self._reductions.start_before_end(unit)
         elif unit.residency.users == 0 and unit.gradients.are_held and self._ends_held_grads(unit):
             self._reductions.start(unit)
@@ -324,10 +325,9 @@ class HookDriver:
         # Gradients of inputs only, as for a penalty: a later backward gives those of parameters. What is held back is
         # added to them first, as without sharding.
         self._reductions.finish_all(starts_others=self._has_grads or not self._is_for_inputs)
-        self._calls.clear()
-        self._ended.clear()
+        for found in (self._calls, self._ended, self._recomputed):
+            found.clear()
         self._scheduler.forget_deferred_frees()
-        self._recomputed.clear()
         for unit in self._units:
             unit.residency.users = 0
             if self._creates_graph and unit.residency.awaits_backward:
