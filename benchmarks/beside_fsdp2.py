@@ -8,7 +8,8 @@ and reproducible. Times alone depend on assumed speeds (`fullshard.plan.costs.Co
 
 Each transformer block is a unit, and the root has all other parameters. Parameters are stored in fp32 (the frozen ones
 of `lora` in bf16), computed in bf16 and summed in fp32. AdamW is fused. Each rank has one sequence of 4096 tokens
-(GPT-2: of 1024); nothing is recomputed. What is counted is the second step: see `benchmarks.bench.comparison.Counts`.
+(GPT-2: of 1024); nothing is recomputed. `llama-hsdp` has replicas of 8 ranks. The plain step is one of a model that is
+stored in bf16 as a whole on one rank. What is counted is the second step: see `benchmarks.bench.comparison.Counts`.
 
 Bytes copied are those that copies (casts, clones, concatenations, copies in and out of messages) write in the step. Off
 come those of the same step of the plain model in bf16, and those that must be: a cast of this rank's shards for every
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.bench`
@@ -182,6 +184,12 @@ def llama(layers: int, seq: int = 4096) -> Llama:
     return Llama(128256, 4096, 128, seq, blocks)
 
 
+def llama70b(layers: int) -> Llama:
+    """Return the shape of Llama 3 70B, at 80 layers."""
+    blocks = [LlamaBlock(8192, 64, 8, GatedMLP(8192, 28672)) for _ in range(layers)]
+    return Llama(128256, 8192, 128, 4096, blocks)
+
+
 def lora(layers: int) -> Llama:
     """Return the same, frozen, with adapters of the attention's projections."""
     model = cast(llama(layers), torch.bfloat16).requires_grad_(False)
@@ -204,6 +212,10 @@ def gpt2(layers: int) -> GPT2:
 
 MODELS: dict[str, tuple[Callable[[int], nn.Module], int, int]] = {  # with layers and tokens
     "llama": (llama, 32, 4096),
+    "llama-2k": (partial(llama, seq=2048), 32, 2048),
+    "llama-32k": (partial(llama, seq=32768), 32, 32768),
+    "llama-hsdp": (llama, 32, 4096),
+    "llama70b": (llama70b, 80, 4096),
     "gpt2": (gpt2, 48, 1024),
     "lora": (lora, 32, 4096),
     "moe": (moe, 8, 4096),  # half of the layers: all are identical, with many operations
@@ -212,10 +224,12 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], int, int]] = {  # with layer
 
 def task_of(name: str, layers: int | None) -> Task:
     make, usual, tokens = MODELS[name]
+    ranks_per_replica = 8 if name.endswith("hsdp") else None
     return Task(
         make_model=lambda: make(layers or usual),
         units=lambda model: list(model.blocks),
         make_batch=lambda: torch.zeros(1, tokens, dtype=torch.long),
+        ranks_per_replica=ranks_per_replica,
     )
 
 
@@ -231,6 +245,7 @@ COLUMNS: dict[str, Callable[[Counts], float]] = {
     "peak, MB": lambda item: item.peak_bytes / 1e6,
     "exposed, ms": lambda item: item.exposed_s * 1e3,
     "step, ms": lambda item: item.step_s * 1e3,
+    "beyond a plain step, ms": lambda item: item.beyond_plain_s * 1e3,
     "races": lambda item: item.races,
 }
 

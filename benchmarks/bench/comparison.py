@@ -37,11 +37,13 @@ class Task:
         make_model: Creates the unsharded model, which returns the loss of a batch.
         units: Selects the modules that are units; the rest belongs to the root.
         make_batch: Creates the batch of one rank.
+        ranks_per_replica: The number of ranks that shard one replica of the model; None for all.
     """
 
     make_model: Callable[[], nn.Module]
     units: Callable[[nn.Module], Sequence[nn.Module]]
     make_batch: Callable[[], Tensor]
+    ranks_per_replica: int | None = None
 
 
 Shard = Callable[[nn.Module, DeviceMesh], object]
@@ -112,6 +114,7 @@ class StepTape:
             peak_bytes=self.peak_bytes,
             exposed_s=timeline.exposed_s("compute"),
             step_s=timeline.end,
+            beyond_plain_s=timeline.end - plain.timeline().end,
             races=self.races,
         )
 
@@ -160,6 +163,7 @@ class Counts:
     peak_bytes: int
     exposed_s: float  # while compute waits for a collective, on the machine of `Costs`
     step_s: float
+    beyond_plain_s: float  # of the step
     races: int
 
 
@@ -167,7 +171,7 @@ def sharded_step(system: str, task: Task, world: int) -> StepTape:
     """Return a step of a system of `SYSTEMS` on rank 0 of `world` ranks."""
     chosen = SYSTEMS[system]
     with dry.world(world):
-        mesh = init_device_mesh("cpu", (world,))
+        mesh = _mesh_of(world, task.ranks_per_replica or world)
         with dry.taped() as tape, chosen.context():
             model = task.make_model()
             units = {
@@ -175,13 +179,21 @@ def sharded_step(system: str, task: Task, world: int) -> StepTape:
                 for name, module in model.named_modules()
                 if any(module is unit for unit in task.units(model))
             }
-            casts = {name: _cast_bytes(unit.parameters(), world) for name, unit in units.items()}
-            casts[""] = _cast_bytes(model.parameters(), world) - sum(casts.values())
+            shards = task.ranks_per_replica or world
+            casts = {name: _cast_bytes(unit.parameters(), shards) for name, unit in units.items()}
+            casts[""] = _cast_bytes(model.parameters(), shards) - sum(casts.values())
             grads = sum(param.numel() for param in model.parameters() if param.requires_grad)
             for module in (*units.values(), model):
                 chosen.shard(module, mesh)
             begun = _second_step(model, task, tape)
     return StepTape(tape.entries[begun:], tape.peak_bytes(since=begun), casts, grads, races=len(dry.races(tape)))
+
+
+def _mesh_of(world: int, ranks_per_replica: int) -> DeviceMesh:
+    if ranks_per_replica == world:
+        return init_device_mesh("cpu", (world,))
+    shape = world // ranks_per_replica, ranks_per_replica
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def plain_step(task: Task) -> StepTape:
