@@ -8,8 +8,8 @@ and reproducible. Times alone depend on assumed speeds (`fullshard.plan.costs.Co
 
 Each transformer block is a unit, and the root has all other parameters. Parameters are stored in fp32 (the frozen ones
 of `lora` in bf16), computed in bf16 and summed in fp32. AdamW is fused. Each rank has one sequence of 4096 tokens
-(GPT-2: of 1024); nothing is recomputed. `llama-hsdp` has replicas of 8 ranks. The plain step is one of a model that is
-stored in bf16 as a whole on one rank. What is counted is the second step: see `benchmarks.bench.comparison.Counts`.
+(GPT-2: of 1024); nothing is recomputed. `llama-hsdp` has replicas of 8 ranks.
+What is counted is the second step: see `benchmarks.bench.comparison.Counts`.
 
 Bytes copied are those that copies (casts, clones, concatenations, copies in and out of messages) write in the step. Off
 come those of the same step of the plain model in bf16, and those that must be: a cast of this rank's shards for every
@@ -245,7 +245,6 @@ COLUMNS: dict[str, Callable[[Counts], float]] = {
     "peak, MB": lambda item: item.peak_bytes / 1e6,
     "exposed, ms": lambda item: item.exposed_s * 1e3,
     "step, ms": lambda item: item.step_s * 1e3,
-    "beyond a plain step, ms": lambda item: item.beyond_plain_s * 1e3,
     "races": lambda item: item.races,
 }
 

@@ -114,7 +114,6 @@ class StepTape:
             peak_bytes=self.peak_bytes,
             exposed_s=timeline.exposed_s("compute"),
             step_s=timeline.end,
-            beyond_plain_s=timeline.end - plain.timeline().end,
             races=self.races,
         )
 
@@ -163,7 +162,6 @@ class Counts:
     peak_bytes: int
     exposed_s: float  # while compute waits for a collective, on the machine of `Costs`
     step_s: float
-    beyond_plain_s: float  # of the step
     races: int
 
 
