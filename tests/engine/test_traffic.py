@@ -4,6 +4,7 @@ That the bytes are those of the formulas is held by `test_docs.py`.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,13 +15,16 @@ import torch.distributed as dist
 from shared_ranks import run_ranks
 from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fullshard import (
     BackwardPrefetch,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
+    dry,
     fully_shard,
     recording,
     share_memory_between_ranks,
@@ -31,6 +35,7 @@ from fullshard.engine.reduction import Reduction, UnitReduction
 from fullshard.engine.registry import units_in
 from fullshard.engine.unit_gradients import UnitGradients
 from fullshard.tape.recorder import Phase, Recorder
+from fullshard.tape.tape import Collective
 from fullshard.testing import assert_same
 from fullshard.testing import run_ranks as run_fresh_ranks
 from fullshard.wrap import ModuleWrapPolicy
@@ -406,3 +411,26 @@ def gradients_by_step() -> list[list[tuple[int, int]]]:
 def test_gradients_without_references_are_the_same_tensors_in_every_step():
     for visited in run_ranks(2, gradients_by_step):
         assert visited[1] == visited[2] == visited[3]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_unit_of_several_modules_is_gathered_once_in_each_direction(recomputes):
+    width = 64
+    with dry.world(8):
+        mesh = init_device_mesh("cpu", (8,))
+        with dry.taped() as tape:
+            model = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)), nn.Linear(width, 1))
+            blocks = list(model)[:6]
+            if recomputes:
+                for block in blocks:
+                    block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            for first in (0, 2, 4):
+                fully_shard(blocks[first : first + 2], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            for _ in range(3):
+                begun = len(tape.entries)
+                model(torch.zeros(4, width)).sum().backward()
+    step = (entry for entry in tape.entries[begun:] if isinstance(entry, Collective))
+    counts = Counter(entry.origin.unit for entry in step if "gather" in entry.name)
+    assert counts == {"": 1, "0": 2, "2": 2, "4": 2}
+    assert not dry.races(tape)

@@ -294,9 +294,9 @@ class HookDriver:
         elif unit.residency.users == 0 and unit.gradients.are_held and self._ends_held_grads(unit):
             self._reductions.start(unit)
         for done in (unit, *unit.borrowed):
-            if done.residency.users == 0 and not (
-                done.residency.awaits_backward or self._state.stays_after_backward(done)
-            ):
+            stays = done.residency.awaits_backward or self._state.stays_after_backward(done)
+            is_needed = len(done.modules) > 1 and _remaining_calls(self._ended, done)
+            if done.residency.users == 0 and not (stays or is_needed):
                 self._scheduler.free(done, Phase.POST_BACKWARD, self._expected.backward)
         if self._postponed:
             self._scheduler.prefetch(self._postponed, Phase.BACKWARD)
@@ -312,7 +312,7 @@ class HookDriver:
             len(unit.gradients.arrived) > 0
             and not unit.gradients.are_held_back
             and not self._expected.awaits_backward_of(unit)
-            and _has_ended_all_calls(self._ended, unit)
+            and _remaining_calls(self._ended, unit) == 0
         )
 
     def _note_backward(self) -> None:
@@ -393,9 +393,11 @@ class HookDriver:
         self._recomputed.clear()
 
 
-def _has_ended_all_calls(ended: Sequence[ForwardCall], unit: Unit) -> bool:
-    """Return True if this backward has ended every call that needs `unit`, in all forwards that it has reached."""
+def _remaining_calls(ended: Sequence[ForwardCall], unit: Unit) -> int | None:
+    """Return the number of calls that need `unit` and that this backward has not ended, in all forwards that it has
+    reached; None if it has reached none.
+    """
     ended = [call for call in ended if call.within is not None]  # recomputed calls may not be the last ones
     forwards = {id(call.within): call.within for call in ended}.values()
     needed_by = [left for forward in forwards if forward is not None for left in forward.left if left.uses(unit)]
-    return bool(ended) and len(needed_by) <= sum(call.unit.uses(unit) for call in ended)
+    return max(0, len(needed_by) - sum(call.unit.uses(unit) for call in ended)) if ended else None
