@@ -68,7 +68,7 @@ def python_lines(
         lines += [*before, f"options = dict({', '.join(options)})"]
         lines += [f"blocks = {units}"]
         lines += _checkpointing(program)
-        lines += ["for block in blocks:", "    fully_shard(block, **options)", "fully_shard(model, **options)"]
+        lines += [*_sharding(program.blocks_per_unit), "fully_shard(model, **options)"]
     if program.prefetch_depth > 1:
         lines += _prefetching(program.prefetch_depth)
     return [*lines, f"optimizer = {optimizer}", "", *_step(program, figures, max_norm)]
@@ -77,7 +77,10 @@ def python_lines(
 def train_flags(
     subject: Subject, program: Program, figures: SketchFigures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> str | None:
-    """Return the command of the trainer; None if it lacks an option, or the model is not the trainer's."""
+    """Return the command of the trainer; None if it lacks an option, or the model is not the trainer's.
+
+    Each block is a unit there, whatever the program says.
+    """
     known = program.strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2")
     simple = program.checkpointing in ("none", "every-1") and not program.offload and program.prefetch_depth == 1
     if not subject.train_flags or not known or not simple or program.syncs_each:
@@ -111,7 +114,10 @@ def train_flags(
 def trainer_arguments(
     subject: Subject, program: Program, figures: SketchFigures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> str | None:
-    """Return the arguments of transformers' `TrainingArguments`; None if they lack an option."""
+    """Return the arguments of transformers' `TrainingArguments`; None if they lack an option.
+
+    Each block is a unit there, whatever the program says.
+    """
     if not subject.is_transformers or program.strategy in ("own", "hfsdp"):
         return None
     if program.checkpointing not in ("none", "every-1") or program.gather_wire or program.reduce_wire:
@@ -193,6 +199,13 @@ def _at(model: nn.Module, fqn: str) -> nn.Module:
 
 def _selective_names(program: Program) -> Sequence[str]:
     return ("CheckpointPolicy", "create_selective_checkpoint_contexts") if program.checkpointing == "selective" else ()
+
+
+def _sharding(blocks_per_unit: int) -> list[str]:
+    if blocks_per_unit == 1:
+        return ["for block in blocks:", "    fully_shard(block, **options)"]
+    loop = f"for first in range(0, len(blocks), {blocks_per_unit}):"
+    return [loop, f"    fully_shard(blocks[first : first + {blocks_per_unit}], **options)"]
 
 
 def _checkpointing(program: Program) -> list[str]:

@@ -129,6 +129,7 @@ class Program:
         precision: One of `PRECISIONS`, or "own".
         offload: Whether shards, their gradients and the optimizer step are on the CPU.
         prefetch_depth: The number of units to prefetch.
+        blocks_per_unit: The number of consecutive blocks that form a unit.
         accumulates: Whether a step has several microbatches.
         syncs_each: Whether gradients are reduced after each microbatch instead of once (`no_sync` before that).
         gather_wire: The encoding of parameters in all-gathers, or None.
@@ -144,6 +145,7 @@ class Program:
     precision: str = "bf16"
     offload: bool = False
     prefetch_depth: int = 1
+    blocks_per_unit: int = 1
     accumulates: bool = False
     syncs_each: bool = False
     gather_wire: str | None = None
@@ -163,6 +165,8 @@ class Program:
             parts.append(f"{self.disk:.0%} of states on disk")
         if self.prefetch_depth != 1:
             parts.append(f"{self.prefetch_depth} ahead")
+        if self.blocks_per_unit != 1:
+            parts.append(f"units of {self.blocks_per_unit} blocks")
         if self.accumulates:
             parts.append("sums each microbatch" if self.syncs_each else "no_sync")
         return ", ".join(parts)
@@ -288,8 +292,9 @@ def sharded(model: nn.Module, program: Program, per_host: int) -> nn.Module:
     for unit in checkpointed(units, program.checkpointing):
         unit.forward = partial(checkpoint, unit.forward, **_how(program.checkpointing))
     options = program.options(per_host)
-    for unit in (*units, model):
-        shard_in_place((unit,), options)
+    for first in range(0, len(units), program.blocks_per_unit):
+        shard_in_place(units[first : first + program.blocks_per_unit], options)
+    shard_in_place((model,), options)
     return model
 
 

@@ -102,6 +102,7 @@ def row(plan: Plan, found: FoundProgram) -> list[str]:
     name += f", {program.cpu:.0%} on CPU" if program.cpu else ""
     name += f", {program.disk:.0%} on disk" if program.disk else ""
     name += f", {program.prefetch_depth} ahead" if program.prefetch_depth > 1 else ""
+    name += f", units of {program.blocks_per_unit}" if program.blocks_per_unit > 1 else ""
     name += f", {program.precision}" if len(plan.question.precisions) > 1 else ""
     count = f"{candidate.rows} x {candidate.microbatches}" + (" sums" if program.syncs_each else "")
     needed_gb = figures.needed_bytes / 1e9
@@ -124,6 +125,8 @@ def stated(plan: Plan) -> list[str]:
     if best is None:
         return [*lines, _nothing_fits(plan)]
     lines.append(f"Recommended: {_named(best)}. {_reason(best, plan)}")
+    if best.sketch.program.blocks_per_unit > 1:
+        lines.append(_larger_units(best, plan))
     if best.sketch.program.cpu:
         lines.append(_on_cpu(best, plan))
     if best.sketch.program.disk:
@@ -349,6 +352,7 @@ def _named(found: FoundProgram) -> str:
     more += f", {program.cpu:.0%} of the optimizer's state on the CPU" if program.cpu else ""
     more += f", {program.disk:.0%} of the optimizer's state on a disk" if program.disk else ""
     more += f", {program.prefetch_depth} units gathered ahead" if program.prefetch_depth > 1 else ""
+    more += f", units of {program.blocks_per_unit} blocks" if program.blocks_per_unit > 1 else ""
     each = f"{count.rows} row{'s' * (count.rows > 1)} a microbatch"
     each += f", {count.microbatches} microbatches a step" if count.microbatches > 1 else ""
     if count.microbatches > 1:
@@ -366,6 +370,19 @@ def _reason(best: FoundProgram, plan: Plan) -> str:
     return (
         f"No simulated configuration that fits {beyond}: {_ms(figures.step_s)} ms per step ({share:.0%} "
         f"{figures.limited_by}), in {figures.needed_bytes / usable:.0%} of the usable memory."
+    )
+
+
+def _larger_units(best: FoundProgram, plan: Plan) -> str:
+    """Return a sentence about the time that larger units save, and the memory that they take."""
+    program = replace(best.sketch.program, blocks_per_unit=1)
+    like = next(found for found in plan.fitting if found.sketch.program == program)
+    more_mb = max(0.0, best.figures.needed_bytes - like.figures.needed_bytes) / 1e6
+    return (
+        "The host limits this step, so several blocks form a unit: with a unit for each block, the compute stream "
+        f"waits {_ms(like.figures.limits['host'])} ms of {_ms(like.figures.step_s)} for the host, now "
+        f"{_ms(best.figures.limits['host'])} ms of {_ms(best.figures.step_s)}. It takes {more_mb:,.0f} MB more memory. "
+        "TrainingArguments and fullshard train have no option for it: each block is a unit there."
     )
 
 

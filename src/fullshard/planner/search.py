@@ -9,8 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import nn
+
 from fullshard.planner.bounds import NO_MATTER, Bounds, leanness, states_bytes
-from fullshard.planner.candidates import Program
+from fullshard.planner.candidates import PRECISIONS, Program, units_of
 from fullshard.planner.found import FoundProgram, Plan, answer, host_fits, largest_rows
 from fullshard.planner.question import Question, with_cpu, with_disk
 from fullshard.planner.sketch import Sketch, SketchFigures
@@ -45,6 +48,7 @@ def search(
             wanted = [program for program in offloaded.programs() if program.offload or program.disk]
             _add(plan, _searched(offloaded, wanted, ask, plan.found), "offload")
         _add_two_ahead(plan, ask)
+        _add_larger_units(plan, ask)
         return plan
 
 
@@ -79,6 +83,44 @@ def _add_two_ahead(plan: Plan, ask: Workers) -> None:
         plan.found.append(found)
 
 
+def _add_larger_units(plan: Plan, ask: Workers) -> None:
+    """Add the best program with units of 2, 4, ... blocks to `plan`, if the host limits it, as long as it is faster."""
+    best, model = plan.best, plan.question.subject.model
+    if best is None or model is None or best.sketch.program.cpu or plan.question.largest:
+        return
+    blocks = len(units_of(model))
+    program, single = replace(best.sketch.program, prefetch_depth=1), best
+    while best.figures.limits["host"] > (1 - NO_MATTER) * best.figures.step_s:
+        program = replace(program, blocks_per_unit=2 * program.blocks_per_unit)
+        if not program.blocks_per_unit < blocks <= _MOST_BLOCKS:
+            return
+        ask.on_progress(f"the host limits the step: {program}")
+        found = answer(plan.question, ask.sketch(ask(plan.question, program)))
+        if found is None or found.figures.seconds_a_row >= NO_MATTER * best.figures.seconds_a_row:
+            return
+        found = _with_memory_of(found, single, model)
+        if not found.fits or found.figures.needed_bytes > plan.question.cluster.usable_bytes:
+            return
+        plan.found.append(found)
+        best = found
+
+
+def _with_memory_of(found: FoundProgram, single: FoundProgram, model: nn.Module) -> FoundProgram:
+    """Return `found` with at least the memory of `single`, in which a block is a unit, and that of larger units.
+
+    Two units are unsharded at once, and one has whole gradients. Peaks of larger units with few rows say little about
+    those with many.
+    """
+    program, count = found.sketch.program, found.figures.candidate
+    compute, reduce = (dtype or torch.float32 for dtype in PRECISIONS[program.precision])
+    numel = max(sum(param.numel() for param in unit.parameters()) for unit in units_of(model))
+    more = (program.blocks_per_unit - 1) * numel * (2 * compute.itemsize + reduce.itemsize)
+    needed = max(found.figures.needed_bytes, single.sketch.needed_bytes(count.rows) + more)
+    figures = replace(found.figures, needed_bytes=needed)
+    return replace(found, figures=figures, largest=min(found.largest, single.largest))
+
+
+_MOST_BLOCKS = 100  # of models that are simulated as a whole, which takes a second for some blocks
 _GATHERS_NOTHING = ("ddp", "zero1", "own")  # within a step, or as the user's function decides
 
 

@@ -369,6 +369,7 @@ def _sketched(
     shortens: bool,
 ) -> Sketch:
     shortens = shortens and program.cpu in (0.0, 1.0)  # the blocks on the CPU depend on their number
+    shortens = shortens and program.blocks_per_unit == 1  # the last unit may have fewer
     lists = block_lists(subject.model) if shortens and subject.model is not None else []
     whole = {each.fqn: each.length for each in lists}
 
