@@ -102,7 +102,7 @@ $(PACKAGE) $(BENCH) $(DEV) $(DOCS): pyproject.toml constraints.txt
 
 $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TORCH_VENV)
-	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	grep -Ev '^(torch|setuptools)==' constraints.txt > $(TORCH_VENV)/constraints.txt  # torch limits both
 	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt \
 	    'torch==$(TORCH)' -e '.[dev]'
 	@touch $@

@@ -23,37 +23,37 @@ from fullshard.errors import (
     RankMismatchError,
     StateError,
 )
-from fullshard.fully_shard import (
-    FSDPModule,
-    UnshardHandle,
-    fully_shard,
-    register_fsdp_forward_method,
-    replicate,
-    share_comm_ctx,
-    take_part,
-)
-from fullshard.liveness.watchdog import set_collective_timeout
-from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
-from fullshard.policy.meshes import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-from fullshard.policy.offload import CPUOffloadPolicy, Offload, OffloadPolicy
-from fullshard.policy.precision import MixedPrecisionPolicy
-from fullshard.policy.strategy import Placement, Placements
-from fullshard.policy.switches import (
-    check_finite_gradients,
-    compare_ranks,
-    share_memory_between_ranks,
-    share_memory_between_units,
-)
-from fullshard.tape.recorder import recording
 
 if TYPE_CHECKING:
     from fullshard.fsdp1 import *  # noqa: F403  # its `__all__` is public here, too
+    from fullshard.fsdp_module import (
+        FSDPModule,
+        UnshardHandle,
+        fully_shard,
+        register_fsdp_forward_method,
+        replicate,
+        share_comm_ctx,
+        take_part,
+    )
     from fullshard.graphs import CapturedStep, capture
+    from fullshard.liveness.watchdog import set_collective_timeout
+    from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
     from fullshard.plan.background import predict_beside
     from fullshard.plan.explain import explain
+    from fullshard.policy.meshes import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    from fullshard.policy.offload import CPUOffloadPolicy, Offload, OffloadPolicy
+    from fullshard.policy.precision import MixedPrecisionPolicy
+    from fullshard.policy.strategy import Placement, Placements
+    from fullshard.policy.switches import (
+        check_finite_gradients,
+        compare_ranks,
+        share_memory_between_ranks,
+        share_memory_between_units,
+    )
     from fullshard.report.recording import RunReport, report
     from fullshard.state.streaming import stream_weights
     from fullshard.state.summon import summon_full_params
+    from fullshard.tape.recorder import recording
 else:
     # Import the package `report`, which is empty, and remove it from this namespace. Otherwise a later import of one of
     # its modules would set `fullshard.report` to the package, and hide the function of that name.
@@ -81,12 +81,34 @@ else:
                 "StateDictSettings",
                 "StateDictType",
             ],
+            "fullshard.fsdp_module": [
+                "FSDPModule",
+                "UnshardHandle",
+                "fully_shard",
+                "register_fsdp_forward_method",
+                "replicate",
+                "share_comm_ctx",
+                "take_part",
+            ],
             "fullshard.graphs": ["CapturedStep", "capture"],
+            "fullshard.liveness.watchdog": ["set_collective_timeout"],
+            "fullshard.optim.clipping": ["ShardedGradScaler", "clip_grad_norm_"],
             "fullshard.plan.background": ["predict_beside"],
             "fullshard.plan.explain": ["explain"],
+            "fullshard.policy.meshes": ["DataParallelMeshDims", "FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult"],
+            "fullshard.policy.offload": ["CPUOffloadPolicy", "Offload", "OffloadPolicy"],
+            "fullshard.policy.precision": ["MixedPrecisionPolicy"],
+            "fullshard.policy.strategy": ["Placement", "Placements"],
+            "fullshard.policy.switches": [
+                "check_finite_gradients",
+                "compare_ranks",
+                "share_memory_between_ranks",
+                "share_memory_between_units",
+            ],
             "fullshard.report.recording": ["RunReport", "report"],
             "fullshard.state.streaming": ["stream_weights"],
             "fullshard.state.summon": ["summon_full_params"],
+            "fullshard.tape.recorder": ["recording"],
         },
     )
 

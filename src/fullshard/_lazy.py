@@ -1,4 +1,4 @@
-"""Public names that are imported on first access, so that `import fullshard` loads only what every program needs."""
+"""Public names that are imported on first access, so that `import fullshard` does not import torch."""
 
 import importlib
 import sys

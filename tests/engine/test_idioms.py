@@ -444,7 +444,7 @@ def give_hints() -> list[str]:
     stated: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: stated.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fullshard.fully_shard")
+    logger = logging.getLogger("fullshard.fsdp_module")
     logger.addHandler(handler)
     for _ in range(2):
         model.set_reduce_scatter_max_input_buffers(2, recurse=False)

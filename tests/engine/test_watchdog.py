@@ -271,7 +271,7 @@ WAITS_KNOWN = {
         "Collectives.start",
     ),
     **dict.fromkeys(
-        ("engine/residency.py", "fully_shard.py", "optim/muon.py", "plan/cpu_speeds.py", "state/streaming.py"),
+        ("engine/residency.py", "fsdp_module.py", "optim/muon.py", "plan/cpu_speeds.py", "state/streaming.py"),
         "Collectives.start",
     ),
     **dict.fromkeys(("disk", "engine/offloaded.py", "engine/activations.py", "engine/gradients_on_disk.py"), "disk"),

@@ -112,7 +112,7 @@ ROOMS: dict[str, list[str] | None] = {
     "dry": None,
     "wrap": None,
     "sharding": None,
-    "fully_shard": None,
+    "fsdp_module": None,
     "graphs": None,
     "fsdp1": ["precision", "wrapper", "__init__"],
     "plan": None,  # which shards a model to measure what that costs

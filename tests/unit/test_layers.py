@@ -1,4 +1,4 @@
-"""`import fullshard` loads the core, which needs torch only; everything else is loaded when it is used."""
+"""`import fullshard` does not load torch; sharding loads the core; everything else is loaded when it is used."""
 
 import ast
 import json
@@ -11,7 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "fullshard"
 PLUG_INS = {"checkpoint", "dry", "fsdp1", "integrations", "plan", "report", "testing"}
 APPLICATIONS = {"cli", "command_line", "planner", "train"}
-MAX_MODULES = 128
+CORE = "from fullshard import clip_grad_norm_, fully_shard"
+MAX_MODULES = 126
 MAX_LINES = 19_923  # without docstrings, which describe arguments and errors
 
 LIST = """
@@ -29,7 +30,7 @@ def loaded_by(program: str) -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, str | None]:
-    return loaded_by("import fullshard")
+    return loaded_by(CORE)
 
 
 def own(modules: dict[str, str | None]) -> dict[str, Path]:
@@ -42,7 +43,7 @@ def third_party(modules: dict[str, str | None]) -> set[str]:
     return tops - {"fullshard"}
 
 
-def test_importing_the_package_loads_no_plug_in_and_no_application(loaded):
+def test_sharding_loads_no_plug_in_and_no_application(loaded):
     """The file `report/__init__.py` is empty; see `fullshard/__init__.py`."""
     files = {file.relative_to(PACKAGE).as_posix() for file in own(loaded).values()} - {"report/__init__.py"}
     rooms = {file.partition("/")[0].removesuffix(".py") for file in files}
@@ -68,13 +69,13 @@ def test_lines_are_counted_without_docstrings():
     assert lines_without_docstrings(source) == len(source.splitlines()) - 6
 
 
-def test_importing_the_package_loads_few_modules_and_lines(loaded):
+def test_sharding_loads_few_modules_and_lines(loaded):
     lines = sum(lines_without_docstrings(file.read_text()) for file in own(loaded).values())
     assert len(own(loaded)) <= MAX_MODULES
     assert lines <= MAX_LINES
 
 
-def test_importing_the_package_loads_no_third_party_package_but_torch(loaded):
+def test_sharding_loads_no_third_party_package_but_torch(loaded):
     """Compare with a process that imports the same modules of torch, since these import packages, too."""
     of_torch = [name for name in loaded if name.partition(".")[0] == "torch" and loaded[name] is not None]
     program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
@@ -82,6 +83,16 @@ def test_importing_the_package_loads_no_third_party_package_but_torch(loaded):
     alone = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert "torch" in third_party(alone)
     assert third_party(loaded) - third_party(alone) == set()
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["import fullshard", *(f"import fullshard.cli; fullshard.cli.main([{word!r}])" for word in ("--help", "x"))],
+)
+def test_importing_the_package_and_asking_for_help_load_no_third_party_package(program):
+    """So `fullshard --help` and messages about invalid subcommands take a tenth of a second."""
+    quiet = "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n    "
+    assert third_party(loaded_by(quiet + program)) == third_party(loaded_by(""))
 
 
 def test_names_are_loaded_on_first_access(loaded):

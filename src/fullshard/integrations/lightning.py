@@ -25,7 +25,7 @@ from fullshard.checkpoint.contents import model_state
 from fullshard.engine.hooks import run_as_forward
 from fullshard.engine.registry import is_unit
 from fullshard.errors import ConfigError
-from fullshard.fully_shard import FSDPModule, Strategy
+from fullshard.fsdp_module import FSDPModule, Strategy
 from fullshard.integrations.joined_optimizers import joined
 from fullshard.integrations.placing import layers_and_children, repeated_layers, shard_model
 from fullshard.integrations.reporting import numbers_of

@@ -16,7 +16,7 @@ from fullshard.comm.routes import collectives_of
 from fullshard.device.current import current_device, usual_device_type
 from fullshard.engine.materialize import initialise
 from fullshard.engine.registry import has_forward, is_unit, own_modules
-from fullshard.fully_shard import fully_shard
+from fullshard.fsdp_module import fully_shard
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.wrap import AutoWrapPolicy, CustomPolicy, wrapped_modules
 

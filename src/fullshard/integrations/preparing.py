@@ -18,7 +18,7 @@ from fullshard.comm.routes import collectives_of
 from fullshard.engine.materialize import allocate
 from fullshard.engine.registry import is_unit
 from fullshard.errors import ConfigError
-from fullshard.fully_shard import register_fsdp_forward_method, shard_in_place
+from fullshard.fsdp_module import register_fsdp_forward_method, shard_in_place
 from fullshard.integrations.placing import repeated_layers, take_from_first
 from fullshard.integrations.plugin import NONE, PREFETCHES, SIZE, ShardingPlugin
 from fullshard.integrations.waiting_weights import read_waiting

@@ -33,7 +33,7 @@ from fullshard.checkpoint.snapshot import restore_snapshot, snapshot
 from fullshard.comm.routes import collectives_for
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError, StateError
-from fullshard.fully_shard import FSDPModule
+from fullshard.fsdp_module import FSDPModule
 from fullshard.liveness.rank_progress import here
 from fullshard.required import require
 from fullshard.tape.recorder import Origin, Phase

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.comm.transport import PartSums
-from fullshard.fully_shard import fully_shard
+from fullshard.fsdp_module import fully_shard
 from fullshard.plan.operations import counted
 from fullshard.plan.speeds_of_ranks import as_rank, found_by_ranks
 from fullshard.tape.recorder import Origin, Phase

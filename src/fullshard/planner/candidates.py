@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fullshard.disk.speed import TYPICAL, DiskSpeed
 from fullshard.errors import ConfigError
-from fullshard.fully_shard import shard_in_place
+from fullshard.fsdp_module import shard_in_place
 from fullshard.integrations.placing import repeated_layers
 from fullshard.plan.costs import Costs, costs_of
 from fullshard.plan.hardware import Hardware

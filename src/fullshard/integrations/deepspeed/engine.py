@@ -24,7 +24,7 @@ from fullshard.checkpoint.together import default_ranks
 from fullshard.engine.managed import in_model_order
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import CheckpointError, ConfigError, StateError
-from fullshard.fully_shard import FSDPModule
+from fullshard.fsdp_module import FSDPModule
 from fullshard.integrations.deepspeed.building import make_loader
 from fullshard.integrations.deepspeed.configuration import BatchSizes, Configuration
 from fullshard.integrations.deepspeed.importing import LATEST, read_tag
