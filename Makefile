@@ -47,10 +47,11 @@ docs: $(DOCS)  ## build the documentation into build/site; warnings are errors
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
 	@echo 'Open build/site/index.html'
 
-dist: $(DEV)  ## build the wheel and the source distribution into dist, and check them
+dist: $(DEV)  ## build the wheel and the source distribution into dist, and try them in an empty environment
 	rm -rf dist
 	$(BIN)/pyproject-build --outdir dist
 	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m pytest -m '' tests/system/test_wheel.py
 
 gpu-check:  ## check all claims on this machine's GPU, by $(PYTHON) as it is: results in one file
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py $(ARGS)

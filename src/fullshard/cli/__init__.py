@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fullshard.errors import CheckpointError, ConfigError, DiskError, near_matches, shown
+from fullshard.errors import CheckpointError, ConfigError, DiskError, MissingLibraryError, near_matches, shown
 from fullshard.versions import all_versions
 
 __all__ = ["main"]
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code_of(command: Callable[[], int]) -> int:
     """Run `command` and return its exit code.
 
-    The code is 2 for invalid input, and 1 for an unusable checkpoint or disk; one line on stderr explains it. It is 141
-    if the reader of stdout has closed the pipe.
+    The code is 2 for invalid input, and 1 for an unusable checkpoint or disk or a missing library; one line on stderr
+    explains it. It is 141 if the reader of stdout has closed the pipe.
     """
     atexit.register(gc.freeze)  # otherwise the garbage collection of torch at exit takes a second
     try:
@@ -83,7 +83,7 @@ def _is_closed_pipe(descriptor: int) -> bool:
 def _without_tracebacks(command: Callable[[], int]) -> int:
     try:
         return command()
-    except (ConfigError, CheckpointError, DiskError) as error:
+    except (ConfigError, CheckpointError, DiskError, MissingLibraryError) as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks find the same error; one reports it
             print(f"fullshard: {shown(str(error), lines=True)}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ConfigError) else FAILED
