@@ -522,11 +522,12 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, _Address]:
         return None, _Address(obstacle=f"it is not possible on {sys.platform}")
     name = f"\0fullshard-{secrets.token_hex(16)}"
     try:
+        os.close(os.memfd_create("fullshard"))  # sandboxes may forbid it, and C libraries may lack it
         host = host_identity()
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         listener.bind(name)
         listener.listen(socket.SOMAXCONN)
-    except OSError as error:
+    except (OSError, AttributeError) as error:
         return None, _Address(obstacle=str(error))
     return listener, _Address(host, name, secrets.token_hex(8))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import io
+import logging
 import multiprocessing
 import os
 import pickle
@@ -22,7 +23,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO, TypeVar
@@ -37,6 +39,8 @@ from fullshard.policy.arguments import check_callable, check_type, is_number
 __all__ = ["RankFailure", "RankPool", "RanksFailed", "loopback_store", "run_ranks"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 # Modules that the fork server imports once for all ranks. (The first DTensor imports torch._dynamo, which takes most of
@@ -243,14 +247,18 @@ class _RankProcess:
     """The caller's handle of one rank."""
 
     rank: int
-    process: ForkServerProcess
+    process: BaseProcess
     connection: Connection
     trace: Path  # the rank writes its stacks to it when it gets SIGUSR1
 
     @classmethod
     def start(cls, job: _Job, rank: int, port: int, folder: Path) -> _RankProcess:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)])
+        context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
+        if "forkserver" in multiprocessing.get_all_start_methods():
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)])
+        elif rank == 0:
+            _log.info("this system has no fork server: every rank imports torch itself, which takes seconds")
         own, peer = context.Pipe()
         trace = folder / f"rank{rank}.txt"
         process = context.Process(target=_rank_main, args=(job, rank, port, trace, peer), name=f"rank {rank}")
