@@ -16,7 +16,7 @@ TORCH      ?= 2.11.0
 TORCH_VENV := .venv-torch-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train bench test test-all test-clusters test-torch gpu-check docs dist browser charts lint format clean
+.PHONY: help venv train bench test test-all test-clusters test-torch gpu-check docs pictures dist browser charts lint format clean
 
 help:  ## list the targets
 	@echo 'fullshard: fully sharded data parallel training for PyTorch'
@@ -46,6 +46,9 @@ test-torch: $(TORCH_VENV)/.installed  ## the quick tests with another torch: mak
 docs: $(DOCS)  ## build the documentation into build/site; warnings are errors
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
 	@echo 'Open build/site/index.html'
+
+pictures: $(DEV)  ## draw the pictures of the documentation again, by dry runs
+	PYTHONPATH=src $(BIN)/python docs/pictures.py
 
 dist: $(DEV)  ## build the wheel and the source distribution into dist, and try them in an empty environment
 	rm -rf dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -14,6 +15,7 @@ from urllib.parse import unquote
 import pytest
 from pages import ROOT
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 INDEXES = {"genindex.html", "py-modindex.html", "search.html"}
 # Any connection fails: Python's sockets are replaced before Sphinx starts.
 BUILD = """
@@ -101,3 +103,20 @@ def test_search_works_from_the_file_system(site: Path) -> None:
     assert "Search.setIndex" in index and 'src="searchindex.js"' in content(site / "search.html")
     for word in ("reshard_after_forward", "clip_grad_norm_", "zero3", "rankmismatcherror"):
         assert word in index.lower()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: make browser")
+def test_search_finds_pages_in_a_browser(site: Path) -> None:
+    address = f"{(site / 'search.html').as_uri()}?q=reshard_after_forward"
+    options = ["--headless", "--no-sandbox", "--virtual-time-budget=20000", "--dump-dom"]
+    shown = subprocess.run([CHROMIUM, *options, address], capture_output=True, text=True, check=True).stdout
+    assert "Search finished" in shown
+    assert 'href="api/fullshard.FSDPModule.html#fullshard.FSDPModule.set_reshard_after_forward' in shown
+
+
+@pytest.mark.slow
+def test_pages_begin_with_a_sentence(site: Path) -> None:
+    """It says which task the page is for."""
+    pages = [path for path in site.glob("*.html") if path.name not in INDEXES]
+    assert [path.name for path in pages if not re.search(r"</h1>\s*<p>", content(path))] == []

@@ -1,0 +1,19 @@
+"""The pictures of the documentation are what the code draws now."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_pictures_are_those_of_the_code(tmp_path):
+    """If a change of the engine is meant to change them, run `make pictures`."""
+    subprocess.run([sys.executable, "-W", "ignore", str(DOCS / "pictures.py"), str(tmp_path)], check=True)
+    stored, drawn = (
+        {path.name: path.read_text() for path in folder.glob("*.svg")} for folder in (DOCS / "pictures", tmp_path)
+    )
+    assert len(drawn) == 4
+    assert stored == drawn
+    pages = "".join(page.read_text() for page in DOCS.glob("*.md"))
+    assert [name for name in drawn if f"](pictures/{name})" not in pages] == []
