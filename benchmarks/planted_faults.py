@@ -44,6 +44,7 @@ from fullshard.checkpoint import save
 from fullshard.comm.collectives import Collectives
 from fullshard.report import recording, usage
 from fullshard.report.causes import find_causes, verdict
+from fullshard.report.counters import HardwareCounters
 from fullshard.report.reading import read_run
 from fullshard.report.recording import report
 from fullshard.report.run import Finding, Run
@@ -233,6 +234,7 @@ class PretendedClock(Clock):
             patch.object(time, "perf_counter", lambda: self._now),
             patch.object(time, "sleep", self._sleep),
             patch.object(usage, "_opened", opened),
+            patch.object(recording, "HardwareCounters", partial(HardwareCounters, clock=lambda: 0.0)),  # never sampled
         ):
             yield
 

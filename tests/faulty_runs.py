@@ -290,6 +290,60 @@ def _logits(run: Run, _: float) -> Run:
     return replace(run, output_nbytes=200 * MB, memory=memory)
 
 
+_GPU = {
+    "GPU utilization": 0.97,
+    "GPU clock": 1.9e9,
+    "GPU clock, at most": 1.98e9,
+    "GPU power": 640.0,
+    "GPU temperature": 61.0,
+    "GPU slowed by heat or supply": 0.0,
+    "GPU at its power limit": 0.0,
+}
+_HOST = {"CPU of this rank": 1.0, "CPU of the host": 8.2, "swapped in": 0.0, "swapped out": 0.0}
+
+
+def with_counters(run: Run, cells: np.ndarray, **changes: float) -> Run:
+    """Return the run with hardware counters, with `changes` in some ranks and steps. Underscores stand for spaces."""
+    counters = {name: np.full(run.step_s.shape, value) for name, value in (_GPU | _HOST).items()}
+    counters["stalled for memory"] = np.zeros(run.step_s.shape)
+    for name, value in changes.items():
+        counters[name.replace("_", " ")][cells] = value
+    return replace(run, counters=counters)
+
+
+def _rank(run: Run, number: int) -> np.ndarray:
+    return (np.arange(len(run.ranks)) == number)[:, None] & np.ones(len(run.steps), dtype=bool)
+
+
+def _since_half(run: Run) -> np.ndarray:
+    return np.broadcast_to(run.steps > len(run.steps) / 2, run.step_s.shape)
+
+
+HOT = {"GPU_clock": 1.2e9, "GPU_temperature": 91.0, "GPU_slowed_by_heat_or_supply": 1.0}
+
+
+def _hot(run: Run, share: float) -> Run:
+    slow = with_parts(run, [0], forward=share / 3, backward=share * 2 / 3)
+    return with_counters(slow, _rank(run, 0), **HOT)
+
+
+def _all_hot(run: Run, share: float) -> Run:
+    return with_counters(run, np.ones(run.step_s.shape, dtype=bool), **HOT | {"GPU_clock": 1.98e9 * (1 - share / 2)})
+
+
+def _hot_later(run: Run, share: float) -> Run:
+    return with_counters(_at_times(run, share, "backward", _since_half(run)[:1].astype(float)), _since_half(run), **HOT)
+
+
+def _swapping_later(run: Run, share: float) -> Run:
+    slow = _at_times(run, share, "backward", _since_half(run)[:1].astype(float))
+    return with_counters(slow, _since_half(run), swapped_in=4e7)
+
+
+def _swapping(run: Run, share: float) -> Run:
+    return with_counters(run, np.ones(run.step_s.shape, dtype=bool), swapped_in=4e7, stalled_for_memory=share / 2)
+
+
 FAULTS = (
     Fault("a loader without workers", "slow input", "on all ranks", lambda run, item: with_parts(run, input=item)),
     Fault("a slow disk on rank 1", "slow input", "rank 1", lambda run, item: with_parts(run, [1], input=item)),
@@ -301,6 +355,11 @@ FAULTS = (
         lambda run, item: with_parts(run, [0], forward=item / 2, backward=item),
     ),
     Fault("another program next to rank 0", "throttled rank", "rank 0", _with_starved_rank),
+    Fault("a hot device, with its counters", "throttled rank", "1.20 instead of 1.90 GHz, at 91 °C and 640 W", _hot),
+    Fault("hot devices since mid-run, with their counters", "changed speed", "Check fans", _hot_later),
+    Fault("hot devices all the time", "reduced clocks", "instead of 1.98 GHz", _all_hot),
+    Fault("a host that swaps since mid-run", "changed speed", "swaps 40 MB/s", _swapping_later),
+    Fault("a host that swaps all the time", "swapping", "swaps 40 MB/s", _swapping),
     Fault("a host with half the clock", "slow host", "node1", _slow_host),
     Fault("as many threads as cores on each rank", "oversubscribed cores", "no core", _starved),
     Fault("no wrapping", "one unit for all", "the root", _one_unit),

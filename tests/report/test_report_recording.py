@@ -30,12 +30,13 @@ from fullshard.device.accelerator import Accelerator
 from fullshard.device.streams import STREAMS, Stream, Streams
 from fullshard.plan.ledger import measure_ledger
 from fullshard.plan.memory import State
+from fullshard.report import counters as counters_module
 from fullshard.report import recording as recording_module
 from fullshard.report import steps as steps_module
 from fullshard.report.causes import find_causes
 from fullshard.report.rank_file import RankFile, lines_in, path_of
 from fullshard.report.reading import DROPPED, read_run
-from fullshard.report.run import PARTS, Run
+from fullshard.report.run import COUNTERS, PARTS, Run
 from fullshard.report.shown import shown as as_shown
 from fullshard.report.steps import PAUSE, StepRecorder, StepTaken
 from fullshard.report.usage import Usage
@@ -484,6 +485,29 @@ def test_text_from_a_log_cannot_control_the_terminal(trained, tmp_path, capsys):
         )
     report_command([str(folder)])
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_step_has_the_counters_of_the_next_sample(trained, tmp_path):
+    folder = copied(trained, tmp_path)
+    samples = {4: [None, 1.0], 7: [None, 3.0]}
+    rest: list[float | None] = [None] * (len(COUNTERS) - 2)
+    with path_of(folder, 1).open("a") as file:
+        for number, values in samples.items():
+            file.write(json.dumps({"kind": "counters", "n": number, "v": values + rest}) + "\n")
+    run = read_run(folder)
+    (name,) = [item for at, item in enumerate(COUNTERS) if at == 1]
+    assert run.steps.tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert np.isnan(run.counters[name][0]).all()
+    assert run.counters[name][1].tolist() == [1, 1, 3, 3, 3, 3, 3]
+    assert list(COUNTERS)[0] not in run.counters
+
+
+def test_counters_are_recorded_while_a_run_trains(monkeypatch, tmp_path):
+    monkeypatch.setattr(counters_module, "_EVERY_S", 0.0)
+    run_alone(lambda: train(str(tmp_path), 6))
+    run = read_run(tmp_path)
+    assert (run.counters["CPU of this rank"] >= 0).all()
+    assert run.counters["CPU of this rank"].shape == run.step_s.shape
 
 
 def test_a_run_that_goes_on_keeps_what_was_and_counts_what_is_done_again_once(trained, tmp_path):

@@ -119,6 +119,7 @@ ROOMS: dict[str, list[str] | None] = {
     "report": [
         "run",
         "usage",
+        "counters",
         "steps",
         "memory_watch",
         "running_out",
@@ -129,6 +130,7 @@ ROOMS: dict[str, list[str] | None] = {
         "reading",
         "account",
         "figures",
+        "hardware",
         "rules",
         "causes",
         "shown",

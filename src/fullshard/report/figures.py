@@ -72,6 +72,23 @@ class RunFigures:
         later = None if values is None else values[:, self._later]
         return None if later is None or np.isnan(later).any() else later
 
+    def counter(self, *names: str) -> Seconds | None:
+        """Return the sum of hardware counters, NaN where unknown; shape (ranks, steps); None if one is not measured."""
+        if any(name not in self.run.counters for name in names):
+            return None
+        return np.asarray(sum(self.run.counters[name][:, self._later] for name in names))
+
+    @cached_property
+    def other_cores(self) -> Seconds | None:
+        """The cores of each rank's host that other processes than the ranks use; shape (ranks, steps)."""
+        host, own = self.counter("CPU of the host"), self.counter("CPU of this rank")
+        if host is None or own is None:
+            return None
+        others = host.copy()
+        for places in map(list, self.hosts().values()):
+            others[places] -= own[places].sum(0)
+        return np.maximum(others, 0)
+
     @cached_property
     def computes(self) -> Seconds:
         """Seconds of forward, backward and optimizer; shape (ranks, steps)."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from fullshard.device.streams import STREAMS
 from fullshard.disk.pace import Moved
-from fullshard.report.run import PARTS
+from fullshard.report.run import COUNTERS, PARTS
 from fullshard.report.steps import UnitCounts
 
 __all__ = ["is_valid_line"]
@@ -210,6 +210,7 @@ _LINES: Mapping[str, _Check] = {
         closed=False,
     ),
     "told": _fields({"n": _is_count, "v": _table(_maybe(_is_finite))}, closed=False),
+    "counters": _fields({"n": _is_count, "v": _list(_maybe(_is_number), len(COUNTERS))}, closed=False),
     "units": _is_units,
     "spans": _is_spans,
     "memory": _is_memory,

@@ -5,7 +5,8 @@
 | `start` | the rank, its host and device, the facts of the run; repeated if a run is resumed |
 | `model` | the units, and how parameters are sharded: once their names are known, by the first rank |
 | `step` | a step: its parts, busy and starved seconds, bytes held, work |
-| `reported` | what the loop logs of a step: loss and the like |
+| `told` | what the loop logs of a step: loss and the like |
+| `counters` | hardware counters after a step, about once per second, in the order of `COUNTERS` |
 | `units` | totals of each unit's collectives since the third step: the last such line counts |
 | `spans` | what the streams did in one step: at steps whose number is a power of two |
 | `memory` | the step whose memory was observed, by the first rank |
@@ -13,8 +14,8 @@
 | `out_of_memory` | the holders of memory when it was exhausted, or nearly |
 | `end` | the recording was closed |
 
-Only lines of steps are added indefinitely. To keep a file small, after a few thousand of them a line contains the mean
-of two steps, then of four, and so on.
+Only lines of steps and counters, and what the loop logs, are added indefinitely. To keep a file small, after a few
+thousand of them a line contains the mean of two steps, then of four, and so on, and counters are read less often.
 """
 
 from __future__ import annotations

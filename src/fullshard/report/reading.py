@@ -18,6 +18,7 @@ from fullshard.layout.shard_spec import ShardSpec
 from fullshard.plan.memory import State
 from fullshard.report.rank_file import lines_in, parsed, rank_files
 from fullshard.report.run import (
+    COUNTERS,
     PARTS,
     HostWait,
     OutOfMemory,
@@ -57,6 +58,7 @@ class _RankLog:
     what_ifs: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     reported: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    counters: dict[int, list[float | None]] = field(default_factory=dict)
     spans: dict[int, bytes] = field(default_factory=dict)  # unparsed lines
     damaged: list[int] = field(default_factory=list)  # the numbers of lines that were dropped
 
@@ -69,6 +71,8 @@ class _RankLog:
                 rank.steps[line["n"]] = line
             elif kind == "told":
                 rank.reported.setdefault(line["n"], {}).update(line["v"])
+            elif kind == "counters":
+                rank.counters[line["n"]] = line["v"]
             elif kind == "spans":
                 rank.spans[line["n"]] = line["line"]
             elif kind in ("start", "model", "units", "memory", "out_of_memory", "what_ifs"):
@@ -130,6 +134,7 @@ def read_run(folder: Path) -> Run:
         reports_input=first.units.get("reports_input", True),
         links_gb_s=links if all(links) else (),
         tiers=_tiers(first),
+        counters=_counters(ranks, steps),
     )
 
 
@@ -342,6 +347,18 @@ def _training(ranks: Sequence[_RankLog], steps: Sequence[int]) -> dict[str, NDAr
         mean = np.divide(total, times, out=np.full(len(steps), np.nan), where=times > 0)
         found[_NAMES.get(name, name.replace("_", " "))] = mean
     return found
+
+
+def _counters(ranks: Sequence[_RankLog], steps: Sequence[int]) -> dict[str, NDArray[np.float64]]:
+    """Return the measured counters. Each step has the first sample at its end or later, or else the last one."""
+    table = np.full((len(COUNTERS), len(ranks), len(steps)), np.nan)
+    for place, rank in enumerate(ranks):
+        if rank.counters:
+            numbers = np.array(sorted(rank.counters))
+            values = np.array([[_value(item) for item in rank.counters[number]] for number in numbers])
+            table[:, place] = values[np.minimum(np.searchsorted(numbers, steps), len(numbers) - 1)].T
+    known = ~np.isnan(table).all((1, 2))
+    return {name: table[place] for place, name in enumerate(COUNTERS) if known[place]}
 
 
 def _value(reported: float | None) -> float:

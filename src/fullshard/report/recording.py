@@ -29,11 +29,12 @@ from fullshard.errors import ConfigError
 from fullshard.plan.explain import offload_lines
 from fullshard.plan.memory_used import memory_for_a_rank
 from fullshard.plan.stored import measure_tiers
+from fullshard.report.counters import HardwareCounters
 from fullshard.report.destinations import check_destination, open_destination
 from fullshard.report.facts import facts_of, link_bytes_per_s, rank_facts, shards_of, strategy_of, units_of
 from fullshard.report.memory_watch import MemoryWatch, can_be_watched
 from fullshard.report.rank_file import RankFile, finite, is_closed, path_of
-from fullshard.report.run import PARTS, WhatIf
+from fullshard.report.run import COUNTERS, PARTS, WhatIf
 from fullshard.report.running_out import MemoryGuard, holders_text, is_out_of_memory
 from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts, is_kept_whole
 from fullshard.report.usage import UsageMeter
@@ -152,6 +153,7 @@ class RunReport:
         )
         self._file.flush()
         self._destination = open_destination(log_to, path, stated) if log_to is not None and self._rank == 0 else None
+        self._counters = HardwareCounters(self._device)
         usage = UsageMeter(self._device)
         self._steps = StepRecorder(
             accelerator_for(self._device),
@@ -336,9 +338,15 @@ class RunReport:
                 self._host_waits[name] = known[0] + times, known[1] + seconds
             if is_kept_whole(step.number):
                 self._write_spans(step)
+        counters = self._counters.sample()
+        if counters is not None:
+            self._file.add("counters", n=step.number, v=counters)
         if self._destination is not None:
-            parts = {f"seconds/{part}": seconds for part, seconds in step.parts_s.items()}
-            self._destination.write(step.number, {"seconds/step": step.step_s, **parts, "bytes held": step.usage.held})
+            numbers = {f"seconds/{part}": seconds for part, seconds in step.parts_s.items()}
+            numbers |= {"seconds/step": step.step_s, "bytes held": step.usage.held}
+            sampled = zip(COUNTERS, counters or (), strict=False)
+            numbers |= {f"hardware/{name}": value for name, value in sampled if value is not None}
+            self._destination.write(step.number, numbers)
         self._group.append(step)
         if len(self._group) == self._group_size:
             self._write_line()

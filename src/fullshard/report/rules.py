@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fullshard.report.account import GROUPS, Loss
 from fullshard.report.figures import RunFigures, amount, listed, milliseconds, named, percent
+from fullshard.report.hardware import reason_of, slowed_by, swaps
 from fullshard.report.run import PARTS, Finding, UnitTimes
 
 __all__ = ["RULES", "Rule"]
@@ -47,6 +48,13 @@ class Rule:
         if self.cause not in figures.findings:
             figures.findings[self.cause] = self.find(figures, self)
         return figures.findings[self.cause]
+
+    def of_loss(self, figures: RunFigures, loss: Loss, stated: str, change: str) -> Finding:
+        """Return the finding of a loss, with the reason and the change that hardware counters suggest, if any."""
+        reason = reason_of(figures, loss)
+        if reason is not None:
+            stated, change = f"{stated} {reason.stated}", reason.change
+        return self.found(stated, change, lost=loss.lost)
 
     def found(self, stated: str, change: str, *, lost: float = 0.0, of_memory: float = 0.0) -> Finding:
         """Return a finding of this cause."""
@@ -138,7 +146,7 @@ def slow_host(figures: RunFigures, rule: Rule) -> Finding | None:
         f"{figures.when(loss)}."
     )
     change = f"Check clocks, temperature and other programs on {host}, or remove it from the run."
-    return rule.found(stated, change, lost=loss.lost)
+    return rule.of_loss(figures, loss, stated, change)
 
 
 @rule(
@@ -161,7 +169,7 @@ def throttled_rank(figures: RunFigures, rule: Rule) -> Finding | None:
         change = f"It has no core for {percent(part)} of the time: end other programs on its cores."
     else:
         change = f"Check clock, temperature and power of its {figures.rank(ranks[0]).device}, and other programs there."
-    return rule.found(stated, change, lost=loss.lost)
+    return rule.of_loss(figures, loss, stated, change)
 
 
 @rule("stragglers", least=0.10, why="a rank that is behind by more than noise of the same size in most steps explains")
@@ -173,7 +181,7 @@ def stragglers(figures: RunFigures, rule: Rule) -> Finding | None:
         f"{percent(loss.lost)} of the time waits for {figures.who(loss)}, which computes longer: {figures.when(loss)}."
     )
     change = "Look for what ranks do at different times: garbage collection (`gc.freeze()`), longer rows, compiling."
-    return rule.found(stated, change, lost=loss.lost)
+    return rule.of_loss(figures, loss, stated, change)
 
 
 def _is_starved(figures: RunFigures, loss: Loss) -> bool:
@@ -192,7 +200,7 @@ def slow_steps(figures: RunFigures, rule: Rule) -> Finding | None:
         "Look for garbage collection (`gc.freeze()`, then `gc.disable()`), recompilation (`TORCH_LOGS=recompiles`), or "
         "longer rows in these steps."
     )
-    return rule.found(stated, change, lost=loss.lost)
+    return rule.of_loss(figures, loss, stated, change)
 
 
 @rule("changed speed", least=0.10, why="the same work takes the same time in all of a run")
@@ -205,7 +213,7 @@ def changed_speed(figures: RunFigures, rule: Rule) -> Finding | None:
         change = "Look for data that grows with each step: a list, a cache, a graph that is kept, or longer rows."
     else:
         change = "Look for what changed then: clocks and temperature, other programs, longer rows, a new phase."
-    return rule.found(stated, change, lost=loss.lost)
+    return rule.of_loss(figures, loss, stated, change)
 
 
 @rule("slow optimizer", least=0.2, why="the optimizer step of a sharded model takes under 10 % of a step")
@@ -242,9 +250,52 @@ def oversubscribed_cores(figures: RunFigures, rule: Rule) -> Finding | None:
         share = cores // len(places)
         change = f"Set OMP_NUM_THREADS={share}, or start fewer ranks." if share else f"Start {cores} ranks, not more."
         return rule.found(stated, change, lost=lost)
+    others = figures.other_cores
+    used = "the" if others is None else f"{np.nan_to_num(others[list(places)]).mean():.1f} of the"
+    change = f"Other programs use {used} {cores} cores of {host}: end them, or pin ranks to cores."
+    return rule.found(stated, change, lost=lost)
+
+
+@rule("reduced clocks", least=0.10, why="at full load the clock of a GPU is within 10 % of its highest")
+def reduced_clocks(figures: RunFigures, rule: Rule) -> Finding | None:
+    slowed, clock, most = map(figures.counter, ("GPU slowed by heat or supply", "GPU clock", "GPU clock, at most"))
+    if slowed is None or clock is None or most is None or _is_explained(figures):
+        return None
+    with np.errstate(invalid="ignore"):
+        cells = (slowed > 0) & (clock < most)
+    lost = figures.share(np.where(cells, (1 - clock / most) * figures.computes, 0.0))
+    if lost < rule.least:
+        return None
+    reason = slowed_by(figures, cells, float(most[cells].mean()))
+    who = figures.ranks_text(tuple(int(rank) for rank in np.flatnonzero(cells.any(1))))
+    stated = f"About {percent(lost)} of the time is lost by reduced clocks of the GPUs of {who}. {reason.stated}"
+    return rule.found(stated, reason.change, lost=lost)
+
+
+def _is_explained(figures: RunFigures) -> bool:
+    """Return whether ranks or steps that compute longer are a cause already, whose reason the counters give."""
+    others = (slow_host, throttled_rank, stragglers, slow_steps, changed_speed)
+    return any(other.finding(figures) is not None for other in others)
+
+
+@rule("swapping", least=0.10, why="a host with free memory stalls for less than 1 % of the time")
+def swapping(figures: RunFigures, rule: Rule) -> Finding | None:
+    stalled, swapped = figures.counter("stalled for memory"), figures.counter("swapped in", "swapped out")
+    if stalled is None or swapped is None or _is_explained(figures):
+        return None
+    cells = np.nan_to_num(swapped) >= _SWAPPED
+    by_rank = np.where(cells, np.nan_to_num(stalled), 0.0) * figures.step_s
+    worst = int(by_rank.sum(1).argmax())
+    lost = figures.share(by_rank[worst])
+    if lost < rule.least:
+        return None
+    reason = swaps(figures.rank(worst).host, float(swapped[worst][cells[worst]].mean()))
     return rule.found(
-        stated, f"Other programs use the {cores} cores of {host}: end them, or pin ranks to cores.", lost=lost
+        f"For {percent(lost)} of the time programs wait for memory. {reason.stated}", reason.change, lost=lost
     )
+
+
+_SWAPPED = 1e6  # bytes/s
 
 
 # -- communication ----------------------------------------------------------------------------------------------------

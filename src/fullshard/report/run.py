@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "COUNTERS",
     "PARTS",
     "Finding",
     "HostWait",
@@ -30,6 +31,30 @@ __all__ = [
 
 PARTS = ("input", "forward", "backward", "gather", "reduce", "optimizer", "checkpoint", "other")
 """The parts of a step, which add up to it. `gather` and `reduce` are exposed time."""
+
+COUNTERS: Mapping[str, str] = {
+    "GPU utilization": "share",
+    "GPU clock": "Hz",
+    "GPU clock, at most": "Hz",
+    "GPU power": "W",
+    "GPU temperature": "°C",
+    "GPU memory": "bytes",
+    "GPU slowed by heat or supply": "share",
+    "GPU at its power limit": "share",
+    "CPU of this rank": "cores",
+    "CPU of the host": "cores",
+    "disk reads": "bytes/s",
+    "disk writes": "bytes/s",
+    "network received": "bytes/s",
+    "network sent": "bytes/s",
+    "minor page faults": "1/s",
+    "major page faults": "1/s",
+    "swapped in": "bytes/s",
+    "swapped out": "bytes/s",
+    "stalled for memory": "share",
+}
+"""The hardware counters, with their units. Those of GPUs and of this rank are of one rank, page faults of its process,
+the others of its host. CPU of this rank includes the processes that it starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +230,7 @@ class Run:
     tiers: tuple[TierBytes, ...] = ()  # the device first; empty without offloading
     reports_input: bool = True  # whether the loop tells input from its other code
     links_gb_s: tuple[float, ...] = ()  # like `link_gb_s`, by rank: from the previous rank
+    counters: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # measured ones; each (ranks, steps)
 
     @property
     def settled(self) -> NDArray[np.bool_]:

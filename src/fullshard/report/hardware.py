@@ -1,0 +1,123 @@
+"""What hardware counters say about slow ranks or steps: clocks that are reduced, other processes, swapping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.report.account import Loss
+from fullshard.report.figures import RunFigures, amount, percent
+
+__all__ = ["HardwareReason", "reason_of", "slowed_by", "swaps"]
+
+Cells = NDArray[np.bool_]
+Values = NDArray[np.float64]
+
+_SLOWER = 0.95  # clocks of equal devices at the same work differ by less
+_SWAPPED = 1e6  # bytes/s; an idle page now and then is less
+_MORE = 2.0  # times as much as in other ranks or steps
+_CORES = 0.5
+
+
+@dataclass(frozen=True)
+class HardwareReason:
+    """Why ranks are slow: a sentence with the measured values, and a change."""
+
+    stated: str
+    change: str
+
+
+def reason_of(figures: RunFigures, loss: Loss) -> HardwareReason | None:
+    """Return what the counters say about a loss; None if they say nothing.
+
+    Slow ranks are compared with the others in the same steps. If all ranks are slow, slow steps are compared with the
+    other steps.
+    """
+    slow = _cells(figures, loss)
+    if not slow.any() or slow.all():
+        return None
+    others = ~slow & slow.any(0, keepdims=True)
+    usual = others if others.any() else ~slow
+    for reason in (_swapping, _clocks, _other_processes):
+        found = reason(figures, slow, usual)
+        if found is not None:
+            return found
+    return None
+
+
+def _cells(figures: RunFigures, loss: Loss) -> Cells:
+    """Return the ranks and steps in which time is lost."""
+    shape, steps = figures.computes.shape, loss.pattern.slow
+    if loss.pattern.kind == "growing":
+        steps = np.arange(shape[1]) >= shape[1] // 2
+    ranks = np.ones(shape, dtype=bool)
+    if loss.in_turn:
+        ranks = np.arange(shape[0])[:, None] == figures.of_group(loss.group).argmax(0)
+        steps = loss.seconds > 0
+    elif loss.ranks:
+        ranks = np.isin(np.arange(shape[0]), loss.ranks)[:, None]
+    return np.asarray(ranks & steps)
+
+
+def _means(values: Values | None, slow: Cells, usual: Cells) -> tuple[float, float]:
+    """Return the means of known values in slow and in usual ranks and steps; NaN if there are none."""
+    if values is None:
+        return float("nan"), float("nan")
+    known = np.isfinite(values)
+    slow_mean, usual_mean = (
+        float(values[cells & known].mean()) if (cells & known).any() else float("nan") for cells in (slow, usual)
+    )
+    return slow_mean, usual_mean
+
+
+def _where(figures: RunFigures, slow: Cells) -> str:
+    hosts = {figures.rank(int(place)).host for place in np.flatnonzero(slow.any(1))}
+    return hosts.pop() if len(hosts) == 1 else "their hosts"
+
+
+def _swapping(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason | None:
+    here, elsewhere = _means(figures.counter("swapped in", "swapped out"), slow, usual)
+    return swaps(_where(figures, slow), here) if here >= max(_SWAPPED, _MORE * elsewhere) else None
+
+
+def swaps(where: str, bytes_per_s: float) -> HardwareReason:
+    """Return that a host swaps at this rate."""
+    change = "Free memory there: end other programs, use fewer loader workers, or offload less to the CPU."
+    return HardwareReason(f"Meanwhile {where} swaps {amount(bytes_per_s)}/s.", change)
+
+
+def _clocks(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason | None:
+    here, elsewhere = _means(figures.counter("GPU clock"), slow, usual)
+    return slowed_by(figures, slow, elsewhere) if here <= _SLOWER * elsewhere else None
+
+
+def slowed_by(figures: RunFigures, slow: Cells, usual_hz: float) -> HardwareReason:
+    """Return the clock of GPUs that are slow, compared with `usual_hz`, and why it is reduced."""
+
+    def mean(name: str) -> float:
+        return _means(figures.counter(name), slow, slow)[0]
+
+    measured = [(mean("GPU temperature"), "°C"), (mean("GPU power"), "W")]
+    at = " and ".join(f"{value:.0f} {unit}" for value, unit in measured if np.isfinite(value))
+    stated = f"The GPU clock there is {mean('GPU clock') / 1e9:.2f} instead of {usual_hz / 1e9:.2f} GHz"
+    stated += f", at {at}" if at else ""
+    if mean("GPU slowed by heat or supply") >= 1 / 2:
+        change = "Check fans, airflow and power cables: the hardware reduces the clock because of heat or power supply."
+    elif mean("GPU at its power limit") >= 1 / 2:
+        change = "Raise the power limit (`nvidia-smi -pl`), or check why this GPU needs more power for the same work."
+    else:
+        change = "Reset the clocks (`nvidia-smi -rac`, `nvidia-smi -rgc`); `nvidia-smi -q -d CLOCK` shows them."
+    return HardwareReason(f"{stated}.", change)
+
+
+def _other_processes(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason | None:
+    here, elsewhere = _means(figures.other_cores, slow, usual)
+    waits, waits_elsewhere = _means(figures.starved, slow, usual)
+    if not (here >= max(_CORES, _MORE * elsewhere) and waits >= _MORE * waits_elsewhere):
+        return None
+    part = waits / max(float(figures.computes[slow].mean()), 1e-9)
+    where = _where(figures, slow)
+    stated = f"Other processes use {here:.1f} cores of {where}, and none is free for {percent(part)} of compute."
+    return HardwareReason(stated, f"End other programs on {where}, or pin ranks to cores.")
