@@ -65,6 +65,7 @@ def made_run(
         parts[late, :, PARTS.index("gather")] -= late_s
         parts[late, :, PARTS.index("backward")] += late_s
         waited[late] += late_s
+    counters = {"CPU of the host": 6.5, "disk reads": 3e6, "GPU clock": 1.9e9, "swapped in": 0.0}
     named = ("", *(f"{prefix}layers.{number}" for number in range(units - 1)))
     measured = tuple(_unit(fqn, number, parts.mean((0, 1)), units) for number, fqn in enumerate(named))
     at = np.arange(1, steps + 1)
@@ -103,6 +104,7 @@ def made_run(
         memory=_memory(units, float(step_s.mean())),
         held_bytes=(900 * MIB + chance.integers(0, 20 * MIB, (ranks, steps)) + leak_bytes * at[None]).astype(np.int64),
         shards=tuple(_shards(named, ranks)),
+        counters={name: chance.normal(value, value / 20, (ranks, steps)) for name, value in counters.items()},
         training={name: np.where(at % report_every == 0, values, np.nan) for name, values in training.items()},
         strategy="zero3",
         settings={"strategy": "zero3", "batch": "8", "seq": "256", "size": "small"},
@@ -220,6 +222,7 @@ def bare_run() -> Run:
         training={},
         settings={},
         what_ifs=(),
+        counters={},
     )
 
 

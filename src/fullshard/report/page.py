@@ -74,6 +74,7 @@ _CHARTED = (
     "held",
     "tiers",
     "ranks",
+    "hardware",
     "shards",
     "training",
     "against",

@@ -7,7 +7,7 @@ late ranks, units that are waited for, means over steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fullshard.device.streams import STREAMS
 from fullshard.device.travel import STATES
 from fullshard.report.run import (
+    COUNTERS,
     PARTS,
     Finding,
     OutOfMemory,
@@ -72,6 +73,7 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
         "held": _held(run),
         "tiers": _tiers(run.tiers),
         "ranks": _ranks(run),
+        "hardware": _hardware(run),
         "shards": _shards(run.shards),
         "training": _training(run),
         "what_ifs": [asdict(item) for item in sorted(run.what_ifs, key=lambda element: -element.gain_s)],
@@ -104,10 +106,21 @@ def _buckets(count: int, most: int) -> list[slice]:
     return [slice(at, min(at + size, count)) for at in range(0, count, size)]
 
 
-def _thin(values: Numbers, most: int) -> Numbers:
-    """Return the means over buckets of the last axis, ignoring values that were not measured."""
-    parts = [_mean(values[..., bucket], axis=-1) for bucket in _buckets(values.shape[-1], most)]
+def _thin(values: Numbers, most: int = _POINTS, by: Callable[..., Any] | None = None) -> Numbers:
+    """Return the means, or the extremes, over buckets of the last axis, ignoring values that were not measured."""
+    parts = [(by or _mean)(values[..., bucket], axis=-1) for bucket in _buckets(values.shape[-1], most)]
     return np.stack(parts, -1) if parts else values[..., :0].astype(float)
+
+
+def _most(values: Numbers, axis: int) -> Any:
+    """Return the largest of measured values, or NaN if there are none."""
+    most = np.where(np.isfinite(values), values, -np.inf).max(axis=axis)
+    return np.where(np.isfinite(most), most, np.nan)
+
+
+def _least(values: Numbers, axis: int) -> Any:
+    """Return the smallest of measured values, or NaN if there are none."""
+    return -_most(-values, axis)
 
 
 def _mean(values: Numbers, axis: int | tuple[int, ...] | None = None) -> Any:
@@ -164,10 +177,12 @@ def _step(run: Run) -> dict[str, Any] | None:
 def _over_steps(run: Run) -> dict[str, Any] | None:
     if len(run.steps) < 3 or not run.parts_s.size:
         return None
-    parts = np.round(_thin(_mean(run.parts_s, axis=0).T, _POINTS), 6)
+    of_steps = _mean(run.parts_s, axis=0)
+    parts = np.round(_thin(of_steps.T), 6)
     return {
         "at": _first_of(run.steps),
         "each": _each(run.steps),
+        "most_s": np.round(_thin(of_steps.sum(1), by=_most), 6),
         "parts": {part: parts[place] for place, part in enumerate(PARTS)},
     }
 
@@ -407,18 +422,21 @@ def _slowest(run: Run, late: Numbers) -> dict[str, Any] | None:
 
 
 def _map(run: Run) -> dict[str, Any] | None:
-    """Return the delay of each rank in each step: the maximum of ranks in a row, the mean of steps in a column."""
+    """Return the delay of each rank in each step: the maximum of ranks in a row; of steps in a column, the mean and the
+    maximum.
+    """
     if len(run.ranks) < 2 or len(run.steps) < 2 or not np.isfinite(run.waited_for_s).any():
         return None
     rows = _buckets(len(run.ranks), _ROWS)
     columns = _buckets(len(run.steps), _COLUMNS)
-    late = _thin(run.waited_for_s, _COLUMNS)
+    late, most = (_thin(run.waited_for_s, _COLUMNS, by) for by in (_mean, _most))
     numbers = [rank.rank for rank in run.ranks]
     return {
         "ranks": [_between(numbers[row.start], numbers[row.stop - 1]) for row in rows],
         "steps": [int(run.steps[column.start]) for column in columns],
         "each": _each(run.steps, _COLUMNS),
         "late_s": [np.round(np.nan_to_num(late[row]).max(0), 6) for row in rows],
+        "most_s": [np.round(np.nan_to_num(most[row]).max(0), 6) for row in rows],
     }
 
 
@@ -434,7 +452,8 @@ def _skew(run: Run) -> dict[str, Any] | None:
     return {
         "at": _first_of(run.steps),
         "each": _each(run.steps),
-        "apart_s": np.round(_thin(separate[None], _POINTS)[0], 6),
+        "apart_s": np.round(_thin(separate), 6),
+        "most_s": np.round(_thin(separate, by=_most), 6),
     }
 
 
@@ -504,7 +523,28 @@ def _training(run: Run) -> dict[str, Any] | None:
     return {
         "at": _first_of(run.steps),
         "each": _each(run.steps),
-        "curves": {name: _thin(np.asarray(values)[None], _POINTS)[0].tolist() for name, values in curves.items()},
+        "curves": {name: _curve(np.asarray(values)[None]) for name, values in curves.items()},
+    }
+
+
+def _curve(values: Numbers) -> dict[str, Numbers]:
+    """Return the mean, the smallest and the largest value in each point of a curve; `values` by rank and step."""
+    mean = _thin(_mean(values, axis=0))
+    low, high = _thin(_least(values, axis=0), by=_least), _thin(_most(values, axis=0), by=_most)
+    return {"mean": mean} if np.array_equal(low, high, equal_nan=True) else {"mean": mean, "low": low, "high": high}
+
+
+def _hardware(run: Run) -> dict[str, Any] | None:
+    """Return hardware counters over steps, and the names of those that are 0 in all of the run."""
+    if len(run.steps) < 2 or not run.counters:
+        return None
+    used = {name: values for name, values in run.counters.items() if np.nan_to_num(values).any()}
+    return {
+        "at": _first_of(run.steps),
+        "each": _each(run.steps),
+        "units": {name: COUNTERS[name] for name in used},
+        "curves": {name: _curve(values) for name, values in used.items()},
+        "zero": [name for name in run.counters if name not in used],
     }
 
 

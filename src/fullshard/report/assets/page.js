@@ -89,6 +89,8 @@
   // ---- the step
 
   const charts = {};
+  const LONGEST = "the longest step";
+  const longest = (at, each, most) => each > 1 ? [line(LONGEST, pairs(at, most), color("text"), { symbol: "none", lineStyle: { width: 1, color: color("text") } })] : [];
 
   charts.waterfall = (box) => {
     const parts = run.step.parts.filter((it) => it.mean_s);
@@ -97,6 +99,7 @@
     const starts = parts.map((it) => { const start = before; before += it.mean_s; return start; });
     const said = (it) => narrow(box) ? time(it.mean_s) : `${time(it.mean_s)}   ${percent(it.share)}`;
     return {
+      says: parts.map((it, place) => `${rows[place]} ${time(it.mean_s)}`).join("; "),
       grid: { left: 8, right: 12, top: 4, bottom: 28, containLabel: true },
       xAxis: times({ max: before * (narrow(box) ? 1.3 : 1.17), axisLabel: { showMaxLabel: false }, splitLine: { showMaxLine: false, lineStyle: { color: color("line") } } }),
       yAxis: names(rows, { inverse: true, axisLine: { show: false } }),
@@ -121,7 +124,7 @@
   };
 
   charts.over_steps = (box) => {
-    const { at, each, parts } = run.over_steps;
+    const { at, each, parts, most_s: most } = run.over_steps;
     const there = PARTS.filter((it) => parts[it].some((value) => value > 0));
     return {
       legend: { show: false },
@@ -129,11 +132,11 @@
       xAxis: steps(at),
       yAxis: times(),
       tooltip: pointed((found) => tip(stepName(at[found[0].dataIndex], each), [
-        ["together", time(found.reduce((sum, it) => sum + (it.value[1] || 0), 0))],
+        ["together", time(found.reduce((sum, it) => sum + (it.seriesName === LONGEST ? 0 : it.value[1] || 0), 0))],
         ...found.filter((it) => it.value[1]).map((it) => [it.seriesName, time(it.value[1]), it.color]).reverse()])),
       series: there.map((part) => line(EXPOSED[part] || part, pairs(at, parts[part]), partColor(part), {
         stack: "all", areaStyle: { color: partColor(part), opacity: 0.9 }, lineStyle: { width: 0 }, symbol: "none",
-      })),
+      })).concat(longest(at, each, most)),
     };
   };
 
@@ -150,7 +153,7 @@
     const ranks = chosenRanks();
     const used = streams.map((_, stream) => ranks.some((it) => it.stream.includes(stream)));
     const shown = streams.map((_, stream) => stream).filter((stream) => used[stream]);
-    const rows = ranks.flatMap((it) => shown.map((stream) => ranks.length > 1 ? `${narrow(box) ? "" : "rank "}${it.rank}, ${streams[stream]}` : streams[stream]));
+    const rows = ranks.flatMap((it) => shown.map((stream) => it.rank == null ? streams[stream] : `${narrow(box) ? "" : "rank "}${it.rank}, ${streams[stream]}`));
     const data = [];
     ranks.forEach((it, place) => it.stream.forEach((stream, at) => {
       data.push([place * shown.length + shown.indexOf(stream), it.start_us[at] / 1e6, (it.start_us[at] + it.took_us[at]) / 1e6, it.name[at], it.unit[at]]);
@@ -159,6 +162,7 @@
     const shades = what.map((name) => partColor(partOfSpan(name)));
     box.style.height = `${Math.max(150, rows.length * (ranks.length > 1 ? 22 : 34) + 80)}px`;
     return {
+      says: rows.map((name, row) => `${name} ${time(data.reduce((sum, it) => sum + (it[0] === row ? it[2] - it[1] : 0), 0))}`).join("; "),
       grid: { left: 8, right: 14, top: 4, bottom: 58, containLabel: true },
       xAxis: times({ min: 0, max: end, axisLabel: { showMaxLabel: false } }),
       yAxis: names(rows, { inverse: true, axisLine: { show: false }, splitLine: { show: true, lineStyle: { color: color("line") } } }),
@@ -321,16 +325,19 @@
   };
 
   charts.map = () => {
-    const { ranks, steps, each, late_s: late } = run.ranks.map;
-    const data = late.flatMap((row, rank) => row.map((value, at) => [at, rank, value]));
+    const { ranks, steps, each, late_s: late, most_s: longest } = run.ranks.map;
+    const data = late.flatMap((row, rank) => row.map((value, at) => [at, rank, value, longest[rank][at]]));
     const most = Math.max(1e-6, ...data.map((it) => it[2]));
+    const worst = data.find((it) => it[2] === most) || data[0];
     return {
+      says: `at most ${time(worst[2])}, for rank ${ranks[worst[1]]} in ${stepName(steps[worst[0]], each)}`,
       grid: { left: 8, right: 16, top: 8, bottom: 52, containLabel: true },
       xAxis: names(steps, { axisLabel: { color: color("soft"), hideOverlap: true } }),
       yAxis: names(ranks, { inverse: true, axisLine: { show: false }, axisLabel: { formatter: (it) => ranks.length > 12 ? it : `rank ${it}`, hideOverlap: true } }),
-      tooltip: tooltip({ formatter: ({ value: [at, rank, value] }) => tip(`rank ${ranks[rank]}, ${stepName(steps[at], each)}`, [["others wait for it", time(value)]]) }),
+      tooltip: tooltip({ formatter: ({ value: [at, rank, value, longest] }) => tip(`rank ${ranks[rank]}, ${stepName(steps[at], each)}`,
+        [["others wait for it", time(value)], ...(each > 1 ? [["at most", time(longest)]] : [])]) }),
       visualMap: {
-        min: 0, max: most, calculable: false, orient: "horizontal", left: 0, bottom: 0, itemWidth: 12, itemHeight: 150, text: [time(most), "0"],
+        dimension: 2, min: 0, max: most, calculable: false, orient: "horizontal", left: 0, bottom: 0, itemWidth: 12, itemHeight: 150, text: [time(most), "0"],
         textStyle: { color: color("soft"), fontSize: 12 }, inRange: { color: [color("cold"), color("warm"), color("hot")] },
       },
       series: [{ type: "heatmap", data, progressive: 4000, emphasis: { itemStyle: { borderColor: color("text"), borderWidth: 1 } } }],
@@ -338,13 +345,13 @@
   };
 
   charts.skew = () => {
-    const { at, each, apart_s: apart } = run.ranks.skew;
+    const { at, each, apart_s: apart, most_s: most } = run.ranks.skew;
     return {
       grid: { left: 8, right: 16, top: 12, bottom: 26, containLabel: true },
       xAxis: steps(at),
       yAxis: times({ min: 0, splitNumber: 3 }),
-      tooltip: pointed((found) => tip(stepName(at[found[0].dataIndex], each), [["between first and last", time(found[0].value[1])]])),
-      series: [line("skew", pairs(at, apart), color("backward"), { areaStyle: { color: color("backward"), opacity: 0.15 } })],
+      tooltip: pointed((found) => tip(stepName(at[found[0].dataIndex], each), [["between first and last", time(found[0].value[1])], ...found.slice(1).map((it) => [it.seriesName, time(it.value[1])])])),
+      series: [line("skew", pairs(at, apart), color("backward"), { areaStyle: { color: color("backward"), opacity: 0.15 } }), ...longest(at, each, most)],
     };
   };
 
@@ -357,6 +364,7 @@
   charts.owned = () => {
     const owned = run.shards.owned_bytes;
     return {
+      says: `from ${size(Math.min(...owned))} to ${size(Math.max(...owned))}`,
       grid: { left: 8, right: 16, top: 12, bottom: 8, containLabel: true },
       xAxis: names(owned.map((_, rank) => rank), { axisLabel: { formatter: (it) => owned.length > 12 ? it : `rank ${it}`, hideOverlap: true } }),
       yAxis: sizes({ splitNumber: 3 }),
@@ -377,6 +385,7 @@
     const prefix = chosen === "all" ? "" : run.shards.units[Number(chosen)] + ".";
     const name = (it) => it.fqn.startsWith(prefix) ? it.fqn.slice(prefix.length) : it.fqn;
     return {
+      says: rows.map((it) => `${name(it)} ${size(it.bytes)}`).join("; "),
       grid: { left: 8, right: 4, top: 4, bottom: 8, containLabel: true },
       xAxis: times({ min: 0, max: 1, splitLine: { show: false }, axisLabel: { formatter: (it) => percent(it) } }),
       yAxis: [
@@ -414,18 +423,22 @@
   // ---- training
 
   charts.curve = (box) => {
-    const { at, each, curves } = run.training;
+    const { at, each, curves, units = {} } = run[box.dataset.of];
     const name = box.dataset.curve;
-    const said = (it) => it == null ? "–" : name === "MFU" ? digits(it * 100) + "\u00a0%" : digits(it);
-    const points = pairs(at, curves[name]).filter((it) => it[1] != null); // loops may tell every tenth step
+    const of = name === "MFU" ? "share" : units[name] || "";
+    const said = (it) => it == null ? "–" : of === "share" ? percent(it) : of.startsWith("bytes") ? size(it) + of.slice(5) : of === "Hz" ? digits(it / 1e9) + " GHz"
+      : digits(it) + (of === "1/s" ? " /s" : of && " " + of);
+    const known = (values) => pairs(at, values).filter((it) => it[1] != null); // loops may log every tenth step
+    const points = known(curves[name].mean);
+    const bounds = [["the smallest", "low"], ["the largest", "high"]].filter(([, which]) => curves[name][which]);
     const there = points.map((it) => it[1]);
     const flat = Math.max(...there) - Math.min(...there) < 0.2 * Math.max(...there.map(Math.abs));
     return {
       grid: { left: 4, right: 14, top: 10, bottom: 4, containLabel: true },
       xAxis: steps(at, { name: "", splitNumber: 4, axisLabel: { fontSize: 11 } }),
       yAxis: axis({ type: "value", scale: !flat, min: flat ? 0 : undefined, splitNumber: 3, axisLabel: { color: color("soft"), fontSize: 11, formatter: said } }),
-      tooltip: pointed((found) => tip(stepName(found[0].value[0], each), [[name, said(found[0].value[1])]])),
-      series: [line(name, points, color("forward"))],
+      tooltip: pointed((found) => tip(stepName(found[0].value[0], each), found.map((it) => [it.seriesName, said(it.value[1])]))),
+      series: [line(name, points, color("forward")), ...bounds.map(([what, which]) => line(what, known(curves[name][which]), color("soft"), { symbol: "none", lineStyle: { width: 0.8, color: color("soft") } }))],
     };
   };
 
@@ -486,11 +499,23 @@
     }));
   };
 
+  // What a chart shows in words, for those who do not see it: the range of each series.
+  const described = ({ xAxis, yAxis, series }) => {
+    const values = [xAxis, yAxis].flat().filter((it) => it.type === "value").pop();
+    const said = typeof values?.axisLabel?.formatter === "function" ? values.axisLabel.formatter : digits;
+    return series.filter((it) => it.name && it.data.length).map((it) => {
+      const known = it.data.map((point) => Array.isArray(point) ? point[1] : point?.value ?? point).filter(Number.isFinite);
+      return known.length ? `${it.name} from ${said(Math.min(...known))} to ${said(Math.max(...known))}` : "";
+    }).filter(Boolean).join("; ");
+  };
+
   const draw = (box) => {
     const { width } = box.getBoundingClientRect();
     const option = { ...whole(), ...charts[box.dataset.chart](box) };
     const known = echarts.getInstanceByDom(box);
     const chart = known || echarts.init(box);
+    box.dataset.title ??= box.getAttribute("aria-label");
+    box.setAttribute("aria-label", `${box.dataset.title}: ${option.says || described(option)}`);
     if (known) chart.resize();
     chart.setOption(option, { notMerge: true });
     if (option.legend) key(box, chart, option.series);
