@@ -300,11 +300,12 @@ _GPU = {
     "GPU at its power limit": 0.0,
 }
 _HOST = {"CPU of this rank": 1.0, "CPU of the host": 8.2, "swapped in": 0.0, "swapped out": 0.0}
+_NETWORK = {"network link": 3.125e9, "network errors": 3.0}
 
 
 def with_counters(run: Run, cells: np.ndarray, **changes: float) -> Run:
     """Return the run with hardware counters, with `changes` in some ranks and steps. Underscores stand for spaces."""
-    counters = {name: np.full(run.step_s.shape, value) for name, value in (_GPU | _HOST).items()}
+    counters = {name: np.full(run.step_s.shape, value) for name, value in (_GPU | _HOST | _NETWORK).items()}
     counters["stalled for memory"] = np.zeros(run.step_s.shape)
     for name, value in changes.items():
         counters[name.replace("_", " ")][cells] = value

@@ -1,12 +1,13 @@
 """Hardware counters: rates and states as the kernel and the GPU have them, and what they say about slow ranks."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tests.faulty_runs import HOT, healthy_run, with_counters, with_parts
+from tests.faulty_runs import FAULTS, HOT, healthy_run, with_counters, with_parts, with_seconds
 
 from fullshard.report import counters as counters_module
 from fullshard.report.causes import find_causes
@@ -35,6 +36,10 @@ class FakeKernel:
         self.write("stat", f"cpu  {4 * ticks} {ticks} {ticks} 77 88 {ticks} {ticks} 0 0 0\ncpu0 1 1\n")
         self.write("vmstat", f"nr 7\npgpgin {times}\npgpgout {2 * times}\npswpin {3 * times}\npswpout {4 * times}\n")
         self.write("net/dev", f"Inter-|\n face |\n lo: 9 9 9 9 9 9 9 9 9\n eth0:{times} 0 0 0 0 0 0 0 {5 * times} 0\n")
+        self.write("net/snmp", f"Ip: A\nIp: 1\nTcp: X RetransSegs Y\nTcp: 7 {8 * times} 7\n")
+        self.write("sys/class/net/lo/speed", "invalid\n")
+        self.write("sys/class/net/eth0/speed", "25000\n")
+        self.write("sys/class/infiniband/mlx5_0/ports/1/rate", "400 Gb/sec (4X NDR)\n")
         self.write("pressure/memory", f"some avg10=0.00 total={times * 100_000}\nfull avg10=0.00 total=0\n")
         self.write("10/task/10/children", "11 ")
         for pid, seconds in ((10, 2 * ticks), (11, ticks)):
@@ -42,7 +47,7 @@ class FakeKernel:
             self.write(f"{pid}/stat", f"{pid} (a (b) c) S 1 1 1 0 -1 0 {faults} {seconds} {ticks} 0 0")
 
     def counters(self, **more: object) -> HardwareCounters:
-        return HardwareCounters(CPU, proc=self.folder, clock=lambda: self.now, **more)
+        return HardwareCounters(CPU, proc=self.folder, sys=self.folder / "sys", clock=lambda: self.now, **more)
 
 
 @pytest.fixture
@@ -66,6 +71,8 @@ def test_rates_are_differences_per_second(kernel):
         "swapped out": 8.0 * page,
         "network received": 2.0,
         "network sent": 10.0,
+        "network errors": 16.0,
+        "network link": 50e9,
         "minor page faults": 12.0,
         "major page faults": 14.0,
         "stalled for memory": 0.2,
@@ -76,8 +83,9 @@ def test_rates_are_differences_per_second(kernel):
 
 def test_counters_that_a_machine_lacks_are_none(kernel):
     kernel.count(1)
-    for name in ("pressure/memory", "net/dev", "vmstat", "10/task/10/children"):
+    for name in ("pressure/memory", "net/dev", "net/snmp", "vmstat", "10/task/10/children"):
         (kernel.folder / name).unlink()
+    shutil.rmtree(kernel.folder / "sys")
     counters = kernel.counters()
     kernel.now = 1.0
     found = dict(zip(COUNTERS, counters.sample(), strict=True))
@@ -178,6 +186,28 @@ def test_advice_names_the_cores_that_other_processes_use():
     (finding,) = find_causes(run.__class__(**{**vars(run), "starved_s": starved}))
     assert "Other processes use 7.2 cores of node1" in finding.stated
     assert finding.change == "End other programs on node1, or pin ranks to cores."
+
+
+@pytest.mark.parametrize(
+    ("changes", "stated"),
+    [
+        ({"network_link": 1.25e8}, "The link of node1 reaches 125 MB/s, other links 3.12 GB/s"),
+        ({"network_errors": 900.0}, "node1 repeats 900 packets per second, other hosts 3"),
+        ({}, "communication of"),
+    ],
+)
+@pytest.mark.parametrize("slow", ["all", "some"])
+def test_the_link_of_one_host_is_no_slow_network(changes, stated, slow):
+    run = healthy_run(ranks=8, per_host=2, steps=24)
+    if slow == "all":
+        run = next(fault.plant(run, 0.5) for fault in FAULTS if fault.planted == "a network too slow for the model")
+    else:
+        run = with_seconds(run, gather=(run.steps % 4 == 0) * np.full(run.step_s.shape, 1.0))
+    host = np.array([rank.host == "node1" for rank in run.ranks])[:, None] & (run.steps > 0)
+    (finding,) = find_causes(with_counters(run, host, **changes))
+    assert finding.cause == ("slow link" if slow == "all" else "network stalls")
+    assert stated in finding.stated or (slow == "some" and not changes)
+    assert ("cable, port and driver there" in finding.change) == bool(changes)
 
 
 def test_counters_of_a_healthy_run_are_no_cause():

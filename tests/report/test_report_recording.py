@@ -499,7 +499,7 @@ def test_a_step_has_the_counters_of_the_next_sample(trained, tmp_path):
     assert run.steps.tolist() == [3, 4, 5, 6, 7, 8, 9]
     assert np.isnan(run.counters[name][0]).all()
     assert run.counters[name][1].tolist() == [1, 1, 3, 3, 3, 3, 3]
-    assert list(COUNTERS)[0] not in run.counters
+    assert next(iter(COUNTERS)) not in run.counters
 
 
 def test_counters_are_recorded_while_a_run_trains(monkeypatch, tmp_path):

@@ -36,6 +36,7 @@ class HardwareCounters:
     Args:
         device: The device of the rank.
         proc: The folder with the counters of the kernel.
+        sys: The folder with its devices.
         gpu: Returns the counters of the GPU. If None, they are those of `device`.
         clock: Returns seconds.
     """
@@ -45,10 +46,11 @@ class HardwareCounters:
         device: torch.device,
         *,
         proc: Path = Path("/proc"),
+        sys: Path = Path("/sys"),
         gpu: Callable[[], Numbers] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._proc, self._clock = proc, clock
+        self._proc, self._sys, self._clock = proc, sys, clock
         self._gpu = gpu or _counters_of(device)
         self._every_s, self._samples = _EVERY_S, 0
         self._of_processes: dict[str, float] = {}
@@ -69,7 +71,7 @@ class HardwareCounters:
         found = {
             name: max(0.0, total - before[name]) / elapsed for name, total in self._totals.items() if name in before
         }
-        found |= self._gpu()
+        found |= self._gpu() | self._link()
         self._samples += 1
         if self._samples % _MOST == 0:
             self._every_s *= 2
@@ -77,7 +79,7 @@ class HardwareCounters:
 
     def _read_totals(self) -> Numbers:
         found: Numbers = {}
-        for read in (self._cpu_totals, self._memory_totals, self._network_totals):
+        for read in (self._cpu_totals, self._memory_totals, self._network_totals, self._resent_totals):
             with suppress(OSError, ValueError, IndexError, KeyError):  # not Linux, or a kernel without this file
                 found |= read()
         return found
@@ -115,13 +117,25 @@ class HardwareCounters:
         return found
 
     def _network_totals(self) -> Numbers:
-        received = sent = 0.0
-        for line in self._text("net/dev").splitlines()[2:]:
-            name, _, numbers = line.partition(":")
-            if name.strip() != "lo":
-                fields = numbers.split()
-                received, sent = received + int(fields[0]), sent + int(fields[8])
-        return {"network received": received, "network sent": sent}
+        lines = (line.partition(":") for line in self._text("net/dev").splitlines()[2:])
+        devices = [[*map(float, numbers.split())] for name, _, numbers in lines if name.strip() != "lo"]
+        return {
+            "network received": sum(device[0] for device in devices),
+            "network sent": sum(device[8] for device in devices),
+        }
+
+    def _resent_totals(self) -> Numbers:
+        names, values = (line.split() for line in self._text("net/snmp").splitlines() if line.startswith("Tcp:"))
+        return {"network errors": float(values[names.index("RetransSegs")])}
+
+    def _link(self) -> Numbers:
+        """Return the speed of the fastest network interface or InfiniBand port."""
+        found = [0.0]
+        for pattern, unit in (("class/net/*/speed", 1e6), ("class/infiniband/*/ports/*/rate", 1e9)):
+            for path in self._sys.glob(pattern):
+                with suppress(OSError, ValueError):  # an interface that is down, or has no speed
+                    found.append(unit / 8 * float(path.read_text().split()[0]))
+        return {"network link": max(found)} if max(found) > 0 else {}
 
     def _text(self, name: str) -> str:
         return (self._proc / name).read_text(encoding="utf-8", errors="replace")

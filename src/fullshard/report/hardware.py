@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fullshard.report.account import Loss
 from fullshard.report.figures import RunFigures, amount, percent
 
-__all__ = ["HardwareReason", "reason_of", "slowed_by", "swaps"]
+__all__ = ["HardwareReason", "reason_of", "slow_link_of", "slowed_by", "swaps"]
 
 Cells = NDArray[np.bool_]
 Values = NDArray[np.float64]
@@ -19,6 +19,8 @@ _SLOWER = 0.95  # clocks of equal devices at the same work differ by less
 _SWAPPED = 1e6  # bytes/s; an idle page now and then is less
 _MORE = 2.0  # times as much as in other ranks or steps
 _CORES = 0.5
+_ERRORS = 10.0  # lost and repeated packets per second; a few are normal
+_SLOW_LINK = 0.6  # of the speed of other hosts' links
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,37 @@ def slowed_by(figures: RunFigures, slow: Cells, usual_hz: float) -> HardwareReas
     else:
         change = "Reset the clocks (`nvidia-smi -rac`, `nvidia-smi -rgc`); `nvidia-smi -q -d CLOCK` shows them."
     return HardwareReason(f"{stated}.", change)
+
+
+def slow_link_of(figures: RunFigures) -> HardwareReason | None:
+    """Return the rank or host whose link is slower or less reliable than those of the others, if there is one."""
+    rates = 1e9 * np.array(figures.run.links_gb_s)
+    if len(rates) == len(figures.run.ranks) > 1:
+        usual = np.array([np.median(np.delete(rates, place)) for place in range(len(rates))])
+        slowest = int(np.argmin(rates / usual))
+        if rates[slowest] < usual[slowest] / 2:
+            return _slow_link(figures.ranks_text((slowest,)), rates[slowest], usual[slowest])
+    links, errors = figures.counter("network link"), figures.counter("network errors")
+    hosts = figures.hosts()
+    for host, ranks in hosts.items() if len(hosts) > 1 else ():
+        here = np.isin(np.arange(len(figures.run.ranks)), ranks)[:, None] & np.ones_like(figures.computes, dtype=bool)
+        speed, usual_speed = _means(links, here, ~here)
+        if speed <= _SLOW_LINK * usual_speed:
+            return _slow_link(host, speed, usual_speed)
+        lost, usual_lost = _means(errors, here, ~here)
+        if lost >= max(_ERRORS, _MANY * usual_lost):
+            stated = f"{host} repeats {lost:.0f} packets per second, other hosts {usual_lost:.0f}."
+            return HardwareReason(stated, _REPAIR)
+    return None
+
+
+def _slow_link(where: str, bytes_per_s: float, usual: float) -> HardwareReason:
+    stated = f"The link of {where} reaches {amount(bytes_per_s)}/s, other links {amount(usual)}/s."
+    return HardwareReason(stated, _REPAIR)
+
+
+_MANY = 10.0
+_REPAIR = "Check cable, port and driver there, or remove that host from the run."
 
 
 def _other_processes(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason | None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fullshard.report.account import GROUPS, Loss
 from fullshard.report.figures import RunFigures, amount, listed, milliseconds, named, percent
-from fullshard.report.hardware import reason_of, slowed_by, swaps
+from fullshard.report.hardware import reason_of, slow_link_of, slowed_by, swaps
 from fullshard.report.run import PARTS, Finding, UnitTimes
 
 __all__ = ["RULES", "Rule"]
@@ -500,20 +500,13 @@ def slow_link(figures: RunFigures, rule: Rule) -> Finding | None:
     run, waits = figures.run, figures.waits
     if waits.share < EXPOSED or not run.units:
         return None
-    change = 'Send less (`strategy="hsdp"`, `reduce_wire`, larger batches), or repair the link.'
-    links = np.array(run.links_gb_s)
-    if len(links) == len(run.ranks) > 1:
-        usual = np.array([np.median(np.delete(links, index)) for index in range(len(links))])
-        slowest = int(np.argmin(links / usual))
-        if links[slowest] < usual[slowest] / 2:
-            stated = (
-                f"{percent(waits.share)} of the time waits for communication: the link to "
-                f"{figures.ranks_text((slowest,))} reaches {amount(1e9 * links[slowest])}/s, other links "
-                f"{amount(1e9 * usual[slowest])}/s."
-            )
-            return rule.found(
-                stated, ("Check cable, port and driver there, or remove that host from the run."), lost=waits.share
-            )
+    reason = slow_link_of(figures)
+    if reason is not None:
+        return rule.found(
+            f"{percent(waits.share)} of the time waits for communication. {reason.stated}",
+            reason.change,
+            lost=waits.share,
+        )
     others = (
         one_unit,
         unit_too_large,
@@ -532,6 +525,10 @@ def slow_link(figures: RunFigures, rule: Rule) -> Finding | None:
         f"{percent(waits.share)} of the time waits for communication of {amount(figures.moved_bytes)} per step at "
         f"{amount(1e9 * figures.reached_gb_s)}/s{gave}."
     )
+    change = (
+        'Send less (`strategy="hsdp"`, `reduce_wire`, larger batches). One slow link slows all ranks: measure the link '
+        "of each host (`iperf3`, `ib_write_bw`)."
+    )
     return rule.found(stated, change, lost=waits.share)
 
 
@@ -542,6 +539,9 @@ def network_stalls(figures: RunFigures, rule: Rule) -> Finding | None:
         return None
     stated = f"{percent(loss.lost)} of the time waits because communication is slower than usual: {figures.when(loss)}."
     change = "Look for other traffic on the network at these steps: checkpoints, loaders, other jobs; or link errors."
+    reason = slow_link_of(figures)
+    if reason is not None:
+        stated, change = f"{stated} {reason.stated}", reason.change
     return rule.found(stated, change, lost=loss.lost)
 
 

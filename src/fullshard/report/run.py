@@ -47,6 +47,8 @@ COUNTERS: Mapping[str, str] = {
     "disk writes": "bytes/s",
     "network received": "bytes/s",
     "network sent": "bytes/s",
+    "network errors": "1/s",
+    "network link": "bytes/s",
     "minor page faults": "1/s",
     "major page faults": "1/s",
     "swapped in": "bytes/s",
