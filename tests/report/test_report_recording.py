@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import sys
 import time
@@ -34,6 +35,7 @@ from fullshard.report import counters as counters_module
 from fullshard.report import recording as recording_module
 from fullshard.report import steps as steps_module
 from fullshard.report.causes import find_causes
+from fullshard.report.memory_watch import held_between_steps
 from fullshard.report.rank_file import RankFile, lines_in, path_of
 from fullshard.report.reading import DROPPED, read_run
 from fullshard.report.run import COUNTERS, PARTS, Run
@@ -370,6 +372,20 @@ def test_memory_by_state_is_that_of_the_ledger(trained):
     assert memory.peak == int(np.argmax(sums))
     assert sum(item.nbytes for item in memory.largest) <= sums[memory.peak]
     assert len(memory.at_s) == len(memory.labels) and (np.diff(memory.at_s) >= 0).all()
+
+
+def test_optimizer_state_is_listed_by_tensor_with_parameter_and_shape():
+    def listed() -> list[str]:
+        model = chain(partial(fully_shard, strategy="zero3"))
+        optimizer = sgd(model)
+        model(inputs(0)).mean().backward()
+        optimizer.step()
+        return [item.what for item in held_between_steps(model, [optimizer]) if item.state == State.OPTIMIZER.value]
+
+    what = run_alone(listed)
+    assert what
+    for item in what:
+        assert re.fullmatch(r"momentum_buffer of \S+\.\S+, float32 \[[\d, ]+\]", item), item
 
 
 def test_what_a_loop_reports_belongs_to_its_step(trained):

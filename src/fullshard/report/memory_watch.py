@@ -193,6 +193,8 @@ def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
     """Yield what is in memory between steps."""
     slots = {}
     names = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
+    for sharded in (param for unit in units_in(model) for param in unit.params):
+        names.setdefault(id(sharded.sharded), names.get(id(sharded.unsharded)) or sharded.fqn)
     for unit in units_in(model):
         name = unit.name or "the root"
         remaining = sum(param_group.plan.stored_nbytes for param_group in unit.param_groups)
@@ -216,11 +218,12 @@ def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
     yield from slots.values()
     for optimizer in optimizers:
         for param, state in optimizer.state.items():
-            local = (local_tensor(item) for item in state.values() if isinstance(item, Tensor))
-            nbytes = sum(item.nbytes for item in local if not isinstance(item, OnDisk))
-            if nbytes:
-                what = f"optimizer state of {names.get(id(param), 'a parameter')}"
-                yield Held(nbytes=nbytes, state=State.OPTIMIZER.value, what=what)
+            for key, item in state.items():
+                local = local_tensor(item) if isinstance(item, Tensor) else None
+                if local is not None and not isinstance(local, OnDisk) and local.nbytes:
+                    dtype = str(local.dtype).removeprefix("torch.")
+                    what = f"{key} of {names.get(id(param), 'a parameter')}, {dtype} {list(local.shape)}"
+                    yield Held(nbytes=local.nbytes, state=State.OPTIMIZER.value, what=what)
 
 
 def _parts(count: int, most: int) -> list[range]:
