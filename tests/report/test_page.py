@@ -23,6 +23,7 @@ from made_runs import HOSTILE, bare_run, exhausted, findings_of, hostile, made_r
 import fullshard.cli.report
 from fullshard.cli import main
 from fullshard.report.causes import find_causes, tier_lines, verdict
+from fullshard.report.figures import milliseconds
 from fullshard.report.page import DATA, PAGE, TRACE, write
 from fullshard.report.run import PARTS, Finding, Run
 from fullshard.report.shown import shown
@@ -454,6 +455,11 @@ def test_the_command_writes_the_page_and_states_the_verdict(
     reported = capsys.readouterr().out
     assert reported.startswith(verdict(runs[tmp_path / "x"], find_causes(runs[tmp_path / "x"])))
     assert reported.endswith(f"written to {tmp_path / 'x' / PAGE}\n")
+    for run in runs.values():
+        p50, p95, p99 = map(milliseconds, np.quantile(run.step_s[:, 1:].mean(0), [0.5, 0.95, 0.99]))
+        assert f"steps of {run.name}: p50 {p50}, p95 {p95}, p99 {p99}" in reported.splitlines()
+    other = runs[tmp_path / "y"]
+    assert f"compared with runs/other: {verdict(other, find_causes(other))}" in reported.splitlines()
     assert "Beside runs/other" in (tmp_path / "x" / PAGE).read_text(encoding="utf-8")
 
 

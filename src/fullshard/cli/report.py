@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fullshard.command_line import Command, MaybePath
 from fullshard.errors import ConfigError, shown
-from fullshard.report.causes import find_causes, tier_lines, verdict
+from fullshard.report.causes import find_causes, step_lines, tier_lines, verdict
 from fullshard.report.page import write
 from fullshard.report.rank_file import rank_files
 from fullshard.report.reading import DROPPED, read_run
@@ -82,7 +82,10 @@ def _write(folder: Path, against: Path | None) -> tuple[Path, str]:
             "write to, and pass that folder."
         ) from error
     dropped = [f"{DROPPED}: {found.facts[DROPPED]}"] if DROPPED in found.facts else []
-    return path, "\n".join(shown(line, lines=True) for line in [verdict(found, findings), *tier_lines(found), *dropped])
+    lines = [verdict(found, findings), *step_lines(found), *tier_lines(found), *dropped]
+    if other is not None:
+        lines += [f"compared with {other.name}: {verdict(other, find_causes(other))}", *step_lines(other)]
+    return path, "\n".join(shown(line, lines=True) for line in lines)
 
 
 def _state(folder: Path) -> list[tuple[int, int]]:

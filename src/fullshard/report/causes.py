@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from fullshard.report.account import GROUPS
 from fullshard.report.figures import ENOUGH_STEPS, RunFigures, amount, milliseconds, percent
 from fullshard.report.rules import RULES, Rule
 from fullshard.report.run import PARTS, Finding, Run
 
-__all__ = ["find_causes", "tier_lines", "verdict"]
+__all__ = ["find_causes", "step_lines", "tier_lines", "verdict"]
 
 
 def find_causes(run: Run) -> tuple[Finding, ...]:
@@ -52,6 +54,15 @@ def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
     if shares[remaining] >= _WORTH_REPORTING:
         stated += f", and most of the rest is {_PART_NAMES[remaining]}, {percent(shares[remaining])}"
     return f"{stated}.{_room(figures)}"
+
+
+def step_lines(run: Run) -> list[str]:
+    """Return a line with percentiles of step times over all ranks; none without enough steps."""
+    figures = RunFigures(run)
+    if not figures.reports_time:
+        return []
+    p50, p95, p99 = (milliseconds(float(np.quantile(figures.step_s, share))) for share in (0.5, 0.95, 0.99))
+    return [f"steps of {run.name}: p50 {p50}, p95 {p95}, p99 {p99}"]
 
 
 def tier_lines(run: Run) -> list[str]:
