@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import http.client
 import json
@@ -22,6 +23,7 @@ from made_runs import HOSTILE, bare_run, exhausted, findings_of, hostile, made_r
 
 import fullshard.cli.report
 from fullshard.cli import main
+from fullshard.errors import ConfigError
 from fullshard.report.causes import find_causes, tier_lines, verdict
 from fullshard.report.figures import milliseconds
 from fullshard.report.page import DATA, PAGE, TRACE, write
@@ -461,6 +463,37 @@ def test_the_command_writes_the_page_and_states_the_verdict(
     other = runs[tmp_path / "y"]
     assert f"compared with runs/other: {verdict(other, find_causes(other))}" in reported.splitlines()
     assert "Beside runs/other" in (tmp_path / "x" / PAGE).read_text(encoding="utf-8")
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_exported_numbers_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = late_run()
+    run = replace(run, counters={"CPU of the host": np.where(run.steps % 2, 3.5, np.nan) + 0 * run.step_s})
+    monkeypatch.setattr(fullshard.cli.report, "read_run", lambda folder: run)
+    folder = tmp_path / "a" / "b"
+    assert main(["report", str(tmp_path), "--export", str(folder)]) == 0
+    steps = rows_of(folder / "steps.csv")
+    assert [(int(row["step"]), int(row["rank"])) for row in steps] == [
+        (step, facts.rank) for step in run.steps for facts in run.ranks
+    ]
+    for row, parts, host in zip(
+        steps, run.parts_s.swapaxes(0, 1).reshape(-1, len(PARTS)), run.counters["CPU of the host"].T.flat, strict=True
+    ):
+        np.testing.assert_array_equal([float(row[f"{part}_s"] or "nan") for part in PARTS], parts)
+        assert row["CPU of the host"] == ("" if np.isnan(host) else "3.5")
+    assert [row["fqn"] for row in rows_of(folder / "units.csv")] == [unit.fqn for unit in run.units]
+    assert [float(row["lost"]) for row in rows_of(folder / "causes.csv")] == [item.lost for item in find_causes(run)]
+    training = rows_of(folder / "training.csv")
+    assert {name: [float(row[name]) for row in training] for name in run.training} == {
+        name: values.tolist() for name, values in run.training.items()
+    }
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--export .*file: no files can be written there"):
+        fullshard.cli.report.run([str(tmp_path), "--export", str(tmp_path / "file")])
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ ROOMS: dict[str, list[str] | None] = {
         "causes",
         "shown",
         "trace",
+        "export",
         "frame",
         "page",
         "watching",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from fullshard.command_line import Command, MaybePath
 from fullshard.errors import ConfigError, shown
 from fullshard.report.causes import find_causes, step_lines, tier_lines, verdict
+from fullshard.report.export import export
 from fullshard.report.page import write
 from fullshard.report.rank_file import rank_files
 from fullshard.report.reading import DROPPED, read_run
@@ -35,6 +37,8 @@ class ReportSettings:
 
     against: MaybePath = None
     """The folder of a second run to compare with."""
+    export: MaybePath = None
+    """A folder for CSV files with the numbers by step and rank, and of units and causes."""
     watch: bool = False
     """Serve the page on this machine only and follow the run, until Ctrl-C."""
 
@@ -59,33 +63,44 @@ def run(argv: Sequence[str]) -> int:
     stated = COMMAND.parse(remaining).report
     folder = Path(words[0])
     console = Console()
-    path, reported = _write(folder, stated.against)
+    path, reported = _write(folder, stated.against, stated.export)
     console.print(reported, markup=False, highlight=False, soft_wrap=True)
     console.print(f"written to {shown(str(path))}", markup=False, highlight=False, soft_wrap=True)
     if stated.watch:
         with serving(folder) as address:
             console.print(f"following at {address} until Ctrl-C", markup=False, highlight=False, soft_wrap=True)
-            follow(lambda: _state(folder), lambda: _write(folder, stated.against), _remaining)
+            follow(lambda: _state(folder), lambda: _write(folder, stated.against, stated.export), _remaining)
     return WRITTEN
 
 
-def _write(folder: Path, against: Path | None) -> tuple[Path, str]:
-    """Write the report of the run in `folder`. Return its path, and the verdict with the offloaded bytes."""
+def _write(folder: Path, against: Path | None, exported: Path | None) -> tuple[Path, str]:
+    """Write the report of the run in `folder`, and CSV files into `exported` if it is given.
+
+    Return the path of the report, and the verdict with the offloaded bytes.
+    """
     found = read_run(folder)
     other = None if against is None else read_run(against)
     findings = find_causes(found)
-    try:
+    remedy = "Copy the run to a folder that you can write to, and pass that folder."
+    with _writing(f"{folder}: the report cannot be written there", remedy):
         path = write(found, findings, folder, against=other)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: the report cannot be written there ({error.strerror}). Copy the run to a folder that you can "
-            "write to, and pass that folder."
-        ) from error
+    if exported is not None:
+        with _writing(f"--export {exported}: no files can be written there", "Pass a folder that you can write to."):
+            export(found, findings, exported)
     dropped = [f"{DROPPED}: {found.facts[DROPPED]}"] if DROPPED in found.facts else []
     lines = [verdict(found, findings), *step_lines(found), *tier_lines(found), *dropped]
     if other is not None:
         lines += [f"compared with {other.name}: {verdict(other, find_causes(other))}", *step_lines(other)]
     return path, "\n".join(shown(line, lines=True) for line in lines)
+
+
+@contextmanager
+def _writing(problem: str, remedy: str) -> Iterator[None]:
+    """Raise a `ConfigError` in place of errors of the operating system."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{problem} ({error.strerror}). {remedy}") from error
 
 
 def _state(folder: Path) -> list[tuple[int, int]]:
