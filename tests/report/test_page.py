@@ -496,9 +496,31 @@ def test_exported_numbers_are_those_of_the_run(tmp_path: Path, monkeypatch: pyte
         fullshard.cli.report.run([str(tmp_path), "--export", str(tmp_path / "file")])
 
 
+def test_the_terminal_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    short, long = made_run(steps=20), made_run(steps=30)
+    shown_run = [short]
+    remaining = [True, True, False]
+
+    def step_on() -> bool:
+        shown_run[0] = long
+        return remaining.pop(0)
+
+    monkeypatch.setattr(fullshard.cli.report, "read_run", lambda folder: shown_run[0])
+    monkeypatch.setattr(fullshard.cli.report, "_state", lambda folder: len(shown_run[0].steps))
+    monkeypatch.setattr(fullshard.cli.report, "_remaining", step_on)
+    assert main(["report", str(tmp_path), "--watch", "--terminal"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"{len(long.steps)} steps of {len(long.ranks)} ranks") for line in lines)
+    (backward,) = (line for line in lines if line.split()[:1] == ["backward"])
+    last = 1e3 * long.parts_s[:, -1, PARTS.index("backward")].mean()
+    assert f"{last:.1f}" in backward.split()
+    assert not any("127.0.0.1" in line for line in lines), "nothing is served"
+
+
 @pytest.mark.parametrize(
     ("words", "stated"),
     [
+        (["x", "--terminal"], "--terminal: there is nothing to follow without --watch"),
         ([], "RUN must be given"),
         (["{empty}"], "no run was recorded there"),
         (["{empty}", "--agianst=x"], "Did you mean against?"),

@@ -8,7 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
+import numpy as np
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from fullshard.command_line import Command, MaybePath
 from fullshard.errors import ConfigError, shown
@@ -17,6 +21,7 @@ from fullshard.report.export import export
 from fullshard.report.page import write
 from fullshard.report.rank_file import rank_files
 from fullshard.report.reading import DROPPED, read_run
+from fullshard.report.run import PARTS
 from fullshard.report.watching import follow, serving
 
 __all__ = ["run"]
@@ -41,6 +46,8 @@ class ReportSettings:
     """A folder for CSV files with the numbers by step and rank, and of units and causes."""
     watch: bool = False
     """Serve the page on this machine only and follow the run, until Ctrl-C."""
+    terminal: bool = False
+    """With --watch: follow the run in the terminal instead of serving the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +69,13 @@ def run(argv: Sequence[str]) -> int:
     words, remaining = COMMAND.take_words(argv)
     stated = COMMAND.parse(remaining).report
     folder = Path(words[0])
+    if stated.terminal and not stated.watch:
+        raise ConfigError("--terminal: there is nothing to follow without --watch. Pass both, or neither.")
     console = Console()
+    if stated.terminal:
+        with Live(_view(folder, stated), console=console) as live:
+            follow(lambda: _state(folder), lambda: live.update(_view(folder, stated)), _remaining)
+        return WRITTEN
     path, reported = _write(folder, stated.against, stated.export)
     console.print(reported, markup=False, highlight=False, soft_wrap=True)
     console.print(f"written to {shown(str(path))}", markup=False, highlight=False, soft_wrap=True)
@@ -92,6 +105,21 @@ def _write(folder: Path, against: Path | None, exported: Path | None) -> tuple[P
     if other is not None:
         lines += [f"compared with {other.name}: {verdict(other, find_causes(other))}", *step_lines(other)]
     return path, "\n".join(shown(line, lines=True) for line in lines)
+
+
+def _view(folder: Path, stated: ReportSettings) -> Group:
+    """Write the report, and return its verdict and the parts of steps for the terminal."""
+    _, reported = _write(folder, stated.against, stated.export)
+    run = read_run(folder)
+    table = Table("ms", "last step", "median", box=None, header_style="bold")
+    steps = 1e3 * run.parts_s[:, ~np.isnan(run.parts_s).any((0, 2))].mean(0)
+    if len(steps):
+        for part, last, median in zip(PARTS, steps[-1], np.median(steps, 0), strict=True):
+            if last or median:
+                table.add_row(part, f"{last:.1f}", f"{median:.1f}")
+        table.add_row("step", f"{steps[-1].sum():.1f}", f"{np.median(steps.sum(-1)):.1f}")
+    count = f"{len(run.steps)} steps of {len(run.ranks)} ranks"
+    return Group(Text(f"{count}; Ctrl-C ends the view, not the run", style="dim"), Text(reported), table)
 
 
 @contextmanager
