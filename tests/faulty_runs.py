@@ -345,6 +345,10 @@ def _swapping(run: Run, share: float) -> Run:
     return with_counters(run, np.ones(run.step_s.shape, dtype=bool), swapped_in=4e7, stalled_for_memory=share / 2)
 
 
+def _host_bound(run: Run, share: float) -> Run:
+    return with_counters(run, np.ones(run.step_s.shape, dtype=bool), GPU_utilization=0.93 / (1 + share))
+
+
 FAULTS = (
     Fault("a loader without workers", "slow input", "on all ranks", lambda run, item: with_parts(run, input=item)),
     Fault("a slow disk on rank 1", "slow input", "rank 1", lambda run, item: with_parts(run, [1], input=item)),
@@ -414,6 +418,7 @@ FAULTS = (
         lambda run, item: replace(with_parts(run, gather=item + 0.25), units=()),
     ),
     Fault("item() in the loop", "host waits", "train.py:41", _logging),
+    Fault("small kernels, launched one by one", "host-bound steps", "run kernels for", _host_bound),
     Fault("no checkpointing in little memory", "no activation checkpointing", "activations", _binding),
     Fault("no checkpointing in too little memory", "no activation checkpointing", "activations", _full),
     Fault(

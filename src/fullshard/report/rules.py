@@ -625,6 +625,27 @@ def _idle(figures: RunFigures) -> float:
     return max(0.0, 1 - figures.share(busy))
 
 
+@rule("host-bound steps", least=0.15, why="with work queued ahead, a GPU is idle for less than 5 % of its compute")
+def host_bound_steps(figures: RunFigures, rule: Rule) -> Finding | None:
+    used = figures.counter("GPU utilization")
+    if used is None:
+        return None
+    used_share = figures.share(np.nan_to_num(used, nan=1.0) * figures.step_s)
+    outside = sum(figures.share(figures.of(part)) for part in ("input", "checkpoint", "other"))
+    lost = 1 - used_share - outside
+    if lost < rule.least:
+        return None
+    stated = (
+        f"The GPUs run kernels for {percent(used_share)} of the time. For {percent(lost)} they wait for the host to "
+        "launch the next one, within forward, backward and the optimizer step."
+    )
+    change = (
+        "Larger microbatches; `fullshard.capture` or torch.compile; several blocks as one unit, as `fullshard plan` "
+        "recommends."
+    )
+    return rule.found(stated, change, lost=lost)
+
+
 UNEXPLAINED = 1 / 3
 """The minimum fraction of the time that is lost for reasons of less than their thresholds."""
 
