@@ -317,6 +317,20 @@ def test_a_dry_run_states_what_it_cannot_do():
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("streams", ["gpu", "cpu"])
+def test_a_model_does_not_leave_or_enter_a_dry_run(streams):
+    with dry.world(1):
+        model = make_chain()
+        with dry.taped(streams=streams, values=True):
+            with pytest.raises(StateError, match=r"Chain was sharded outside of this context of fullshard\.dry\.taped"):
+                model(inputs())
+            within = make_chain()
+            within(inputs()).sum().backward()
+        with pytest.raises(StateError, match="within one context"):
+            within(inputs())
+        model(inputs()).sum().backward()
+
+
 class Listing(nn.Linear):
     def __init__(self) -> None:
         super().__init__(48, 48)

@@ -534,6 +534,16 @@ def a_budget_for_which_the_host_has_no_room() -> Steps:
         optimizer.step()
 
 
+@mistake(
+    StateError, "Chain was sharded outside of this context of .*taped", "train a model within one context", sends=True
+)
+def a_model_that_enters_a_dry_run() -> Steps:
+    model = sharded()
+    yield
+    with dry.taped(values=True):
+        model(inputs())
+
+
 @mistake(ConfigError, "this strategy keeps whole parameters in memory between steps", "'zero3' or 'hsdp'")
 def parameters_on_a_disk_that_stay_whole() -> Steps:
     yield

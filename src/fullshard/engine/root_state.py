@@ -25,6 +25,7 @@ from fullshard.engine.reduction_queue import ReductionQueue
 from fullshard.engine.residency import UnitState
 from fullshard.engine.unit import Unit
 from fullshard.engine.unshard_scheduler import UnshardScheduler
+from fullshard.errors import StateError
 from fullshard.policy.precision import is_castable
 from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
 
@@ -90,7 +91,17 @@ class RootState:
         return prepared
 
     def begin_microbatch(self) -> None:
-        """Begin a microbatch, which counts unless forwards without their backward are open."""
+        """Begin a microbatch, which counts unless forwards without their backward are open.
+
+        Raises:
+            StateError: The model was sharded within `fullshard.dry.taped()` and is used outside of it, or vice versa.
+        """
+        if accelerator_for(self.device).streams is not self.streams:
+            raise StateError(
+                f"{type(self.units[0].module).__name__} was sharded outside of this context of fullshard.dry.taped() "
+                "or in one that is over, so its steps would be recorded in part. Create, shard and train a model "
+                "within one context."
+            )
         self.activations.begin_forward()
         self.microbatches.begin(counts=torch.is_grad_enabled() and not self.expected.open)
 
