@@ -193,8 +193,6 @@ def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
     """Yield what is in memory between steps."""
     slots = {}
     names = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
-    for sharded in (param for unit in units_in(model) for param in unit.params):
-        names.setdefault(id(sharded.sharded), names.get(id(sharded.unsharded)) or sharded.fqn)
     for unit in units_in(model):
         name = unit.name or "the root"
         remaining = sum(param_group.plan.stored_nbytes for param_group in unit.param_groups)
