@@ -4,8 +4,9 @@
     python -m benchmarks.report_faults --seed 7 --planted 1000 --healthy 500
 
 A fault has a kind, a part of the step, ranks, a size and a pattern over steps: all steps, each n-th, at random, since
-some step, or growing. Runs have 1 to 16 ranks, 40 to 1000 steps, and noise of up to 15 % of each part of each step. The
-seed is fixed unless it is given. The last line is JSON.
+some step, or growing. Runs have 1 to 16 ranks, 40 to 1000 steps, and noise of up to 15 % of each part of each step.
+Half of them, and all whose fault can only be seen there, have hardware counters. The seed is fixed unless it is given.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from tests.faulty_runs import healthy_run, with_seconds
 
 from fullshard.report.causes import find_causes
-from fullshard.report.run import Finding, HostWait, Run, UnitTimes
+from fullshard.report.run import PARTS, Finding, HostWait, Run, UnitTimes
 
 __all__ = ["Confusion", "Outcome", "evaluate"]
 
@@ -42,6 +43,7 @@ class Kind:
         causes: The causes that are right for a loss in every step.
         at_times: Those that are right for other losses; None for the same.
         needs_pattern: Whether it cannot be seen if it is in every step.
+        counted: What hardware counters show: "idle" GPUs, "hot" ones, or "swapping".
     """
 
     title: str
@@ -50,6 +52,7 @@ class Kind:
     causes: tuple[str, ...]
     at_times: tuple[str, ...] | None = None
     needs_pattern: bool = False
+    counted: str = ""
 
 
 _COMPUTE = ("forward", "backward", "optimizer")
@@ -71,6 +74,21 @@ KINDS = (
         causes=(),
         at_times=("slow steps", "changed speed"),
         needs_pattern=True,
+    ),
+    *(
+        Kind(
+            title=title,
+            parts=_COMPUTE[:2],
+            ranks="all",
+            causes=(cause,),
+            at_times=("slow steps", "changed speed"),
+            counted=counted,
+        )
+        for title, cause, counted in (
+            ("kernels launched too slowly", "host-bound steps", "idle"),
+            ("hot GPUs", "reduced clocks", "hot"),
+            ("a host that swaps", "swapping", "swapping"),
+        )
     ),
     Kind(title="slow communication", parts=("gather", "reduce"), ranks="all", causes=("slow link", "network stalls")),
 )
@@ -176,6 +194,8 @@ def plant(chance: np.random.Generator) -> tuple[Run, Planted]:
         noise=noise,
     )
     run = with_seconds(run, **{part: where * each})
+    if kind.counted or chance.random() < 0.5:
+        run = _counted(run, kind.counted, where * each, chance)
     if part in ("gather", "reduce"):
         more = float(each[later].mean()) / len(run.units)
         run = replace(run, units=tuple(_exposing(unit, part, more) for unit in run.units))
@@ -183,6 +203,33 @@ def plant(chance: np.random.Generator) -> tuple[Run, Planted]:
         seconds = float((where * each).mean())
         run = replace(run, host_waits=(HostWait(what="forward without gradients", waits=3.0, waited_s=seconds),))
     return run, planted
+
+
+def _counted(run: Run, shows: str, seconds: Seconds, chance: np.random.Generator) -> Run:
+    """Return the run with hardware counters that show what has cost `seconds`, of shape (ranks, steps)."""
+
+    def about(value: Seconds | float) -> Seconds:
+        return np.asarray(value) * (1 + chance.normal(0, 0.02, run.step_s.shape))
+
+    lost = seconds / run.step_s
+    at_work = run.parts_s[:, :, [PARTS.index(part) for part in PARTS if part not in ("input", "other", "checkpoint")]]
+    compute = run.parts_s[:, :, [PARTS.index(part) for part in _COMPUTE]].sum(-1)
+    used = at_work.sum(-1) / run.step_s - (lost if shows == "idle" else 0)
+    slowed = lost * run.step_s / compute if shows == "hot" else np.zeros(run.step_s.shape)
+    counters = {
+        "GPU utilization": np.clip(about(used), 0, 1),
+        "GPU clock": 1.98e9 * (1 - slowed) * (1 - 0.03 * chance.random(run.step_s.shape)),
+        "GPU clock, at most": np.full(run.step_s.shape, 1.98e9),
+        "GPU temperature": about(60.0 + 30 * (slowed > 0)),
+        "GPU slowed by heat or supply": (slowed > 0).astype(float),
+        "GPU at its power limit": np.zeros(run.step_s.shape),
+        "CPU of this rank": about(1.0),
+        "CPU of the host": about(1.2 * len(run.ranks)),
+        "swapped in": 5e7 * (lost > 0) if shows == "swapping" else np.zeros(run.step_s.shape),
+        "swapped out": np.zeros(run.step_s.shape),
+        "stalled for memory": lost if shows == "swapping" else 0.01 * chance.random(run.step_s.shape),
+    }
+    return replace(run, counters=counters)
 
 
 def _exposing(unit: UnitTimes, part: str, seconds: float) -> UnitTimes:
@@ -261,8 +308,13 @@ def evaluate(*, seed: int, planted: int, healthy: int) -> Confusion:
     faulty = [plant(chance) for _ in range(planted)]
     return Confusion(
         [Outcome(planted=fault, findings=find_causes(run)) for run, fault in faulty if fault.lost > LEAST],
-        [Outcome(planted=None, findings=find_causes(_healthy(chance)[0])) for _ in range(healthy)],
+        [Outcome(planted=None, findings=find_causes(_counted_or_not(chance))) for _ in range(healthy)],
     )
+
+
+def _counted_or_not(chance: np.random.Generator) -> Run:
+    run = _healthy(chance)[0]
+    return _counted(run, "", np.zeros(run.step_s.shape), chance) if chance.random() < 0.5 else run
 
 
 def _table(confusion: Confusion) -> str:

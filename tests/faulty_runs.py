@@ -349,6 +349,11 @@ def _host_bound(run: Run, share: float) -> Run:
     return with_counters(run, np.ones(run.step_s.shape, dtype=bool), GPU_utilization=0.93 / (1 + share))
 
 
+def _host_bound_later(run: Run, share: float) -> Run:
+    slow = _at_times(run, share, "backward", _since_half(run)[:1].astype(float))
+    return with_counters(slow, _since_half(run), GPU_utilization=0.97 / (1 + share))
+
+
 FAULTS = (
     Fault("a loader without workers", "slow input", "on all ranks", lambda run, item: with_parts(run, input=item)),
     Fault("a slow disk on rank 1", "slow input", "rank 1", lambda run, item: with_parts(run, [1], input=item)),
@@ -418,6 +423,7 @@ FAULTS = (
         lambda run, item: replace(with_parts(run, gather=item + 0.25), units=()),
     ),
     Fault("item() in the loop", "host waits", "train.py:41", _logging),
+    Fault("a host that launches slowly since mid-run", "changed speed", "instead of 97 %", _host_bound_later),
     Fault("small kernels, launched one by one", "host-bound steps", "run kernels for", _host_bound),
     Fault("no checkpointing in little memory", "no activation checkpointing", "activations", _binding),
     Fault("no checkpointing in too little memory", "no activation checkpointing", "activations", _full),

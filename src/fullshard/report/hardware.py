@@ -1,4 +1,4 @@
-"""What hardware counters say about slow ranks or steps: clocks that are reduced, other processes, swapping."""
+"""What hardware counters say about slow ranks or steps: reduced clocks, other processes, swapping, idle GPUs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _SLOWER = 0.95  # clocks of equal devices at the same work differ by less
 _SWAPPED = 1e6  # bytes/s; an idle page now and then is less
 _MORE = 2.0  # times as much as in other ranks or steps
 _CORES = 0.5
+_IDLE = 0.9  # of the usual utilization
 _ERRORS = 10.0  # lost and repeated packets per second; a few are normal
 _SLOW_LINK = 0.6  # of the speed of other hosts' links
 
@@ -42,7 +43,7 @@ def reason_of(figures: RunFigures, loss: Loss) -> HardwareReason | None:
         return None
     others = ~slow & slow.any(0, keepdims=True)
     usual = others if others.any() else ~slow
-    for reason in (_swapping, _clocks, _other_processes):
+    for reason in (_swapping, _clocks, _other_processes, _idle):
         found = reason(figures, slow, usual)
         if found is not None:
             return found
@@ -112,6 +113,15 @@ def slowed_by(figures: RunFigures, slow: Cells, usual_hz: float) -> HardwareReas
     else:
         change = "Reset the clocks (`nvidia-smi -rac`, `nvidia-smi -rgc`); `nvidia-smi -q -d CLOCK` shows them."
     return HardwareReason(f"{stated}.", change)
+
+
+def _idle(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason | None:
+    here, elsewhere = _means(figures.counter("GPU utilization"), slow, usual)
+    if not here <= _IDLE * elsewhere:
+        return None
+    stated = f"The GPUs run kernels for {percent(here)} of the time there instead of {percent(elsewhere)}."
+    change = "The host is slower there: look for garbage collection, recompilation, and other programs."
+    return HardwareReason(stated, change)
 
 
 def slow_link_of(figures: RunFigures) -> HardwareReason | None:

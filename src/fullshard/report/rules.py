@@ -625,10 +625,10 @@ def _idle(figures: RunFigures) -> float:
     return max(0.0, 1 - figures.share(busy))
 
 
-@rule("host-bound steps", least=0.15, why="with work queued ahead, a GPU is idle for less than 5 % of its compute")
+@rule("host-bound steps", least=0.10, why="with work queued ahead, a GPU is idle for less than 5 % of its compute")
 def host_bound_steps(figures: RunFigures, rule: Rule) -> Finding | None:
     used = figures.counter("GPU utilization")
-    if used is None:
+    if used is None or _is_explained(figures):
         return None
     used_share = figures.share(np.nan_to_num(used, nan=1.0) * figures.step_s)
     outside = sum(figures.share(figures.of(part)) for part in ("input", "checkpoint", "other"))
