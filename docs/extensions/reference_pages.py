@@ -58,7 +58,7 @@ def option_lines(action: Action) -> list[str]:
     """Return the description of one option."""
     metavar = f" {action.metavar}" if isinstance(action.metavar, str) else ""
     names = ", ".join(f"{name}{metavar}" for name in action.option_strings)
-    text = " ".join((action.help or "").split()).replace("*", "\\*").replace("`", "``")
+    text = " ".join((action.help or "").split()).replace("%%", "%").replace("*", "\\*").replace("`", "``")
     return [f".. option:: {names}", "", f"   {text}", ""]
 
 

@@ -84,7 +84,8 @@ def fully_shard(
             `Placements`.
         reshard_after_forward: whether to free the unsharded parameters between forward and backward. None uses the
             setting of the strategy (a root keeps them, since its backward follows immediately). A number is the size of
-            groups of neighbouring ranks, which keep secondary shards meanwhile: backward gathers within a group only.
+            groups of consecutive ranks, which must divide the number of ranks. After forward, each group keeps another
+            copy of the parameters, sharded over its ranks, and backward gathers within the group only.
         mp_policy: the dtypes of compute, of the reduction and of outputs.
         offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU. `Offload`
             sets the fractions that are offloaded, over all units with the same policy. With `auto_wrap_policy`, also a
@@ -349,8 +350,9 @@ class FSDPModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager that makes backward accumulate whole gradients without communication.
+        """Context manager that makes backward accumulate whole gradients without reducing them.
 
+        Parameters are gathered as usual.
         The first backward after it reduces everything together. Whole gradients take memory meanwhile.
         """
         with without_sync(units_in(_module(self))):
@@ -541,13 +543,13 @@ class FSDPModule:
         raise _custom_refused("set_custom_reduce_scatter", comm)
 
     def set_keep_unsharded_storage(self, enable: bool) -> None:
-        """Raise an error if `enable` is True, which fixes the addresses of unsharded parameters in torch (after 2.13).
+        """Raise an error for True, which fixes the addresses of unsharded parameters in torch (after 2.13).
 
         Args:
             enable: False does nothing.
 
         Raises:
-            ConfigError: `enable` is True.
+            ConfigError: The argument is True.
         """
         if enable:
             raise ConfigError(
