@@ -49,7 +49,6 @@ from fullshard import (
     summon_full_params,
 )
 from fullshard.comm.routes import collectives_for
-from fullshard.engine import unit_plans
 from fullshard.engine.nested import map_tensors
 from fullshard.layout.shard_spec import choose_spec
 from fullshard.optim import step_shards
@@ -60,7 +59,6 @@ from fullshard.wrap import CustomPolicy
 
 Json = dict[str, Any]
 ROWS = 6
-LARGE = unit_plans.SEPARATE_NBYTES
 IDLE = Origin("", Phase.IDLE)
 _S, _G = Placement.SHARDED, Placement.GROUPED
 GROUPED = {
@@ -1030,7 +1028,6 @@ class Sharded(Driver):
         self.left_unsharded: list[Any] = []  # by the action unshard
         fullshard.share_memory_between_units(program.get("share units"))
         fullshard.check_finite_gradients(program.get("check finite", False))
-        unit_plans.SEPARATE_NBYTES = 1 if program.get("reduce separately") else LARGE
         self.model = self.sharded(program.get("strategy", "zero3"))
         self.optimizer = self.new_optimizer()
 

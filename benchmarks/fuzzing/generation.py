@@ -133,8 +133,6 @@ class Generator:
         if any(key in program for key in ("precision", "dtype", "autocast")):  # oneDNN has no LSTM in half precision
             program["model"] = json.loads(json.dumps(program["model"]).replace('"LSTM"', '"GRU"'))
         program["loop"] = self.loop(program)
-        if self.chance(0.5):
-            program["reduce separately"] = True
         return one_call(program) if "reentrant" in str(program) else program
 
     def interface(self, program: Json) -> None:

@@ -317,6 +317,16 @@ def test_a_dry_run_states_what_it_cannot_do():
     assert not dist.is_initialized()
 
 
+def test_a_step_that_is_finalized_manually_does_not_enter_a_dry_run():
+    with dry.world(1):
+        model = make_chain()
+        model.set_manual_backward_finalization(True)
+        with dry.taped(values=True):
+            for _ in range(2):
+                with pytest.raises(StateError, match="within one context"):
+                    model(inputs())
+
+
 @pytest.mark.parametrize("streams", ["gpu", "cpu"])
 def test_a_model_does_not_leave_or_enter_a_dry_run(streams):
     with dry.world(1):

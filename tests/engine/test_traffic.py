@@ -33,6 +33,7 @@ from fullshard.device.streams import Stream
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.reduction import Reduction, UnitReduction
 from fullshard.engine.registry import units_in
+from fullshard.engine.residency import UnitState
 from fullshard.engine.unit_gradients import UnitGradients
 from fullshard.tape.recorder import Phase, Recorder
 from fullshard.tape.tape import Collective
@@ -434,3 +435,21 @@ def test_a_unit_of_several_modules_is_gathered_once_in_each_direction(recomputes
     counts = Counter(entry.origin.unit for entry in step if "gather" in entry.name)
     assert counts == {"": 1, "0": 2, "2": 2, "4": 2}
     assert not dry.races(tape)
+
+
+@pytest.mark.parametrize("first_is_frozen", [False, True])
+def test_a_unit_of_distant_modules_is_freed_between_their_backwards(first_is_frozen):
+    with dry.world(8):
+        mesh = init_device_mesh("cpu", (8,))
+        with dry.taped():
+            first, *blocks, last = model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
+            first.requires_grad_(not first_is_frozen)
+            for modules in ([first, last], *blocks):
+                fully_shard(modules, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            unit, states = units_in(model)[1], []
+            blocks[1].register_full_backward_hook(lambda *_: states.append(unit.residency.state))
+            for _ in range(3):
+                model(torch.zeros(4, 64, requires_grad=True)).sum().backward()
+    assert set(unit.modules) == {first, last}
+    assert set(states) == {UnitState.SHARDED}

@@ -499,11 +499,13 @@ def test_exported_numbers_are_those_of_the_run(tmp_path: Path, monkeypatch: pyte
 def test_the_terminal_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     short, long = made_run(steps=20), made_run(steps=30)
     shown_run = [short]
-    remaining = [True, True, False]
+    remaining = [True, True]
 
     def step_on() -> bool:
         shown_run[0] = long
-        return remaining.pop(0)
+        if not remaining:
+            raise KeyboardInterrupt
+        return remaining.pop()
 
     monkeypatch.setattr(fullshard.cli.report, "read_run", lambda folder: shown_run[0])
     monkeypatch.setattr(fullshard.cli.report, "_state", lambda folder: len(shown_run[0].steps))

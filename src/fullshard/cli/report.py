@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from fullshard.report.export import export
 from fullshard.report.page import write
 from fullshard.report.rank_file import rank_files
 from fullshard.report.reading import DROPPED, read_run
-from fullshard.report.run import PARTS
+from fullshard.report.run import PARTS, Run
 from fullshard.report.watching import follow, serving
 
 __all__ = ["run"]
@@ -73,23 +73,23 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("--terminal: there is nothing to follow without --watch. Pass both, or neither.")
     console = Console()
     if stated.terminal:
-        with Live(_view(folder, stated), console=console) as live:
+        with suppress(KeyboardInterrupt), Live(_view(folder, stated), console=console) as live:
             follow(lambda: _state(folder), lambda: live.update(_view(folder, stated)), _remaining)
         return WRITTEN
-    path, reported = _write(folder, stated.against, stated.export)
+    path, reported, _ = _write(folder, stated.against, stated.export)
     console.print(reported, markup=False, highlight=False, soft_wrap=True)
     console.print(f"written to {shown(str(path))}", markup=False, highlight=False, soft_wrap=True)
     if stated.watch:
-        with serving(folder) as address:
+        with suppress(KeyboardInterrupt), serving(folder) as address:
             console.print(f"following at {address} until Ctrl-C", markup=False, highlight=False, soft_wrap=True)
             follow(lambda: _state(folder), lambda: _write(folder, stated.against, stated.export), _remaining)
     return WRITTEN
 
 
-def _write(folder: Path, against: Path | None, exported: Path | None) -> tuple[Path, str]:
+def _write(folder: Path, against: Path | None, exported: Path | None) -> tuple[Path, str, Run]:
     """Write the report of the run in `folder`, and CSV files into `exported` if it is given.
 
-    Return the path of the report, and the verdict with the offloaded bytes.
+    Return the path of the report, the verdict with the offloaded bytes, and the run.
     """
     found = read_run(folder)
     other = None if against is None else read_run(against)
@@ -104,13 +104,12 @@ def _write(folder: Path, against: Path | None, exported: Path | None) -> tuple[P
     lines = [verdict(found, findings), *step_lines(found), *tier_lines(found), *dropped]
     if other is not None:
         lines += [f"compared with {other.name}: {verdict(other, find_causes(other))}", *step_lines(other)]
-    return path, "\n".join(shown(line, lines=True) for line in lines)
+    return path, "\n".join(shown(line, lines=True) for line in lines), found
 
 
 def _view(folder: Path, stated: ReportSettings) -> Group:
     """Write the report, and return its verdict and the parts of steps for the terminal."""
-    _, reported = _write(folder, stated.against, stated.export)
-    run = read_run(folder)
+    _, reported, run = _write(folder, stated.against, stated.export)
     table = Table("ms", "last step", "median", box=None, header_style="bold")
     steps = 1e3 * run.parts_s[:, ~np.isnan(run.parts_s).any((0, 2))].mean(0)
     if len(steps):

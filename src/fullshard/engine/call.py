@@ -35,6 +35,7 @@ class OpenForward:
     top: Unit  # whose forward it is
     serial: int  # of the last backward before it
     left: list[Unit] = field(default_factory=list)  # as their forwards ended; the same one several times, maybe
+    awaited: list[tuple[int, Unit]] = field(default_factory=list)  # starts of calls that a backward can reach
 
 
 class Backward(Protocol):
@@ -101,11 +102,12 @@ class ForwardCall:
         Outputs are the tensors in `returned`, and those that the forward has made and put into attributes of the unit's
         modules, or into its arguments, such as a list of losses.
         """
-        self._end = end
+        self._end, is_awaited = end, False
         outputs = tensors_in(returned)
         for tensor in outputs:
             made_by = tensor.grad_fn  # None for a parameter; an input may be passed on as it came
             if made_by is not None and made_by not in self._before:
+                is_awaited = True
                 tensor.register_hook(partial(self._before_output, self._is_in_order(tensor)))
         given, self._given, self._before = self._given, None, []
         known = {id(tensor) for tensor in outputs}
@@ -113,7 +115,10 @@ class ForwardCall:
             made_by = tensor.grad_fn
             if made_by is not None and id(tensor) not in known and made_by._sequence_nr() >= self._first:
                 known.add(id(tensor))
+                is_awaited = True
                 tensor.register_hook(partial(self._before_output, self._is_in_order(tensor)))
+        if is_awaited and self.within is not None:
+            self.within.awaited.append((self.start, self.unit))
 
     def _is_in_order(self, tensor: Tensor) -> bool:
         """Return True if the gradient of `tensor` is known once everything created after it is done, and not before."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine.findings import findings_of_all
-from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import NonFiniteError, named_ranks
 from fullshard.tape.recorder import Origin, Phase
@@ -24,10 +23,10 @@ Tally = tuple[str, str, Tensor]
 _Finding = tuple[int, str, str, int, int, int]  # the number of a tally, its names, the rank, and its counts
 
 
-def tally(unit: Unit, params: Sequence[ShardedParam]) -> list[Tally]:
-    """Count the non-finite values in the whole gradients of `params`, of `unit`, on this rank."""
+def tally(unit: Unit) -> list[Tally]:
+    """Count the non-finite values in the whole gradients of `unit` on this rank."""
     found = []
-    for param in reversed(params):
+    for param in reversed(unit.params):
         grad = param.unsharded.grad
         if grad is not None:
             grad = grad._local_tensor if isinstance(grad, DTensor) else grad

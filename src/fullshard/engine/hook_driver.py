@@ -267,8 +267,6 @@ class HookDriver:
         self._has_grads = True
         if len(arrived) == unit.trainable and not unit.settings.reduces_unused:
             self._reductions.start(unit)
-        elif param in unit.gradients.early and not unit.settings.reduces_unused and unit.gradients.have_early:
-            self._reductions.start_early(unit)
 
     def _check_read(self, unit: Unit, param: ShardedParam) -> None:
         is_observed = unit.settings.unshards_in_backward and not unit.residency.is_used_without_forward
@@ -289,14 +287,15 @@ class HookDriver:
         self._ended.append(call)
         unit = call.unit
         self._scheduler.release(unit)
-        if unit.residency.users == 0 and unit.settings.reduces_unused and not self._is_for_inputs:  # on every rank
+        reduces_unused = unit.settings.reduces_unused and not self._is_for_inputs
+        if unit.residency.users == 0 and reduces_unused:  # only this moment occurs on every rank
             self._reductions.start_before_end(unit)
         elif unit.residency.users == 0 and unit.gradients.are_held and self._ends_held_grads(unit):
             self._reductions.start(unit)
         for done in (unit, *unit.borrowed):
             stays = done.residency.awaits_backward or self._state.stays_after_backward(done)
-            is_needed = len(done.modules) > 1 and _remaining_calls(self._ended, done)
-            if done.residency.users == 0 and not (stays or is_needed):
+            is_next = len(done.modules) > 1 and _is_next(done, call, [*self._calls, *self._ended])
+            if done.residency.users == 0 and not (stays or is_next):
                 self._scheduler.free(done, Phase.POST_BACKWARD, self._expected.backward)
         if self._postponed:
             self._scheduler.prefetch(self._postponed, Phase.BACKWARD)
@@ -312,7 +311,7 @@ class HookDriver:
             len(unit.gradients.arrived) > 0
             and not unit.gradients.are_held_back
             and not self._expected.awaits_backward_of(unit)
-            and _remaining_calls(self._ended, unit) == 0
+            and _has_ended_all_calls(self._ended, unit)
         )
 
     def _note_backward(self) -> None:
@@ -325,9 +324,10 @@ class HookDriver:
         # Gradients of inputs only, as for a penalty: a later backward gives those of parameters. What is held back is
         # added to them first, as without sharding.
         self._reductions.finish_all(starts_others=self._has_grads or not self._is_for_inputs)
-        for found in (self._calls, self._ended, self._recomputed):
-            found.clear()
+        self._calls.clear()
+        self._ended.clear()
         self._scheduler.forget_deferred_frees()
+        self._recomputed.clear()
         for unit in self._units:
             unit.residency.users = 0
             if self._creates_graph and unit.residency.awaits_backward:
@@ -393,11 +393,21 @@ class HookDriver:
         self._recomputed.clear()
 
 
-def _remaining_calls(ended: Sequence[ForwardCall], unit: Unit) -> int | None:
-    """Return the number of calls that need `unit` and that this backward has not ended, in all forwards that it has
-    reached; None if it has reached none.
-    """
+def _has_ended_all_calls(ended: Sequence[ForwardCall], unit: Unit) -> bool:
+    """Return True if this backward has ended every call that needs `unit`, in all forwards that it has reached."""
     ended = [call for call in ended if call.within is not None]  # recomputed calls may not be the last ones
     forwards = {id(call.within): call.within for call in ended}.values()
     needed_by = [left for forward in forwards if forward is not None for left in forward.left if left.uses(unit)]
-    return max(0, len(needed_by) - sum(call.unit.uses(unit) for call in ended)) if ended else None
+    return bool(ended) and len(needed_by) <= sum(call.unit.uses(unit) for call in ended)
+
+
+def _is_next(unit: Unit, ended: ForwardCall, reached: Sequence[ForwardCall]) -> bool:
+    """Return True if the backward of a call that needs `unit` is expected next, after that of `ended`.
+
+    Calls in `reached` have begun, or ended, their backwards.
+    """
+    if ended.within is None:
+        return False
+    starts = {call.start for call in reached}
+    following = next((awaited for start, awaited in reversed(ended.within.awaited) if start not in starts), None)
+    return following is not None and following.uses(unit)

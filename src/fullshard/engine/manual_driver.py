@@ -89,6 +89,7 @@ class ManualDriver:
     def unshard_all(self) -> None:
         """Start to gather all units for the next forwards and backwards. The first call begins the step."""
         if not self.is_open:
+            self._state.check_streams()
             self.is_open = True
             if torch.is_grad_enabled():  # otherwise no `finalize_backward` follows, which reports failures to all ranks
                 self._state.disks.begin_pass()

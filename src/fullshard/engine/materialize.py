@@ -16,7 +16,7 @@ from fullshard.comm.mesh import Axes
 from fullshard.engine.hooks import changing_shards
 from fullshard.engine.managed import is_ignored, managed_by
 from fullshard.engine.param_view import check_payloads, view_of
-from fullshard.engine.registry import clean_fqn, is_unit, own_modules, units_in
+from fullshard.engine.registry import clean_fqn, own_modules, units_in
 from fullshard.engine.sharded_param import Owner, Source
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
@@ -58,7 +58,6 @@ def find_parameters(
         ConfigError: a parameter is a `DTensor` that cannot be sharded over these axes as well.
     """
     skip = {id(param) for param in ignored}
-    last = _modules_after_units(modules)
     new: dict[int, Source] = {}
     borrowed: list[Unit] = []
     for prefix, module in own_modules(modules):
@@ -79,25 +78,13 @@ def find_parameters(
             fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
             if id(param) not in new:
                 axes, dim = place(fqn, param)
-                new[id(param)] = Source(param, [], fqn, axes, dim, view_of(fqn, param, axes), module in last)
+                new[id(param)] = Source(param, [], fqn, axes, dim, view_of(fqn, param, axes))
                 if new[id(param)].sends_payloads:
                     check_payloads(fqn, new[id(param)].local, axes, dim)
             source = new[id(param)]
             if owner not in source.owners:
                 source.owners.append(owner)
     return NewParameters(list(new.values()), borrowed)
-
-
-def _modules_after_units(modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """Return the modules in `modules` that are registered after a nested unit."""
-    found = set[nn.Module]()
-    for module in modules:
-        follows = False
-        for inner in module.modules():
-            follows = follows or is_unit(inner)
-            if follows:
-                found.add(inner)
-    return found
 
 
 def _check_inner_first(modules: Sequence[nn.Module], module: nn.Module, name: str, unit: Unit) -> None:

@@ -30,9 +30,9 @@ class ReductionQueue:
 
     def start(self, unit: Unit) -> None:
         """Start to reduce the whole gradients of `unit`, or hold them back if no step will follow."""
-        unit.gradients.forget_arrived()
+        unit.gradients.arrived.clear()
         if switches.checks_finite:
-            self._tallies += tally(unit, unit.params)
+            self._tallies += tally(unit)
         if unit.gradients.are_held_back:
             unit.gradients.hold()
         elif (
@@ -40,20 +40,11 @@ class ReductionQueue:
             or unit.gradients.await_second_sum
             or (unit.settings.reduces_unused and unit.is_trained)
         ):
-            self._start(unit, early_only=False)
-
-    def start_early(self, unit: Unit) -> None:
-        """Start to reduce the gradients of `unit` that arrive before those of the units within it."""
-        if switches.checks_finite:
-            self._tallies += tally(unit, [param for param in unit.params if param in unit.gradients.early])
-        self._start(unit, early_only=True)
-
-    def _start(self, unit: Unit, *, early_only: bool) -> None:
-        # One at a time: gradients of an unlimited number of units would take memory without a bound.
-        self.finish(all_but=0 if unit in self.under_way else 1)
-        self.under_way[unit] = reduction = unit.gradients.start_reduce(Phase.POST_BACKWARD, early_only=early_only)
-        if not reduction.is_complete:
-            self.incomplete.append(reduction)
+            # One at a time: gradients of an unlimited number of units would take memory without a bound.
+            self.finish(all_but=0 if unit in self.under_way else 1)
+            self.under_way[unit] = reduction = unit.gradients.start_reduce(Phase.POST_BACKWARD)
+            if not reduction.is_complete:
+                self.incomplete.append(reduction)
 
     def start_before_end(self, unit: Unit) -> None:
         """Start to reduce `unit` even without local gradients: other ranks may have some. `finish_all` skips it."""

@@ -91,10 +91,16 @@ class RootState:
         return prepared
 
     def begin_microbatch(self) -> None:
-        """Begin a microbatch, which counts unless forwards without their backward are open.
+        """Begin a microbatch, which counts unless forwards without their backward are open."""
+        self.check_streams()
+        self.activations.begin_forward()
+        self.microbatches.begin(counts=torch.is_grad_enabled() and not self.expected.open)
+
+    def check_streams(self) -> None:
+        """Refuse a model that was sharded within `fullshard.dry.taped()` and is used outside of it, or vice versa.
 
         Raises:
-            StateError: The model was sharded within `fullshard.dry.taped()` and is used outside of it, or vice versa.
+            StateError: it is one.
         """
         if accelerator_for(self.device).streams is not self.streams:
             raise StateError(
@@ -102,8 +108,6 @@ class RootState:
                 "or in one that is over, so its steps would be recorded in part. Create, shard and train a model "
                 "within one context."
             )
-        self.activations.begin_forward()
-        self.microbatches.begin(counts=torch.is_grad_enabled() and not self.expected.open)
 
     def await_reads_of_shards(self) -> None:
         """Make the host wait until the gather stream has read shards in host memory, which the user may write to."""

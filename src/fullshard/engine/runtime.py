@@ -154,7 +154,7 @@ class Runtime:
         state.expected.open.clear()
         for unit in self.units:
             unit.residency.users = 0
-            unit.gradients.forget_arrived()
+            unit.gradients.arrived.clear()
             unit.finished_modules.clear()
             if state.phase is Phase.BACKWARD:
                 unit.gradients.drop()

@@ -57,7 +57,6 @@ class Source:
     axes: Axes  # to shard and replicate it over
     dim: int | None  # along which the user wants it cut
     view: ParamView
-    follows_units: bool = False  # its module is registered after a nested unit, so backward may reach it first
 
     @property
     def local(self) -> Tensor:

@@ -22,7 +22,6 @@ from fullshard.engine.residency import Residency, UnitState
 from fullshard.engine.sharded_param import Owner, ShardedParam, Source
 from fullshard.engine.unit_gradients import UnitGradients
 from fullshard.engine.unit_plans import (
-    are_reduced_separately,
     by_kind,
     device_of,
     plan_for,
@@ -93,10 +92,7 @@ class Unit:
         memory_of_unsharded.slot.count_references()
         self.residency = Residency(self, memory_of_unsharded)
         self.params = tuple(param for param_group in self.param_groups for param in param_group.params)
-        ordered = [source for kind in kinds for source in kind]
-        if are_reduced_separately(ordered):
-            follow = zip(ordered, self.params, strict=True)
-            self.gradients.early = frozenset(param for source, param in follow if source.follows_units)
+        ordered = (source for kind in kinds for source in kind)
         self._managed = [
             Managed(self, param, weakref.ref(source.param)) for source, param in zip(ordered, self.params, strict=True)
         ]

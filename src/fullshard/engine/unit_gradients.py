@@ -25,20 +25,6 @@ class UnitGradients:
         self._unit = unit
         self.arrived: dict[ShardedParam, bool] = {}  # parameters that have a gradient in this backward
         self.are_held = False  # whole gradients wait for a later microbatch's reduction
-        self.early: frozenset[ShardedParam] = frozenset()  # in groups that are reduced as soon as these have arrived
-        self.are_early_started = False  # in this backward
-
-    def forget_arrived(self) -> None:
-        """Count from zero the parameters that have a gradient."""
-        self.arrived.clear()
-        self.are_early_started = False
-
-    @property
-    def have_early(self) -> bool:
-        """True if the gradients to reduce early have all arrived, and are not being reduced yet."""
-        if self.are_early_started or self.are_held_back:
-            return False
-        return all(param in self.arrived for param in self.early if param.unsharded.requires_grad)
 
     @property
     def have_whole(self) -> bool:
@@ -99,18 +85,14 @@ class UnitGradients:
         for param in self._unit.params:
             param.sharded.grad = None
 
-    def start_reduce(self, phase: Phase, *, early_only: bool = False) -> UnitReduction:
+    def start_reduce(self, phase: Phase) -> UnitReduction:
         """Start the reduction of whole gradients to those that the optimizer sees."""
-        streams, param_groups = self._unit.streams, self._unit.param_groups
-        if early_only:
-            self.are_early_started = True
-            param_groups = [param_group for param_group in param_groups if param_group.params[0] in self.early]
-        else:
-            self.are_held = False
+        streams = self._unit.streams
+        self.are_held = False
         finishes, origin, hook = self._finish_sums, self._unit.origin(phase), self._unit.settings.all_reduce_hook
         divisor = self._unit.settings.gradient_divisor
         taken = []
-        for param_group in param_groups:
+        for param_group in self._unit.param_groups:
             taken.append((param_group, param_group.gradients.take()))
         read = [dict(grads) for _, grads in taken] if streams.reduce.is_stream else []
         if streams.reduce.is_stream:

@@ -22,7 +22,6 @@ from fullshard.policy.precision import DtypeContract
 
 __all__ = [
     "are_on_meta",
-    "are_reduced_separately",
     "by_kind",
     "check_one_dtype",
     "contract_for",
@@ -32,34 +31,18 @@ __all__ = [
     "regions_of",
 ]
 
-SEPARATE_NBYTES = 2**26  # a smaller reduction takes little time, compared with the latency of a second one
 _STORAGE_STEP = 256  # bytes: a parameter group starts where its first parameter may, see MessageRule.start_step_bytes
 
 
 def by_kind(sources: Sequence[Source]) -> list[list[Source]]:
-    """Group the sources by mesh, dtype, `requires_grad` and treatment. Groups keep the order of the sources.
-
-    Large parameters before and after nested units are separate groups, because the gradients of those after them (the
-    head of a model) arrive first and can be reduced during the rest of the backward.
-    """
+    """Group the sources by mesh, dtype, `requires_grad` and treatment. Groups keep the order of the sources."""
     meshes = list(dict.fromkeys(source.axes for source in sources))
-    splits = are_reduced_separately(sources)
 
-    def kind(source: Source) -> tuple[int, str, str, bool, bool, bool, bool]:
-        is_early = splits and source.follows_units
-        treated = source.param.requires_grad, source.view.is_opaque, source.sends_payloads, is_early
+    def kind(source: Source) -> tuple[int, str, str, bool, bool, bool]:
+        treated = source.param.requires_grad, source.view.is_opaque, source.sends_payloads
         return meshes.index(source.axes), str(source.param.dtype), str(source.grad_dtype or ""), *treated
 
     return [list(group) for _, group in groupby(sorted(sources, key=kind), key=kind)]
-
-
-def are_reduced_separately(sources: Sequence[Source]) -> bool:
-    """Return True if the trained parameters before nested units, and those after them, are each large."""
-    nbytes = {False: 0, True: 0}
-    for source in sources:
-        if source.param.requires_grad:
-            nbytes[source.follows_units] += source.param.numel() * source.param.itemsize
-    return min(nbytes.values()) >= SEPARATE_NBYTES
 
 
 def contract_for(

@@ -86,7 +86,9 @@ def _add_two_ahead(plan: Plan, ask: Workers) -> None:
 def _add_larger_units(plan: Plan, ask: Workers) -> None:
     """Add the best program with units of 2, 4, ... blocks to `plan`, if the host limits it, as long as it is faster."""
     best, model = plan.best, plan.question.subject.model
-    if best is None or model is None or best.sketch.program.cpu or plan.question.largest:
+    if best is None or model is None or plan.question.largest:
+        return
+    if best.sketch.program.cpu or best.sketch.program.disk:  # their fractions are those of a unit for each block
         return
     blocks = len(units_of(model))
     program, single = replace(best.sketch.program, prefetch_depth=1), best
