@@ -99,10 +99,13 @@ class RootState:
     def check_streams(self) -> None:
         """Refuse a model that was sharded within `fullshard.dry.taped()` and is used outside of it, or vice versa.
 
+        Without streams, operations are recorded all the same.
+
         Raises:
             StateError: it is one.
         """
-        if accelerator_for(self.device).streams is not self.streams:
+        now, known = accelerator_for(self.device).streams, self.streams
+        if now is not known and (now.compute.is_stream or known.compute.is_stream):
             raise StateError(
                 f"{type(self.units[0].module).__name__} was sharded outside of this context of fullshard.dry.taped() "
                 "or in one that is over, so its steps would be recorded in part. Create, shard and train a model "
