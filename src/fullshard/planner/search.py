@@ -122,7 +122,7 @@ def _with_memory_of(found: FoundProgram, single: FoundProgram, model: nn.Module)
     return replace(found, figures=figures, largest=min(found.largest, single.largest))
 
 
-_MOST_BLOCKS = 100  # of models that are simulated as a whole, which takes a second for some blocks
+_MOST_BLOCKS = 100  # larger models are not simulated with larger units, since that takes the whole model
 _GATHERS_NOTHING = ("ddp", "zero1", "own")  # within a step, or as the user's function decides
 
 

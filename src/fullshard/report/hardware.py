@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from fullshard.report.account import Loss
 from fullshard.report.figures import RunFigures, amount, percent
 
-__all__ = ["HardwareReason", "reason_of", "slow_link_of", "slowed_by", "swaps"]
+__all__ = ["SWAPPED", "HardwareReason", "reason_of", "slow_link_of", "slowed_by", "swaps"]
 
 Cells = NDArray[np.bool_]
 Values = NDArray[np.float64]
 
 _SLOWER = 0.95  # clocks of equal devices at the same work differ by less
-_SWAPPED = 1e6  # bytes/s; an idle page now and then is less
+SWAPPED = 1e6  # bytes/s; an idle page now and then is less
 _MORE = 2.0  # times as much as in other ranks or steps
 _CORES = 0.5
 _IDLE = 0.9  # of the usual utilization
@@ -82,7 +82,7 @@ def _where(figures: RunFigures, slow: Cells) -> str:
 
 def _swapping(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason | None:
     here, elsewhere = _means(figures.counter("swapped in", "swapped out"), slow, usual)
-    return swaps(_where(figures, slow), here) if here >= max(_SWAPPED, _MORE * elsewhere) else None
+    return swaps(_where(figures, slow), here) if here >= max(SWAPPED, _MORE * elsewhere) else None
 
 
 def swaps(where: str, bytes_per_s: float) -> HardwareReason:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fullshard.report.account import GROUPS, Loss
 from fullshard.report.figures import RunFigures, amount, listed, milliseconds, named, percent
-from fullshard.report.hardware import reason_of, slow_link_of, slowed_by, swaps
+from fullshard.report.hardware import SWAPPED, reason_of, slow_link_of, slowed_by, swaps
 from fullshard.report.run import PARTS, Finding, UnitTimes
 
 __all__ = ["RULES", "Rule"]
@@ -283,7 +283,7 @@ def swapping(figures: RunFigures, rule: Rule) -> Finding | None:
     stalled, swapped = figures.counter("stalled for memory"), figures.counter("swapped in", "swapped out")
     if stalled is None or swapped is None or _is_explained(figures):
         return None
-    cells = np.nan_to_num(swapped) >= _SWAPPED
+    cells = np.nan_to_num(swapped) >= SWAPPED
     by_rank = np.where(cells, np.nan_to_num(stalled), 0.0) * figures.step_s
     worst = int(by_rank.sum(1).argmax())
     lost = figures.share(by_rank[worst])
@@ -293,9 +293,6 @@ def swapping(figures: RunFigures, rule: Rule) -> Finding | None:
     return rule.found(
         f"For {percent(lost)} of the time programs wait for memory. {reason.stated}", reason.change, lost=lost
     )
-
-
-_SWAPPED = 1e6  # bytes/s
 
 
 # -- communication ----------------------------------------------------------------------------------------------------
