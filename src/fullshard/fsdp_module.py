@@ -50,7 +50,7 @@ __all__ = [
 
 Strategy = str | ShardingStrategy | StrategyPlacements
 _log = logging.getLogger(__name__)
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
 
 def fully_shard(
