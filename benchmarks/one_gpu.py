@@ -6,7 +6,8 @@
 Parts, one after the other. The first three have a world of one rank over NCCL (gloo on a CPU) and compare the plain
 loop, DDP, FSDP2 and this library:
 
-eager     steps as they are.
+eager     steps as they are, and with units of four blocks. On a GPU also with backward on the thread that calls it
+          (`torch.autograd.set_multithreading_enabled(False)`).
 captured  the whole step in a CUDA graph: by `fullshard.capture`, the others by `torch.cuda.graph`. Each system is a
           process: a capture that fails ends it.
 compiled  each block compiled by `torch.compile`.
@@ -69,11 +70,13 @@ BUILDS = {
         workload, model, workload.make_optimizer(model.parameters()), autocast=True
     ),
     "fullshard": fully_sharded("zero3"),
+    "fullshard, units of 4 blocks": fully_sharded("zero3", blocks_per_unit=4),
     "FSDP2": peers.fsdp2(),
     "DDP": peers.ddp(bucket_views=True),
 }
 MODES = "eager", "captured", "compiled"
 SYSTEMS = "plain", "DDP", "FSDP2", "fullshard"
+MORE = {"eager": ("fullshard, units of 4 blocks",)}  # systems, in some modes
 PRETENDERS = "fullshard", "FSDP2"
 REPORT = "result "  # begins a line with a result as JSON, of a child process
 
@@ -129,7 +132,12 @@ def measure_modes(mode: str, model: str, systems: list[str], rounds: int, steps:
         print(REPORT + json.dumps({"system": system, "once": once}), flush=True)
     for number in range(rounds):
         for system in list(ready)[:: 1 if number % 2 else -1]:
-            print(REPORT + json.dumps({"system": system, "round": timed(ready[system], steps)}), flush=True)
+            row = timed(ready[system], steps)
+            if GPU and mode == "eager":
+                with torch.autograd.set_multithreading_enabled(False):
+                    alone = timed(ready[system], steps)
+                row |= {f"{what}, one thread": ms for what, ms in alone.items()}
+            print(REPORT + json.dumps({"system": system, "round": row}), flush=True)
     dist.destroy_process_group()
 
 
@@ -185,10 +193,11 @@ def timed(step: Callable[[], object], steps: int) -> dict[str, float]:
 
 def modes(mode: str, model: str, rounds: int, steps: int) -> dict[str, Any]:
     """Return the results of each system in a mode. What a process printed before it failed is kept."""
-    together = [list(SYSTEMS)] if mode != "captured" else [[system] for system in SYSTEMS]
-    found: dict[str, dict[str, Any]] = {system: {"rounds": []} for system in SYSTEMS}
+    everyone = [*SYSTEMS, *MORE.get(mode, ())]
+    together = [everyone] if mode != "captured" else [[system] for system in everyone]
+    found: dict[str, dict[str, Any]] = {system: {"rounds": []} for system in everyone}
     for systems in together:
-        what = ("--one", mode, model, ",".join(systems), str(rounds), str(steps))
+        what = ("--one", mode, model, ";".join(systems), str(rounds), str(steps))
         with subprocess.Popen([sys.executable, __file__, *what], stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             for line in child.stdout:
@@ -204,7 +213,7 @@ def modes(mode: str, model: str, rounds: int, steps: int) -> dict[str, Any]:
                 found[system]["error"] = f"The process ended with exit code {child.returncode}."
     print(f"{mode}: {model}, world size 1")
     for system, results in found.items():
-        print(f"  {system:10} {stated(results, found['fullshard'])}", flush=True)
+        print(f"  {system:28} {stated(results, found['fullshard'])}", flush=True)
     return {"part": mode, "model": model, "world": 1, "systems": found}
 
 
@@ -335,7 +344,7 @@ def main() -> None:
         if part == "pretend":
             print(json.dumps(measure(systems, model, int(number), int(steps))))
         else:
-            measure_modes(part, model, systems.split(","), int(number), int(steps))
+            measure_modes(part, model, systems.split(";"), int(number), int(steps))
         return
     print(f"on {torch.cuda.get_device_name(0) if GPU else 'a CPU'}, torch {torch.__version__}")
     models, worlds = args.models.split(","), [int(world) for world in args.worlds.split(",")]

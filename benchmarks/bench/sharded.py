@@ -17,9 +17,13 @@ REPLICAS = 2  # of a hybrid strategy
 
 
 def fully_sharded(
-    strategy: str | Placements, *, gather_wire: str | None = None, reduce_wire: str | None = None
+    strategy: str | Placements,
+    *,
+    blocks_per_unit: int = 1,
+    gather_wire: str | None = None,
+    reduce_wire: str | None = None,
 ) -> Build:
-    """`fully_shard` with `strategy`, each block as a unit, and optional encodings."""
+    """`fully_shard` with `strategy`, `blocks_per_unit` blocks as a unit, and optional encodings."""
 
     def build(workload: Workload, model: Model) -> Trainer:
         mesh = _mesh(workload.device_type, replicated=resolve_placements(strategy).replicated)
@@ -29,8 +33,11 @@ def fully_sharded(
             gather_wire=gather_wire,
             reduce_wire=reduce_wire,
         )
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh, strategy=strategy, mp_policy=policy)
+        blocks = list(model.blocks)
+        for start in range(0, len(blocks), blocks_per_unit):
+            unit = blocks[start : start + blocks_per_unit]
+            fully_shard(unit, mesh=mesh, strategy=strategy, mp_policy=policy)
+        fully_shard(model, mesh=mesh, strategy=strategy, mp_policy=policy)
         return Trainer(workload, model, workload.make_optimizer(model.parameters()))
 
     return build
