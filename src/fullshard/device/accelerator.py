@@ -119,7 +119,7 @@ class StreamAccelerator(Accelerator):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module = torch.get_device_module(device)
+        self._is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", bool)
 
     @cached_property
     def streams(self) -> Streams:
@@ -129,13 +129,13 @@ class StreamAccelerator(Accelerator):
 
     @property
     def is_capturing(self) -> bool:
-        return bool(getattr(self._module, "is_current_stream_capturing", bool)())
+        return bool(self._is_capturing())
 
     def mark_here(self) -> Mark | None:
-        return None if self.is_capturing else torch.accelerator.current_stream(self._device).record_event()
+        return None if self.is_capturing else torch.accelerator.current_stream(self._device.index).record_event()
 
     def stamp_here(self) -> Stamp | None:
-        return None if self.is_capturing else stamp_on(torch.accelerator.current_stream(self._device))
+        return None if self.is_capturing else stamp_on(torch.accelerator.current_stream(self._device.index))
 
     def end_pass(self) -> None:
         """See `Accelerator.end_pass`. A graph cannot end before compute has waited for all streams that are part of it.

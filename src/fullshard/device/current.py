@@ -26,16 +26,23 @@ __all__ = [
 ]
 
 
-def _found() -> torch.device | None:
-    """Return the accelerator of this machine; None without one, or if one is simulated in host memory."""
-    is_dry = accelerator_for(torch.device("cpu")).is_dry
-    return None if is_dry else torch.accelerator.current_accelerator(check_available=True)
+_CPU = torch.device("cpu")
+
+
+@cache
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 @cache
 def has_accelerator() -> bool:
     """Return True if this machine has an accelerator."""
-    return torch.accelerator.is_available()
+    return _accelerator() is not None
+
+
+def _found() -> torch.device | None:
+    """Return the accelerator of this machine; None without one, or if one is simulated in host memory."""
+    return None if accelerator_for(_CPU).is_dry else _accelerator()
 
 
 def usual_device_type() -> str:
@@ -81,16 +88,18 @@ def finish_copies() -> None:
 
 def mark_here() -> Mark | None:
     """Return a mark after all work queued on the current stream; None without an accelerator, or in a capture."""
-    if _found() is None:
+    found = _found()
+    if found is None:
         return None
-    return accelerator_for(torch.accelerator.current_stream().device).mark_here()
+    return accelerator_for(torch.device(found.type, torch.accelerator.current_device_index())).mark_here()
 
 
 def stamp_here() -> Stamp | None:
     """Like `mark_here`, but return a stamp."""
-    if _found() is None:
+    found = _found()
+    if found is None:
         return None
-    return accelerator_for(torch.accelerator.current_stream().device).stamp_here()
+    return accelerator_for(torch.device(found.type, torch.accelerator.current_device_index())).stamp_here()
 
 
 def random_states_of_device() -> dict[str, Tensor]:

@@ -143,7 +143,7 @@ class ComputeStream(DeviceStream):
 
     @property
     def _stream(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self._device)
+        return torch.accelerator.current_stream(self._device.index)
 
     def queueing(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -139,13 +139,18 @@ class Gradients:
     def _room_for(self, indices: Sequence[int]) -> list[Tensor]:
         """Return memory for whole gradients, each followed by zeros for the rows that the last shards lack."""
         plan, dtype = self.plan, self.plan.contract.reduce
-        specs = [plan.layout.params[i].spec for i in indices]
-        numels = [spec.numel + self._padding(i) for i, spec in zip(indices, specs, strict=True)]
-        flats = [torch.empty(numel, dtype=dtype, device=plan.device) for numel in numels]
-        tails = [flat[spec.numel :] for flat, spec in zip(flats, specs, strict=True) if flat.numel() > spec.numel]
+        wholes, tails = list[Tensor](), list[Tensor]()
+        for i in indices:
+            spec, padding = plan.layout.params[i].spec, self._padding(i)
+            if padding:
+                flat = torch.empty(spec.numel + padding, dtype=dtype, device=plan.device)
+                tails.append(flat[spec.numel :])
+                wholes.append(flat[: spec.numel].view(spec.shape))
+            else:
+                wholes.append(torch.empty(spec.shape, dtype=dtype, device=plan.device))
         if tails:
             torch._foreach_zero_(tails)
-        return [flat[: spec.numel].view(spec.shape) for flat, spec in zip(flats, specs, strict=True)]
+        return wholes
 
     def _padding(self, i: int) -> int:
         """Return the number of elements of padding that make all shards of parameter `i` equal, if it is reduced in

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import get_ident, main_thread
 from time import monotonic
@@ -59,7 +59,7 @@ class GroupProgress:
         """Make the thread that waits for a collective of this group raise `broken`. Called by the watchdog."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Task:
     """A collective that is waited for, since a time in seconds of `time.monotonic`.
 
@@ -321,7 +321,7 @@ class RankProgress:
             while self._queued and self._has_ended(self._queued[0]):
                 now = monotonic()
                 if len(self._queued) > 1:  # the next one begins now, which must be set before it is at the head
-                    self._queued[1] = replace(self._queued[1], since=now)
+                    self._queued[1].since = now
                 self._last, self._left = self._queued.popleft(), now
         finally:
             self._drops.release()

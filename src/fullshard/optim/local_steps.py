@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard._compat import (
-    address,
     before_optimizer_states,
     dtensor_like,
     has_step_hooks,
@@ -300,7 +299,7 @@ def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None)
     If `params` are given, the optimizer has only these meanwhile.
     """
     state = optimizer.state
-    swapped: list[tuple[nn.Parameter, Tensor]] = []
+    swapped: list[tuple[Any, Tensor]] = []  # (parameter, shard)
     with _having(optimizer, params):
         for group in optimizer.param_groups:
             group["params"] = [_shard_of(param, swapped) for param in group["params"]]
@@ -308,8 +307,7 @@ def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None)
         for param, shard in swapped:
             known = state.get(param)
             if known is not None:
-                state[shard] = local = {name: _local(value) for name, value in known.items()}
-                given[shard] = local.copy()
+                state[shard], given[shard] = _local_state(known)
         blocks = block_states(optimizer)
         deciding = None if blocks is None else blocks.deciding_by_wholes({id(item): param for param, item in swapped})
         try:
@@ -320,7 +318,10 @@ def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None)
                 shard.grad = None
                 stepped = state.pop(shard, None)
                 if stepped is not None:
-                    _keep(state[param], stepped, param, given.get(shard, {}))
+                    known, before = state[param], given.get(shard, {})
+                    for name, value in stepped.items():
+                        if name not in before or before[name] is not value:
+                            known[name] = _placed_as(param, value)
             torch.autograd.graph.increment_version([param for param, _ in swapped])
 
 
@@ -341,7 +342,7 @@ def _having(optimizer: Optimizer, params: Iterable[Tensor] | None) -> Iterator[N
             group["params"] = its
 
 
-def _shard_of(param: nn.Parameter, swapped: list[tuple[nn.Parameter, Tensor]]) -> Tensor:
+def _shard_of(param: nn.Parameter, swapped: list[tuple[Any, Tensor]]) -> Tensor:
     """Return this rank's shard of `param`, with its gradient, and record it in `swapped`; or return `param` itself."""
     grad = param.grad
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or managed_by(param) is None:
@@ -358,33 +359,23 @@ def _shard_of(param: nn.Parameter, swapped: list[tuple[nn.Parameter, Tensor]]) -
     return shard
 
 
-def _local(value: Any) -> Any:
-    if not isinstance(value, DTensor):
-        return value
-    local = value._local_tensor
-    if isinstance(local, OnDisk):  # another optimizer's, whose state dict was loaded
-        local = local.fetch()
-    return local if value.ndim else local.view(1)
+def _local_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return `state`, of a parameter, with plain tensors for its shard, and those of them that are in `state` itself.
 
-
-def _keep(state: dict[str, Any], stepped: dict[str, Any], param: Any, given: dict[str, Any]) -> None:
-    """Put the state `stepped` of the shard of `param` into `state`, that of `param`.
-
-    `given` is the state before the step. What the step has only written to in place is in `state` already.
+    What a step does to the latter, it does to `state`.
     """
-    for name, value in stepped.items():
-        if name not in given or given[name] is not value or not _shares_memory(state.get(name), value):
-            state[name] = _placed_as(param, value)
-
-
-def _shares_memory(known: Any, value: Any) -> bool:
-    """Return True if `value`, the result of `_local(known)`, still has the memory of `known`."""
-    if not isinstance(known, DTensor):
-        return True
-    local = known._local_tensor
-    if known.ndim:  # then `value` is `local` itself, unless it was read from a disk
-        return value is local
-    return not isinstance(local, OnDisk) and address(value) == address(local)
+    local, shared = dict[str, Any](), dict[str, Any]()
+    for name, value in state.items():
+        if not isinstance(value, DTensor):
+            local[name] = shared[name] = value
+            continue
+        own: Tensor = value._local_tensor
+        if isinstance(own, OnDisk):  # another optimizer's, whose state dict was loaded
+            own = own.fetch()
+        elif value.ndim:
+            shared[name] = own
+        local[name] = own if value.ndim else own.view(1)
+    return local, shared
 
 
 def _marked(value: Any) -> Any:
