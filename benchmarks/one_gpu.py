@@ -6,8 +6,7 @@
 Parts, one after the other. The first three have a world of one rank over NCCL (gloo on a CPU) and compare the plain
 loop, DDP, FSDP2 and this library:
 
-eager     steps as they are, and with units of four blocks. On a GPU also with backward on the thread that calls it
-          (`torch.autograd.set_multithreading_enabled(False)`).
+eager     steps as they are, and with units of four blocks.
 captured  the whole step in a CUDA graph: by `fullshard.capture`, the others by `torch.cuda.graph`. Each system is a
           process: a capture that fails ends it.
 compiled  each block compiled by `torch.compile`.
@@ -132,12 +131,7 @@ def measure_modes(mode: str, model: str, systems: list[str], rounds: int, steps:
         print(REPORT + json.dumps({"system": system, "once": once}), flush=True)
     for number in range(rounds):
         for system in list(ready)[:: 1 if number % 2 else -1]:
-            row = timed(ready[system], steps)
-            if GPU and mode == "eager":
-                with torch.autograd.set_multithreading_enabled(False):
-                    alone = timed(ready[system], steps)
-                row |= {f"{what}, one thread": ms for what, ms in alone.items()}
-            print(REPORT + json.dumps({"system": system, "round": row}), flush=True)
+            print(REPORT + json.dumps({"system": system, "round": timed(ready[system], steps)}), flush=True)
     dist.destroy_process_group()
 
 

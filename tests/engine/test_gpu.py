@@ -42,7 +42,10 @@ def learn(shard: Any) -> list[Any]:
 def agree_on_a_gpu() -> None:
     expected = learn(leave)
     for strategy in ONE_AXIS:
-        assert_same(learn(partial(fully_shard, strategy=strategy)), expected, name=strategy)
+        shard = partial(fully_shard, strategy=strategy)
+        assert_same(learn(shard), expected, name=strategy)
+        with torch.autograd.set_multithreading_enabled(False):
+            assert_same(learn(shard), expected, name=f"{strategy}, backward on the calling thread")
 
 
 def test_one_rank_learns_the_bits_of_plain_pytorch():
