@@ -505,6 +505,9 @@ def test_text_from_a_log_cannot_control_the_terminal(trained, tmp_path, capsys):
 
 def test_a_step_has_the_counters_of_the_next_sample(trained, tmp_path):
     folder = copied(trained, tmp_path)
+    for path in (folder / "report").glob("*.jsonl"):  # a slow machine took some itself
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if json.loads(line)["kind"] != "counters"))
     samples = {4: [None, 1.0], 7: [None, 3.0]}
     rest: list[float | None] = [None] * (len(COUNTERS) - 2)
     with path_of(folder, 1).open("a") as file:

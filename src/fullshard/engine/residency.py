@@ -144,16 +144,18 @@ class Residency:
                 break
         if self.state is _META:
             unit.check_materialized()
+        recorder = active.recorder
+        is_recorded = recorder is not None and recorder.follows_memory
         is_allocated = self.state in _OCCUPIED
         if not is_allocated:
             self.memory.allocate(groups)
-            if active.recorder is not None:
+            if is_recorded:
                 self._note("allocate", phase, self.memory.nbytes)
         stale = list[ParamGroup]()
         for param_group in groups:
             if not param_group.gather.is_current:
                 stale.append(param_group)
-        streams, is_recorded = unit.streams, active.recorder is not None
+        streams = unit.streams
         secondary_nbytes, separate_nbytes = (self.secondary_nbytes, self._separate_nbytes) if is_recorded else (0, 0)
         origin, in_common = unit.origin(phase), self.memory.slot.is_common
         try:
@@ -260,7 +262,8 @@ class Residency:
             self._become(_KEPT)
         self.awaits_backward = self.awaits_backward and keep
         if self.state in _OCCUPIED and not (keep or unit.keeps_unsharded):
-            is_recorded = active.recorder is not None
+            recorder = active.recorder
+            is_recorded = recorder is not None and recorder.follows_memory
             nbytes = self.memory.nbytes + self._separate_nbytes if is_recorded else 0
             self.memory.slot.free()
             for param_group in unit.param_groups:

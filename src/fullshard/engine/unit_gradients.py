@@ -97,7 +97,8 @@ class UnitGradients:
         read = [dict(grads) for _, grads in taken] if streams.reduce.is_stream else []
         if streams.reduce.is_stream:
             streams.reduce.wait(streams.compute.mark())
-        is_recorded = active.recorder is not None
+        recorder = active.recorder
+        is_recorded = recorder is not None and recorder.follows_memory
         with Communicating(origin, streams.reduce, is_recorded=is_recorded):
             reductions = []
             for param_group, grads in taken:

@@ -81,12 +81,12 @@ class MemoryWatch(TorchDispatchMode):
 
     def start(self) -> None:
         """Start observing. Do not call it within a context that ends before `stop()` is called."""
-        self._is_on = True
+        self._is_on = self._recorder.follows_memory = True
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> bool:
         """Stop observing. Return False if a mode entered later is still active: call it again afterwards."""
-        self._is_on = False
+        self._is_on = self._recorder.follows_memory = False
         if innermost_dispatch_mode() is not self:
             return False
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

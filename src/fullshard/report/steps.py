@@ -159,6 +159,7 @@ class StepRecorder(Recorder):
         self._used = self._used_at_end = usage()
         self._unread: deque[_Unread] = deque()
         self._has_begun = False
+        self.follows_memory = False  # except while a `MemoryWatch` is active
 
     @property
     def reads_streams(self) -> bool:  # type: ignore[override]  # which changes here

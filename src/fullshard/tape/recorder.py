@@ -118,6 +118,8 @@ class Recorder:
 
     reads_streams = False
     """True if events record times on streams, which can differ from the program's."""
+    follows_memory = True
+    """True if it needs the events "allocate" and "free", and the origin and purpose of each allocation."""
 
     def __init__(self) -> None:
         self.outer: Recorder | None = None
