@@ -50,6 +50,17 @@ def test_a_healthy_run_has_no_cause(**size):
     assert "computes" in stated if size["steps"] > ENOUGH_STEPS else "steps were recorded" in stated
 
 
+@quick
+@given(**sizes)
+def test_large_logits_are_a_cause_only_where_memory_is_short(**size):
+    [fault] = [fault for fault in FAULTS if fault.cause == "large logits"]
+    run = fault.plant(healthy_run(**size), 1.0)
+    used = RunFigures(run).used_memory()
+    assert used is not None and run.memory is not None
+    spacious = replace(run, memory=replace(run.memory, limit=4 * used[0]))
+    assert find_causes(run) and find_causes(spacious) == ()
+
+
 def test_noise_that_happens_to_rise_is_no_leak():
     """Of 30,000 series of noise, one rises as clearly as this one. It does not in the first quarter of the run."""
     assert find_causes(healthy_run(ranks=4, steps=25, units=5, noise=0.0, seed=33868, step_s=1.0)) == ()

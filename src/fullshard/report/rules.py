@@ -717,9 +717,12 @@ _SPARE = 0.3  # of the limit: activations may be several times as large without 
 
 @rule("large logits", least=0.30, why="of tensors at the peak: a smaller share is one of many", of_time=False)
 def large_logits(figures: RunFigures, rule: Rule) -> Finding | None:
-    run, total = figures.run, figures.tensors_at_peak()
+    run, total, used = figures.run, figures.tensors_at_peak(), figures.used_memory()
     logits = run.output_nbytes
     if run.memory is None or not total or logits < _NOTABLE_LOGITS_NBYTES:
+        return None
+    full = min(1.0, used[0] / used[1]) if used is not None and used[1] else 1.0
+    if full < _SPARE:
         return None
     identical = [
         item.nbytes for item in run.memory.largest if item.nbytes in (logits, 2 * logits)
@@ -734,7 +737,7 @@ def large_logits(figures: RunFigures, rule: Rule) -> Finding | None:
         "Compute the loss in chunks of rows, or fused with the head, so that the logits never exist as a whole; or "
         "use smaller microbatches."
     )
-    return rule.found(stated, change, of_memory=sum(identical) / total)
+    return rule.found(stated, change, of_memory=full * sum(identical) / total)
 
 
 _NOTABLE_LOGITS_NBYTES = 64_000_000  # smaller logits do not cause an out-of-memory error
