@@ -35,11 +35,14 @@ _TREE_SHARE = 0.92  # of the bus bandwidth, under Simple
 _RING_BASES_S = {"ll": 6.6e-6, "ll128": 14e-6}
 _TREE_BASES_S = {"ll": 6.8e-6, "ll128": 14e-6}
 _LL128_SHARE = 120 / 128
-_OPERATIONS_OF_A_COLLECTIVE = 26
-"""The host cost of the engine for each gather and reduction, with hooks, views and marks, in operations.
+_OPERATIONS_OF_A_COLLECTIVE = 8
+_OPERATIONS_OF_A_TENSOR = 3
+"""The host cost of the engine for each gather and reduction, and for each tensor that it sends, in operations: with
+hooks, views and marks.
 
-On the host of an H100, where an operation took 46 us, it took 1.0 to 1.3 ms, whatever the model: the host's times of
-GPTs with 8, 12 and 24 blocks by `benchmarks/predicted_time.py --gpu`, less those of their operations.
+On the host of an H200, where an operation takes 40 us, steps of GPT-2 with units of one block and of four took 54.9 and
+42.5 ms (`benchmarks/one_gpu.py --parts eager`, the mean of two machines, whose rounds vary by 20 %). These constants
+give 52.6 and 38.5 ms.
 """
 _REREAD = frozenset(("aten.native_layer_norm_backward",))
 """Operations of two kernels that read all of it: one for the input's gradient, one for the weights'."""
@@ -84,6 +87,7 @@ class Costs:
         slowdown: Relative increase of compute time during a collective: 0.1 is a tenth.
         host_s: to ask for an operation.
         host_collective_s: to ask for a collective, with the engine's own work around it.
+        host_tensor_s: more, for each tensor of a collective.
         host_mark_s: to set a mark, or to let a stream wait for one.
         segment_s: to ask the device for a segment of memory, or to give one back; assumed.
         host_memory_bytes_per_s: that the CPU reads and writes for this rank, while others of its host do so, too.
@@ -106,6 +110,7 @@ class Costs:
     slowdown: float = 0.0
     host_s: float = 6e-6
     host_collective_s: float = 6e-6
+    host_tensor_s: float = 0.0
     host_mark_s: float = 1e-6
     segment_s: float = 1e-3
     host_memory_bytes_per_s: float = 20e9
@@ -269,6 +274,7 @@ def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None =
         slowdown=hardware.collective_multiprocessors / (parts - hardware.collective_multiprocessors) if parts else 0.0,
         host_s=fitted.host_s,
         host_collective_s=_OPERATIONS_OF_A_COLLECTIVE * fitted.host_s,
+        host_tensor_s=_OPERATIONS_OF_A_TENSOR * fitted.host_s,
         host_memory_bytes_per_s=hardware.host_memory_bytes_per_s / hardware.ranks_per_host,
         host_link_bytes_per_s=hardware.host_link_bytes_per_s,
     )

@@ -163,7 +163,7 @@ class _Layout:
                 self.now += self._costs.host_s
                 self._run(entry, self._costs.of_operation(entry), _Point())
             case Collective():
-                self.now += self._costs.host_collective_s
+                self.now += self._costs.host_collective_s + len(entry.sizes) * self._costs.host_tensor_s
                 communicator = self._communicators[entry.ranks]
                 ran = self._run(entry, self._costs.of_collective(entry), communicator)
                 self._communicators[entry.ranks] = _Point(ran.end, ran)
