@@ -465,6 +465,20 @@ def test_the_command_writes_the_page_and_states_the_verdict(
     assert "Beside runs/other" in (tmp_path / "x" / PAGE).read_text(encoding="utf-8")
 
 
+def test_the_page_has_the_percentiles_of_all_steps_and_of_each_rank(
+    cases: dict[str, Case], pages: dict[str, Path]
+) -> None:
+    run, page = cases["faulty"].run, pages["faulty"]
+    reported = json.loads((page.parent / DATA).read_text())
+    for row in reported["ranks"]["rows"]:
+        place = [rank.rank for rank in run.ranks].index(row["rank"])
+        expected = np.quantile(run.step_s[place, 1:], [0.5, 0.95, 0.99])
+        assert np.allclose([row[name] for name in ("p50_s", "p95_s", "p99_s")], expected, rtol=1e-4)
+    p50, p95, p99 = np.quantile(run.step_s[:, 1:].mean(0), [0.5, 0.95, 0.99])
+    assert np.allclose([reported["step"][name] for name in ("p50_s", "p95_s", "p99_s")], [p50, p95, p99], rtol=1e-4)
+    assert f"p95 {milliseconds(p95)}" in page.read_text(encoding="utf-8")
+
+
 def rows_of(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))

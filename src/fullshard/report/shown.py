@@ -171,7 +171,12 @@ def _step(run: Run) -> dict[str, Any] | None:
         "parts": parts,
         "sum_s": sum(part["mean_s"] for part in parts if math.isfinite(part["mean_s"])),
         "clock_s": clock,
+        **_percentiles(_mean(run.step_s[:, _settled(run)], axis=0)),
     }
+
+
+def _percentiles(step_s: Numbers) -> dict[str, float]:
+    return dict(zip(("p50_s", "p95_s", "p99_s"), _quantile(step_s, 0.5, 0.95, 0.99), strict=True))
 
 
 def _over_steps(run: Run) -> dict[str, Any] | None:
@@ -381,6 +386,7 @@ def _ranks(run: Run) -> dict[str, Any] | None:
             "device": rank.device,
             "cores": rank.cores,
             "step_s": float(_mean(run.step_s[place, settled])),
+            **_percentiles(run.step_s[place, settled]),
             "late_s": float(late[place]),
             "late_high_s": _quantile(run.waited_for_s[place, settled], 0.95)[0] if run.waited_for_s.size else math.nan,
             "waits_s": float(waits[place]),
