@@ -39,6 +39,8 @@ class FakeKernel:
         self.write("net/snmp", f"Ip: A\nIp: 1\nTcp: X RetransSegs Y\nTcp: 7 {8 * times} 7\n")
         self.write("sys/class/net/lo/speed", "invalid\n")
         self.write("sys/class/net/eth0/speed", "25000\n")
+        self.write("sys/class/net/eth0/device/vendor", "0x15b3\n")
+        self.write("sys/class/net/veth0/speed", "800000\n")  # which the kernel makes up
         self.write("sys/class/infiniband/mlx5_0/ports/1/rate", "400 Gb/sec (4X NDR)\n")
         self.write("pressure/memory", f"some avg10=0.00 total={times * 100_000}\nfull avg10=0.00 total=0\n")
         self.write("10/task/10/children", "11 ")

@@ -129,10 +129,12 @@ class HardwareCounters:
         return {"network errors": float(values[names.index("RetransSegs")])}
 
     def _link(self) -> Numbers:
-        """Return the speed of the fastest network interface or InfiniBand port."""
+        """Return the speed of the fastest network card or InfiniBand port. Virtual interfaces have no device."""
         found = [0.0]
-        for pattern, unit in (("class/net/*/speed", 1e6), ("class/infiniband/*/ports/*/rate", 1e9)):
-            for path in self._sys.glob(pattern):
+        cards = (device.with_name("speed") for device in self._sys.glob("class/net/*/device"))
+        ports = self._sys.glob("class/infiniband/*/ports/*/rate")
+        for paths, unit in ((cards, 1e6), (ports, 1e9)):
+            for path in paths:
                 with suppress(OSError, ValueError):  # an interface that is down, or has no speed
                     found.append(unit / 8 * float(path.read_text().split()[0]))
         return {"network link": max(found)} if max(found) > 0 else {}

@@ -20,7 +20,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -57,18 +57,18 @@ class UnitCounts:
     recomputed: int = 0  # forwards within backward
 
     @classmethod
-    def names(cls) -> list[str]:
+    def names(cls) -> tuple[str, ...]:
         """Return the names of the counts, in order."""
-        return [field.name for field in fields(cls)]
+        return cls.__slots__
 
     def as_list(self) -> list[float]:
         """Return the counts, in order."""
-        return [round(getattr(self, field.name), 6) for field in fields(self)]
+        return [round(getattr(self, name), 6) for name in self.__slots__]
 
     def add(self, other: UnitCounts) -> None:
         """Add the counts of another step."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 def is_kept_whole(number: int) -> bool:
