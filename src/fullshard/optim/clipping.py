@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fullshard.comm.routes import collectives_for
 from fullshard.device.accelerator import accelerator_for
@@ -61,7 +61,8 @@ def clip_grad_norm_(
         raise ConfigError(f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): positive numbers are needed.")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for param in params:
-        check_type("parameters", param, Tensor, "parameters, such as model.parameters()")
+        if not isinstance(param, Tensor):
+            check_type("parameters", param, Tensor, "parameters, such as model.parameters()")
     params = in_model_order(params)
     grads = [param.grad for param in params if param.grad is not None]
     with acting_for(_NORM):
@@ -80,12 +81,18 @@ def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     if not grads:
         return torch.tensor(0.0)
     norms: list[Tensor] = [torch.empty(0)] * len(grads)
+    parts: dict[tuple[DeviceMesh, tuple[Placement, ...]], tuple[_Part, list[int]]] = {}
     spread: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
     for i, grad in enumerate(grads):
         if isinstance(grad, DTensor):
-            own, axes = _own_part(grad)
-            spread.setdefault((grad.device_mesh, axes), []).append(i)
-            norms[i] = _norm(own, norm_type)
+            placed = grad.device_mesh, grad.placements
+            known = parts.get(placed)
+            if known is None:
+                part = _Part(*placed)
+                known = parts[placed] = part, spread.setdefault((placed[0], part.axes), [])
+            part, indices = known
+            indices.append(i)
+            norms[i] = _norm(grad._local_tensor if part.is_local else part.of(grad), norm_type)
         else:
             norms[i] = _norm(grad, norm_type)
     for (mesh, axes), indices in spread.items():
@@ -109,19 +116,32 @@ def _norm(values: Tensor, norm_type: float) -> Tensor:
     )
 
 
-def _own_part(grad: DTensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's part of a gradient, and the axes of its mesh over which the parts differ.
+class _Part:
+    """The part of gradients with the same placements that this rank counts in a norm.
 
     On the last axis, the shard axis, the part is the shard, cut out of the gradient if the gradient is whole.
+
+    Args:
+        mesh: The mesh of the gradients.
+        placements: Their placements. Partial ones are those of a parameter that no unit has.
     """
-    mesh, last = grad.device_mesh, grad.device_mesh.ndim - 1
-    if any(placement.is_partial() for placement in grad.placements):  # of a parameter that no unit has
-        grad = grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
-    local, placements = grad._local_tensor, grad.placements
-    axes = (last, *(axis for axis in range(last) if not placements[axis].is_replicate()))
-    if not placements[last].is_replicate():
-        return local, axes
-    return part_of_rank(local, mesh.size(last), mesh.get_local_rank(last)), axes
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+        last = mesh.ndim - 1
+        self._summed = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+        whole = [placement.is_replicate() for placement in self._summed]
+        self._mesh, self._last, self._is_whole, self._is_summed = mesh, last, whole[last], self._summed == placements
+        self.axes = (last, *(axis for axis in range(last) if not whole[axis]))
+        """The axes of the mesh over which the parts differ."""
+        self.is_local = self._is_summed and not whole[last]
+        """True if the part is the local tensor."""
+
+    def of(self, grad: DTensor) -> Tensor:
+        """Return the part of `grad`."""
+        local: Tensor = (grad if self._is_summed else grad.redistribute(placements=self._summed))._local_tensor
+        if not self._is_whole:
+            return local
+        return part_of_rank(local, self._mesh.size(self._last), self._mesh.get_local_rank(self._last))
 
 
 def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
