@@ -47,7 +47,6 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from fullshard._fakes import QuickFakes
 from fullshard.layout.offsets import contiguous_strides
@@ -75,7 +74,6 @@ __all__ = [
     "fake_store",
     "fake_tensors",
     "finished_work",
-    "flops_of",
     "foreach_by_default",
     "forget_shardings",
     "grad_hooks",
@@ -121,7 +119,6 @@ __all__ = [
     "set_local_tensor",
     "set_versions",
     "shares_memory",
-    "skipped_flops_of",
     "storage_holders",
     "storage_info",
     "storage_references",
@@ -969,61 +966,6 @@ def innermost_dispatch_mode() -> TorchDispatchMode | None:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a `DTensor`, or any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the floating-point operations of an operation of torch, by torch's formulas; 0 without a formula."""
-    packet = func._overloadpacket
-    formula = flop_registry.get(_ATTENTION_ON_CPU.get(packet, packet))
-    if formula is None:
-        return 0
-    key = (packet, *map(_shape_or_value, args), *kwargs, *map(_shape_or_value, kwargs.values()))
-    try:
-        known = _flops.get(key)
-    except TypeError:  # there are lists among the arguments
-        return int(formula(*args, **kwargs, out_val=result))
-    if known is None:
-        known = _flops[key] = int(formula(*args, **kwargs, out_val=result))
-    return known
-
-
-def _shape_or_value(argument: Any) -> Any:
-    return argument.shape if isinstance(argument, Tensor) else argument
-
-
-_flops: dict[Any, int] = {}  # by operation and shapes: the formulas take longer than the rest of the recording
-
-
-def skipped_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
-    """Return how many of an operation's `flops` its kernel skips: those of attention under a causal mask.
-
-    FlashAttention computes blocks of 128 queries by 128 keys: whole blocks on the diagonal, and none above it.
-    """
-    packet = func._overloadpacket
-    if packet not in _ATTENTION:
-        return 0
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if not given.get("is_causal", False):
-        return 0
-    blocks = max(given["query"].shape[-2], given["key"].shape[-2]) / 128
-    return int(flops * max(0.0, 0.5 - 0.5 / blocks))
-
-
-_ATTENTION_ON_CPU = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-_ATTENTION = frozenset(
-    (
-        *_ATTENTION_ON_CPU,
-        *_ATTENTION_ON_CPU.values(),
-        torch.ops.aten._scaled_dot_product_efficient_attention,
-        torch.ops.aten._scaled_dot_product_efficient_attention_backward,
-    )
-)
 
 
 def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:

@@ -8,6 +8,7 @@ The tensors of a dry run are CPU tensors. For those, torch decomposes operations
                      kernel, and no matrix of scores in memory
     softmax          from float16 to float32: one kernel that converts while it reads
     RMSNorm          `_fused_rms_norm`, if input and weight have the same dtype
+    LSTM, GRU, RNN   `_cudnn_rnn`: see `rnn.py`
 
 A torch build without CUDA disables `torch.autocast("cuda")`. A dry run enables it: operations run in the dtype, float32
 included, that they have under autocast on CUDA.
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fullshard._compat import autocast_of_cuda_on_cpu, below_autograd, kernels_instead, unpacked
+from fullshard.dry import rnn
 
 __all__ = ["as_on_gpu"]
 
@@ -36,7 +38,8 @@ def as_on_gpu() -> Iterator[None]:
     """Context manager that makes fake CPU tensors use the operations of CUDA."""
     in_float32 = {name: partial(_in_float32, _operation(name)) for name in _FLOAT32_UNDER_AUTOCAST}
     with ExitStack() as stack:
-        stack.enter_context(kernels_instead(_KERNELS, "AutogradCPU"))
+        stack.enter_context(kernels_instead({**_KERNELS, **rnn.KERNELS}, "AutogradCPU"))
+        stack.enter_context(kernels_instead(rnn.META_KERNELS, "Meta"))
         stack.enter_context(kernels_instead(in_float32, "AutocastCPU"))
         stack.enter_context(autocast_of_cuda_on_cpu())
         yield

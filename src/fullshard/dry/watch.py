@@ -18,16 +18,16 @@ from fullshard._compat import (
     are_real,
     data_dependent_errors,
     finished_work,
-    flops_of,
     group_of,
     grouped_product,
     has_group,
     is_wrapper_type,
     outside_of_modes,
-    skipped_flops_of,
 )
 from fullshard._fakes import ASKS_DEVICE, QuickFakes
 from fullshard.device.awaited import Awaited
+from fullshard.dry.flops import flops_of, skipped_flops_of
+from fullshard.dry.rnn import with_workspace
 from fullshard.dry.streams import DryAccelerator
 from fullshard.errors import ConfigError
 from fullshard.tape.tape import HOST, Collective, Operation
@@ -165,7 +165,10 @@ class Watch(TorchDispatchMode):
             if product is not None:
                 return product
         try:
-            return self._given_by(func, args, kwargs)
+            result = self._given_by(func, args, kwargs)
+            if self._fakes is not None and name == "aten.mkldnn_rnn_layer":
+                return with_workspace(args[0], result, hidden=args[10])
+            return result
         except data_dependent_errors as error:
             raise ConfigError(
                 f"{name} was called in a dry run, but its result depends on values, which fake tensors do not have. "

@@ -144,7 +144,14 @@ class CoreTime:
             return self._product_s(operation)
         if operation.flops and sizes[0][3]:
             return operation.flops * self._for_a_flop(sizes, operation.flops / operation.nbytes)
-        return self._for_bytes(name, sizes[0], operation)
+        by_bytes = self._for_bytes(name, sizes[0], operation)
+        if not operation.flops:
+            return by_bytes
+        table, dims = (
+            self._speeds["products"]["bfloat16" if operation.dtype == "bfloat16" else "float32"],
+            self._speeds["dims"],
+        )
+        return max(by_bytes, operation.flops / _rate(table, dims, dims[-1:] * 3))  # not measured: as a large product
 
     def _for_bytes(self, name: str, measured: Sequence[float], operation: Operation) -> float:
         seconds, read, written, _ = measured

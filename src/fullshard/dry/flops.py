@@ -1,0 +1,143 @@
+"""Floating-point operations of operations of torch, by torch's formulas and those that it lacks.
+
+As in torch's formulas, a multiplication with an addition counts as two, and only products of matrices, of matrices with
+vectors, and attention count: other operations are limited by the memory that they access. `register_flop_formula` of
+`torch.utils.flop_counter` adds formulas of custom operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["flops_of", "has_formula", "skipped_flops_of"]
+
+_ATEN = torch.ops.aten
+_ATTENTION_ON_CPU = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
+}
+_ATTENTION = frozenset(
+    (
+        *_ATTENTION_ON_CPU,
+        *_ATTENTION_ON_CPU.values(),
+        _ATEN._scaled_dot_product_efficient_attention,
+        _ATEN._scaled_dot_product_efficient_attention_backward,
+    )
+)
+_flops: dict[Any, int] = {}  # by operation and shapes: the formulas take longer than the rest of the recording
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the floating-point operations of an operation of torch; 0 without a formula."""
+    packet = func._overloadpacket
+    formula = _formula(packet)
+    if formula is None:
+        return 0
+    if packet in _FORMULAS:
+        return int(formula(*args))
+    key = (packet, *map(_shape_or_value, args), *kwargs, *map(_shape_or_value, kwargs.values()))
+    try:
+        known = _flops.get(key)
+    except TypeError:  # there are lists among the arguments
+        return int(formula(*args, **kwargs, out_val=result))
+    if known is None:
+        known = _flops[key] = int(formula(*args, **kwargs, out_val=result))
+    return known
+
+
+def has_formula(packet: Any) -> bool:
+    """Return True if the FLOPs of an operation are known."""
+    return _formula(packet) is not None
+
+
+@cache
+def _formula(packet: Any) -> Callable[..., int] | None:
+    """Return the formula of an operation. It is identical if the operation writes to its first argument."""
+    counterpart = _ATTENTION_ON_CPU.get(packet, packet)
+    bare = getattr(_ATEN, packet.__name__.removesuffix("_"), None) if packet.__name__.endswith("mm_") else None
+    return _FORMULAS.get(counterpart) or flop_registry.get(counterpart) or flop_registry.get(bare)
+
+
+def skipped_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
+    """Return how many of an operation's `flops` its kernel skips: those of attention under a causal mask.
+
+    FlashAttention computes blocks of 128 queries by 128 keys: whole blocks on the diagonal, and none above it.
+    """
+    packet = func._overloadpacket
+    if packet not in _ATTENTION:
+        return 0
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not given.get("is_causal", False):
+        return 0
+    blocks = max(given["query"].shape[-2], given["key"].shape[-2]) / 128
+    return int(flops * max(0.0, 0.5 - 0.5 / blocks))
+
+
+def _shape_or_value(argument: Any) -> Any:
+    return argument.shape if isinstance(argument, Tensor) else argument
+
+
+def _grouped_product(first: Tensor, second: Tensor, *others: Any) -> int:
+    """Each row, or column of the inner dimension, belongs to one group: the FLOPs are those of one product."""
+    groups = first.shape[0] if first.ndim == second.ndim == 3 else 1
+    return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
+
+
+def _trilinear(
+    first: Tensor,
+    second: Tensor,
+    third: Tensor,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    summed: Sequence[int],
+    *others: Any,
+) -> int:
+    """The product of the first two, then that with the third, as in torch's kernel."""
+    ndim = first.ndim + len(expand1)
+    sizes = [1] * ndim
+    for tensor, expanded in ((first, expand1), (second, expand2), (third, expand3)):
+        kept = (dim for dim in range(ndim) if dim not in expanded)
+        for dim, size in zip(kept, tensor.shape, strict=True):
+            sizes[dim] = max(sizes[dim], size)
+    of_two = math.prod(size for dim, size in enumerate(sizes) if not (dim in expand1 and dim in expand2))
+    of_third = math.prod(size for dim, size in enumerate(sizes) if not (dim in expand3 and dim in summed))
+    return 2 * (of_two + of_third)
+
+
+def _distances(first: Tensor, second: Tensor) -> int:
+    """A product of matrices with two more columns, for the squares."""
+    return 2 * first.numel() // first.shape[-1] * second.shape[-2] * (first.shape[-1] + 2)
+
+
+def _rnn(x: Tensor, weights: Sequence[Tensor], passes: int) -> int:
+    """Each row of each step is multiplied by all matrices. Backward has two products for each of forward."""
+    rows = x.numel() // x.shape[-1]
+    return 2 * passes * rows * sum(weight.numel() for weight in weights if weight.ndim == 2)
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    _ATEN._grouped_mm: _grouped_product,
+    _ATEN._scaled_grouped_mm: _grouped_product,
+    _ATEN._int_mm: lambda first, second: 2 * first.numel() * second.shape[-1],
+    _ATEN._addmm_activation: lambda bias, first, second, *others: 2 * first.numel() * second.shape[-1],
+    _ATEN.addbmm: lambda bias, first, second, *others: 2 * first.numel() * second.shape[-1],
+    _ATEN.mv: lambda matrix, vector: 2 * matrix.numel(),
+    _ATEN.addmv: lambda bias, matrix, vector, *others: 2 * matrix.numel(),
+    _ATEN.dot: lambda first, second: 2 * first.numel(),
+    _ATEN.vdot: lambda first, second: 2 * first.numel(),
+    _ATEN._trilinear: _trilinear,
+    _ATEN._euclidean_dist: _distances,
+    _ATEN._cudnn_rnn: lambda x, weights, *others: _rnn(x, weights, 1),
+    _ATEN._cudnn_rnn_backward: lambda x, weights, *others: _rnn(x, weights, 2),
+    _ATEN.mkldnn_rnn_layer: lambda x, *others: _rnn(x, others[:2], 1),
+    _ATEN.mkldnn_rnn_layer_backward: lambda x, *others: _rnn(x, others[:2], 2),
+}
