@@ -1,13 +1,83 @@
-"""Operations of a call, counted as in a trace: memory read and written, and floating-point operations."""
+"""Operations of a call, counted as in a trace, and those whose time a trace does not determine.
+
+An operation with a formula for its FLOPs takes the time of its FLOPs or of its bytes. Most others compute little per
+byte: elementwise operations and reductions, which torch tags, and those in `_OF_MEMORY`. All that remain are *unknown*.
+They are timed by their bytes, too, which is too little if they compute much, as decompositions of matrices do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
 
+import torch
+
+from fullshard.dry.flops import has_formula
 from fullshard.dry.run import taped
+from fullshard.plan.timeline import Placed
 from fullshard.tape.tape import Operation
 
-__all__ = ["counted"]
+__all__ = ["counted", "is_unknown", "unknown_seconds"]
+
+_OF_LIBRARIES = ("prim", "prims", "fsdp", "fullshard", "profiler")  # whose operations copy or query
+_OF_MEMORY = re.compile(
+    "|".join(
+        (
+            *("copy", "clone", "cat$", "stack", "repeat", "roll", "flip", "tri[lu]", "split", "unbind", "fold", "diag"),
+            *(
+                "zero",
+                "ones",
+                "fill",
+                "full",
+                "arange",
+                "linspace",
+                "scalar_tensor",
+                "eye",
+                "rand",
+                "resize",
+                "one_hot",
+            ),
+            *(
+                "normal_?$",
+                "uniform_?$",
+                "exponential_?$",
+                "bernoulli",
+                "dropout",
+                "multinomial",
+                "_to_cpu",
+                "complex$",
+            ),
+            *("index", "gather", "scatter", "embedding", "select", "slice", "masked_", "take", "put_?$", "_chunk_cat"),
+            *("sort", "topk", "kthvalue", "median", "cum(sum|prod|max|min)", "unique", "hist", "bincount", "bucketize"),
+            *("softmax", "softplus", "elu", "shrink", "sigmoid", "swish", "mish", "hardtanh", "glu", "floor_divide"),
+            *("norm(_backward|_stats.*|_elemt|_reduce)?$", "batch_norm", "weight_norm", "renorm", "fake_quantize"),
+            *(
+                "(?<!ctc_)loss",
+                "cross_entropy",
+                "pool",
+                "pad",
+                "upsample",
+                "im2col",
+                "col2im",
+                "shuffle",
+                "grid_sampler",
+            ),
+            *(
+                "^_fused_",
+                "_amp_",
+                "_local_scalar_dense",
+                "equal$",
+                "_thnn_fused",
+                "isin$",
+                "aminmax$",
+                "addr",
+                "trace",
+            ),
+        )
+    )
+)
+"""Parts of the names of operations that torch tags neither as elementwise nor as reductions."""
 
 
 def counted(call: Callable[[], object]) -> list[Operation]:
@@ -15,3 +85,31 @@ def counted(call: Callable[[], object]) -> list[Operation]:
     with taped(streams="cpu", values=True) as tape:
         call()
     return list(tape.of(Operation))
+
+
+@cache
+def is_unknown(name: str) -> bool:
+    """Return True if the bytes of an operation may not determine its time, and there is no formula for its FLOPs.
+
+    Args:
+        name: The name as in a trace, such as `"aten.mm"`.
+    """
+    namespace, _, operator = name.partition(".")
+    packet = getattr(torch.ops.aten, operator, None)
+    if packet is None or namespace != "aten":
+        return namespace not in _OF_LIBRARIES
+    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
+    if has_formula(packet) or torch.Tag.pointwise in tags or torch.Tag.reduction in tags:
+        return False
+    bare = operator.removeprefix("_foreach_").removesuffix("_")
+    return _OF_MEMORY.search(operator) is None and (bare == operator or is_unknown(f"aten.{bare}"))
+
+
+def unknown_seconds(placed: Iterable[Placed]) -> dict[str, float]:
+    """Return the seconds of unknown operations by name."""
+    found: dict[str, float] = {}
+    for item in placed:
+        entry = item.entry
+        if isinstance(entry, Operation) and not entry.flops and is_unknown(entry.name):
+            found[entry.name] = found.get(entry.name, 0.0) + item.end - item.start
+    return found

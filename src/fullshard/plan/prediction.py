@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from fullshard.plan.allocator import TapeAllocator, allocator_use
 from fullshard.plan.costs import costs_of
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_curve, memory_peak, memory_turns
+from fullshard.plan.operations import unknown_seconds
 from fullshard.plan.process import compute_dtype, process_memory, threshold_set
 from fullshard.plan.timeline import Timeline, lay_out
 from fullshard.tape.recorder import Phase
@@ -43,6 +44,7 @@ class Prediction:
         sent_bytes: The bytes that this rank passes to collectives per step.
         dtype: The dtype of most matrix products.
         turns: The turns of that step that change memory, as text, with the peak bytes of each.
+        unknown: The seconds of each operation that is timed by its bytes for want of a FLOP formula.
     """
 
     hardware: Hardware
@@ -56,6 +58,7 @@ class Prediction:
     sent_bytes: int
     dtype: str
     turns: tuple[tuple[str, int], ...] = ()
+    unknown: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float:
@@ -155,6 +158,7 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
         memory = TapeAllocator(room=hardware.memory_bytes)
         for entry in tape.entries[: begins[-1]]:
             memory.note(entry)
+    timeline = lay_out(step, costs, memory)
     return Prediction(
         hardware=hardware,
         world=world,
@@ -162,11 +166,12 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
         host_peak=memory_peak(tape, since=begins[0], of_host=True),
         most_by_state=_most_by_state(tape, begins[0]),
         reserved_bytes=reserved_bytes,
-        step=lay_out(step, costs, memory),
+        step=timeline,
         flops=model_flops(step),
         sent_bytes=sum(sum(item.sizes) for item in step if isinstance(item, Collective)),
         dtype=dtype,
         turns=tuple((turn.label, turn.nbytes) for turn in memory_turns(tape, since=begins[-1])),
+        unknown=unknown_seconds(timeline.placed),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from fullshard.plan.allocator import allocator_use
 from fullshard.plan.costs import Costs
 from fullshard.plan.memory import State
+from fullshard.plan.operations import unknown_seconds
 from fullshard.plan.prediction import model_flops
 from fullshard.plan.process import process_memory
 from fullshard.plan.timeline import Timeline, lay_out, lay_out_parts
@@ -25,6 +26,8 @@ LIMITS = ("compute", "memory bandwidth", "host", "gathers", "reductions", "waits
 def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs]) -> dict[Any, float]:
     """Return values that are additive over blocks: seconds, FLOPs, bytes. ("each", ...) is for one more microbatch.
 
+    ("unknown", ...) are the seconds of an operation whose time the trace does not determine.
+
     The costs of a CPU track its cache and heap, so an equal step is processed first.
     """
     step, costs = tapes.at(rows), make_costs()
@@ -39,7 +42,8 @@ def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs]) -> dict[A
         of_first = of_first if len(again) == second else lay_out(again, costs)
         each = _spent(of_first, costs) | {"flops": found["flops"] / 2, "sent": _sent(step[:second])}
         each["step"] = of_first.end_of(COMPUTE)
-    return {**found, **{("each", name): seconds for name, seconds in each.items()}}
+    unknown = {("unknown", name): seconds for name, seconds in unknown_seconds(of_all.placed).items()}
+    return {**found, **unknown, **{("each", name): seconds for name, seconds in each.items()}}
 
 
 def _sent(entries: Sequence[Entry]) -> float:

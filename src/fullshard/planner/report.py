@@ -116,9 +116,7 @@ def row(plan: Plan, found: FoundProgram) -> list[str]:
 def stated(plan: Plan) -> list[str]:
     """Return the recommendation and its reason, the runner-up, and what was left out."""
     lines = left_out_lines(plan)
-    names = sorted({name for found in plan.found for name in found.sketch.custom_operations})
-    if names:
-        lines.append(f"Without a FLOP formula, so timed by their bytes: {', '.join(names)}.")
+    lines += _unknown_lines(plan)
     if any(found.sketch.program.syncs_each for found in plan.found):
         lines.append("sums: gradients are reduced after each microbatch; otherwise after the last one (no_sync).")
     best, second = plan.best, plan.runner_up
@@ -134,6 +132,19 @@ def stated(plan: Plan) -> list[str]:
     if second is not None:
         lines.append(f"Runner-up: {_named(second)}. {_behind(best, second)}")
     return lines
+
+
+def _unknown_lines(plan: Plan) -> list[str]:
+    """Return a line about operations without a formula, with their largest shares of the steps shown."""
+    shares: dict[str, float] = {}
+    for found in plan.found:
+        for name, share in found.figures.unknown.items():
+            shares[name] = max(share, shares.get(name, 0.0))
+    each = [f"{name} ({share:.1%} of the step)" for name, share in sorted(shares.items(), key=lambda item: -item[1])]
+    if not each:
+        return []
+    remedy = "torch.utils.flop_counter.register_flop_formula adds a formula"
+    return [f"Without a FLOP formula, so timed by their bytes, which may be too little: {', '.join(each)}. {remedy}."]
 
 
 def paste(plan: Plan) -> dict[str, str]:
@@ -317,6 +328,7 @@ def _found_dict(plan: Plan, found: FoundProgram) -> dict[str, Any]:
         "host_bytes": figures.host_bytes,
         f"{subject.unit}_per_s": rows * subject.per_row / figures.step_s,
         "flops_utilisation": figures.flops_utilisation,
+        "unknown": dict(figures.unknown),
         "exposed_s": figures.exposed_s,
         "limited_by": figures.limited_by,
         "seconds": dict(figures.limits),

@@ -28,11 +28,9 @@ from fullshard.planner.steps import MakeOptimizer, take_steps, users_mistake
 from fullshard.planner.subject import Subject
 from fullshard.planner.tapes import Tapes, with_one_more_row
 from fullshard.state.on_disk import BUFFERS, CHUNK_NBYTES
-from fullshard.tape.tape import Entry, Operation, Tape
+from fullshard.tape.tape import Entry, Tape
 
 __all__ = ["Sketch", "SketchFigures", "sketch"]
-
-_KNOWN = ("aten.", "prim", "c10d", "_c10d", "fsdp.", "fullshard", "profiler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +50,7 @@ class SketchFigures:
         flops: FLOPs of forward and backward per step and rank, without recomputation for checkpoints.
         sent_bytes: The bytes that a rank passes to collectives per step.
         flops_utilisation: `flops` as a share of the peak rate (MFU).
+        unknown: The share of the step of each operation that is timed by its bytes for want of a formula.
     """
 
     candidate: Candidate
@@ -66,6 +65,7 @@ class SketchFigures:
     flops: float
     sent_bytes: float
     flops_utilisation: float
+    unknown: Mapping[str, float]
 
     @property
     def seconds_a_row(self) -> float:
@@ -138,12 +138,6 @@ class Sketch:
     def dtype(self) -> str:
         """The dtype with the most FLOPs."""
         return compute_dtype(self.tapes[0].one)
-
-    @cached_property
-    def custom_operations(self) -> list[str]:
-        """The custom operations without a FLOP formula, which are counted by their bytes."""
-        entries = (entry for entry in self.tapes[0].one if isinstance(entry, Operation) and not entry.flops)
-        return sorted({entry.name for entry in entries if not entry.name.startswith(_KNOWN)})
 
     def on(self, hardware: Hardware) -> Sketch:
         """Return the traces on another machine of the same kind with as many ranks per host. Memory is the same."""
@@ -225,6 +219,7 @@ class Sketch:
             flops=times["flops"],
             sent_bytes=times["sent"],
             flops_utilisation=times["flops"] / times["step"] / rate,
+            unknown={key[1]: found[key] / found["step"] for key in found if key[0] == "unknown"},
         )
 
     def needed_bytes(self, rows: int) -> float:

@@ -108,5 +108,4 @@ def _sketched(sent: Question, program: Program) -> Mapping[str, Any]:
     question = replace(sent, subject=forked.subject, make_optimizer=forked.make_optimizer)
     made = question.requested(program)
     answer(question, made)
-    _ = made.custom_operations
     return made.packed()
