@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils import _pytree
@@ -873,19 +874,39 @@ def forget_shardings() -> None:
 
 @contextmanager
 def unwatched_propagation() -> Iterator[None]:
-    """Context manager that hides the fake tensors that `DTensor` uses to infer shapes from dispatch modes."""
+    """Context manager that hides the fake tensors that `DTensor` uses to infer shapes from dispatch modes.
+
+    It also skips a check of strided shards that takes the square of an optimizer's number of parameters.
+    """
     method = "_propagate_tensor_meta_non_cached"
     propagate = getattr(ShardingPropagator, method)
+    module: Any = sys.modules[ShardingPropagator.__module__]
+    flag = "_propagate_use_strided_shard_flag"
+    passed: Any = getattr(module, flag, None)
+    last: Any = None  # the schema of the last check without strided shards
 
     def unwatched(*args: Any, **kwargs: Any) -> Any:
         with outside_of_modes():
             return propagate(*args, **kwargs)
 
+    def pass_on(strategy: Any, schema: Any) -> None:
+        nonlocal last
+        if schema is last:
+            return
+        if any(isinstance(item, _StridedShard) for spec in schema.args_spec for item in spec.placements):
+            passed(strategy, schema)
+        else:
+            last = schema
+
     setattr(ShardingPropagator, method, unwatched)
+    if passed is not None:
+        setattr(module, flag, pass_on)
     try:
         yield
     finally:
         setattr(ShardingPropagator, method, propagate)
+        if passed is not None:
+            setattr(module, flag, passed)
 
 
 data_dependent_errors = (DataDependentOutputException, DynamicOutputShapeException)

@@ -74,13 +74,14 @@ def memory_peak(tape: Tape, *, since: int = 0, of_host: bool = False) -> MemoryP
         since: The index in the trace to start from, for example after the model is sharded.
         of_host: See `memory_curve`.
     """
-    most, place, by_state, alive = 0, 0, Counter[State](), dict[int, tuple[int, State]]()
-    for at, held, living in _walk(tape, of_host):
+    most, place, by_state = 0, 0, Counter[State]()
+    for at, held, _ in _walk(tape, of_host):
         total = held.total()
         if total > most and at >= since:
-            most, place, by_state, alive = total, at, held.copy(), dict(living)
+            most, place, by_state = total, at, held.copy()
     origin = tape.entries[place].origin if tape.entries else Origin("", Phase.IDLE)
-    largest = sorted(alive.values(), key=lambda item: -item[0])[:_SHOWN]
+    living = next((living for at, _, living in _walk(tape, of_host) if most and at == place), {})
+    largest = sorted(living.values(), key=lambda item: -item[0])[:_SHOWN]
     return MemoryPeak(most, {state: by_state[state] for state in State}, origin, place, tuple(largest))
 
 
