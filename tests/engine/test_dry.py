@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -391,3 +392,58 @@ def test_nothing_above_the_seam_names_a_kind_of_accelerator():
         if "torch.cuda" in line
     ]
     assert not named
+
+
+class Compared(nn.Linear):
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x) - target).square().mean()
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [(torch.ones(2, 48), torch.ones(2, 48)), [torch.ones(2, 48), 1.0], {"x": torch.ones(2, 48), "target": 1.0}],
+)
+def test_batches_are_the_arguments_of_the_model(batch):
+    assert dry.run(lambda: fully_shard(Compared(48, 48)), lambda: batch, world=4, steps=1).entries
+    with pytest.raises(ConfigError, match="forward does not take a batch of type"):
+        dry.run(lambda: fully_shard(nn.Linear(48, 48)), lambda: batch, world=4, steps=1)
+
+
+def test_ranks_of_hybrid_meshes_run_dry_one_after_the_other():
+    """Meshes of an earlier world, whose process groups do not exist any more, are equal to those of a later one."""
+    for rank in (0, 5, 2):
+        tape = dry.run(
+            lambda mesh: chain(partial(fully_shard, mesh=mesh)),
+            inputs,
+            world=8,
+            rank=rank,
+            make_mesh=lambda: replicated(2, 4),
+            max_norm=1.0,
+        )
+        groups = {entry.ranks for entry in tape.of(Collective)}
+        assert groups and all(rank in ranks for ranks in groups)
+
+
+def test_the_work_of_a_dry_run_is_proportional_to_the_number_of_layers():
+    def calls_of(layers: int) -> int:
+        count = 0
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        def make() -> nn.Module:
+            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+            for layer in model:
+                fully_shard(layer)
+            return fully_shard(model)
+
+        sys.setprofile(note)
+        try:
+            dry.run(make, lambda: torch.ones(2, 8), world=8)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    calls_of(2)  # fills the caches of torch
+    assert calls_of(160) < 2.2 * calls_of(80)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fullshard import dry, fully_shard
 from fullshard.dry.flops import flops_of, has_formula
+from fullshard.dry.run import own_loss
 from fullshard.plan.costs import Costs
 from fullshard.plan.hardware import hardware
 from fullshard.plan.operations import is_unknown, unknown_seconds
@@ -20,7 +21,7 @@ from fullshard.planner.candidates import Cluster
 from fullshard.planner.question import Question
 from fullshard.planner.report import as_dict, stated
 from fullshard.planner.search import search
-from fullshard.planner.subject import Subject, own_loss
+from fullshard.planner.subject import Subject
 from fullshard.tape.tape import Operation
 
 COMPUTES = re.compile(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fullshard import ConfigError, Offload, dry
 from fullshard.disk.speed import TYPICAL
 from fullshard.dry import watch
+from fullshard.dry.run import own_loss
 from fullshard.engine.registry import units_in
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.plan.hardware import described, hardware
@@ -38,7 +39,7 @@ from fullshard.planner.settings import MachineSettings, PlanSettings
 from fullshard.planner.shorten import block_lists, shortened
 from fullshard.planner.sketch import sketch
 from fullshard.planner.steps import fractions_on_cpu, take_steps
-from fullshard.planner.subject import Subject, gpt_subject, named_subject, own_loss
+from fullshard.planner.subject import Subject, gpt_subject, named_subject
 from fullshard.planner.workers import Workers
 from fullshard.tape.tape import Collective
 from fullshard.train.options import parse_settings

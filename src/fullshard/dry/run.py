@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -30,11 +30,12 @@ from fullshard.engine.hooks import without_sync
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError, StateError
 from fullshard.optim.clipping import clip_grad_norm_
+from fullshard.policy.arguments import mismatch
 from fullshard.tape.context import drop_if_stale
 from fullshard.tape.recorder import recording_to
 from fullshard.tape.tape import Tape
 
-__all__ = ["fused_adamw", "run", "taped", "world"]
+__all__ = ["fused_adamw", "own_loss", "run", "taped", "world"]
 
 
 @contextmanager
@@ -142,8 +143,8 @@ def run(
         rank: The rank to simulate. Ranks differ in the rows that they own; rank 0 has the most.
         ranks_per_host: The number of ranks per host.
         make_mesh: Creates the mesh, if `make_model` takes one.
-        loss: Computes the loss from a model and a batch. If None, `model(batch)` returns the loss, an object with the
-            loss as `.loss`, or a tensor whose mean is the loss.
+        loss: Computes the loss from a model and a batch. If None, the model returns the loss, an object with the loss
+            as `.loss`, or a tensor whose mean is the loss. See `own_loss`.
         make_optimizer: Creates the optimizer from parameters. If None, fused AdamW.
         steps: The number of steps. The first differs from later ones because the order of units is not known yet.
         microbatches: The number of forward and backward passes per step. All but the last run under `no_sync`.
@@ -164,7 +165,7 @@ def run(
             model = make_model(*mesh)
             optimizer = (make_optimizer or fused_adamw)(model.parameters())
             with nullcontext() if values else taken_for_real():  # which `make_model` may have imported
-                _train(model, optimizer, make_batch, loss or _loss, steps, microbatches, max_norm)
+                _train(model, optimizer, make_batch, loss or own_loss, steps, microbatches, max_norm)
             gc.collect()
     return tape
 
@@ -199,12 +200,26 @@ def fused_adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, fused=True)
 
 
-def _loss(model: nn.Module, batch: Any) -> Tensor:
-    returned = model(**batch) if isinstance(batch, dict) else model(batch)
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss that `model` computes for `batch`: a mapping or tuple of its arguments, or its only argument.
+
+    Raises:
+        ConfigError: It takes other arguments, or returns something else.
+    """
+    name = type(model).__name__.removeprefix("FSDP")
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    given = () if named else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    if (why := mismatch(model.forward, given, named)) is not None:
+        raise ConfigError(
+            f"{name}.forward does not take a batch of type {type(batch).__name__}: {why}. Tuples and lists are passed "
+            "as positional arguments, mappings as keyword arguments. Return such a batch, or pass a function of "
+            "model and batch: loss=..., or --loss my_training:loss."
+        )
+    returned = model(*given, **named)
     found = getattr(returned, "loss", returned)
     if not isinstance(found, Tensor):
         raise ConfigError(
-            f"{type(model).__name__} returned {type(returned).__name__}, which is neither a tensor nor an object with "
-            "a loss attribute. Pass loss=lambda model, batch: ..."
+            f"{name} returned {type(returned).__name__}, which is neither a tensor nor an object with a loss "
+            "attribute. Pass a function of model and batch: loss=..., or --loss my_training:loss."
         )
     return found if found.ndim == 0 else found.float().mean()

@@ -13,8 +13,9 @@ from fullshard.planner.candidates import CHECKPOINTING, PRECISIONS, STRATEGIES, 
 from fullshard.planner.question import Question
 from fullshard.planner.steps import MakeOptimizer
 from fullshard.planner.subject import Subject, gpt_subject, named_subject, transformers_subject
+from fullshard.policy.arguments import mismatch
 from fullshard.policy.precision import GATHER_ENCODINGS, REDUCE_ENCODINGS
-from fullshard.testing.parity.named import function_named, mismatch
+from fullshard.testing.parity.named import function_named
 from fullshard.train.settings import ModelSettings
 
 __all__ = ["PlanSettings"]

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _fakes, dry
+from fullshard.dry.run import own_loss
 from fullshard.errors import ConfigError, StateError
+from fullshard.policy.arguments import mismatch
 from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 from fullshard.testing.parity.batches import shapes_of
-from fullshard.testing.parity.named import function_named, mismatch
+from fullshard.testing.parity.named import function_named
 from fullshard.train.model import GPT, VOCABULARY, byte_losses, shape_of
 from fullshard.train.settings import ModelSettings
 
@@ -222,31 +224,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss that `model` computes for `batch`: a mapping or tuple of its arguments, or its only argument.
-
-    Raises:
-        ConfigError: It takes other arguments, or returns something else.
-    """
-    name = type(model).__name__.removeprefix("FSDP")
-    named = dict(batch) if isinstance(batch, Mapping) else {}
-    given = () if named else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    if (why := mismatch(model.forward, given, named)) is not None:
-        raise ConfigError(
-            f"{name}.forward does not take a batch of type {type(batch).__name__}: {why}. Tuples and lists are passed "
-            "as positional arguments, mappings as keyword arguments. Return such a batch, or pass a function of "
-            "model and batch: --loss my_training:loss."
-        )
-    returned = model(*given, **named)
-    found = getattr(returned, "loss", returned)
-    if not isinstance(found, Tensor):
-        raise ConfigError(
-            f"{name} returned {type(returned).__name__}, which is neither a tensor nor an object with a loss "
-            "attribute. Pass a function of model and batch: --loss my_training:loss."
-        )
-    return found if found.ndim == 0 else found.float().mean()
 
 
 def copy_with_memory(model: nn.Module, *, values: bool) -> nn.Module:

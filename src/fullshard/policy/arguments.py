@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from fullshard.errors import ConfigError
 
-__all__ = ["check_callable", "check_flags", "check_iterable", "check_type", "is_number"]
+__all__ = ["check_callable", "check_flags", "check_iterable", "check_type", "is_number", "mismatch"]
 
 
 def is_number(value: object) -> bool:
@@ -55,3 +56,16 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool) and not (type(value) is int and value in (0, 1)):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. Pass True or False.")
+
+
+def mismatch(function: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+    """Return why `function` does not accept these arguments; None if it does, or if its signature is unknown."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        return str(error)
+    return None

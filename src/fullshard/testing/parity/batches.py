@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fullshard.errors import ConfigError
-from fullshard.testing.parity.named import mismatch
+from fullshard.policy.arguments import mismatch
 
 __all__ = ["BatchArgument", "argument_of", "check_has_rows", "shapes_of"]
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fullshard.errors import ConfigError, near_matches
 
-__all__ = ["function_named", "mismatch"]
+__all__ = ["function_named"]
 
 
 def function_named(spec: str, option: str) -> Callable[..., Any]:
@@ -59,16 +58,3 @@ def _module(name: str, folder: str, option: str) -> ModuleType:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-def mismatch(function: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-    """Return why `function` does not accept these arguments; None if it does, or if its signature is unknown."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-    try:
-        signature.bind(*given, **named)
-    except TypeError as error:
-        return str(error)
-    return None
