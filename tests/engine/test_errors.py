@@ -2683,7 +2683,12 @@ def a_link_of_a_colour() -> Steps:
     yield from described_by('like = "h100-80"\n[link]\ncolour = "red"')
 
 
-@mistake(ConfigError, "ours.toml: memory_bytes = '80 GB': must be a number", "shows a description", ranks=0)
+@mistake(
+    ConfigError,
+    "ours.toml: memory_bytes = '80 GB': must be a number of bytes from",
+    "shows a description",
+    ranks=0,
+)
 def a_description_in_words() -> Steps:
     yield from described_by('like = "h100-80"\nmemory_bytes = "80 GB"')
 
@@ -2693,7 +2698,7 @@ def a_network_that_is_a_number() -> Steps:
     yield from described_by('like = "h100-80"\nnetwork = 25.0')
 
 
-@mistake(ConfigError, "ours.toml: fitted.matmul_share = 60: must be a fraction, such as 0.6", ranks=0)
+@mistake(ConfigError, "ours.toml: fitted.matmul_share = 60: must be a share such as 0.6, from 0.0001 to 10", ranks=0)
 def a_share_in_percent() -> Steps:
     yield from described_by('like = "h100-80"\n[fitted]\nmatmul_share = 60')
 

@@ -1,11 +1,19 @@
 """Descriptions of machines: shipped ones are complete and plausible, and errors in a description say what to do."""
 
+import math
+import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
-from fullshard.plan.hardware import Hardware, hardware, known_hardware
+from fullshard.plan.costs import costs_of
+from fullshard.plan.hardware import Hardware, described, hardware, known_hardware
+from fullshard.tape.recorder import Origin, Phase
+from fullshard.tape.tape import Access, Collective, Operation
 
 GPUS = ("v100-32", "a100-40", "a100-80", "h100-80", "h200", "b200", "gb200", "mi300x")
 
@@ -103,3 +111,82 @@ def test_a_description_cannot_be_like_itself(tmp_path):
     written(second, f'like = "{first}"')
     with pytest.raises(ConfigError, match=r"is like itself.*Leave one `like` out"):
         hardware(str(first))
+
+
+# ------------------------------------------------------------------------------------------------- values of any size
+
+PARTS = {
+    "flops_per_s": ("float32", "bfloat16", "float16"),
+    "link": ("bytes_per_s", "step_s", "ll_step_s", "ll128_step_s", "ll_bytes_per_s"),
+    "network": ("bytes_per_s", "step_s"),
+    "fitted": ("matmul_share", "memory_share", "host_s"),
+    "attention": ("forward", "backward"),
+    "": (
+        *("memory_bytes", "memory_bytes_per_s", "ranks_per_host", "base_s", "host_link_bytes_per_s"),
+        *("host_memory_bytes", "host_memory_bytes_per_s", "multiprocessors", "collective_multiprocessors"),
+    ),
+}
+FIGURES = st.sampled_from([(part, figure) for part, figures in PARTS.items() for figure in figures])
+NUMBERS = st.one_of(
+    st.floats(),
+    st.integers(),
+    st.builds(lambda power, sign: sign * 10.0**power, st.integers(-30, 30), st.sampled_from((1, -1))),
+)
+OTHERS = st.one_of(st.booleans(), st.text(max_size=3), st.lists(st.integers(), max_size=1), st.none())
+
+
+def changed(figures: dict[tuple[str, str], Any]) -> Hardware:
+    stated: dict[str, Any] = {"like": "h100-80", "name": "ours"}
+    for (part, figure), value in figures.items():
+        (stated.setdefault(part, {}) if part else stated)[figure] = value
+    return described(stated, "ours.toml")
+
+
+def seconds_of(machine: Hardware) -> list[float]:
+    costs, here = costs_of(machine), Origin("", Phase.FORWARD)
+    tensors = [Access(i, 0, 1 << 20) for i in range(3)]
+    product = Operation("aten.mm", "compute", here, tuple(tensors[:2]), (tensors[2],), 1 << 30, dtype="bfloat16")
+    attention = product._replace(name="aten._flash_attention_forward")
+    gather = Collective("allgather", "gather", here, (tensors[0],), (), tuple(range(16)), (1 << 20,))
+    of_operations = [costs.of_operation(item) for item in (product, attention, product._replace(crosses=True))]
+    return [*of_operations, costs.alongside(product), costs.of_collective(gather), costs.host_s]
+
+
+@given(st.dictionaries(FIGURES, NUMBERS, min_size=1, max_size=3))
+@example({("", "collective_multiprocessors"): 132})
+@example({("", "multiprocessors"): 24})
+@example({("link", "bytes_per_s"): 1e-300})
+@example({("", "memory_bytes"): math.nan})
+def test_a_description_gives_finite_times_or_names_the_number_and_its_range(figures):
+    try:
+        machine = changed(figures)
+    except ConfigError as error:
+        pattern = r"ours.toml: ([\w.]+) = (\S+): must be (a .* from \S+ to \S+|less than multiprocessors = \d+)\. "
+        found = re.match(pattern, str(error))
+        assert found, str(error)
+        names = {".".join(filter(None, name)): value for name, value in figures.items()}
+        default = hardware("h100-80").collective_multiprocessors
+        assert found[2] == repr(names.get(found[1], default))
+    else:
+        assert all(0 <= item < math.inf for item in seconds_of(machine))
+        assert 0 < machine.memory_bytes < math.inf
+
+
+@given(FIGURES, OTHERS)
+def test_what_is_no_number_is_refused(figure, value):
+    with pytest.raises(ConfigError, match=r"must be a .* from"):
+        changed({figure: value})
+
+
+@pytest.mark.parametrize("text", ["name = 1", "title = 2.0", 'sources = "a"\nname = []', "sources = [1]"])
+def test_names_and_sources_are_text(tmp_path, text):
+    with pytest.raises(ConfigError, match="must be text"):
+        hardware(written(tmp_path / "ours.toml", f'like = "h100-80"\n{text}'))
+
+
+def test_rates_of_the_usual_dtypes_are_needed():
+    stated = {field: getattr(hardware("h100-80"), field) for field in ("link", "network", "fitted")}
+    whole = vars(hardware("h100-80")) | {name: vars(part) for name, part in stated.items()}
+    whole |= {"attention": None, "flops_per_s": {"float32": 1e12}}
+    with pytest.raises(ConfigError, match=r"\[flops_per_s\] lacks bfloat16"):
+        described(whole)

@@ -213,14 +213,44 @@ def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
                 yield f"[{part}] {min(unknown)}: unknown, a {part} has {', '.join(known)}"
             if missing := [item for item, needed in known.items() if needed and item not in stated]:
                 yield f"[{part}] lacks {', '.join(missing)}"
+    for text in ("name", "title", "sources"):
+        listed = found[text] if text == "sources" and isinstance(found[text], list | tuple) else [found[text]]
+        if not all(isinstance(item, str) for item in listed):
+            yield f"{text} = {found[text]!r}: must be text"
     for figure, number in _figures(found):
-        positive = figure in _POSITIVE or figure.startswith("flops_per_s.")
-        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0 or (positive and not number):
-            yield f"{figure} = {number!r}: must be a number {'above' if positive else 'of at least'} 0"
-        elif figure == "ranks_per_host" and number != int(number):
-            yield f"{figure} = {number!r}: must be a whole number"
-        elif figure.endswith("_share") and number > _LARGEST_SHARE:
-            yield f"{figure} = {number!r}: must be a fraction, such as 0.6"
+        unit, least, most = _allowed(figure)
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not (is_number and (least <= number <= most or (number == 0 and figure.endswith("ll_bytes_per_s")))) or (
+            unit.startswith("a whole") and number != int(number)
+        ):
+            yield f"{figure} = {number!r}: must be {unit} from {least:g} to {most:g}"
+    if missing := [dtype for dtype in ("float32", "bfloat16") if dtype not in found["flops_per_s"]]:
+        yield f"[flops_per_s] lacks {', '.join(missing)}"
+    parts, busy = found.get("multiprocessors", 0), found.get("collective_multiprocessors", 0)
+    if parts and busy >= parts:
+        yield f"collective_multiprocessors = {busy}: must be less than multiprocessors = {parts}"
+
+
+def _allowed(figure: str) -> tuple[str, float, float]:
+    """Return what a number must be, such as a number of bytes, and its least and greatest values."""
+    if figure.startswith("flops_per_s."):
+        return "a number of FLOP/s", 1e6, 1e21
+    return next(allowed for ending, allowed in _ALLOWED.items() if figure.endswith(ending))
+
+
+_SHARE = "a share such as 0.6,", 1e-4, 10.0  # of an assumed peak, which can be exceeded
+_ALLOWED = {
+    "bytes_per_s": ("a number of bytes per second", 1e3, 1e18),
+    "memory_bytes": ("a number of bytes", 1e6, 1e18),
+    "ranks_per_host": ("a whole number of ranks", 1, 1e5),
+    "multiprocessors": ("a whole number of units", 0, 1e5),
+    "matmul_share": _SHARE,
+    "memory_share": _SHARE,
+    "forward": _SHARE,
+    "backward": _SHARE,
+    "_s": ("a number of seconds", 0.0, 10.0),
+}
+"""What numbers whose names end like this must be, and their least and greatest values."""
 
 
 def _figures(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -229,10 +259,6 @@ def _figures(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{figure}", number) for figure, number in value.items())
         elif name not in ("name", "kind", "title", "sources", "measured", *_PARTS):
             yield name, value
-
-
-_POSITIVE = ("memory_bytes", "memory_bytes_per_s", "ranks_per_host")
-_LARGEST_SHARE = 10.0  # shares of an assumed peak can exceed 1; percentages are an error
 
 
 def _read(name: str, visited: tuple[str, ...]) -> dict[str, Any]:
