@@ -18,7 +18,7 @@ from fullshard.planner.bounds import states_bytes
 from fullshard.planner.candidates import Candidate, Program
 from fullshard.planner.found import IDENTICAL, FoundProgram, Plan
 from fullshard.planner.question import Question
-from fullshard.planner.sketch import SketchFigures
+from fullshard.planner.sketch import Sketch, SketchFigures
 from fullshard.planner.workers import Workers
 from fullshard.versions import versions
 
@@ -163,46 +163,45 @@ def paste(plan: Plan) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ChangedMachine:
-    """The result for a changed machine. `figures` is None if none of the considered programs fits there."""
+    """The result for a changed machine. `figures` is None if the program does not fit there."""
 
     change: str
     figures: SketchFigures | None
     of_best: float  # throughput relative to the plan
-    why_none: str = "none of the above fits."
+    why_none: str = "it does not fit."
 
     def __str__(self) -> str:
         if self.figures is None:
             return f"{self.change}: {self.why_none}"
-        program = self.figures.candidate.program
+        candidate = self.figures.candidate
         return (
-            f"{self.change}: {program.strategy}, checkpoints {program.checkpointing}, {self.figures.candidate.rows} x "
-            f"{self.figures.candidate.microbatches}: {_ms(self.figures.step_s)} ms per step, {self.of_best:.2f} times "
-            "the throughput."
+            f"{self.change}: {candidate.program}, {candidate.rows} x {candidate.microbatches}: "
+            f"{_ms(self.figures.step_s)} ms per step, {self.of_best:.2f} times the throughput."
         )
 
 
 def what_ifs(plan: Plan, ask: Workers) -> list[ChangedMachine]:
-    """Return results with half the network (or link, within a host), by the same traces, and with twice the hosts."""
+    """Return results of the best program with half the network (or link, within a host), and with twice the hosts."""
     best, question = plan.best, plan.question
     if best is None:
         return []
     predict_load(plan, ask)  # in parallel with the following, if there is a free core
-    hardware = question.cluster.hardware
-    if question.cluster.hosts > 1:
-        slower = replace(hardware, network=replace(hardware.network, bytes_per_s=hardware.network.bytes_per_s / 2))
-        change = "Half the network"
-    else:
-        slower = replace(hardware, link=replace(hardware.link, bytes_per_s=hardware.link.bytes_per_s / 2))
-        change = "Half the link between ranks"
-    figures = _fastest([(item.sketch.on(slower), question) for item in plan.found if item.fits])
-    slower_link = ChangedMachine(change, figures, _gain(best.figures, figures, 1))
+    changes = []
+    if question.cluster.world > 1:
+        part = "network" if question.cluster.hosts > 1 else "link"
+        link = getattr(question.cluster.hardware, part)
+        slower = replace(question.cluster.hardware, **{part: replace(link, bytes_per_s=link.bytes_per_s / 2)})
+        figures = best.sketch.on(slower).figures(best.figures.candidate.rows, best.figures.candidate.microbatches)
+        change = f"Half the {part}{' between ranks' * (part == 'link')}"
+        changes.append(ChangedMachine(change, figures, _gain(best.figures, figures, 1)))
     try:
         twice, program = _twice(plan)
         made = ask.sketch(ask(twice, program))
     except ConfigError as error:
-        return [slower_link, ChangedMachine("Twice the hosts", None, 0.0, str(error))]
-    figures = _fastest([(made, twice)])
-    return [slower_link, ChangedMachine("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2))]
+        return [*changes, ChangedMachine("Twice the hosts", None, 0.0, str(error))]
+    fastest = _fastest(made, twice)
+    change = "Twice the hosts, the same strategy"
+    return [*changes, ChangedMachine(change, fastest, _gain(best.figures, fastest, 2))]
 
 
 def predict_load(plan: Plan, ask: Workers) -> None:
@@ -227,13 +226,11 @@ def _twice(plan: Plan) -> tuple[Question, Program]:
     return twice, program
 
 
-def _fastest(sketches: Sequence[tuple[Any, Question]]) -> SketchFigures | None:
-    usable = sketches[0][1].cluster.usable_bytes if sketches else 0.0
+def _fastest(made: Sketch, question: Question) -> SketchFigures | None:
     fitting = [
         made.figures(rows, count)
-        for made, question in sketches
         for rows, count in question.shapes_of(made.program)
-        if made.can_report(rows) and made.needed_bytes(rows) <= usable
+        if made.can_report(rows) and made.needed_bytes(rows) <= question.cluster.usable_bytes
     ]
     return min(fitting, key=lambda item: item.seconds_a_row, default=None)
 
