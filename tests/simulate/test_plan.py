@@ -206,6 +206,22 @@ def test_what_is_foreseen_is_not_simulated_again(plan):
         assert what_ifs(plan, workers) == foreseen
 
 
+def test_what_ifs_are_about_the_recommended_program(plan):
+    best = plan.best.figures
+    with Workers(plan.question) as workers:
+        of_network, of_twice = what_ifs(plan, workers)
+    assert of_network.figures.candidate == best.candidate and of_network.of_best <= 1
+    assert of_twice.figures.candidate.program.strategy == best.candidate.program.strategy
+    assert str(best.candidate.program) in str(of_network)
+
+
+def test_one_rank_has_no_link():
+    question = requested(cluster=replace(H100, per_host=1), global_batch=4, strategies=("ddp",))
+    with Workers(question) as workers:
+        changes = what_ifs(search(question, workers), workers)
+    assert [change.change for change in changes] == ["Twice the hosts, the same strategy"]
+
+
 def test_twice_the_hosts_are_reported_if_they_cannot_share_the_batch():
     question = requested(global_batch=16, strategies=("zero3",))
     with Workers(question) as workers:
@@ -666,6 +682,19 @@ def models(tmp_path, monkeypatch):
 def reported(capsys: Any, *argv: str) -> tuple[int, str]:
     code = run([*USUAL, *argv])
     return code, capsys.readouterr().out
+
+
+def test_names_in_colons_are_no_emoji(models, capsys, tmp_path):
+    (tmp_path / f"{models}.py").write_text(f"{MODELS}\n\none = make_model\n")
+    argv = ["--model", f"{models}.py:one", "--batch", f"{models}.py:make_batch", "--global-batch", "8"]
+    _, out = reported(capsys, *argv)
+    assert out.startswith(f"{models}.py:one: ")
+
+
+def test_no_console_replaces_names_by_emoji():
+    package = Path(planner_workers.__file__).parents[1]
+    calls = [call for path in package.rglob("*.py") for call in re.findall(r"[^.\w]Console\(.*\)", path.read_text())]
+    assert calls and all("emoji=False" in call for call in calls)
 
 
 def test_a_user_s_own_model(models, capsys):

@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
     with writing(out, option="--out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = WIDTH
     found = calibrate(

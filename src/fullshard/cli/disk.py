@@ -98,7 +98,7 @@ def run(argv: Sequence[str]) -> int:
         endurance_bytes=None if stated.endurance is None else stated.endurance * 1e12,
         ask=ask,
     )
-    console = Console()
+    console = Console(emoji=False)
     for line in found.lines(stated.steps):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return MEASURED

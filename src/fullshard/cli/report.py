@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     folder = Path(words[0])
     if stated.terminal and not stated.watch:
         raise ConfigError("--terminal: there is nothing to follow without --watch. Pass both, or neither.")
-    console = Console()
+    console = Console(emoji=False)
     if stated.terminal:
         with suppress(KeyboardInterrupt), Live(_view(folder, stated), console=console) as live:
             follow(lambda: _state(folder), lambda: live.update(_view(folder, stated)), _remaining)

@@ -179,7 +179,7 @@ def predict_beside(
 def _print(stated: Any) -> None:
     from rich.console import Console
 
-    Console().print(stated, markup=False, highlight=False)
+    Console(emoji=False).print(stated, markup=False, highlight=False)
 
 
 def _forecast(

@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
             f"--why {answer.why}: unknown.{near_matches(answer.why, STRATEGIES)} Take one of {', '.join(STRATEGIES)}."
         )
     question = settings.question()
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = WIDTH
     try:
@@ -151,7 +151,7 @@ def _report_drawbacks(out: Path, path: str | None) -> int:
     _write_json(path, asdict(found))
     if path == "-":
         return FITS
-    console = Console()
+    console = Console(emoji=False)
     console.print(comparison_table(found))
     for cause in found.causes:
         console.print(cause, markup=False, highlight=False, soft_wrap=True)

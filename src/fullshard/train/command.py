@@ -58,7 +58,7 @@ def _start_ranks(argv: Sequence[str]) -> int:
     code = launch("fullshard.cli", ["train", *argv], ranks, patience_s=PATIENCE_S if saves else 5)
     if code != INTERRUPTED:
         return code
-    restore_terminal(Console())
+    restore_terminal(Console(emoji=False))
     return PREEMPTED if has_stopped(out) else code
 
 

@@ -83,7 +83,7 @@ def train(
     do_together(folder.check, rank.world)
     text = agreed_text(source, out, rank)
     model = sharded_gpt(settings, rank)
-    display = display_for(Console(), shows=rank.leads)
+    display = display_for(Console(emoji=False), shows=rank.leads)
     trainer = TrainingLoop(settings, rank, text, model, folder, display, records=records, predicts=predicts)
     if forecasting is not None:
         peak.reset()  # a model may be created unsharded first

@@ -55,7 +55,7 @@ def run_on_ray(argv: Sequence[str], ranks: int, *, address: str | None, restarts
         )
         trainer.fit()
     except TrainingFailedError as error:
-        Console(stderr=True).print(str(error), markup=False)
+        Console(stderr=True, emoji=False).print(str(error), markup=False)
         return 1
     finally:
         ray.shutdown()

@@ -49,7 +49,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right
 
 
 def _console() -> Console:
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH
     return console
@@ -59,7 +59,7 @@ class SlowBar:
     """Show a bar of bytes on a terminal within this context, after the first second."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, emoji=False)
         self._began = monotonic()
         self._bar: Progress | None = None
 

@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     recipe, cases, tolerance = settings.recipe(), settings.cases(), settings.tolerance()
     if settings.verdict.json is not None:
         check_writable("json", settings.verdict.json)
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = WIDTH
     try:

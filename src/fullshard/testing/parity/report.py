@@ -224,7 +224,7 @@ class ParityReport:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=WIDTH)
+        console = Console(file=io.StringIO(), width=WIDTH, emoji=False)
         with console.capture() as captured:
             console.print(self.table())
         return f"{captured.get().rstrip()}\n{self.stated}"
