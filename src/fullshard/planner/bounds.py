@@ -9,7 +9,7 @@ from functools import cached_property
 
 from torch import nn
 
-from fullshard.planner.candidates import PRECISIONS, Program, checkpointed, units_of
+from fullshard.planner.candidates import PRECISIONS, Program, checkpointed
 from fullshard.planner.question import Question
 from fullshard.planner.sketch import Sketch, SketchFigures
 from fullshard.policy.strategy import Placement
@@ -244,13 +244,8 @@ class Bounds:
 
     def _again(self, kept: str) -> float:
         """Return the minimum share of the blocks' forwards that is recomputed."""
-        blocks = list(range(self._blocks))
+        blocks = range(self._question.blocks)
         return _AGAIN.get(kept, 0.0) * len(checkpointed(blocks, kept)) / max(1, len(blocks))
-
-    @cached_property
-    def _blocks(self) -> int:
-        model = self._question.subject.model
-        return 0 if model is None else len(units_of(model))
 
     @cached_property
     def _kept_guess(self) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from fullshard.planner.candidates import STRATEGIES, Cluster, Program, programs, share_rows
+from fullshard.planner.candidates import STRATEGIES, Cluster, Program, checkpointed, programs, share_rows, units_of
 from fullshard.planner.sketch import Sketch, sketch
 from fullshard.planner.steps import MakeOptimizer
 from fullshard.planner.subject import Subject
@@ -62,6 +63,27 @@ class Question:
         rows = share_rows(self.global_batch, self.cluster.world)
         return [(each, local // each) for each in rows if self.subject.any_rows or each == 1]
 
+    @cached_property
+    def blocks(self) -> int:
+        """The number of units below the root; 0 if the user's function shards the model."""
+        return 0 if self.subject.model is None else len(units_of(self.subject.model))
+
+    @property
+    def distinct_checkpointing(self) -> list[str]:
+        """The checkpointing options, without those that checkpoint the same blocks as an earlier one."""
+        blocks = range(self.blocks)
+        found: dict[tuple[int, bool], str] = {}
+        for kept in self.checkpointing:
+            chosen = len(checkpointed(blocks, kept))
+            found.setdefault((chosen, kept == "selective" and chosen > 0), kept)
+        return list(found.values())
+
+    @property
+    def _distinct_strategies(self) -> list[str]:
+        """The strategies; without blocks, no pairs that differ in the resharding of blocks only."""
+        equal = {} if self.blocks else {"zero3": "zero2", "hsdp": "hsdp_zero2"}
+        return [strategy for strategy in self.strategies if equal.get(strategy) not in self.strategies]
+
     def programs(self) -> list[Program]:
         """Return the programs to consider."""
         counts = [count for _, count in self.shapes()]
@@ -71,8 +93,8 @@ class Question:
             return [*each, *(replace(item, syncs_each=True) for item in each if item.accumulates)]
         found = programs(
             self.cluster,
-            strategies=self.strategies,
-            checkpointing=self.checkpointing,
+            strategies=self._distinct_strategies,
+            checkpointing=self.distinct_checkpointing,
             precisions=self.precisions,
             offloads=(False, True) if self.offload else (False,),
             accumulates=[False] * (1 in counts) + [True] * (max(counts) > 1),

@@ -73,7 +73,7 @@ def _add(plan: Plan, more: Plan, what: str) -> None:
 def _add_two_ahead(plan: Plan, ask: Workers) -> None:
     """Add the best program with two prefetched units to `plan`, if its all-gathers are slow and it is faster."""
     best = plan.best
-    if best is None or best.sketch.program.strategy in _GATHERS_NOTHING:
+    if best is None or not plan.question.blocks or best.sketch.program.strategy in _GATHERS_NOTHING:
         return
     if best.figures.limits["gathers"] <= (1 - NO_MATTER) * best.figures.step_s:
         return
@@ -90,7 +90,7 @@ def _add_larger_units(plan: Plan, ask: Workers) -> None:
         return
     if best.sketch.program.cpu or best.sketch.program.disk:  # their fractions are those of a unit for each block
         return
-    blocks = len(units_of(model))
+    blocks = plan.question.blocks
     program, single = replace(best.sketch.program, prefetch_depth=1), best
     while best.figures.limits["host"] > (1 - NO_MATTER) * best.figures.step_s:
         program = replace(program, blocks_per_unit=2 * program.blocks_per_unit)
@@ -354,7 +354,7 @@ def nearest(question: Question, program: Program, ask: Workers) -> list[FoundPro
     have one per rank.
     """
     everything = replace(question, exhaustive=True, global_batch=question.global_batch or question.cluster.world)
-    likes = [replace(program, checkpointing=kept) for kept in question.checkpointing]
+    likes = [replace(program, checkpointing=kept) for kept in question.distinct_checkpointing]
     likes += [replace(like, syncs_each=True) for like in likes if like.accumulates and like.strategy != "ddp"]
     found = _searched(everything, likes, ask).found
     if not any(item.fits for item in found):
