@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard import ConfigError, Offload, dry
+from fullshard import ConfigError, dry
 from fullshard.disk.speed import TYPICAL
 from fullshard.dry import watch
 from fullshard.dry.run import own_loss
-from fullshard.engine.registry import units_in
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.plan.hardware import described, hardware
 from fullshard.plan.memory import State, memory_peak
@@ -27,7 +26,16 @@ from fullshard.planner import steps
 from fullshard.planner import workers as planner_workers
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.bounds import states_bytes
-from fullshard.planner.candidates import CHECKPOINTING, STRATEGIES, Candidate, Cluster, Program, programs, share_rows
+from fullshard.planner.candidates import (
+    CHECKPOINTING,
+    STRATEGIES,
+    Candidate,
+    Cluster,
+    Program,
+    checkpointed,
+    programs,
+    share_rows,
+)
 from fullshard.planner.command import run
 from fullshard.planner.found import largest_rows
 from fullshard.planner.page import page
@@ -441,6 +449,27 @@ def test_programs_are_those_of_the_machines():
     assert share_rows(64, 16) == [1, 2, 4]
 
 
+@pytest.mark.parametrize("blocks", [0, 2, 6])
+def test_programs_differ_in_the_blocks_that_they_change(blocks):
+    """Each checkpoints other blocks, or reshards them at other times."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Tanh(), *[nn.Linear(4, 4) for _ in range(blocks)], nn.LayerNorm(4))
+    batch: Any = lambda rows: torch.ones(rows, 4)  # noqa: E731
+    subject = Subject(name="blocks", model=model, make_batch=batch, loss=own_loss)
+    every = Question(subject=subject, cluster=TWO_HOSTS, global_batch=32).programs()
+    without_blocks = {"zero2": "zero3", "hsdp_zero2": "hsdp"}
+    changed = [
+        replace(
+            item,
+            checkpointing=f"{checkpointed(range(blocks), item.checkpointing)} {item.checkpointing == 'selective'}",
+            strategy=item.strategy if blocks else without_blocks.get(item.strategy, item.strategy),
+        )
+        for item in every
+    ]
+    assert len(set(changed)) == len(every) > 5
+    assert {item.checkpointing for item in every} == set(CHECKPOINTING if blocks else ("none",))
+
+
 def test_the_report_has_every_field(plan, tmp_path):
     with Workers(plan.question) as workers:
         report = json.loads(json.dumps(as_dict(plan, what_ifs(plan, workers))))
@@ -465,47 +494,6 @@ def test_the_report_has_every_field(plan, tmp_path):
 # ------------------------------------------------------------------------------------------------- lines to paste
 
 
-def unit_policy(unit: Any) -> Offload:
-    policy = unit.options.offload
-    return policy if isinstance(policy, Offload) else Offload()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kept", CHECKPOINTING)
-def test_lines_to_paste_run_and_do_what_they_state(strategy, kept):
-    program = Program(
-        strategy=strategy,
-        checkpointing=kept,
-        accumulates=True,
-        prefetch_depth=2 if kept == "none" else 1,
-        cpu=0.25 if kept == "every-2" else 0.0,
-        disk=0.25 if kept == "every-1" else 0.0,
-    )
-    cluster = replace(TWO_HOSTS, per_host=2)
-    figures: Any = SimpleNamespace(candidate=Candidate(program=program, rows=2, microbatches=2))
-    subject = gpt(4)
-    names: dict[str, Any] = {}
-    with dry.world(4, ranks_per_host=2):
-        exec("\n".join(python_lines(subject, program, figures, cluster)), names)
-        model = names["model"]
-        subject.loss(model, subject.make_batch(2)).backward()
-        units = units_in(model)
-        assert len(units) == 5
-        options = program.options(2)
-        assert all(unit.options.placements == options.placements for unit in units)
-        assert all(unit.options.precision == options.precision for unit in units)
-        policy = unit_policy(units[0])
-        assert policy.cpu_fraction == program.cpu
-        assert policy.disk_fraction == program.disk and (not program.disk or policy.disk_folder == TYPICAL.folder)
-    flags = train_flags(subject, replace(program, checkpointing="none") if program.cpu else program, figures, cluster)
-    if flags is not None:
-        settings = parse_settings(flags.split(" train ")[1].split())
-        assert settings.parallelism.strategy == strategy and settings.optimization.batch == 8
-        assert settings.memory.activation_checkpointing == (kept == "every-1")
-        assert settings.memory.offload_optimizer == program.disk
-        assert settings.memory.offload_optimizer_cpu == program.cpu
-
-
 def test_lines_to_paste_are_of_what_was_planned(models):
     """The user's optimizer, the norm that clips, and when gradients are reduced."""
     pytest.importorskip("transformers")
@@ -523,6 +511,7 @@ def test_lines_to_paste_are_of_what_was_planned(models):
         assert flags is not None
         assert parse_settings(flags.split(" train ")[1].split()).optimization.clip == reported
         for each in (program, reduced_once):
+            assert trainer_arguments(subject, each, figures, H100, norm) is None, "it would make another optimizer"
             arguments = keys_for_the_trainer(replace(subject, is_transformers=True), each, figures, norm)
             assert arguments.get("max_grad_norm", 1.0) == reported
             kwargs = arguments.get("accelerator_config", {}).get("gradient_accumulation_kwargs", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,9 +67,9 @@ def python_lines(
     lines += [*([import_line] if import_line else []), *making, seeded, model, ""]
     if subject.model is not None:
         lines += [*before, f"options = dict({', '.join(options)})"]
-        lines += [f"blocks = {units}"]
-        lines += _checkpointing(program)
-        lines += [*_sharding(program.blocks_per_unit), "fully_shard(model, **options)"]
+        if units:
+            lines += [f"blocks = {units}", *_checkpointing(program), *_sharding(program.blocks_per_unit)]
+        lines.append("fully_shard(model, **options)")
     if program.prefetch_depth > 1:
         lines += _prefetching(program.prefetch_depth)
     return [*lines, f"optimizer = {optimizer}", "", *_step(program, figures, max_norm)]
@@ -104,7 +105,7 @@ def train_flags(
     if program.cpu:
         flags.append(f"--offload-optimizer-cpu {program.cpu:g}")
     if program.disk:
-        flags.append(f"--offload-optimizer {program.disk:g} --offload-folder {cluster.disk.folder}")
+        flags.append(f"--offload-optimizer {program.disk:g} --offload-folder {shlex.quote(str(cluster.disk.folder))}")
     if hosts == 1:
         return f"fullshard train {' '.join(flags)} --ranks {world}"
     start = f"torchrun --nnodes {hosts} --nproc-per-node {cluster.per_host} --rdzv-backend c10d"
@@ -123,8 +124,8 @@ def trainer_arguments(
     if program.checkpointing not in ("none", "every-1") or program.gather_wire or program.reduce_wire:
         return None
     config: dict[str, Any] = {"version": 2}
-    if program.strategy == "hpz":
-        config["reshard_after_forward"] = cluster.per_host
+    if program.strategy == "hpz":  # under version 2, transformers takes no number
+        config |= {"version": 1, "reshard_after_forward": cluster.per_host}
     else:
         config["strategy"] = program.strategy
     assert subject.model is not None
@@ -177,20 +178,20 @@ def _policy(program: Program) -> str:
 
 
 def _units(subject: Subject) -> str:
-    """Return an expression for the modules that become units."""
-    if subject.model is None:
+    """Return an expression for the modules that become units; empty if there are none."""
+    units = [] if subject.model is None else units_of(subject.model)
+    if subject.model is None or not units:
         return ""
-    units = units_of(subject.model)
     for blocks in block_lists(subject.model):
         if list(_at(subject.model, blocks.fqn).children()) == units:
             return f"list(model.{blocks.fqn})" if blocks.fqn else "list(model)"
     names = {module: name for name, module in subject.model.named_modules()}
     parents = list(dict.fromkeys(names[unit].rpartition(".")[0] for unit in units))
     whole = [child for parent in parents for child in _at(subject.model, parent).children()]
-    if whole == units and parents:
+    if whole == units:
         return f"[{', '.join(f'*model.{parent}' if parent else '*model' for parent in parents)}]"
     listed = ", ".join(repr(names[unit]) for unit in units)
-    return f"[model.get_submodule(name) for name in ({listed}{',' if units else ''})]"
+    return f"[model.get_submodule(name) for name in ({listed},)]"
 
 
 def _at(model: nn.Module, fqn: str) -> nn.Module:
@@ -234,9 +235,10 @@ def _checkpointing(program: Program) -> list[str]:
 
 def _prefetching(depth: int) -> list[str]:
     return [
-        "for place, block in enumerate(blocks):",
-        f"    block.set_modules_to_forward_prefetch(blocks[place + 1 : place + {depth + 1}])",
-        f"    block.set_modules_to_backward_prefetch(blocks[max(0, place - {depth}) : place][::-1])",
+        "forward, backward = [model, *blocks], [model, *blocks[::-1]]",
+        "for place, (unit, other) in enumerate(zip(forward, backward)):",
+        f"    unit.set_modules_to_forward_prefetch(forward[place + 1 : place + {depth + 1}])",
+        f"    other.set_modules_to_backward_prefetch(backward[place + 1 : place + {depth + 1}])",
     ]
 
 

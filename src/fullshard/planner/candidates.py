@@ -199,14 +199,16 @@ class Program:
 
     def options(self, per_host: int) -> ShardOptions:
         """Return the options of the units."""
-        return replace(
-            ShardOptions.of(
-                self.placements(per_host),
-                mp_policy=self.policy(),
-                offload_policy=self.offload_policy(),
-            ),
-            prefetch_depth=self.prefetch_depth,
+        groups = (
+            self.strategy == "hpz"
+        )  # then the root is resharded too, as with `fully_shard(reshard_after_forward=8)`
+        found = ShardOptions.of(
+            "zero3" if groups else self.placements(per_host),
+            reshard_after_forward=per_host if groups else None,
+            mp_policy=self.policy(),
+            offload_policy=self.offload_policy(),
         )
+        return replace(found, prefetch_depth=self.prefetch_depth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,9 +302,7 @@ def sharded(model: nn.Module, program: Program, per_host: int) -> nn.Module:
 
 def checkpointed(units: Sequence[T], kept: str) -> Sequence[T]:
     """Return the units that are recomputed in backward."""
-    if kept == "none":
-        return ()
-    return units[1::2] if kept == "every-2" else units
+    return () if kept == "none" else units[1::2] if kept == "every-2" else units
 
 
 def _how(kept: str) -> dict[str, Any]:

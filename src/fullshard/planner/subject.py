@@ -37,6 +37,7 @@ __all__ = [
 
 Loss = Callable[[nn.Module, Any], Tensor]
 _MOST_SEQ = 4096  # limit for configurations that allow more
+_STORED = torch.float32  # by the lines to paste, too; a configuration can name the dtype of a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Subject:
         paste: How the code to paste creates a plain model.
         paste_optimizer: The optimizer as an expression, preceded by the line of its import, if any.
         train_flags: Options of `fullshard train` that select the model; empty if it is not the trainer's.
-        is_transformers: Whether it is a model of the transformers library.
+        is_transformers: Whether the Trainer of transformers trains it as planned.
     """
 
     name: str
@@ -73,9 +74,9 @@ class Subject:
     notes: tuple[str, ...] = field(default=())
 
     def with_optimizer(self, spec: str) -> Subject:
-        """Return a copy whose code to paste uses the optimizer function that `spec` names."""
+        """Return a copy whose code to paste uses the optimizer function that `spec` names. Only Python code can."""
         expression = f"{spec.rpartition(':')[2]}([param for param in model.parameters() if param.requires_grad])"
-        return replace(self, paste_optimizer=(_import_line(spec), expression), train_flags=())
+        return replace(self, paste_optimizer=(_import_line(spec), expression), train_flags=(), is_transformers=False)
 
     @property
     def unit(self) -> str:
@@ -185,7 +186,7 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         with _uncollected():  # its modules are imported lazily
             made_by: Any = getattr(transformers, names[0]) if names else transformers.AutoModelForCausalLM
         with torch.device("meta"):
-            model: nn.Module = made_by(described) if names else made_by.from_config(described)
+            model: nn.Module = made_by(described) if names else made_by.from_config(described, dtype=_STORED)
     except Exception as error:
         raise ConfigError(f"--config {config}: transformers cannot create a model from it: {_line(error)}") from error
     model.train()
