@@ -45,7 +45,7 @@ from fullshard.planner.report import as_dict, nearest_lines, predict_load, state
 from fullshard.planner.search import least_hosts, nearest, search
 from fullshard.planner.settings import MachineSettings, PlanSettings
 from fullshard.planner.shorten import block_lists, shortened
-from fullshard.planner.sketch import sketch
+from fullshard.planner.sketch import Sketch, sketch
 from fullshard.planner.steps import fractions_on_cpu, take_steps
 from fullshard.planner.subject import Subject, gpt_subject, named_subject
 from fullshard.planner.workers import Workers
@@ -172,12 +172,12 @@ def plan() -> Any:
 
 
 def test_the_recommended_plan_fits_and_is_the_fastest_that_does(plan):
-    usable = TWO_HOSTS.usable_bytes
+    safe = TWO_HOSTS.safe_bytes
     assert len(one_block(plan)) == 6  # of each strategy one without accumulation, and two with
-    assert plan.best is not None and plan.best.figures.needed_bytes <= usable
+    assert plan.best is not None and plan.best.figures.needed_bytes <= safe
     shapes = [(made.sketch, *shape) for made in plan.found for shape in plan.question.shapes_of(made.sketch.program)]
     every = [made.figures(rows, count) for made, rows, count in shapes]
-    assert plan.best.figures.step_s == min(item.step_s for item in every if item.needed_bytes <= usable)
+    assert plan.best.figures.step_s == min(item.step_s for item in every if item.needed_bytes <= safe)
     assert plan.runner_up.sketch.program.strategy != plan.best.sketch.program.strategy
     for item in every:
         assert item.candidate.rows * item.candidate.microbatches * TWO_HOSTS.world == 64
@@ -264,8 +264,18 @@ def test_more_memory_is_never_slower(plan):
     made = plan.best.sketch
     needed = [made.needed_bytes(rows) for rows in (1, 2, 4, 8)]
     assert needed == sorted(needed)
-    assert [largest_rows(made, each) for each in needed] == [1, 2, 4, 8]
-    assert largest_rows(made, needed[0] - 1) == 0
+    for share in (1.0, 1 + TWO_HOSTS.memory_error):
+        rows = [largest_rows(with_usable(made, share * each)) for each in needed]
+        assert rows == sorted(rows) and rows[0] == 1
+        assert share == 1.0 or rows == [1, 2, 4, 8]
+    assert largest_rows(with_usable(made, needed[0] - 1)) == 0
+
+
+def with_usable(made: Sketch, nbytes: float) -> Sketch:
+    """Return a sketch on machines of which this much memory is usable."""
+    other = made.on(replace(made.cluster.hardware, memory_bytes=nbytes))
+    other.cluster = replace(other.cluster, share=1.0)
+    return other
 
 
 def test_a_slower_network_is_never_faster(plan):
@@ -364,10 +374,12 @@ def test_the_least_is_on_the_cpu_that_fits(part):
     """Dry runs of the whole model confirm that it fits with that fraction, and not with one unit less, or none."""
     one_shape = requested(cluster=H100, global_batch=8, strategies=("zero3",))
     question = tight(one_shape, part)
-    usable, found = question.cluster.usable_bytes, search(question).best
+    found = search(question).best
     assert found is not None and found.sketch.program.strategy == "zero3"
     fractions = fractions_on_cpu(question.subject, question.cluster, found.sketch.program)
     assert len(fractions) == 7
+    every = question.requested(replace(found.sketch.program, cpu=1.0)).needed_bytes(1)
+    usable = question.cluster.limit_for(every)
     place = fractions.index(found.sketch.program.cpu)
     for share in (*fractions[place - 1 : place], 0.0):
         less = replace(found.sketch.program, cpu=share)

@@ -157,9 +157,11 @@ def recommended(draw: st.DrawFn, cluster: Cluster) -> Advice:
 
 
 def kinds(step: Any) -> list[Any]:
-    """Return what an entry does and for whom, without the numbers of storages."""
+    """Return what entries do and for whom, without the numbers of storages and the events of streams."""
     kept = ("name", "stream", "origin", "nbytes", "flops", "ranks", "sizes")
-    return [(type(entry).__name__, *(getattr(entry, name, None) for name in kept)) for entry in step]
+    events = ("Recorded", "Waited")  # of streams: their order depends on where the root is in the backward
+    named = [(type(entry).__name__, *(getattr(entry, name, None) for name in kept)) for entry in step]
+    return [entry for entry in named if entry[0] not in events]
 
 
 def step_lines(subject: Subject, advice: Advice, cluster: Cluster) -> tuple[str, str]:

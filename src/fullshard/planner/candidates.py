@@ -53,6 +53,9 @@ PRECISIONS = {
 
 T = TypeVar("T")
 
+MEMORY_ERROR = {"gpu": 0.06, "cpu": 0.11}
+"""The largest share by which a measured peak has exceeded its prediction: docs/plan.md, "How good it is"."""
+
 _GPU_BYTES_SEPARATE = 2.0e9  # CUDA's context, NCCL's buffers (about 0.5 GB each), cuBLAS's workspaces, and a margin
 _CPU_BYTES_SEPARATE = 0.45e9  # of a process: Python, torch and their libraries
 
@@ -88,6 +91,20 @@ class Cluster:
         if self.hardware.kind == "cpu":
             return (self.share or 0.95) * whole / self.per_host - _CPU_BYTES_SEPARATE
         return whole * self.share if self.share is not None else whole - _GPU_BYTES_SEPARATE
+
+    @property
+    def memory_error(self) -> float:
+        """The share by which a rank's memory can exceed its prediction."""
+        return MEMORY_ERROR[self.hardware.kind]
+
+    @property
+    def safe_bytes(self) -> float:
+        """The largest prediction that fits even if the measured memory is larger by `memory_error`."""
+        return self.usable_bytes / (1 + self.memory_error)
+
+    def limit_for(self, least_bytes: float) -> float:
+        """Return `safe_bytes`, or `usable_bytes` if the smallest possible prediction is larger than that."""
+        return self.safe_bytes if least_bytes <= self.safe_bytes else self.usable_bytes
 
     @property
     def holder(self) -> str:

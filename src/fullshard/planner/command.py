@@ -171,7 +171,7 @@ def _report_why(question: Question, strategy: str, path: str | None, log: Any) -
     with Workers(question) as ask:
         made = ask.sketch(ask(question, program))
         figures, usable = made.figures(rows, count), question.cluster.usable_bytes
-        found = FoundProgram(made, figures, figures.needed_bytes <= usable, largest_rows(made, usable))
+        found = FoundProgram(made, figures, figures.needed_bytes <= usable, largest_rows(made))
         others = [] if found.fits else nearest(question, program, ask)
     lines = [*why(question, found), *nearest_lines(question, found, others)]
     log(*lines)

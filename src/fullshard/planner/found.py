@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fullshard.planner.candidates import Cluster
 from fullshard.planner.question import Question
 from fullshard.planner.sketch import Sketch, SketchFigures
 
-__all__ = ["IDENTICAL", "FoundProgram", "Plan", "answer", "host_fits", "largest_rows"]
+__all__ = ["IDENTICAL", "FoundProgram", "Plan", "answer", "fastest", "host_fits", "largest_rows"]
 
 IDENTICAL = 1.005
 """Times with a smaller ratio count as equal."""
@@ -24,6 +25,11 @@ class FoundProgram:
     figures: SketchFigures
     fits: bool
     largest: int  # maximum rows per microbatch that fit, for any global batch
+
+    @property
+    def has_margin(self) -> bool:
+        """True if it also fits if the prediction is too low by `Cluster.memory_error`."""
+        return self.fits and self.figures.needed_bytes <= self.sketch.cluster.safe_bytes
 
 
 @dataclass
@@ -43,12 +49,17 @@ class Plan:
         return sorted((item for item in self.found if item.fits), key=lambda item: item.figures.seconds_a_row)
 
     @property
+    def with_margin(self) -> list[FoundProgram]:
+        """The programs that fit with a margin for the error of the prediction, the fastest first."""
+        return [item for item in self.fitting if item.has_margin]
+
+    @property
     def best(self) -> FoundProgram | None:
-        """The fastest program that fits.
+        """The fastest program that fits with a margin for the error of the prediction, or else without.
 
         If memory is short, it is the one that needs least among those whose predicted times are practically equal.
         """
-        fitting = self.fitting
+        fitting = self.with_margin or self.fitting
         if not fitting or fitting[0].figures.needed_bytes <= _PLENTY * self.question.cluster.usable_bytes:
             return next(iter(fitting), None)
         identical = (
@@ -65,7 +76,7 @@ class Plan:
         chosen = best.sketch.program
         others = (
             item
-            for item in self.fitting
+            for item in self.with_margin or self.fitting
             if (item.sketch.program.strategy, item.sketch.program.checkpointing)
             != (chosen.strategy, chosen.checkpointing)
         )
@@ -78,26 +89,31 @@ class Plan:
 
 def answer(question: Question, made: Sketch) -> FoundProgram | None:
     """Return the best candidate of a program; None if it is unpredictable, or needs no disk but is meant to use it."""
-    usable = question.cluster.usable_bytes
     if made.program.disk:
         return _answer_on_disk(question, made)
     shapes = [shape for shape in question.shapes_of(made.program) if made.can_report(shape[0])]
     if not shapes:
         return None
+    usable = question.cluster.usable_bytes
     small = [made.figures(rows, count) for rows, count in shapes if made.needed_bytes(rows) <= usable]
-    fitting = [item for item in small if made.program.cpu == 1 or host_fits(question.cluster, item)]  # a part may
-    if fitting:
-        chosen = min(fitting, key=lambda item: item.seconds_a_row)
-    else:
-        chosen = made.figures(*min(shapes, key=lambda shape: made.needed_bytes(shape[0])))
-    return FoundProgram(made, chosen, bool(fitting), largest_rows(made, usable))
+    chosen = fastest(
+        question.cluster,
+        (item for item in small if made.program.cpu == 1 or host_fits(question.cluster, item)),  # a part may
+    )
+    least = chosen or made.figures(*min(shapes, key=lambda shape: made.needed_bytes(shape[0])))
+    return FoundProgram(made, least, chosen is not None, largest_rows(made))
+
+
+def fastest(cluster: Cluster, fitting: Iterable[SketchFigures]) -> SketchFigures | None:
+    """Return the fastest of the candidates that fit, if possible with a margin for the error of the prediction."""
+    return min(fitting, key=lambda item: (item.needed_bytes > cluster.safe_bytes, item.seconds_a_row), default=None)
 
 
 def _answer_on_disk(question: Question, made: Sketch) -> FoundProgram | None:
     """Return the fastest candidate with the smallest fraction on disk that fits; if none fits, with all on disk."""
-    usable = question.cluster.usable_bytes
     shapes = [shape for shape in question.shapes_of(made.program) if made.can_report(shape[0])]
-    shares = {shape: made.least_on_disk(shape[0], usable) for shape in shapes}
+    every, limit_for = made.with_on_disk(1.0), question.cluster.limit_for
+    shares = {shape: made.least_on_disk(shape[0], limit_for(every.needed_bytes(shape[0]))) for shape in shapes}
     if not shapes or any(share == 0 for share in shares.values()):
         return None
     parts = {shape: made.with_on_disk(share) for shape, share in shares.items() if share is not None}
@@ -107,11 +123,9 @@ def _answer_on_disk(question: Question, made: Sketch) -> FoundProgram | None:
         if host_fits(question.cluster, figures := part.figures(rows, count))
         and part.disk_bytes * question.cluster.per_host <= question.cluster.disk.free_bytes
     ]
-    if fitting:
-        part, figures = min(fitting, key=lambda item: item[1].seconds_a_row)
-    else:
-        part, figures = made, made.figures(*min(shapes))
-    return FoundProgram(part, figures, bool(fitting), largest_rows(part, usable))
+    chosen = fastest(question.cluster, (figures for _, figures in fitting))
+    part = next((part for part, figures in fitting if figures is chosen), made)
+    return FoundProgram(part, chosen or made.figures(*min(shapes)), chosen is not None, largest_rows(part))
 
 
 def host_fits(cluster: Cluster, figures: SketchFigures, share: float = 1.0) -> bool:
@@ -121,8 +135,12 @@ def host_fits(cluster: Cluster, figures: SketchFigures, share: float = 1.0) -> b
     return share * figures.host_bytes * cluster.per_host <= 0.9 * cluster.hardware.host_memory_bytes
 
 
-def largest_rows(made: Sketch, usable: float) -> int:
-    """Return the maximum rows per microbatch that fit; 0 if not even one does."""
+def largest_rows(made: Sketch) -> int:
+    """Return the maximum rows per microbatch that fit; 0 if not even one does.
+
+    There is a margin for the error of the prediction, unless one row does not fit with it.
+    """
+    usable = made.cluster.limit_for(made.needed_bytes(1))
     if made.needed_bytes(1) > usable:
         return 0
     if made.most_rows is not None:

@@ -16,7 +16,7 @@ from fullshard.errors import ConfigError
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.bounds import states_bytes
 from fullshard.planner.candidates import Candidate, Program
-from fullshard.planner.found import IDENTICAL, FoundProgram, Plan
+from fullshard.planner.found import IDENTICAL, FoundProgram, Plan, fastest
 from fullshard.planner.question import Question
 from fullshard.planner.sketch import Sketch, SketchFigures
 from fullshard.planner.workers import Workers
@@ -53,6 +53,8 @@ def head(question: Question) -> list[str]:
     lines += _states_line(question)
     lines += [
         f"Usable: {cluster.why_usable}.",
+        f"Margin: measured memory has exceeded predictions by up to {cluster.memory_error:.0%}, so programs that need "
+        f"at most {_gb(cluster.safe_bytes)} are preferred.",
         f"Fitted to measurements: matrix products reach {fitted.matmul_share:.0%} of the peak rate, other kernels "
         f"{fitted.memory_share:.0%} of the memory's bandwidth, and the host launches an operation in "
         f"{fitted.host_s * 1e6:.1f} us.",
@@ -107,7 +109,8 @@ def row(plan: Plan, found: FoundProgram) -> list[str]:
     count = f"{candidate.rows} x {candidate.microbatches}" + (" sums" if program.syncs_each else "")
     needed_gb = figures.needed_bytes / 1e9
     cells = [name, program.checkpointing, count, f"{needed_gb:.1f}" if needed_gb >= 1 else f"{needed_gb:.3f}"]
-    cells.append(f"{figures.needed_bytes / usable:.0%}" + ("" if found.fits else " no"))
+    verdict = "" if found.has_margin else " tight" if found.fits else " no"
+    cells.append(f"{figures.needed_bytes / usable:.0%}{verdict}")
     rate = candidate.rows * candidate.microbatches * plan.question.cluster.world * subject.per_row / figures.step_s
     cells += [_ms(figures.step_s), f"{rate:,.0f}", f"{figures.flops_utilisation:.1%}"]
     return [*cells, _ms(figures.exposed_s), figures.limited_by, str(found.largest)]
@@ -122,7 +125,7 @@ def stated(plan: Plan) -> list[str]:
     best, second = plan.best, plan.runner_up
     if best is None:
         return [*lines, _nothing_fits(plan)]
-    lines.append(f"Recommended: {_named(best)}. {_reason(best, plan)}")
+    lines += [f"Recommended: {_named(best)}. {_reason(best, plan)}", *_without_margin(best, plan)]
     if best.sketch.program.blocks_per_unit > 1:
         lines.append(_larger_units(best, plan))
     if best.sketch.program.cpu:
@@ -199,9 +202,9 @@ def what_ifs(plan: Plan, ask: Workers) -> list[ChangedMachine]:
         made = ask.sketch(ask(twice, program))
     except ConfigError as error:
         return [*changes, ChangedMachine("Twice the hosts", None, 0.0, str(error))]
-    fastest = _fastest(made, twice)
+    best_of_twice = _fastest(made, twice)
     change = "Twice the hosts, the same strategy"
-    return [*changes, ChangedMachine(change, fastest, _gain(best.figures, fastest, 2))]
+    return [*changes, ChangedMachine(change, best_of_twice, _gain(best.figures, best_of_twice, 2))]
 
 
 def predict_load(plan: Plan, ask: Workers) -> None:
@@ -227,12 +230,12 @@ def _twice(plan: Plan) -> tuple[Question, Program]:
 
 
 def _fastest(made: Sketch, question: Question) -> SketchFigures | None:
-    fitting = [
+    fitting = (
         made.figures(rows, count)
         for rows, count in question.shapes_of(made.program)
         if made.can_report(rows) and made.needed_bytes(rows) <= question.cluster.usable_bytes
-    ]
-    return min(fitting, key=lambda item: item.seconds_a_row, default=None)
+    )
+    return fastest(question.cluster, fitting)
 
 
 def _gain(best: SketchFigures, other: SketchFigures | None, times: int) -> float:
@@ -292,6 +295,7 @@ def as_dict(plan: Plan, changes: Sequence[ChangedMachine] = ()) -> dict[str, Any
             "hosts": cluster.hosts,
             "per_host": cluster.per_host,
             "usable_bytes": cluster.usable_bytes,
+            "memory_error": cluster.memory_error,
             "fitted": asdict(cluster.hardware.fitted),
         },
         "global_batch": plan.question.global_batch,
@@ -317,6 +321,7 @@ def _found_dict(plan: Plan, found: FoundProgram) -> dict[str, Any]:
     return {
         **_candidate_dict(figures),
         "fits": found.fits,
+        "has_margin": found.has_margin,
         "largest_rows": found.largest,
         "needed_bytes": figures.needed_bytes,
         "peak_bytes": figures.peak_bytes,
@@ -372,14 +377,34 @@ def _named(found: FoundProgram) -> str:
 def _reason(best: FoundProgram, plan: Plan) -> str:
     figures, usable = best.figures, plan.question.cluster.usable_bytes
     share = figures.limits[figures.limited_by] / figures.step_s
-    is_fastest = plan.fitting[0] is best
+    is_fastest = (plan.with_margin or plan.fitting)[0] is best
     beyond = (
         "is faster" if is_fastest else f"is faster by more than {IDENTICAL - 1:.1%}, and this needs the least memory"
     )
+    margin = " with a margin" if best.has_margin else ""
     return (
-        f"No simulated configuration that fits {beyond}: {_ms(figures.step_s)} ms per step ({share:.0%} "
+        f"No simulated configuration that fits{margin} {beyond}: {_ms(figures.step_s)} ms per step ({share:.0%} "
         f"{figures.limited_by}), in {figures.needed_bytes / usable:.0%} of the usable memory."
     )
+
+
+def _without_margin(best: FoundProgram, plan: Plan) -> list[str]:
+    """Return a line if the best program may not fit after all, or if one that may not is faster."""
+    error, usable = plan.question.cluster.memory_error, plan.question.cluster.usable_bytes
+    if not best.has_margin:
+        return [
+            f"Nothing fits with a margin. Predictions have been up to {error:.0%} too low, and then this needs "
+            f"{(1 + error) * best.figures.needed_bytes / usable:.0%} of the usable memory. Run a few steps before a "
+            "long run, take more ranks, or add --offload."
+        ]
+    first = plan.fitting[0]
+    gain = 1 - first.figures.seconds_a_row / best.figures.seconds_a_row
+    if first.has_margin or gain < IDENTICAL - 1:
+        return []
+    return [
+        f"{gain:.1%} faster, but without a margin: {_named(first)}, in {first.figures.needed_bytes / usable:.0%} of "
+        "the usable memory."
+    ]
 
 
 def _larger_units(best: FoundProgram, plan: Plan) -> str:

@@ -159,7 +159,8 @@ def _searched(
             if not question.exhaustive:
                 program = bounds.next_of(waiting, running.values())
                 fitting = len(plan.fitting) + sum(not bounds.is_likely_too_large(item) for item in running.values())
-                reason = bounds.excludes(program, plan.best.figures.step_s if plan.best else None, fitting)
+                best_s = plan.best.figures.step_s if plan.with_margin and plan.best else None
+                reason = bounds.excludes(program, best_s, fitting)
                 if reason is None and 0 < question.most <= requested:
                     reason = f"behind the {question.most} likeliest (--most 0 takes all)"
             waiting.remove(program)
@@ -215,7 +216,7 @@ def _searched_on_cpu(question: Question, wanted: Iterable[Program], ask: Workers
             ask.on_progress(f"{span.made.program.strategy}, some {span.share:.0%} of states on the CPU")
             figures, made = _least_on_cpu(question, ask, span, fractions)
             if host_fits(question.cluster, figures):
-                plan.found.append(FoundProgram(made, figures, True, largest_rows(made, question.cluster.usable_bytes)))
+                plan.found.append(FoundProgram(made, figures, True, largest_rows(made)))
             else:
                 plan.leave_out(_NO_ROOM)
     if no_room := spans.count(None):
@@ -254,7 +255,8 @@ def _span(question: Question, made: Sketch) -> _Span | None:
     free = made.on(replace(hardware, host_memory_bytes_per_s=_AT_ONCE, host_link_bytes_per_s=_AT_ONCE))
     guesses = []
     for rows, count in question.shapes_of(made.program):
-        spare = cluster.usable_bytes - made.needed_bytes(rows) if made.can_report(rows) else -1.0
+        needed = made.needed_bytes(rows) if made.can_report(rows) else float("inf")
+        spare = cluster.limit_for(needed) - needed
         if spare < 0:
             continue
         figures, least = made.figures(rows, count), free.figures(rows, count)
@@ -281,17 +283,17 @@ def _least_on_cpu(
 
     Two are simulated simultaneously: the one that is likely the first, and the one before it as a check.
     """
-    program, usable = span.made.program, span.made.cluster.usable_bytes
+    program, limit = span.made.program, span.made.cluster.limit_for(span.made.needed_bytes(span.rows))
     fits_not, fits = -1, len(fractions) - 1
     made = {fits: span.made}
-    over = {fits: span.made.needed_bytes(span.rows) - usable}
+    over = {fits: span.made.needed_bytes(span.rows) - limit}
     share = span.share
     while fits - fits_not > 1:
         place = min(max(bisect_left(fractions, share), fits_not + 1), fits - 1)
         pair = [item for item in (place - 1, place) if fits_not < item]
         futures = [ask(question, replace(program, cpu=fractions[item])) for item in pair]
         made |= {item: ask.sketch(future) for item, future in zip(pair, futures, strict=True)}
-        over |= {item: made[item].needed_bytes(span.rows) - usable for item in pair}
+        over |= {item: made[item].needed_bytes(span.rows) - limit for item in pair}
         fits_not = max([fits_not, *(item for item in pair if over[item] > 0)])
         fits = min([fits, *(item for item in pair if over[item] <= 0)])
         share = (fractions[max(0, fits_not)] + fractions[fits]) / 2
@@ -327,7 +329,7 @@ def least_hosts(question: Question, workers: Workers | None = None, *, most: int
 
 
 def _leanest(question: Question, hosts: int, per_host: int, ask: Workers) -> Plan | None:
-    """Return a plan of the strategy that shards most on this many ranks; None if nothing fits."""
+    """Return a plan of the strategy that shards most on this many ranks; None if nothing fits with a margin."""
     cluster = replace(question.cluster, hosts=hosts, per_host=per_host)
     kept = [item for item in ("none", "every-1") if item in question.checkpointing] or list(question.checkpointing)
     strategies = question.strategies if cluster.world > 1 else ("ddp",)
@@ -343,7 +345,7 @@ def _leanest(question: Question, hosts: int, per_host: int, ask: Workers) -> Pla
         return None
     ask.on_progress(f"{cluster.world} ranks")
     plan = _searched(requested, wanted, ask)
-    return plan if plan.best is not None else None
+    return plan if plan.with_margin else None
 
 
 def nearest(question: Question, program: Program, ask: Workers) -> list[FoundProgram]:
