@@ -18,7 +18,7 @@ from fullshard.disk.speed import TYPICAL
 from fullshard.dry import watch
 from fullshard.dry.run import own_loss
 from fullshard.optim.clipping import clip_grad_norm_
-from fullshard.plan.hardware import described, hardware
+from fullshard.plan.hardware import described, hardware, known_hardware
 from fullshard.plan.memory import State, memory_peak
 from fullshard.plan.prediction import steps_of
 from fullshard.plan.process import FIRST_STEPS_NBYTES
@@ -28,6 +28,7 @@ from fullshard.planner.advice import python_lines, train_flags, trainer_argument
 from fullshard.planner.bounds import states_bytes
 from fullshard.planner.candidates import (
     CHECKPOINTING,
+    PRECISIONS,
     STRATEGIES,
     Candidate,
     Cluster,
@@ -35,6 +36,7 @@ from fullshard.planner.candidates import (
     checkpointed,
     programs,
     share_rows,
+    usual_precision,
 )
 from fullshard.planner.command import run
 from fullshard.planner.found import largest_rows
@@ -480,6 +482,14 @@ def test_programs_differ_in_the_blocks_that_they_change(blocks):
     ]
     assert len(set(changed)) == len(every) > 5
     assert {item.checkpointing for item in every} == set(CHECKPOINTING if blocks else ("none",))
+
+
+@pytest.mark.parametrize("name", known_hardware())
+def test_without_a_precision_the_fastest_16_bits_are_planned(name):
+    machine = hardware(name)
+    dtype, _ = PRECISIONS[usual_precision(machine)]
+    rates = [machine.flops_per_s.get(dtype, 0.0) for dtype in ("bfloat16", "float16")]
+    assert machine.flops_per_s[str(dtype).removeprefix("torch.")] == max(rates)
 
 
 def test_the_report_has_every_field(plan, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from shared_ranks import run_ranks
 from torch import nn
 from training_runs import TEXT, this_rank
 
-from fullshard import Offload, dry
+from fullshard import Offload, ShardedGradScaler, dry
 from fullshard.disk.speed import TYPICAL
 from fullshard.engine.registry import units_in
 from fullshard.plan.hardware import hardware
@@ -132,7 +133,7 @@ SUBJECTS = ("gpt", "llama", "t5", "make_lists", "make_plain")
 def recommended(draw: st.DrawFn, cluster: Cluster) -> Advice:
     """Draw what a search on `cluster` can recommend."""
     name = draw(st.sampled_from(SUBJECTS))
-    precision = draw(st.sampled_from(("bf16", "bf16-reduce", "fp32")))
+    precision = draw(st.sampled_from(("bf16", "bf16-reduce", "fp16", "fp32")))
     subject = subject_named(name if name not in CONFIGS else "gpt", Path())
     question = Question(subject=subject, cluster=cluster, global_batch=6 * cluster.world, precisions=(precision,))
     wanted = question.programs()
@@ -168,7 +169,13 @@ def step_lines(subject: Subject, advice: Advice, cluster: Cluster) -> tuple[str,
     """Return the lines up to the optimizer, and those of a step, in which `forward_and_backward` is called."""
     text = "\n".join(python_lines(subject, advice.program, advice.figures, cluster))
     before, mark, step = text.partition("# each step")
-    return before, (mark + step).replace("...  # forward and backward", "forward_and_backward()")
+    return before, re.sub(r"\.\.\.  # forward.*backward.*", "forward_and_backward()", mark + step)
+
+
+def forward_and_backward(names: dict[str, Any], subject: Subject, rows: int) -> None:
+    """Replace the three dots of the lines, whose names are `names`."""
+    scaler = names.get("scaler", ShardedGradScaler("cpu", enabled=False))
+    scaler.scale(subject.loss(names["model"], subject.make_batch(rows))).backward()
 
 
 def dry_steps(subject: Subject, advice: Advice, cluster: Cluster) -> Tape:
@@ -177,7 +184,7 @@ def dry_steps(subject: Subject, advice: Advice, cluster: Cluster) -> Tape:
     single = replace(advice, program=replace(advice.program, accumulates=False), microbatches=1)
     _, first = step_lines(subject, single, cluster)
     names: dict[str, Any] = {}
-    names["forward_and_backward"] = lambda: subject.loss(names["model"], subject.make_batch(1)).backward()
+    names["forward_and_backward"] = partial(forward_and_backward, names, subject, 1)
     with dry.world(cluster.world, ranks_per_host=cluster.per_host), dry.taped() as tape:
         exec(before, names)
         for text in [first] * (1 + bool(advice.program.cpu)) + [step, step]:
@@ -189,6 +196,8 @@ def dry_steps(subject: Subject, advice: Advice, cluster: Cluster) -> Tape:
 @settings(deadline=None, max_examples=12, derandomize=True)
 @given(advice=recommended(TWO_HOSTS))
 @example(advice=Advice("gpt", Program(strategy="hpz", accumulates=True), 1, 2))
+@example(advice=Advice("gpt", Program(strategy="zero3", precision="fp16"), 1, 1))
+@example(advice=Advice("gpt", Program(strategy="zero2", precision="fp16", cpu=0.5), 1, 1))
 @example(advice=Advice("gpt", Program(strategy="hfsdp", prefetch_depth=2, accumulates=True), 1, 2))
 def test_lines_to_paste_take_the_steps_that_are_simulated(advice):
     """The same operations, collectives and allocations, in the same order. A disk is not part of a dry run."""
@@ -259,15 +268,14 @@ def run_advice(subject: Subject, advice: Advice, cluster: Cluster, where: str, f
     if where == "fullshard train":
         flags = train_flags(*of)
         return None if flags is None else run_train(flags, subject, cluster, folder)
-    text = trainer_arguments(*of)
+    text = None if advice.program.scales_loss else trainer_arguments(*of)  # accelerate has no scaler on CPUs
     return None if text is None else run_trainer(text, subject, advice, cluster, folder)
 
 
 def run_python(subject: Subject, advice: Advice, cluster: Cluster) -> Seen:
     before, step = step_lines(subject, advice, cluster)
     names: dict[str, Any] = {}
-    rows = advice.rows
-    names["forward_and_backward"] = lambda: subject.loss(names["model"], subject.make_batch(rows)).backward()
+    names["forward_and_backward"] = partial(forward_and_backward, names, subject, advice.rows)
     exec(before, names)
     return seen_in(names["model"], subject, cluster, lambda: exec(step, names))
 

@@ -27,6 +27,8 @@ def python_lines(
     imports = {"fully_shard"} if subject.model is not None else set()
     if max_norm is not None:
         imports.add("clip_grad_norm_")
+    if program.scales_loss:
+        imports.add("ShardedGradScaler")
     options = []
     before: list[str] = []
     if program.strategy == "hfsdp":
@@ -72,7 +74,8 @@ def python_lines(
         lines.append("fully_shard(model, **options)")
     if program.prefetch_depth > 1:
         lines += _prefetching(program.prefetch_depth)
-    return [*lines, f"optimizer = {optimizer}", "", *_step(program, figures, max_norm)]
+    scaler = ["scaler = ShardedGradScaler()"] if program.scales_loss else []
+    return [*lines, f"optimizer = {optimizer}", *scaler, "", *_step(program, figures, max_norm)]
 
 
 def train_flags(
@@ -84,7 +87,7 @@ def train_flags(
     """
     known = program.strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2")
     simple = program.checkpointing in ("none", "every-1") and not program.offload and program.prefetch_depth == 1
-    if not subject.train_flags or not known or not simple or program.syncs_each:
+    if not subject.train_flags or not known or not simple or program.syncs_each or program.scales_loss:
         return None
     world, hosts = cluster.world, cluster.hosts
     param, reduce = PRECISIONS[program.precision]
@@ -150,7 +153,7 @@ def trainer_arguments(
         f"gradient_accumulation_steps={figures.candidate.microbatches}",
         *([_SUMS_EACH] if program.syncs_each else []),
         *([f"max_grad_norm={max_norm or 0:g}"] if max_norm != 1.0 else []),
-        *(["bf16=True"] if param is not None else []),
+        *([] if param is None else ["fp16=True" if program.scales_loss else "bf16=True"]),
         "fsdp=True",
         f"fsdp_config={_python(config)}",
     ]
@@ -245,8 +248,10 @@ def _prefetching(depth: int) -> list[str]:
 def _step(program: Program, figures: SketchFigures, max_norm: float | None) -> list[str]:
     candidate = figures.candidate
     count, rows = candidate.microbatches, f"{candidate.rows} row{'s' * (candidate.rows > 1)} a rank"
+    backward = "forward, and scaler.scale(loss).backward()" if program.scales_loss else "forward and backward"
+    pass_both = f"...  # {backward}"
     if count == 1:
-        lines = [f"# each step: one microbatch of {rows}", "...  # forward and backward"]
+        lines = [f"# each step: one microbatch of {rows}", pass_both]
     else:
         sums = (
             "# gradients are reduced after each microbatch, which needs less memory than no_sync"
@@ -254,6 +259,9 @@ def _step(program: Program, figures: SketchFigures, max_norm: float | None) -> l
             else f"model.set_requires_gradient_sync(number == {count - 1})"
         )
         lines = [f"# each step: {count} microbatches of {rows}", f"for number in range({count}):", f"    {sums}"]
-        lines.append("    ...  # forward and backward")
-    clip = [] if max_norm is None else [f"clip_grad_norm_(model.parameters(), {max_norm})"]
-    return [*lines, *clip, "optimizer.step()", "optimizer.zero_grad()"]
+        lines.append(f"    {pass_both}")
+    if max_norm is not None:
+        lines += ["scaler.unscale_(optimizer)"] if program.scales_loss else []
+        lines.append(f"clip_grad_norm_(model.parameters(), {max_norm})")
+    steps = ["scaler.step(optimizer)", "scaler.update()"] if program.scales_loss else ["optimizer.step()"]
+    return [*lines, *steps, "optimizer.zero_grad()"]

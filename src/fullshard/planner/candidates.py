@@ -36,6 +36,7 @@ __all__ = [
     "sharded",
     "share_rows",
     "units_of",
+    "usual_precision",
 ]
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hpz", "hsdp", "hsdp_zero2", "hfsdp")
@@ -47,9 +48,10 @@ CHECKPOINTING = ("none", "selective", "every-2", "every-1")
 PRECISIONS = {
     "bf16": (torch.bfloat16, torch.float32),
     "bf16-reduce": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float32),
     "fp32": (None, None),
 }
-"""Compute and reduce dtypes. Stored parameters and the optimizer keep the model's dtype."""
+"""Compute and reduce dtypes. Stored parameters and the optimizer keep the model's dtype. fp16 has loss scaling."""
 
 T = TypeVar("T")
 
@@ -201,6 +203,11 @@ class Program:
             )
         return resolve_placements(self.strategy)
 
+    @property
+    def scales_loss(self) -> bool:
+        """True if a gradient scaler keeps gradients within the range of fp16."""
+        return self.precision == "fp16"
+
     def policy(self) -> MixedPrecisionPolicy:
         """Return the dtypes and encodings."""
         param, reduce = PRECISIONS[self.precision]
@@ -280,6 +287,14 @@ def programs(
                                 gather_wire=encodings[0] if strategy != "ddp" else None,
                                 reduce_wire=encodings[1],
                             )
+
+
+def usual_precision(hardware: Hardware) -> str:
+    """Return the precision of plans without an explicit one: fp32 on CPUs, else 16 bits, bf16 unless fp16 is faster."""
+    rates = hardware.flops_per_s
+    if hardware.kind == "cpu":
+        return "fp32"
+    return "fp16" if rates.get("float16", 0.0) > rates.get("bfloat16", 0.0) else "bf16"
 
 
 def share_rows(global_batch: int, world: int) -> list[int]:

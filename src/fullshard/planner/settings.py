@@ -9,7 +9,7 @@ from fullshard.command_line import MaybeFloat, MaybeInt, MaybePath, MaybeStr
 from fullshard.disk.speed import TYPICAL, measure
 from fullshard.errors import ConfigError
 from fullshard.plan.hardware import HERE, hardware
-from fullshard.planner.candidates import CHECKPOINTING, PRECISIONS, STRATEGIES, Cluster
+from fullshard.planner.candidates import CHECKPOINTING, PRECISIONS, STRATEGIES, Cluster, usual_precision
 from fullshard.planner.question import Question
 from fullshard.planner.steps import MakeOptimizer
 from fullshard.planner.subject import Subject, gpt_subject, named_subject, transformers_subject
@@ -87,8 +87,8 @@ class SearchSettings:
     checkpointing: str = "all"
     """Names among none, selective, every-2, every-1."""
     precision: MaybeStr = None
-    """Names among bf16 (gradients summed in fp32), bf16-reduce (in bf16) and fp32. They change numbers, so only one is
-    considered if left out: bf16 on accelerators, fp32 on CPUs."""
+    """Names among bf16 (gradients summed in fp32), bf16-reduce (in bf16), fp16 (scaled losses) and fp32. They change
+    numbers, so only one is considered if left out: on accelerators bf16, or fp16 if that is faster; fp32 on CPUs."""
     offload: bool = False
     """Consider part of the optimizer's state on the CPU or on a disk, and shards on the CPU, even where something fits
     without."""
@@ -168,7 +168,7 @@ class PlanSettings:
             ConfigError: an option is not sound.
         """
         search, cluster = self.search, self.cluster()
-        chosen = search.precision or ("fp32" if cluster.hardware.kind == "cpu" else "bf16")
+        chosen = search.precision or usual_precision(cluster.hardware)
         for name, encoding, known in (
             ("gather-wire", search.gather_wire, GATHER_ENCODINGS),
             ("reduce-wire", search.reduce_wire, REDUCE_ENCODINGS),

@@ -22,7 +22,7 @@ from fullshard.engine.hooks import without_sync
 from fullshard.engine.placements import fractions_of
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
-from fullshard.optim.clipping import clip_grad_norm_
+from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
 from fullshard.planner.candidates import Cluster, Program, sharded
 from fullshard.planner.shorten import shortened
 from fullshard.planner.subject import Subject, copy_with_memory, library_line, user_line
@@ -70,11 +70,12 @@ def take_steps(
             if not isinstance(optimizer, torch.optim.Optimizer):
                 found = type(optimizer).__name__
                 raise ConfigError(f"the function of --optimizer returned {found}, but must return an optimizer")
+            scaler = ShardedGradScaler("cpu", enabled=program.scales_loss)  # tensors are on the CPU in a dry run
             begins = []
             for step, rows in enumerate(steps):
                 note_origin(_BETWEEN)
                 begins.append(len(tape.entries))
-                _step(subject, program, model, optimizer, rows, microbatches if step else 1, max_norm)
+                _step(subject, program, model, optimizer, scaler, rows, microbatches if step else 1, max_norm)
         except ConfigError as error:
             raise _in_words(subject, error) from error
         if program.cpu:
@@ -115,6 +116,7 @@ def _step(
     program: Program,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    scaler: ShardedGradScaler,
     rows: int,
     microbatches: int,
     max_norm: float | None,
@@ -123,10 +125,12 @@ def _step(
         with ExitStack() as stack:
             if number < microbatches - 1 and not program.syncs_each:
                 stack.enter_context(without_sync(units_in(model)))
-            subject.loss(model, subject.make_batch(rows)).backward()
+            scaler.scale(subject.loss(model, subject.make_batch(rows))).backward()
     if max_norm is not None:
+        scaler.unscale_(optimizer)
         clip_grad_norm_(model.parameters(), max_norm)
-    optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad()
 
 
