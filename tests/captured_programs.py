@@ -84,17 +84,18 @@ class _Recomputed(nn.Module):
 
 
 class _Dropped(Layer):
-    """A layer with dropout, a buffer that it reads and one that it writes."""
+    """A layer with dropout, a parameter without dims, a buffer that it reads and one that it writes."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
+        self.gain = nn.Parameter(torch.ones(()))
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("mean", torch.zeros(48))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.dropout(super().forward(x))
-        y = y * self.scale.to(y.dtype)
+        y = y * self.gain * self.scale.to(y.dtype)
         if self.training:
             with torch.no_grad():
                 self.mean.lerp_(y.float().mean(0), 0.1)

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard._compat import (
+    address,
     before_optimizer_states,
     dtensor_like,
     has_step_hooks,
@@ -320,7 +321,7 @@ def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None)
                 if stepped is not None:
                     known, before = state[param], given.get(shard, {})
                     for name, value in stepped.items():
-                        if name not in before or before[name] is not value:
+                        if name not in before or before[name] is not value or _was_moved(known.get(name), value):
                             known[name] = _placed_as(param, value)
             torch.autograd.graph.increment_version([param for param, _ in swapped])
 
@@ -360,9 +361,9 @@ def _shard_of(param: nn.Parameter, swapped: list[tuple[Any, Tensor]]) -> Tensor:
 
 
 def _local_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `state`, of a parameter, with plain tensors for its shard, and those of them that are in `state` itself.
+    """Return `state`, of a parameter, with plain tensors for its shard, and those of them with the memory of `state`.
 
-    What a step does to the latter, it does to `state`.
+    What a step writes to the latter in place, it writes to `state`.
     """
     local, shared = dict[str, Any](), dict[str, Any]()
     for name, value in state.items():
@@ -372,10 +373,15 @@ def _local_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         own: Tensor = value._local_tensor
         if isinstance(own, OnDisk):  # another optimizer's, whose state dict was loaded
             own = own.fetch()
-        elif value.ndim:
-            shared[name] = own
-        local[name] = own if value.ndim else own.view(1)
+            local[name] = own if value.ndim else own.view(1)
+        else:
+            local[name] = shared[name] = own if value.ndim else own.view(1)
     return local, shared
+
+
+def _was_moved(known: Any, value: Any) -> bool:
+    """Return True if a step gave `value`, a view of the 0-dim `known`, other memory. With dims, they are one object."""
+    return isinstance(known, DTensor) and not known.ndim and address(value) != address(known._local_tensor)
 
 
 def _marked(value: Any) -> Any:
