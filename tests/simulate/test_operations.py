@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
 
 from fullshard import dry, fully_shard
 from fullshard.dry.flops import flops_of, has_formula
@@ -327,3 +328,16 @@ def test_a_prediction_has_the_seconds_of_unknown_operations():
     expected = Costs().launch_s
     assert found.unknown["aten._fft_c2c"] > expected
     assert found.unknown["aten._fft_c2c"] < found.step_s
+
+
+@pytest.mark.parametrize("name", ["addmm_", "addmv_", "addbmm_", "baddbmm_"])
+def test_a_product_in_place_has_the_formula_of_the_product(name: str) -> None:
+    assert has_formula(getattr(torch.ops.aten, name))
+
+
+def test_a_formula_that_is_registered_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    packet = torch.ops.aten._linalg_svd
+    assert is_unknown("aten._linalg_svd")
+    monkeypatch.setitem(flop_registry, packet, lambda *args, **kwargs: 7)
+    assert has_formula(packet)
+    assert not is_unknown("aten._linalg_svd")

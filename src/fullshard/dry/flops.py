@@ -40,7 +40,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     formula = _formula(packet)
     if formula is None:
         return 0
-    if packet in _FORMULAS:
+    if formula in _OWN:
         return int(formula(*args))
     key = (packet, *map(_shape_or_value, args), *kwargs, *map(_shape_or_value, kwargs.values()))
     try:
@@ -57,12 +57,21 @@ def has_formula(packet: Any) -> bool:
     return _formula(packet) is not None
 
 
-@cache
 def _formula(packet: Any) -> Callable[..., int] | None:
-    """Return the formula of an operation. It is identical if the operation writes to its first argument."""
-    counterpart = _ATTENTION_ON_CPU.get(packet, packet)
-    bare = getattr(_ATEN, packet.__name__.removesuffix("_"), None) if packet.__name__.endswith("mm_") else None
-    return _FORMULAS.get(counterpart) or flop_registry.get(counterpart) or flop_registry.get(bare)
+    """Return the formula of an operation. It is the same if the operation writes to its first argument."""
+    for known in _packets(packet):
+        formula = _FORMULAS.get(known) or flop_registry.get(known)
+        if formula is not None:
+            return formula
+    return None
+
+
+@cache
+def _packets(packet: Any) -> tuple[Any, ...]:
+    """Return the operations whose formula is that of `packet`."""
+    name = packet.__name__
+    bare = getattr(_ATEN, name.removesuffix("_"), None) if name.endswith(("mm_", "mv_")) else None
+    return (_ATTENTION_ON_CPU.get(packet, packet), *([bare] if bare is not None else []))
 
 
 def skipped_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
@@ -141,3 +150,4 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN.mkldnn_rnn_layer: lambda x, *others: _rnn(x, others[:2], 1),
     _ATEN.mkldnn_rnn_layer_backward: lambda x, *others: _rnn(x, others[:2], 2),
 }
+_OWN = frozenset(_FORMULAS.values())  # which take the arguments of the operation alone

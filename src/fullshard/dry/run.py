@@ -208,7 +208,7 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
     """
     name = type(model).__name__.removeprefix("FSDP")
     named = dict(batch) if isinstance(batch, Mapping) else {}
-    given = () if named else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    given = () if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     if (why := mismatch(model.forward, given, named)) is not None:
         raise ConfigError(
             f"{name}.forward does not take a batch of type {type(batch).__name__}: {why}. Tuples and lists are passed "

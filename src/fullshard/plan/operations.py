@@ -1,8 +1,8 @@
 """Operations of a call, counted as in a trace, and those whose time a trace does not determine.
 
 An operation with a formula for its FLOPs takes the time of its FLOPs or of its bytes. Most others compute little per
-byte: elementwise operations and reductions, which torch tags, and those in `_OF_MEMORY`. All that remain are *unknown*.
-They are timed by their bytes, too, which is too little if they compute much, as decompositions of matrices do.
+byte: elementwise operations and reductions, which torch tags, and those in `_OF_MEMORY`. All others are *unknown*.
+They are timed by their bytes too, which underestimates compute-heavy operations, such as decompositions of matrices.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ def counted(call: Callable[[], object]) -> list[Operation]:
     return list(tape.of(Operation))
 
 
-@cache
 def is_unknown(name: str) -> bool:
     """Return True if the bytes of an operation may not determine its time, and there is no formula for its FLOPs.
 
@@ -98,11 +97,18 @@ def is_unknown(name: str) -> bool:
     packet = getattr(torch.ops.aten, operator, None)
     if packet is None or namespace != "aten":
         return namespace not in _OF_LIBRARIES
-    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
-    if has_formula(packet) or torch.Tag.pointwise in tags or torch.Tag.reduction in tags:
+    if _is_of_memory(operator) or has_formula(packet):
         return False
     bare = operator.removeprefix("_foreach_").removesuffix("_")
-    return _OF_MEMORY.search(operator) is None and (bare == operator or is_unknown(f"aten.{bare}"))
+    return bare == operator or is_unknown(f"aten.{bare}")
+
+
+@cache
+def _is_of_memory(operator: str) -> bool:
+    """Return True if the bytes of an operation of torch determine its time, by its tags or its name."""
+    packet = getattr(torch.ops.aten, operator)
+    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
+    return bool(tags & {torch.Tag.pointwise, torch.Tag.reduction}) or _OF_MEMORY.search(operator) is not None
 
 
 def unknown_seconds(placed: Iterable[Placed]) -> dict[str, float]:
