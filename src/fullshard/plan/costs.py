@@ -40,8 +40,8 @@ _OPERATIONS_OF_A_TENSOR = 3
 """The host cost of the engine for each gather and reduction, and for each tensor that it sends, in operations: with
 hooks, views and marks.
 
-On the host of an H200, where an operation takes 40 us, steps of GPT-2 with units of one block and of four took 54.9 and
-42.5 ms (`benchmarks/one_gpu.py --parts eager`, the mean of two machines, whose rounds vary by 20 %). These constants
+On the host of an H200, where an operation takes 40 us, steps of GPT-2 with units of one block and of four took 55.2 and
+42.8 ms (`benchmarks/one_gpu.py --parts eager`, the mean of two machines, whose rounds vary by 20 %). These constants
 give 52.6 and 38.5 ms.
 """
 _REREAD = frozenset(("aten.native_layer_norm_backward",))
@@ -87,7 +87,7 @@ class Costs:
         slowdown: Relative increase of compute time during a collective: 0.1 is a tenth.
         host_s: to ask for an operation.
         host_collective_s: to ask for a collective, with the engine's own work around it.
-        host_tensor_s: more, for each tensor of a collective.
+        host_tensor_s: additional seconds for each tensor of a collective.
         host_mark_s: to set a mark, or to let a stream wait for one.
         segment_s: to ask the device for a segment of memory, or to give one back; assumed.
         host_memory_bytes_per_s: that the CPU reads and writes for this rank, while others of its host do so, too.

@@ -44,7 +44,7 @@ class Prediction:
         sent_bytes: The bytes that this rank passes to collectives per step.
         dtype: The dtype of most matrix products.
         turns: The turns of that step that change memory, as text, with the peak bytes of each.
-        unknown: The seconds of each operation that is timed by its bytes for want of a FLOP formula.
+        unknown: The seconds of each operation that is timed by its bytes because it has no FLOP formula.
     """
 
     hardware: Hardware

@@ -35,15 +35,19 @@ def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs]) -> dict[A
         costs.note_before(entry)
     second = next((place for place, entry in enumerate(step) if entry.origin.microbatch == 2), len(step))
     of_first, of_all = lay_out_parts((step[:second], step[second:]), costs)
-    found = _spent(of_all, costs) | {"flops": model_flops(step), "sent": _sent(step)}
+    found = _spent(of_all, costs) | _unknown(of_all) | {"flops": model_flops(step), "sent": _sent(step)}
     each = dict.fromkeys(found, 0.0)
     if second < len(step):
         again = _again(step, second)
         of_first = of_first if len(again) == second else lay_out(again, costs)
-        each = _spent(of_first, costs) | {"flops": found["flops"] / 2, "sent": _sent(step[:second])}
+        each |= _spent(of_first, costs) | _unknown(of_first)
+        each |= {"flops": found["flops"] / 2, "sent": _sent(step[:second])}
         each["step"] = of_first.end_of(COMPUTE)
-    unknown = {("unknown", name): seconds for name, seconds in unknown_seconds(of_all.placed).items()}
-    return {**found, **unknown, **{("each", name): seconds for name, seconds in each.items()}}
+    return {**found, **{("each", name): seconds for name, seconds in each.items()}}
+
+
+def _unknown(laid: Timeline) -> dict[Any, float]:
+    return {("unknown", name): seconds for name, seconds in unknown_seconds(laid.placed).items()}
 
 
 def _sent(entries: Sequence[Entry]) -> float:

@@ -50,7 +50,7 @@ class SketchFigures:
         flops: FLOPs of forward and backward per step and rank, without recomputation for checkpoints.
         sent_bytes: The bytes that a rank passes to collectives per step.
         flops_utilisation: `flops` as a share of the peak rate (MFU).
-        unknown: The share of the step of each operation that is timed by its bytes for want of a formula.
+        unknown: The share of the step of each operation that is timed by its bytes, because it has no FLOP formula.
     """
 
     candidate: Candidate
@@ -219,7 +219,9 @@ class Sketch:
             flops=times["flops"],
             sent_bytes=times["sent"],
             flops_utilisation=times["flops"] / times["step"] / rate,
-            unknown={key[1]: found[key] / found["step"] for key in found if key[0] == "unknown"},
+            unknown={
+                key[1]: (found[key] + more * found["each", key]) / times["step"] for key in found if key[0] == "unknown"
+            },
         )
 
     def needed_bytes(self, rows: int) -> float:
