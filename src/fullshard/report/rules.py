@@ -721,7 +721,9 @@ def large_logits(figures: RunFigures, rule: Rule) -> Finding | None:
     logits = run.output_nbytes
     if run.memory is None or not total or logits < _NOTABLE_LOGITS_NBYTES:
         return None
-    full = min(1.0, used[0] / used[1]) if used is not None and used[1] else 1.0
+    full = 1.0
+    if used is not None and used[1] and run.out_of_memory is None:
+        full = min(1.0, used[0] / used[1])
     if full < _SPARE:
         return None
     identical = [
