@@ -300,6 +300,7 @@ def run_trainer(text: str, subject: Subject, advice: Advice, cluster: Cluster, f
 
     from fullshard.integrations.transformers import Trainer
 
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # accelerate warns otherwise
     AcceleratorState._reset_state()
     GradientState._reset_state()
     names: dict[str, Any] = {}
