@@ -77,6 +77,7 @@ def _rnn(
     train: bool,
     bidirectional: bool,
     batch_first: bool = False,
+    *,
     batch_sizes: Sequence[int] = (),
 ) -> Any:
     """Return the output and the last states, as `torch.lstm` or `torch.gru` do."""
@@ -91,22 +92,11 @@ def _rnn(
     return (output, hy) if cx is None else (output, hy, cy)
 
 
-def _packed(
-    mode: int,
-    x: Tensor,
-    batch_sizes: Tensor,
-    state: Any,
-    weights: Sequence[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-) -> Any:
+def _packed(mode: int, x: Tensor, batch_sizes: Tensor, state: Any, *how: Any) -> Any:
     """Return the same for rows of several lengths. Fakes do not have their lengths: every step has all rows."""
     rows = (state[0] if isinstance(state, list | tuple) else state).shape[1]
     sizes = [rows] * batch_sizes.shape[0]
-    return _rnn(mode, x, state, weights, has_biases, layers, dropout, train, bidirectional, batch_sizes=sizes)
+    return _rnn(mode, x, state, *how, batch_sizes=sizes)
 
 
 def with_workspace(x: Tensor, result: Sequence[Tensor], hidden: int) -> Sequence[Tensor]:
