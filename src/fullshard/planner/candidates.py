@@ -223,9 +223,7 @@ class Program:
 
     def options(self, per_host: int) -> ShardOptions:
         """Return the options of the units."""
-        groups = (
-            self.strategy == "hpz"
-        )  # then the root is resharded too, as with `fully_shard(reshard_after_forward=8)`
+        groups = self.strategy == "hpz"  # the root is resharded too, as by `fully_shard(reshard_after_forward=8)`
         found = ShardOptions.of(
             "zero3" if groups else self.placements(per_host),
             reshard_after_forward=per_host if groups else None,
@@ -334,7 +332,9 @@ def sharded(model: nn.Module, program: Program, per_host: int) -> nn.Module:
 
 def checkpointed(units: Sequence[T], kept: str) -> Sequence[T]:
     """Return the units that are recomputed in backward."""
-    return () if kept == "none" else units[1::2] if kept == "every-2" else units
+    if kept == "none":
+        return ()
+    return units[1::2] if kept == "every-2" else units
 
 
 def _how(kept: str) -> dict[str, Any]:
