@@ -21,8 +21,9 @@ from transformers import LlamaForCausalLM
 
 from fullshard import ConfigError, MissingLibraryError, Offload, StateError, recording, required
 from fullshard.engine.registry import units_in
-from fullshard.integrations.accelerate import TESTED_ACCELERATE, Accelerator, ShardingPlugin
+from fullshard.integrations.accelerate import TESTED_ACCELERATE, Accelerator, ReportTracker, ShardingPlugin
 from fullshard.integrations.plugin import HONOURED, REFUSED
+from fullshard.report.reading import read_run
 from fullshard.testing import assert_same, run_ranks
 
 # transformers looks at storages by a name that torch is about to drop.
@@ -56,7 +57,9 @@ class Run:
             model, optimizer, loader, scheduler
         )
 
-    def train(self, start: int = 0, stop: int = 8, max_norm: float = 0.0, epoch: int = 0) -> list[float]:
+    def train(
+        self, start: int = 0, stop: int = 8, max_norm: float = 0.0, epoch: int = 0, *, logs: bool = False
+    ) -> list[float]:
         accelerator, losses = self.accelerator, []
         self.loader.set_epoch(epoch)
         for number, batch in enumerate(self.loader):
@@ -71,6 +74,8 @@ class Run:
                 self.scheduler.step()
                 self.optimizer.zero_grad()
             losses.append(accelerator.gather(loss.detach()).mean().item())
+            if logs:
+                accelerator.log({"loss": losses[-1], "step": number, "text": "no"}, step=100 + number)
         return losses
 
 
@@ -314,6 +319,38 @@ def test_every_way_of_setting_states_what_becomes_a_unit():
         assert found["environment's strategy"] == "zero2"
         assert found["ignored"] == ["model.embed_tokens.weight"]
         assert found["prefetch"] == {("post", 2)}
+
+
+def tracked(folder: str, order: str) -> tuple[list[float], list[float]]:
+    """Record a run with a tracker, and return its losses and those of a run without one."""
+    plain = Run(sharded()).train()
+    tracker = ReportTracker(Path(folder) / order)
+
+    def make(**options: Any) -> Any:
+        accelerator = sharded()(log_with=tracker, **options)
+        if order == "trackers first":
+            accelerator.init_trackers("run", {"lr": 1e-2})
+            assert tracker.report is None
+        return accelerator
+
+    run = Run(make)
+    if order == "models first":
+        assert tracker.report is None
+        run.accelerator.init_trackers("run", {"lr": 1e-2})
+    losses = run.train(logs=True)
+    tracker.finish()
+    return losses, plain
+
+
+@pytest.mark.parametrize("order", ["trackers first", "models first"])
+def test_a_tracker_records_what_the_loop_logs(order, tmp_path):
+    for losses, plain in run_ranks(2, tracked, str(tmp_path), order):
+        assert losses == plain
+    run = read_run(tmp_path / order)
+    assert len(run.ranks) == 2 and run.steps.tolist() == [3, 4]  # of two microbatches; the first two are not timed
+    assert run.settings == {"lr": "0.01"}
+    assert run.training["loss"].tolist() == [pytest.approx(losses[number]) for number in (5, 7)]
+    assert (tmp_path / order / "report.html").exists()
 
 
 class Plain(nn.Module):

@@ -114,6 +114,7 @@ DOCUMENTED = {
     ],
     "fullshard.integrations.accelerate": [
         "Accelerator",
+        "ReportTracker",
         "ShardingPlugin",
         "TESTED_ACCELERATE",
         "plugin_from_config_file",

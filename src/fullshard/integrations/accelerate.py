@@ -32,6 +32,7 @@ require("accelerate", TESTED_ACCELERATE, extra="accelerate")
 
 import accelerate  # noqa: E402  # once it is known to be there
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.tracking import GeneralTracker  # noqa: E402
 
 from fullshard import checkpoint  # noqa: E402
 from fullshard.checkpoint.contents import tied_names  # noqa: E402
@@ -46,12 +47,14 @@ from fullshard.integrations.plugin import (  # noqa: E402
     plugin_from_environment,
 )
 from fullshard.integrations.preparing import shard  # noqa: E402
+from fullshard.integrations.reporting import numbers_of  # noqa: E402
 from fullshard.integrations.waiting_weights import read_waiting  # noqa: E402
 from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_  # noqa: E402
 from fullshard.optim.rebinding import point_to_shards  # noqa: E402
+from fullshard.report.recording import RunReport, report  # noqa: E402
 from fullshard.state.state_dict import FullStateDictConfig, StateDictSettings, StateDictType, as_configured  # noqa: E402
 
-__all__ = ["TESTED_ACCELERATE", "Accelerator", "ShardingPlugin", "plugin_from_config_file"]
+__all__ = ["TESTED_ACCELERATE", "Accelerator", "ReportTracker", "ShardingPlugin", "plugin_from_config_file"]
 
 _COMPUTES_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _WHOLE_ON_FIRST_RANK = StateDictSettings(
@@ -76,6 +79,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
 
     sharding: ShardingPlugin | None  # how models are sharded; None for the methods of accelerate
     scaler: torch.amp.GradScaler | None
+    _starts_reports = False
     _leaves_models = False  # while saving a checkpoint whose models fullshard saves
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
@@ -115,6 +119,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         """Prepare like accelerate, but shard models in place, and make optimizers update the shards."""
         prepared = super().prepare(*args, **kwargs)
         if self.shards:
+            self._start_reports()
             for one in prepared if isinstance(prepared, tuple) else (prepared,):
                 if isinstance(one, AcceleratedOptimizer):
                     point_to_shards(one.optimizer)  # now, so that nothing keeps unsharded parameters alive
@@ -142,6 +147,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             _remember_names(model)
         # In evaluation mode accelerate does everything except wrapping the model.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
+        """See accelerate's `init_trackers`. A `ReportTracker` starts on each rank once a model is sharded, too."""
+        super().init_trackers(project_name, config, *args, **kwargs)  # on the first rank only
+        self._starts_reports = True
+        self._start_reports()
+
+    def _start_reports(self) -> None:
+        sharded = [model for model in map(self.unwrap_model, self._models) if is_unit(model)]
+        for tracker in self._report_trackers() if self._starts_reports and sharded else ():
+            tracker.start_report(sharded[0])
+
+    def _report_trackers(self) -> list[ReportTracker]:
+        return [tracker for tracker in self.log_with if isinstance(tracker, ReportTracker)]
+
+    def end_training(self) -> None:
+        """See accelerate's `end_training`. Reports end on each rank."""
+        for tracker in self._report_trackers():
+            tracker.finish()
+        super().end_training()
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -281,6 +306,60 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             self._optimizers, self._leaves_models = optimizers, False
             for handle in handles:
                 handle.remove()
+
+
+class ReportTracker(GeneralTracker):  # type: ignore[misc]  # it has no types
+    """Writes the page of a training run, with the values that the loop logs: see `fullshard.report`.
+
+        accelerator = Accelerator(log_with=ReportTracker("runs/mine"))
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        accelerator.init_trackers("mine", config)
+        ...
+        accelerator.log({"loss": loss})
+        accelerator.end_training()
+
+    It records the first model that is sharded. Without one, it does nothing.
+
+    Args:
+        path: The folder of the run.
+        first_step: The number of the first step. If it is above 1, an existing record is continued.
+    """
+
+    name = "fullshard"
+    requires_logging_directory = False
+
+    def __init__(self, path: str | os.PathLike[str], *, first_step: int = 1) -> None:
+        super().__init__()
+        self._path, self._first_step, self._settings = Path(path), first_step, dict[str, Any]()
+        self.report: RunReport | None = None
+
+    @property
+    def tracker(self) -> RunReport | None:
+        """The report; None before it starts."""
+        return self.report
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Show `values` as the settings of the run."""
+        self._settings.update(values)
+
+    def start_report(self, model: nn.Module) -> None:
+        """Start recording, unless it has started.
+
+        Args:
+            model: The sharded root.
+        """
+        if self.report is None:
+            self.report = report(model, self._path, settings=self._settings, first_step=self._first_step)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Add numbers to those of the current step. `step` is ignored: steps are counted by the optimizer."""
+        if self.report is not None:
+            self.report.log(step=None, **numbers_of(values))
+
+    def finish(self) -> None:
+        """Write the page."""
+        if self.report is not None:
+            self.report.close()
 
 
 def _check(given: dict[str, Any]) -> None:

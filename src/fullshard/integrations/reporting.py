@@ -13,9 +13,9 @@ _NAMES = {"grad_norm": "gradient_norm", "lr": "learning_rate", "train_loss": "lo
 
 
 def numbers_of(logged: Mapping[str, Any]) -> dict[str, float | Tensor]:
-    """Return the numbers and single-element tensors in `logged`, by name. No tensor is read."""
+    """Return the numbers and single-element tensors in `logged`, by name, without "step". No tensor is read."""
     return {
         _NAMES.get(name, name.replace("/", "_")): value
         for name, value in logged.items()
-        if (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float))
+        if name != "step" and (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float))
     }
