@@ -11,6 +11,7 @@ from fullshard.plan.memory import State
 from fullshard.report.run import (
     PARTS,
     Finding,
+    OperationTime,
     OutOfMemory,
     RankFacts,
     Run,
@@ -102,6 +103,7 @@ def made_run(
         shown_step=max(1, steps // 2),
         spans={rank: tuple(_spans(measured, parts[rank].mean(0), late_s * (rank == late))) for rank in range(ranks)},
         memory=_memory(units, float(step_s.mean())),
+        operations=_operations(units, prefix, float(step_s.mean())),
         held_bytes=(900 * MIB + chance.integers(0, 20 * MIB, (ranks, steps)) + leak_bytes * at[None]).astype(np.int64),
         shards=tuple(_shards(named, ranks)),
         counters={name: chance.normal(value, value / 20, (ranks, steps)) for name, value in counters.items()},
@@ -199,6 +201,9 @@ def hostile(run: Run) -> Run:
             largest=tuple(replace(item, what=HOSTILE) for item in run.memory.largest),
         ),
         shards=tuple(replace(shard, fqn=shard.fqn + HOSTILE, unit=shard.unit + HOSTILE) for shard in run.shards),
+        operations=tuple(
+            replace(item, module=HOSTILE, name=HOSTILE, inputs=HOSTILE, part=HOSTILE) for item in run.operations
+        ),
         what_ifs=tuple(replace(item, change=HOSTILE, command=HOSTILE) for item in run.what_ifs),
         training={HOSTILE: run.training["loss"], "loss": run.training["loss"]},
         strategy=HOSTILE,
@@ -217,6 +222,7 @@ def bare_run() -> Run:
         link_gb_s=None,
         spans={},
         memory=None,
+        operations=(),
         held_bytes=np.zeros((1, 0), dtype=np.int64),
         shards=(),
         training={},
@@ -263,6 +269,21 @@ def _spans(units: tuple[UnitTimes, ...], parts_s: np.ndarray, slower_s: float) -
                     stream="reduce", name="reduce_scatter", unit=unit.fqn, start_s=now, end_s=now + unit.reduce_s
                 )
     yield Span(stream="compute", name="optimizer", unit="", start_s=now, end_s=now + float(share["optimizer"]))
+
+
+def _operations(units: int, prefix: str, step_s: float) -> tuple[OperationTime, ...]:
+    return tuple(
+        OperationTime(
+            part=("forward", "backward")[at % 2],
+            unit=f"{prefix}layers.{at // 2 % units}",
+            module=f"{prefix}layers.{at // 2 % units}.up",
+            name=("addmm", "mm")[at % 2],
+            inputs="float32 [1024, 4096], float32 [4096, 1024]",
+            calls=1 + at % 3,
+            seconds=step_s / (20 + at),
+        )
+        for at in range(100)
+    )
 
 
 def _largest() -> tuple[TensorHeld, ...]:

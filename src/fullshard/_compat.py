@@ -67,6 +67,7 @@ __all__ = [
     "below_autograd",
     "comm_hook_dtypes",
     "copyable_fakes",
+    "current_autograd_node",
     "data_dependent_errors",
     "default_store",
     "dtensor_like",
@@ -152,6 +153,11 @@ def in_backward() -> bool:
 def backward_number() -> int:
     """Return the number of the backward pass that autograd is executing on this thread; -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def current_autograd_node() -> Any:
+    """Return the node that autograd is executing on this thread; None outside of backward passes."""
+    return torch._C._current_autograd_node()
 
 
 def comm_hook_dtypes() -> dict[Callable[..., Any], torch.dtype | None]:

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -500,6 +500,8 @@ def test_exported_numbers_are_those_of_the_run(tmp_path: Path, monkeypatch: pyte
         np.testing.assert_array_equal([float(row[f"{part}_s"] or "nan") for part in PARTS], parts)
         assert row["CPU of the host"] == ("" if np.isnan(host) else "3.5")
     assert [row["fqn"] for row in rows_of(folder / "units.csv")] == [unit.fqn for unit in run.units]
+    for row, operation in zip(rows_of(folder / "operations.csv"), run.operations, strict=True):
+        assert {name: type(getattr(operation, name))(value) for name, value in row.items()} == asdict(operation)
     assert [float(row["lost"]) for row in rows_of(folder / "causes.csv")] == [item.lost for item in find_causes(run)]
     training = rows_of(folder / "training.csv")
     assert {name: [float(row[name]) for row in training] for name in run.training} == {

@@ -121,6 +121,7 @@ ROOMS: dict[str, list[str] | None] = {
         "usage",
         "counters",
         "steps",
+        "operations",
         "memory_watch",
         "running_out",
         "facts",

@@ -66,6 +66,9 @@ class Accelerator:
         """Like `mark_here`, but return a stamp."""
         return None
 
+    def keep_busy(self, seconds: float) -> None:
+        """Make the current stream wait for about that long, if it is one and the device can do so."""
+
     def end_pass(self) -> None:
         """Record that a forward or a backward has ended, after which the capture of a graph may end."""
 
@@ -112,6 +115,9 @@ class Accelerator:
         return share_of_host(ranks)
 
 
+_CYCLES_PER_S = 1.5e9  # of a GPU's clock, or more: a wait may be shorter
+
+
 class StreamAccelerator(Accelerator):
     """An accelerator with streams and events, through torch's interface."""
 
@@ -136,6 +142,12 @@ class StreamAccelerator(Accelerator):
 
     def stamp_here(self) -> Stamp | None:
         return None if self.is_capturing else stamp_on(torch.accelerator.current_stream(self._device.index))
+
+    def keep_busy(self, seconds: float) -> None:
+        """See `Accelerator.keep_busy`. CUDA and ROCm have a kernel that waits for a number of clock cycles."""
+        sleep = getattr(torch.get_device_module(self._device), "_sleep", None)
+        if sleep is not None and not self.is_capturing:
+            sleep(round(seconds * _CYCLES_PER_S))
 
     def end_pass(self) -> None:
         """See `Accelerator.end_pass`. A graph cannot end before compute has waited for all streams that are part of it.

@@ -27,6 +27,7 @@ def export(run: Run, findings: Sequence[Finding], folder: Path) -> list[Path]:
                         `waited_for_s`, `busy_s`, `held_bytes`, and the hardware counters by name
         training.csv    a row for each step: `step`, and what the loop has reported, such as `loss`
         units.csv       a row for each unit: the fields of `UnitTimes`
+        operations.csv  a row for each of the slowest operations of one step: the fields of `OperationTime`
         causes.csv      a row for each cause of lost time or memory: the fields of `Finding`
 
     Args:
@@ -39,6 +40,7 @@ def export(run: Run, findings: Sequence[Finding], folder: Path) -> list[Path]:
         "steps.csv": _steps(run),
         "training.csv": _training(run),
         "units.csv": (asdict(unit) for unit in run.units),
+        "operations.csv": (asdict(operation) for operation in run.operations),
         "causes.csv": (asdict(finding) for finding in findings),
     }
     paths = []

@@ -195,6 +195,17 @@ def _is_memory(line: Any) -> bool:
     )(line)
 
 
+def _is_operation(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == len(_OPERATION)
+        and all(check(item) for check, item in zip(_OPERATION, value, strict=True))
+    )
+
+
+_OPERATION = (_is_text, _is_text, _is_text, _is_text, _is_text, _is_count, _is_number)
+
+
 _LINES: Mapping[str, _Check] = {
     "start": _is_start,
     "model": _is_model,
@@ -214,6 +225,7 @@ _LINES: Mapping[str, _Check] = {
     "units": _is_units,
     "spans": _is_spans,
     "memory": _is_memory,
+    "operations": _fields({"n": _is_count, "v": _list(_is_operation)}, closed=False),
     "what_ifs": _fields(
         {
             "v": _list(

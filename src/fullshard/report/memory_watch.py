@@ -1,7 +1,7 @@
 """Memory over one real step, by state: from the engine for its own memory, and by operation for the rest.
 
-A dispatch mode observes the step. It runs every operation unchanged and inspects the results. This takes a few
-microseconds per operation, so it is done in one step of one rank, whose times do not count.
+A dispatch mode observes the step. It runs every operation unchanged, measures its time and inspects the results. This
+takes some ten microseconds per operation, so it is done in one step of one rank, which is not timed as a whole.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard._compat import innermost_dispatch_mode, is_wrapper_type, local_tensor
+from fullshard.device.accelerator import Accelerator
 from fullshard.disk.tensors import OnDisk
 from fullshard.dry.storages import Storages
 from fullshard.engine.nested import tensors_in
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.plan.memory import State, memory_holders, memory_turns
+from fullshard.report.operations import OperationTimes, tensor_text
 from fullshard.tape.recorder import Event, Phase, Recorder
 from fullshard.tape.tape import Allocation, Free, Operation, Tape
 
@@ -66,9 +68,16 @@ class MemoryWatch(TorchDispatchMode):
         model: The root.
         optimizers: The optimizers of the model.
         recorder: The recorder of the engine, which knows the current origin.
+        accelerator: The device that computes.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], recorder: Recorder) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        recorder: Recorder,
+        accelerator: Accelerator,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._tape = _TimedTape()
@@ -76,16 +85,21 @@ class MemoryWatch(TorchDispatchMode):
         self._units = {unit.name: unit for unit in units_in(model)}
         self._slots: dict[tuple[str, int], int] = {}
         self._base = list(held_between_steps(model, optimizers))
+        self._made: dict[int, tuple[str, str]] = {}  # by storage: the operation that allocated it, with its result
         self._is_on = False
+        self.operations = OperationTimes(model, accelerator)
         self.questions: dict[str, tuple[int, float]] = {}  # by site: number of host waits and total seconds
 
     def start(self) -> None:
         """Start observing. Do not call it within a context that ends before `stop()` is called."""
         self._is_on = self._recorder.follows_memory = True
+        self.operations.start()
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> bool:
         """Stop observing. Return False if a mode entered later is still active: call it again afterwards."""
+        if self._is_on:
+            self.operations.stop()
         self._is_on = self._recorder.follows_memory = False
         if innermost_dispatch_mode() is not self:
             return False
@@ -97,15 +111,21 @@ class MemoryWatch(TorchDispatchMode):
         """Run the operation and record the memory that it allocates."""
         if any(map(is_wrapper_type, types)):
             return NotImplemented
-        start = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
-        if self._is_on and func._opname == "_local_scalar_dense":
+        kwargs = kwargs or {}
+        if not self._is_on:
+            return func(*args, **kwargs)
+        if func._opname == "_local_scalar_dense":
+            self.operations.finish()
+            start = time.perf_counter()
+            result = func(*args, **kwargs)
             self._note_question(time.perf_counter() - start)
-        elif self._is_on and not (func.is_view or func.namespace != "aten" or func._opname in _NO_MEMORY):
-            self._note(args, kwargs, result)
+            return result
+        result = self.operations.run(func, args, kwargs, self._recorder.origin)
+        if not (func.is_view or func.namespace != "aten" or func._opname in _NO_MEMORY):
+            self._note(func, args, kwargs, result)
         return result
 
-    def _note(self, args: Any, kwargs: Any, result: Any) -> None:
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         tape, storages = self._tape, self._storages
         tape.origin, tape.purpose = self._recorder.origin, self._recorder.purpose
         given = tensors_in((args, kwargs))
@@ -117,6 +137,9 @@ class MemoryWatch(TorchDispatchMode):
             storage = made.untyped_storage()
             if storage._cdata not in there and not storages.is_known(made):
                 storages.note_allocated(storage, "compute")
+                module = self.operations.module or tape.origin.unit or "the root"
+                name = str(func.overloadpacket).removeprefix("aten.")
+                self._made[storages.access(made).storage] = f"{name} in {module}", tensor_text(made)
 
     def _note_question(self, seconds: float) -> None:
         """Record that the program has waited for a value."""
@@ -154,7 +177,7 @@ class MemoryWatch(TorchDispatchMode):
             Held(
                 nbytes=round(item.own_nbytes),
                 state=_OF_STEP.get(state, state).value,
-                what=f"{item.purpose or item.origin.phase.value} of {item.origin.unit or 'the root'}",
+                what=self._what(item),
             )
             for item, state in memory_holders(self._tape, turns[peak].entry)
         ]
@@ -173,6 +196,12 @@ class MemoryWatch(TorchDispatchMode):
             largest=sorted([*self._base, *at_peak], key=lambda item: -item.nbytes)[:_SHOWN],
             predicted=None if expected is None else [expected[i] for i in shown],
         )
+
+    def _what(self, held: Allocation) -> str:
+        if held.purpose or held.storage not in self._made:
+            return f"{held.purpose or held.origin.phase.value} of {held.origin.unit or 'the root'}"
+        name, tensor = self._made[held.storage]
+        return f"{held.origin.phase.value}: {name}, {tensor}"
 
 
 _OF_STEP = {State.PARAMETERS: State.TEMPORARIES}  # created within a step and kept: the next batch
@@ -219,8 +248,7 @@ def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
             for key, item in state.items():
                 local = local_tensor(item) if isinstance(item, Tensor) else None
                 if local is not None and not isinstance(local, OnDisk) and local.nbytes:
-                    dtype = str(local.dtype).removeprefix("torch.")
-                    what = f"{key} of {names.get(id(param), 'a parameter')}, {dtype} {list(local.shape)}"
+                    what = f"{key} of {names.get(id(param), 'a parameter')}, {tensor_text(local)}"
                     yield Held(nbytes=local.nbytes, state=State.OPTIMIZER.value, what=what)
 
 

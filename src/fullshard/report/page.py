@@ -19,7 +19,7 @@ __all__ = ["DATA", "PAGE", "TRACE", "write"]
 PAGE, DATA, TRACE = "report.html", "report.json", "trace.json.gz"
 
 _CHARTED_UNITS = 14
-_LISTED_UNITS, _LISTED_RANKS = 15, 12
+_LISTED_UNITS, _LISTED_RANKS, _LISTED_OPERATIONS = 15, 12, 15
 
 
 def write(run: Run, findings: Sequence[Finding], folder: Path, *, against: Run | None = None) -> Path:
@@ -50,7 +50,7 @@ def write(run: Run, findings: Sequence[Finding], folder: Path, *, against: Run |
 
 
 def _page(known: Mapping[str, Any]) -> str:
-    listed = {"listed_units": _LISTED_UNITS, "listed_ranks": _LISTED_RANKS}
+    listed = {"listed_units": _LISTED_UNITS, "listed_ranks": _LISTED_RANKS, "listed_operations": _LISTED_OPERATIONS}
     return framed("page.html", {**known, **listed}, _drawn(known))
 
 

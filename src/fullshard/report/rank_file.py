@@ -10,6 +10,7 @@
 | `units` | totals of each unit's collectives since the third step: the last such line counts |
 | `spans` | what the streams did in one step: at steps whose number is a power of two |
 | `memory` | the step whose memory was observed, by the first rank |
+| `operations` | the slowest operations of that step, with their times |
 | `what_ifs` | the simulated gains of other settings |
 | `out_of_memory` | the holders of memory when it was exhausted, or nearly |
 | `end` | the recording was closed |

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fullshard.report.run import (
     COUNTERS,
     PARTS,
     HostWait,
+    OperationTime,
     OutOfMemory,
     RankFacts,
     Run,
@@ -37,6 +38,7 @@ from fullshard.report.steps import WATCHED_STEP, UnitCounts
 __all__ = ["DROPPED", "is_recorded", "read_run"]
 
 _NAMES = {"tokens_per_s": "tokens/s", "mfu": "MFU"}  # names that loops log; for others, underscores become spaces
+_OPERATION = tuple(item.name for item in fields(OperationTime))
 _WAITS = {"gradient norm": "clipping"}
 
 
@@ -54,6 +56,7 @@ class _RankLog:
     model: dict[str, Any] = field(default_factory=dict)
     units: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
+    operations: dict[str, Any] = field(default_factory=dict)
     out_of_memory: dict[str, Any] = field(default_factory=dict)
     what_ifs: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -75,7 +78,7 @@ class _RankLog:
                 rank.counters[line["n"]] = line["v"]
             elif kind == "spans":
                 rank.spans[line["n"]] = line["line"]
-            elif kind in ("start", "model", "units", "memory", "out_of_memory", "what_ifs"):
+            elif kind in ("start", "model", "units", "memory", "operations", "out_of_memory", "what_ifs"):
                 setattr(rank, kind, line)
             if kind == "start":
                 rank.untimed |= {line["first_step"] + nth for nth in range(WATCHED_STEP)}
@@ -129,6 +132,9 @@ def read_run(folder: Path) -> Run:
         starved_s=None if np.isnan(starved_s).all() else starved_s,
         output_nbytes=first.model.get("output_nbytes", 0),
         host_waits=_host_waits(ranks),
+        operations=tuple(
+            OperationTime(**dict(zip(_OPERATION, row, strict=True))) for row in first.operations.get("v", ())
+        ),
         what_ifs=tuple(WhatIf(**item) for item in first.what_ifs.get("v", ())),
         out_of_memory=next((_out_of_memory(rank.out_of_memory) for rank in ranks if rank.out_of_memory), None),
         reports_input=first.units.get("reports_input", True),
@@ -291,6 +297,10 @@ def _host_waits(ranks: Sequence[_RankLog]) -> tuple[HostWait, ...]:
         for name, each_sum in sums.items()
     ]
     return tuple(sorted(found, key=lambda item: -item.waited_s))
+
+
+def _operation(row: Sequence[Any]) -> OperationTime:
+    return OperationTime(**dict(zip(_OPERATION, row, strict=True)))
 
 
 def _memory(rank: _RankLog, step_s: NDArray[np.float64]) -> StepMemory | None:

@@ -311,7 +311,7 @@ class RunReport:
 
     def _before_step(self, number: int) -> None:
         if number - self._first_step + 1 == WATCHED_STEP and self._rank == 0 and can_be_watched(self._model):
-            self._watch = MemoryWatch(self._model, self._optimizers, self._steps)
+            self._watch = MemoryWatch(self._model, self._optimizers, self._steps, accelerator_for(self._device))
             self._watch.start()
 
     def _after_step(self, step: StepTaken) -> None:
@@ -463,6 +463,7 @@ class RunReport:
         watched = watch.watched(self._predicted)
         if watched is not None:
             self._file.add("memory", questions=watch.questions, **asdict(watched))
+        self._file.add("operations", n=self._first_step + WATCHED_STEP - 1, v=watch.operations.rows())
 
     def _await_others(self) -> None:
         """Wait a limited time for the last lines of other ranks."""

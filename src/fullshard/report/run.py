@@ -17,6 +17,7 @@ __all__ = [
     "PARTS",
     "Finding",
     "HostWait",
+    "OperationTime",
     "OutOfMemory",
     "RankFacts",
     "Run",
@@ -109,6 +110,19 @@ class Span:
     unit: str  # FQN
     start_s: float
     end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationTime:
+    """Equal operations of one step of the first rank: the same module, name and shapes."""
+
+    part: str  # "forward", "backward", "forward again" or "optimizer"
+    unit: str  # FQN
+    module: str  # FQN; empty if it is unknown
+    name: str  # such as "addmm"
+    inputs: str  # dtypes and shapes of its first tensors
+    calls: int
+    seconds: float  # of all calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +243,7 @@ class Run:
     starved_s: NDArray[np.float64] | None = None  # time ready to run but without a core; (ranks, steps)
     output_nbytes: int = 0  # bytes returned by the root's forward: mostly logits
     host_waits: tuple[HostWait, ...] = ()
+    operations: tuple[OperationTime, ...] = ()  # of one step, the slowest first
     tiers: tuple[TierBytes, ...] = ()  # the device first; empty without offloading
     reports_input: bool = True  # whether the loop tells input from its other code
     links_gb_s: tuple[float, ...] = ()  # like `link_gb_s`, by rank: from the previous rank

@@ -69,6 +69,7 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
         ],
         "timeline": _timeline(run),
         "units": _units(run),
+        "operations": [asdict(operation) for operation in run.operations],
         "memory": memory_curve(run.memory),
         "held": _held(run),
         "tiers": _tiers(run.tiers),
