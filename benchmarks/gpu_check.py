@@ -21,6 +21,7 @@ threads         ranks as threads: losses compared with the plain loop
 By name only (`make gpu-check ARGS="--parts offload"`), and not run on any GPU so far:
 
 offload         `offload_to_cpu.py`: the optimizer's state on the CPU, with clipping, by fraction
+report          `report_overhead.py`: steps with and without a recording
 """
 
 from __future__ import annotations
@@ -112,9 +113,16 @@ def parts(*, dry: bool) -> list[Part]:
 
 def optional_parts() -> list[Part]:
     """Return the parts that run by name only, because ten minutes are too short for them."""
-    script = str(ROOT / "benchmarks" / "offload_to_cpu.py")
-    claim = "with all states on the CPU, and clipping, a step takes 1.2 of one without at most"
-    return [Part("offload", claim, (script, "--part", "gpu"), 300)]
+    offload, report = (str(ROOT / "benchmarks" / name) for name in ("offload_to_cpu.py", "report_overhead.py"))
+    return [
+        Part(
+            "offload",
+            "with all states on the CPU, and clipping, a step takes 1.2 of one without at most",
+            (offload, "--part", "gpu"),
+            300,
+        ),
+        Part("report", "recording takes at most 1 % of a step", (report, "--device", "cuda"), 120),
+    ]
 
 
 def run_part(part: Part, limit_s: float) -> Result:

@@ -28,7 +28,7 @@ import fullshard
 from fullshard import fully_shard, recording
 from fullshard.cli.report import run as report_command
 from fullshard.device.accelerator import Accelerator
-from fullshard.device.streams import STREAMS, Stream, Streams
+from fullshard.device.streams import STREAMS, Stream, Streams, reuse_stamps, stamp_on
 from fullshard.plan.ledger import measure_ledger
 from fullshard.plan.memory import State
 from fullshard.report import counters as counters_module
@@ -170,14 +170,18 @@ class Stamped:
 
     at: float
     stream: "LaggingStream"
+    is_reused: bool = False
 
     def query(self) -> bool:
+        assert not self.is_reused
         return self.stream.reached >= self.at
 
     def synchronize(self) -> None:
+        assert not self.is_reused
         self.stream.reached = max(self.stream.reached, self.at)
 
     def elapsed_time(self, other: "Stamped") -> float:
+        assert not self.is_reused
         assert other.query(), "no stream is waited for"
         return 1e3 * (other.at - self.at)
 
@@ -194,7 +198,15 @@ class LaggingStream(Stream):
         return Stamped(2 * self._clock.now, self)
 
 
-def test_where_streams_lag_the_times_are_their_own_and_read_when_they_are_there(clock):
+def test_where_streams_lag_the_times_are_their_own_and_read_when_they_are_there(clock, monkeypatch):
+    reused: list[Stamped] = []
+
+    def reuse(stamps: Iterator[Stamped]) -> None:
+        for stamp in stamps:
+            stamp.is_reused = True
+            reused.append(stamp)
+
+    monkeypatch.setattr(steps_module, "reuse_stamps", reuse)
     accelerator = Accelerator()
     accelerator.has_streams = True
     streams = Streams(*[LaggingStream(name, clock) for name in STREAMS])
@@ -202,7 +214,7 @@ def test_where_streams_lag_the_times_are_their_own_and_read_when_they_are_there(
     taken: list[StepTaken] = []
     record = recorder(taken, accelerator)
     streams.compute.reached = 0.0  # and the others are there already
-    for _ in range(2):
+    for _ in range(3):
         turn(record, clock, 1.0, FORWARD)
         event = record.add(Event("all_gather", Origin("a", FORWARD), "gather", start=clock.now, sent_bytes=8))
         event.began = streams.gather.stamp()
@@ -217,12 +229,24 @@ def test_where_streams_lag_the_times_are_their_own_and_read_when_they_are_there(
         turn(record, clock, 0.25, IDLE)
     assert not taken
     record.finish()  # which waits
-    assert len(taken) == 2
+    assert len(taken) == 3
+    assert len(reused) == 3 * 8, "a step begins with the stamp of the one before, and ends with that of the next"
     for step in taken:  # streams take twice as long as the program
         expected = dict.fromkeys(PARTS, 0.0) | {"input": 2.0, "forward": 3.0, "gather": 0.5, "backward": 4.0}
         assert step.parts_s == pytest.approx(expected | {"optimizer": 0.5})
         assert (step.units["a"].gather_s, step.units["a"].gather_exposed_s) == pytest.approx((2.0, 0.5))
         assert step.usage.busy_s == pytest.approx(7.5)
+
+
+def test_stamps_that_nobody_reads_are_recorded_again():
+    recorded: list[torch.Event] = []
+    stream = SimpleNamespace(device=torch.device("cpu"), record_event=recorded.append)
+    reuse_stamps([])
+    first, second = stamp_on(stream), stamp_on(stream)
+    reuse_stamps([first, None, second, first])
+    assert {id(stamp_on(stream)), id(stamp_on(stream))} == {id(first), id(second)}
+    assert stamp_on(stream) not in (first, second)
+    assert len(recorded) == 5
 
 
 def test_several_optimizers_make_one_step_and_steps_within_backward_end_with_it(clock):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from fullshard.device.accelerator import Accelerator
-from fullshard.device.streams import Stamp
+from fullshard.device.streams import Stamp, reuse_stamps
 from fullshard.report.run import PARTS
 from fullshard.report.usage import Usage
 from fullshard.tape.recorder import Event, Origin, Phase, Recorder
@@ -253,7 +253,21 @@ class StepRecorder(Recorder):
                 if len(self._unread) > _MOST_UNREAD:
                     self._unread.popleft()
                 return
-            self._done(_read(self._unread.popleft(), self._accelerator.has_streams))
+            self._unread.popleft()
+            taken = _read(unread, self._accelerator.has_streams)
+            if last is not None:
+                reuse_stamps(_stamps(unread))
+            self._done(taken)
+
+
+def _stamps(step: _Unread) -> Iterator[Stamp | None]:
+    """Yield the stamps of a step, except for the last one, with which the next step begins."""
+    for turn in step.turns[:-1]:
+        yield turn.stamp
+    for event in step.events:
+        if event.end is not None:
+            yield event.began
+            yield event.ended
 
 
 # -- from turns and events to parts -----------------------------------------------------------------------------------
