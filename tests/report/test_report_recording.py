@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from fullshard.report.rank_file import RankFile, lines_in, path_of
 from fullshard.report.reading import DROPPED, read_run
 from fullshard.report.run import COUNTERS, PARTS, Run
 from fullshard.report.shown import shown as as_shown
-from fullshard.report.steps import PAUSE, StepRecorder, StepTaken
+from fullshard.report.steps import PAUSE, Piece, StepRecorder, StepTaken, UnitCounts, is_kept_whole
 from fullshard.report.usage import Usage
 from fullshard.tape.recorder import Event, Origin, Phase, Recorder
 
@@ -586,6 +587,68 @@ def test_lines_of_steps_grow_with_the_logarithm_of_their_number(monkeypatch, tmp
     run = run_alone(one)
     assert run.steps.tolist() == [*range(3, 9), *range(10, 26, 2), *range(28, 60, 4), 60][: len(run.steps)]
     assert len([line for line in lines_in(path_of(tmp_path, 0)) if line["kind"] == "step"]) <= 25
+
+
+def test_what_is_logged_in_the_steps_of_a_line_is_its_mean(monkeypatch, tmp_path):
+    """Of some values in each step, of others in few. Neither the file nor the memory grows with each."""
+    monkeypatch.setattr(recording_module, "_LINES", 8)
+
+    def one() -> Run:
+        model = chain(fully_shard)
+        optimizer = sgd(model)
+        with fullshard.report(model, tmp_path) as report:
+            for number in range(1, 61):
+                model(inputs(number)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                report.log(loss=number, **({"score": number} if number % 7 == 0 else {}))
+        assert not report._reported and not report._told
+        return read_run(tmp_path)
+
+    run = run_alone(one)
+    assert len([line for line in lines_in(path_of(tmp_path, 0)) if line["kind"] == "told"]) <= 26
+    for start, stop, loss, score in zip(
+        [2, *run.steps], run.steps, *map(run.training.get, ("loss", "score")), strict=False
+    ):
+        covered = range(start + 1, stop + 1)
+        assert loss == np.mean(covered)
+        scores = [number for number in covered if number % 7 == 0]
+        assert score == np.mean(scores) if scores else np.isnan(score)
+
+
+def test_the_memory_of_a_recording_does_not_grow_with_its_steps(monkeypatch, tmp_path):
+    """Lines cover up to 32 steps, as those of a run of 100,000 steps do."""
+    monkeypatch.setattr(recording_module, "_LINES", 512)
+
+    def one() -> tuple[int, int, int]:
+        report, held = fullshard.report(chain(fully_shard), tmp_path), []
+        units = {unit: UnitCounts(gathers=2, gather_s=0.01) for unit in ("0", "1", "2")}
+        spans = [Piece("compute", "forward", "0", 0.0, 1.0)] * 100
+        tracemalloc.start()
+        for number in range(1, 16_001):
+            parts = dict.fromkeys(PARTS, 0.001)
+            step = StepTaken(
+                number=number,
+                step_s=0.008,
+                parts_s=parts,
+                host_waits={"clipping": (1, 0.001)},
+                usage=Usage(0.0, 0.0, 7),
+                work=1.0,
+                best_bytes_per_s=1.0,
+                units=units,
+                pieces=spans if is_kept_whole(number) else [],
+            )
+            report.log(number, loss=1.0)
+            report._after_step(step)
+            if number in (4_000, 16_000):
+                held.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        report.close(draws=False)
+        return held[0], held[1], path_of(tmp_path, 0).stat().st_size
+
+    before, after, nbytes = run_alone(one)
+    assert after - before < 30_000, (before, after)
+    assert nbytes < 600_000
 
 
 def run_alone(function: Any) -> Any:

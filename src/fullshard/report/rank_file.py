@@ -5,7 +5,7 @@
 | `start` | the rank, its host and device, the facts of the run; repeated if a run is resumed |
 | `model` | the units, and how parameters are sharded: once their names are known, by the first rank |
 | `step` | a step: its parts, busy and starved seconds, bytes held, work |
-| `told` | what the loop logs of a step: loss and the like |
+| `told` | what the loop logs of a step: loss and the like; the mean if a line covers several steps |
 | `counters` | hardware counters after a step, about once per second, in the order of `COUNTERS` |
 | `units` | totals of each unit's collectives since the third step: the last such line counts |
 | `spans` | what the streams did in one step: at steps whose number is a power of two |

@@ -134,6 +134,7 @@ class RunReport:
         self._lines, self._group_size = 0, 1
         self._output_nbytes = 0
         self._reported: dict[int, dict[str, float | Tensor]] = {}  # by step: not read yet
+        self._told: dict[str, list[float]] = {}  # what the loop has logged for the steps of the next line
         self._is_open = True
         self._guard = MemoryGuard(model, self._optimizers, self._device)
         self._file = RankFile(path_of(path, self._rank), goes_on=first_step > 1)
@@ -376,7 +377,11 @@ class RunReport:
 
     def _report(self, step: int, reported: Mapping[str, float | Tensor]) -> None:
         numbers = {name: float(value) for name, value in reported.items()}
-        self._file.add("told", n=step, v=finite(numbers))
+        if self._group_size == 1:
+            self._file.add("told", n=step, v=finite(numbers))
+        else:
+            for name, value in numbers.items():
+                self._told.setdefault(name, []).append(value)
         if self._destination is not None:
             self._destination.write(step, numbers)
 
@@ -395,6 +400,10 @@ class RunReport:
             h=max(item.usage.held for item in group),
             w=sum(item.work for item in group) / of,
         )
+        if self._told:
+            means = {name: sum(values) / len(values) for name, values in self._told.items()}
+            self._file.add("told", n=group[-1].number, v=finite(means))
+            self._told.clear()
         self._lines += 1
         if self._lines % _LINES == 0:
             self._group_size *= 2
