@@ -72,7 +72,7 @@ __all__ = [
     "default_store",
     "dtensor_like",
     "dtensors_like",
-    "explain_versions",
+    "explain_backwards",
     "fake_store",
     "fake_tensors",
     "finished_work",
@@ -503,7 +503,7 @@ def break_connections(connections: Any, peers: Sequence[int], tag: int) -> None:
     """
     for peer in peers:
         with suppress(RuntimeError):
-            connections.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
+            connections.recv([torch.empty(1, device="cpu")], peer, tag).wait(timedelta(milliseconds=1))
 
 
 def default_store() -> dist.Store:
@@ -619,18 +619,27 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._
 _VERSION = re.compile(r"modified by an inplace operation.*is at version (\d+)", re.DOTALL)
 
 
-def explain_versions(explain: Callable[[int], Exception | None]) -> None:
+def explain_backwards(
+    explain: Callable[[int], Exception | None],
+    refuse_unreached: Callable[[Sequence[Any], Sequence[Any]], None],
+) -> None:
     """Call `explain` for every error of a backward that found a saved tensor at another version.
 
-    `explain` gets the version and returns the error to raise, or None to keep torch's.
+    Args:
+        explain: gets the version and returns the error to raise, or None to keep torch's.
+        refuse_unreached: gets the inputs of `autograd.grad` or `backward(inputs=...)`, and those without a gradient.
     """
     run = torch.autograd.graph._engine_run_backward
 
     @wraps(run)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
+        inputs: Sequence[Any] = args[4] if len(args) > 4 else ()
+        before = [(given.grad, given.grad._version) if _has_grad(given) else None for given in inputs]
         try:
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
         except RuntimeError as error:
+            if inputs and "appears to not have been used in the graph" in str(error):
+                refuse_unreached(inputs, inputs)
             found = _VERSION.search(str(error))
             explained = None if found is None else explain(int(found[1]))
             if explained is None:
@@ -639,9 +648,26 @@ def explain_versions(explain: Callable[[int], Exception | None]) -> None:
                 raise explained from error
             finally:
                 explained = None  # or the error and this frame were a cycle, which would keep the graph in memory
+        if inputs and kwargs.get("accumulate_grad"):
+            missed = [given for given, grad in zip(inputs, before, strict=True) if _is_still(given, grad)]
+            refuse_unreached(inputs, missed)
+        elif inputs:
+            refuse_unreached(inputs, [given for given, grad in zip(inputs, result, strict=True) if grad is None])
+        return result
 
     torch.autograd.graph._engine_run_backward = run_backward
     torch.autograd._engine_run_backward = run_backward  # where it was imported to
+
+
+def _has_grad(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_leaf and tensor.grad is not None
+
+
+def _is_still(tensor: Any, before: tuple[Tensor, int] | None) -> bool:
+    """Return True if `tensor` has the gradient `before`, with the version it had."""
+    if before is None:
+        return not _has_grad(tensor)
+    return tensor.grad is before[0] and before[0]._version == before[1]
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -323,6 +323,11 @@ class FSDPModule:
         module.__init__(*args, **kwargs)  # Python does so for instances of `cls` only
         return module
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Skip the `__init_subclass__` of the module's class for the class of sharded modules."""
+        if PLAIN_CLASS not in cls.__dict__:
+            super().__init_subclass__(**kwargs)
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard the unit's parameters now, until `reshard` or the module's next forward frees them.
 
@@ -794,7 +799,7 @@ def _gain_methods(module: nn.Module) -> None:
             **checked_methods(cast(Any, cls)),
         }
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
-    module.__class__ = _classes[cls]
+    object.__setattr__(module, "__class__", _classes[cls])  # whatever its own __setattr__ accepts
 
 
 def _module(mixed: FSDPModule) -> nn.Module:

@@ -113,7 +113,7 @@ def _mark(modules: Iterable[nn.Module]) -> None:
     token.
     """
     for module in modules:
-        module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
+        vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # whatever __setattr__ accepts
 
 
 def _place(
@@ -214,6 +214,17 @@ def _check(modules: Sequence[nn.Module]) -> None:
                 f"{type(module).__name__} has no forward, so it would never be gathered. Call fully_shard on each "
                 "module in it, then on the module that contains it."
             )
+    for name, module in own_modules(modules):
+        if isinstance(module, torch.jit.RecursiveScriptModule):
+            raise ConfigError(
+                f"{name or 'the module'} was made by torch.jit.script, which allows no hooks, so it would never be "
+                "gathered. Shard the original module, and compile it with torch.compile or torch.jit.trace."
+            )
+    if torch.is_inference_mode_enabled():
+        raise StateError(
+            "fully_shard was called within torch.inference_mode(). Tensors made there cannot be trained, and their "
+            "changes are not counted. Shard the model outside of it, and run the forward within it."
+        )
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------

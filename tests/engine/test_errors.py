@@ -157,6 +157,28 @@ def linear_with(weight: Tensor) -> nn.Sequential:
     return model
 
 
+@mistake(ConfigError, "weight of LazyLinear has no shape yet", "Run a forward on every rank before sharding")
+def a_lazy_module() -> Steps:
+    yield
+    fully_shard(nn.LazyLinear(6))
+
+
+@mistake(ConfigError, "0 was made by torch.jit.script, which allows no hooks", "Shard the original module")
+def a_scripted_module() -> Steps:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = nn.Sequential(torch.jit.script(linear()))
+    yield
+    fully_shard(model)
+
+
+@mistake(StateError, r"fully_shard was called within torch.inference_mode\(\)", "Shard the model outside of it")
+def sharding_in_inference_mode() -> Steps:
+    yield
+    with torch.inference_mode():
+        fully_shard(linear())
+
+
 @mistake(
     ConfigError,
     "0.weight is a TwoTensor, a tensor subclass without fsdp_pre_all_gather",
@@ -1679,6 +1701,35 @@ def replace_after_sharding() -> Steps:
     model.head.weight = nn.Parameter(torch.zeros(5, 48))
     yield
     model(inputs())
+
+
+@mistake(StateError, r"the data of head.weight was assigned \(param.data = ...\)", "Write them in place instead")
+def assign_data_after_sharding() -> Steps:
+    model = sharded()
+    model.head.weight.data = model.head.weight.data * 2
+    yield
+    model(inputs())
+
+
+@mistake(StateError, "asked for the gradient of head.weight of the root, a sharded", "without inputs=", sends=True)
+def backward_to_sharded_parameters() -> Steps:
+    model = sharded()
+    yield
+    model(inputs()).sum().backward(inputs=[model.head.weight])
+
+
+@mistake(StateError, "asked for the gradient of head.weight of the root, a sharded", "list the parameters", sends=True)
+def gradient_of_sharded_parameters() -> Steps:
+    model = sharded()
+    yield
+    torch.autograd.grad(model(inputs()).sum(), list(model.head.parameters()))
+
+
+@mistake(StateError, "asked for the gradient of head.weight of the root, a sharded", "list the parameters", sends=True)
+def gradient_of_sharded_parameters_that_may_be_unused() -> Steps:
+    model = sharded()
+    yield
+    torch.autograd.grad(model(inputs()).sum(), list(model.head.parameters()), allow_unused=True)
 
 
 @mistake(

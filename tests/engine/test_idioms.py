@@ -28,6 +28,7 @@ from fullshard import (
     FullyShardedDataParallel,
     OptimStateKeyType,
     StateDictType,
+    clip_grad_norm_,
     fully_shard,
     share_comm_ctx,
 )
@@ -202,6 +203,75 @@ def write_in_the_hook_before(shard: Any) -> list[Any]:
 
 def test_a_hook_may_change_weights_that_are_being_gathered():
     run_ranks(2, agree_with_plain, write_in_the_hook_before)
+
+
+def train_on_another_default_device(shard: Any) -> list[Any]:
+    """Train while tensors without a device are created on the meta device, from the first forward on."""
+    model, batches, left = chain(shard), [inputs(step) for step in range(3)], []
+    optimizer = sgd(model)
+    with torch.device("meta"):
+        for batch in batches:
+            loss = model(batch).square().mean()
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 100.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            left.append(loss.detach())
+    return [*left, wholes(model)]
+
+
+def test_the_default_device_is_not_used():
+    run_fresh_ranks(2, agree_with_plain, train_on_another_default_device, timeout=30.0)
+
+
+class Registered(nn.Linear):
+    """A layer whose subclasses need a keyword, as in a registry."""
+
+    tags: list[str] = []  # noqa: RUF012
+
+    def __init_subclass__(cls, *, tag: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.tags.append(tag)
+
+
+class Tagged(Registered, tag="tagged"):
+    pass
+
+
+def shard_registered() -> None:
+    module = fully_shard(Tagged(4, 4))
+    assert isinstance(module, Tagged) and isinstance(module, FSDPModule)
+    assert Registered.tags == ["tagged"]
+
+
+def test_sharding_calls_no_hook_of_subclasses():
+    run_ranks(1, shard_registered)
+
+
+class Closed(nn.Linear):
+    """A layer that allows no new attributes once it is built."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "closed" in vars(self) and name not in vars(self):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+def train_without_new_attributes(shard: Any) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(2)), Closed(48, 48))
+    model[2].closed = True
+    for layer in model:
+        shard(layer)
+    shard(model)
+    optimizer = sgd(model)
+    model(inputs()).square().mean().backward()
+    optimizer.step()
+    return [wholes(model)]
+
+
+def test_a_module_may_allow_no_new_attributes():
+    run_ranks(2, agree_with_plain, train_without_new_attributes)
 
 
 def add_tensors_of_an_equal_mesh() -> None:

@@ -490,7 +490,7 @@ class _Planner(dcp.DefaultLoadPlanner):
 
     def transform_tensor(self, read_item: ReadItem, tensor: Tensor) -> Tensor:
         if isinstance(tensor, OnDisk):
-            return torch.empty(read_item.lengths, dtype=tensor.dtype)
+            return torch.empty(read_item.lengths, dtype=tensor.dtype, device="cpu")
         narrowed: Tensor = super().transform_tensor(read_item, tensor)
         return narrowed
 

@@ -210,7 +210,9 @@ class _CheckpointReader:
             for key in keys_in(child):
                 targets[key] = template.destination(fqn, name, sizes[key], opened.dtype(key))
         for group in saved.groups or ():
-            targets |= {key: torch.empty(sizes[key], dtype=opened.dtype(key)) for key in keys_in(group.options)}
+            targets |= {
+                key: torch.empty(sizes[key], dtype=opened.dtype(key), device="cpu") for key in keys_in(group.options)
+            }
         return targets
 
     def put_back(

@@ -20,7 +20,7 @@ def random_states() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     numpys: Any = np.random.get_state(legacy=False)
     states = {
-        "python": [version, torch.tensor(words), gauss],
+        "python": [version, torch.tensor(words, device="cpu"), gauss],
         "numpy": {**numpys, "state": {name: _as_tensor(numpy) for name, numpy in numpys["state"].items()}},
         "torch": torch.get_rng_state(),
     }

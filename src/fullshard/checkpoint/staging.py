@@ -47,7 +47,9 @@ class HostMemory:
         held = self._held.get(path)
         if isinstance(held, OnDisk) or held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
             with accelerator_for(tensor.device).on_host():
-                held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+                held = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type != "cpu"
+                )
         taken[path] = held.copy_(tensor, non_blocking=True)
         return held
 

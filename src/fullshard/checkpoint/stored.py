@@ -88,7 +88,7 @@ def _of_checkpoint(opened: Opened) -> Stored:
     described = {name: Description(tuple(opened.sizes()[key]), opened.dtype(key)) for name, key in keys.items()}
 
     def fetch(name: str) -> Tensor:
-        target = torch.empty(described[name].shape, dtype=described[name].dtype)
+        target = torch.empty(described[name].shape, dtype=described[name].dtype, device="cpu")
         opened.read({keys[name]: target})
         return target
 

@@ -214,7 +214,7 @@ class TensorFiles:
         assert self.whole is not None, "parts are described by the files themselves"
         shape = self.tensors[name].shape
         spans = [range(size) for size in shape] if spans is None else list(spans)
-        found = torch.empty([len(span) for span in spans], dtype=self.tensors[name].dtype)
+        found = torch.empty([len(span) for span in spans], dtype=self.tensors[name].dtype, device="cpu")
         pieces = list(_pieces(self.merged[name], spans, self.whole.tensors))
         wanted = {str(number): (part, its) for number, (part, its, _) in enumerate(pieces)}
         for number, values in self.whole.read(wanted):
@@ -281,7 +281,7 @@ def _read(file: Any, name: str, there: Description, spans: Sequence[range] | Non
         whole: Tensor = file.get_tensor(name)
         return whole
     if not all(map(len, spans)):
-        return torch.empty([len(span) for span in spans], dtype=there.dtype)
+        return torch.empty([len(span) for span in spans], dtype=there.dtype, device="cpu")
     part: Tensor = file.get_slice(name)[tuple(slice(span.start, span.stop) for span in spans)]
     return part
 

@@ -102,7 +102,7 @@ class PairwiseCollectives(Collectives):
     def _exchange(self, local: bytes, tag: int) -> Callable[[], list[bytes]]:
         """Send `local`, of the same size on all ranks, to all. The returned function waits for those of all ranks."""
         published = torch.frombuffer(bytearray(local), dtype=torch.uint8)
-        received_bytes = list(torch.empty(self.world, len(local), dtype=torch.uint8))
+        received_bytes = list(torch.empty(self.world, len(local), dtype=torch.uint8, device="cpu"))
         received_bytes[self.rank] = published
         works: _Works = [work for peer in self._peers() for work in self._receive(received_bytes[peer], peer, tag)]
         works += [work for peer in self._peers() for work in self._send(published, peer, tag)]

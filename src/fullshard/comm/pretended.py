@@ -66,7 +66,7 @@ class _OfPeer(MappedMemory):
 
 def _bytes(nbytes: int) -> Tensor:
     with torch.inference_mode(False):  # may be written to in either mode
-        return torch.empty(align(nbytes, mmap.PAGESIZE), dtype=torch.uint8)
+        return torch.empty(align(nbytes, mmap.PAGESIZE), dtype=torch.uint8, device="cpu")
 
 
 class _PretendedPeers(HostPeers):

@@ -67,7 +67,7 @@ def aligned_buffer(nbytes: int) -> Tensor:
     See [Note: memory that a disk fills].
     """
     if nbytes < _HUGE_PAGE_NBYTES or isinstance(torch.empty(0), FakeTensor):
-        return aligned_part(torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8))
+        return aligned_part(torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu"))
     pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # of a kernel without huge pages

@@ -25,7 +25,7 @@ _COPY_NBYTES = 16 * 2**20  # bytes copied from file to file at a time
 
 def no_buffer() -> Tensor:
     """Return an empty buffer."""
-    return torch.empty(0, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class OnDisk(Tensor):

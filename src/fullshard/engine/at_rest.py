@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard._compat import explain_versions, implicitly_replicates
-from fullshard.engine.managed import managed_by
+from fullshard._compat import explain_backwards, implicitly_replicates
+from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.nested import tensors_in
 from fullshard.engine.own_hooks import own_hook
 from fullshard.engine.validity import is_invalid, owner_of_version
@@ -74,8 +74,30 @@ def read_while_sharded(fqn: str, unit: str) -> StateError:
 
 @cache
 def explain_reads() -> None:
-    """Name the parameter in all later errors of backwards that read a saved one without valid values."""
-    explain_versions(_explain_version)
+    """Name the parameter in all later errors of backwards that read a saved one without valid values.
+
+    Refuse gradients of sharded parameters by `autograd.grad` and `backward(inputs=...)`, too.
+    """
+    explain_backwards(_explain_version, _refuse_unreached)
+
+
+def _refuse_unreached(inputs: Sequence[Any], unreached: Sequence[Any]) -> None:
+    """Refuse a pass for sharded parameters that reached none of them. A penalty on sharded parameters reaches some."""
+    sharded = [managed for managed in map(_sharded_form, inputs) if managed is not None]
+    missed = sum(_sharded_form(given) is not None for given in unreached)
+    if sharded and missed == len(sharded):
+        fqn, unit = sharded[0].param.fqn, sharded[0].unit.name or "the root"
+        raise StateError(
+            f"backward was asked for the gradient of {fqn} of {unit}, a sharded parameter, but the graph of a forward "
+            "has the unsharded parameter. Call loss.backward() without inputs=, and read param.grad. To choose "
+            "parameters, set requires_grad before the forward. For torch.autograd.grad, call unshard() on the units, "
+            "list the parameters, and then run the forward: the gradients are those of this rank, not averaged."
+        )
+
+
+def _sharded_form(given: Any) -> Managed | None:
+    managed = managed_by(given) if isinstance(given, Tensor) else None
+    return None if managed is None or given is managed.param.unsharded else managed
 
 
 def check_saved(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fullshard._compat import dtensor_like, without_weak_references
 from fullshard.comm.mesh import Axes
@@ -55,7 +56,7 @@ def find_parameters(
         place: returns the axes and the dim to shard a new parameter along, given its FQN and the parameter.
 
     Raises:
-        ConfigError: a parameter is a `DTensor` that cannot be sharded over these axes as well.
+        ConfigError: a parameter is a `DTensor` that cannot be sharded over these axes as well, or has no shape yet.
     """
     skip = {id(param) for param in ignored}
     new: dict[int, Source] = {}
@@ -77,6 +78,12 @@ def find_parameters(
                 continue
             fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
             if id(param) not in new:
+                if is_lazy(param):
+                    raise ConfigError(
+                        f"{fqn} of {type(module).__name__} has no shape yet. Run a forward on every rank before "
+                        "sharding, with the same seed and an input of the same shape; or build the module with its "
+                        "sizes instead of a lazy one."
+                    )
                 axes, dim = place(fqn, param)
                 new[id(param)] = Source(param, [], fqn, axes, dim, view_of(fqn, param, axes))
                 if new[id(param)].sends_payloads:

@@ -22,7 +22,7 @@ from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_transports import GroupTransports
 from fullshard.engine.pack import Pack
 from fullshard.engine.reduction import Reduction, ReductionOf, start_reduction
-from fullshard.engine.sharded_param import ShardedParam, Source
+from fullshard.engine.sharded_param import Assignments, ShardedParam, Source
 from fullshard.engine.validity import Validity
 from fullshard.tape.recorder import Origin
 
@@ -62,6 +62,7 @@ class ParamGroup:
         self.gather = gather
         self._unsharded = unsharded
         self._note_shards()
+        self.assignments = Assignments(self.params)
         self.validity = self._new_validity()
         self._point_to(unsharded)
 

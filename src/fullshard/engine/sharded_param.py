@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 from zlib import crc32
@@ -34,7 +34,7 @@ from fullshard.errors import StateError
 from fullshard.layout.group_layout import ParamLayout
 from fullshard.layout.offsets import contiguous_strides
 
-__all__ = ["Owner", "ShardedParam", "Source", "digest", "full_copy"]
+__all__ = ["Assignments", "Owner", "ShardedParam", "Source", "digest", "full_copy"]
 
 _SAMPLES = 16  # values that a digest looks at
 
@@ -276,6 +276,40 @@ class ShardedParam:
         vars(self.unsharded).update(marks_of(self.sharded))
         if self.on_grad is not None:
             self.watch(self.on_grad)
+
+
+class Assignments:
+    """Detection of `param.data = values`, which leaves the shard of a `DTensor` unchanged, without an error of torch.
+
+    Args:
+        params: the parameters to watch, in their present sharded form.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._params = params
+        self._sharded = [param.sharded for param in params]
+        self._locals = [id(param.dtensor._local_tensor) for param in params]  # a reference would keep the memory
+        self._storages = [*map(Tensor.untyped_storage, self._sharded)]  # without memory; an assignment replaces them
+
+    def refuse(self) -> None:
+        """Raise an error if `data` of a parameter was assigned.
+
+        Raises:
+            StateError: it was.
+        """
+        storages = [*map(Tensor.untyped_storage, self._sharded)]
+        if storages == self._storages:
+            return
+        for param, form, local, now, known in zip(
+            self._params, self._sharded, self._locals, storages, self._storages, strict=True
+        ):
+            if now is not known and id(_dtensor(form)._local_tensor) == local:  # else exchanged, as by `Module.to`
+                raise StateError(
+                    f"the data of {param.fqn} was assigned (param.data = ...) after it was sharded. torch ignores this "
+                    "for a DTensor, so the parameter still has its old values. Write them in place instead: "
+                    "param.data.copy_(values) with a DTensor of the same placement, load_state_dict, or "
+                    "summon_full_params. vector_to_parameters of torch assigns data, too."
+                )
 
 
 def _dtensor(tensor: Tensor) -> DTensor:

@@ -211,8 +211,10 @@ class Unit:
         Call it while modules show sharded parameters, before these are read or written.
 
         Raises:
-            StateError: a parameter was replaced by one that no unit has.
+            StateError: a parameter was replaced by one that no unit has, or its `data` was assigned.
         """
+        for param_group in self.param_groups:
+            param_group.assignments.refuse()
         for param in self.params:
             for owner in param.owners:
                 shown = owner.module._parameters

@@ -176,7 +176,7 @@ def _steps_of(optimizer: Optimizer, device: torch.device, part: int, parts: int)
 
 
 def _draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator, device="cpu")
 
 
 def _part(whole: Tensor, part: int, parts: int) -> Tensor:

@@ -491,7 +491,7 @@ class StateTemplate:
         present = self.present(fqn, name)
         if present is not None:
             return present
-        return torch.empty(0) if name in self._counters else self._params[fqn]
+        return torch.empty(0, device="cpu") if name in self._counters else self._params[fqn]
 
 
 def _placements(like: DTensor, name: str, shape: tuple[int, ...]) -> tuple[Placement, ...]:
