@@ -1,8 +1,9 @@
 """`run_ranks` for modules whose calls may share processes: a law a call, and one start of the ranks for all of them.
 
-A test that holds a law about a process's beginning or end, or that looks at what a whole process has done so far, takes
-`fullshard.testing.run_ranks` instead. What one call changes for the next is not left to chance: ranks that are not as
-they were found are replaced, and so are those of a call that failed.
+`on_ranks` makes a whole test run there. A test that holds a law about a process's beginning or end, or that looks at
+what a whole process has done so far, takes `fullshard.testing.run_ranks` or `on_new_ranks` instead. What one call
+changes for the next is not left to chance: ranks that are not as they were found are replaced, and so are those of a
+call that failed.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from fullshard import testing
 from fullshard.policy.switches import switches
 from fullshard.testing.ranks import RankPool
 
@@ -36,6 +39,38 @@ def run_ranks(
     if any(changed for _, changed in answers):
         ranks.end()
     return [value for value, _ in answers]
+
+
+def on_ranks(world: int | str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test to run on shared ranks, each with the same arguments.
+
+    Args:
+        world: The number of ranks, or the name of the argument that contains it.
+        options: See `run_ranks`.
+    """
+    return _running_on(run_ranks, world, options)
+
+
+def on_new_ranks(world: int | str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test to run on new ranks, see `on_ranks` and `fullshard.testing.run_ranks`."""
+    return _running_on(testing.run_ranks, world, options)
+
+
+def _running_on(run: Callable[..., Any], world: int | str, options: dict[str, Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def test(**arguments: Any) -> None:
+            ranks = arguments[world] if isinstance(world, str) else world
+            run(ranks, _call_undecorated, test, arguments, **options)
+
+        return test
+
+    return decorate
+
+
+def _call_undecorated(test: Any, arguments: dict[str, Any]) -> None:
+    """Run the body of a decorated test. Its name is what ranks are sent, so they find the decorated test."""
+    test.__wrapped__(**arguments)
 
 
 def end_shared_ranks() -> None:

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-__all__ = ["ASKS_DEVICE", "QuickFakes"]
-
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _NOT_KNOWN_FROM_SHAPES = frozenset(("data_dependent_output", "dynamic_output_shape", "inplace_view"))  # tags
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so

@@ -20,21 +20,6 @@ from fullshard.regular_files import writing
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = [
-    "Command",
-    "MaybeFloat",
-    "MaybeInt",
-    "MaybePath",
-    "MaybeStr",
-    "check_name",
-    "check_value",
-    "check_writable",
-    "dumps_with_options",
-    "option_types",
-    "parse",
-    "take_words",
-]
-
 # Options that may be left out, which their explanation says in words: so --help shows them without a default.
 MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]

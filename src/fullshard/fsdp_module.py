@@ -37,17 +37,6 @@ from fullshard.policy.strategy import ShardingStrategy
 from fullshard.sharding import PLAIN_CLASS, ShardPlacementFn, shard_unit
 from fullshard.wrap import AutoWrapPolicy, wrapped_modules
 
-__all__ = [
-    "FSDPModule",
-    "UnshardHandle",
-    "fully_shard",
-    "register_fsdp_forward_method",
-    "replicate",
-    "shard_in_place",
-    "share_comm_ctx",
-    "take_part",
-]
-
 Strategy = str | ShardingStrategy | StrategyPlacements
 _log = logging.getLogger(__name__)
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")

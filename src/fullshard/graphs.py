@@ -39,13 +39,11 @@ from fullshard.engine.hooks import abandon_step, runtime_of
 from fullshard.engine.late_params import number_of_registrations
 from fullshard.engine.registry import is_unit, process_groups_along, unit_of
 from fullshard.engine.unit import Unit
-from fullshard.engine.unit_settings import UnitSettings
+from fullshard.engine.unit_parts import UnitSettings
 from fullshard.errors import ConfigError
 from fullshard.optim.elementwise import trials
 from fullshard.policy.arguments import check_callable, check_type
 from fullshard.policy.switches import switches
-
-__all__ = ["CapturedStep", "capture"]
 
 _log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -611,12 +609,7 @@ _LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, type(None))
 
 
 class _InputBuffers:
-    """The memory that a graph reads its inputs from.
-
-    Args:
-        examples: The arguments of a call.
-        device: The device of the graph.
-    """
+    """The memory that a graph reads its inputs from."""
 
     def __init__(self, examples: list[Any], device: torch.device) -> None:
         leaves, self._spec = pytree.tree_flatten(examples)

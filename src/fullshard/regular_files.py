@@ -18,19 +18,6 @@ from pathlib import Path
 
 from fullshard.errors import ConfigError
 
-__all__ = [
-    "CONFIG_BYTES",
-    "UNPARSED",
-    "is_plain_name",
-    "open_regular",
-    "open_unbuffered",
-    "read_regular",
-    "read_text",
-    "reopened",
-    "replacing",
-    "writing",
-]
-
 CONFIG_BYTES = 64 << 20
 """The largest configuration file that is read."""
 

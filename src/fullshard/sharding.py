@@ -43,8 +43,6 @@ from fullshard.policy.strategy import Placement
 from fullshard.state.state_dict import copy_settings, register_hooks
 from fullshard.tape.recorder import Phase
 
-__all__ = ["PLAIN_CLASS", "ShardPlacementFn", "copy_sharded", "shard_unit"]
-
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
@@ -109,9 +107,7 @@ def shard_unit(
 
 
 def _mark(modules: Iterable[nn.Module]) -> None:
-    """Mark `modules` like torch marks sharded modules, so that transformers runs `generate` on all ranks up to the last
-    token.
-    """
+    """Mark `modules` as torch marks sharded modules: transformers then generates on all ranks to the last token."""
     for module in modules:
         vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # whatever __setattr__ accepts
 
@@ -156,11 +152,7 @@ _ALIGNED_FROM_NUMEL = 4096
 
 
 def _aligned_place(axes: Axes, dim: int | None, block: int, fqn: str, param: nn.Parameter) -> tuple[Axes, int | None]:
-    """Return a placement with shards of whole blocks: along dim 0, or else whole on every rank.
-
-    Raises:
-        ConfigError: neither is possible.
-    """
+    """Return a placement with shards of whole blocks: along dim 0, or else whole on every rank."""
     shape = tuple(param._local_tensor.shape if isinstance(param, DTensor) else param.shape)
     specs = [choose_spec(shape, axes.shard_world, dim)]
     if dim is None:
@@ -345,9 +337,7 @@ def _copy_structure(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 
 def _copy_by(method: Callable[..., nn.Module], module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """Return the result of `method`, called while the module has the user's own class, of which it may create an
-    instance.
-    """
+    """Return the result of `method`, called while the module has the user's class, which it may instantiate."""
     cls = type(module)
     plain = vars(cls).get(PLAIN_CLASS, cls)
     module.__class__ = plain

@@ -1,9 +1,12 @@
-"""The versions that a run depends on."""
+"""The versions that a run depends on, and whether optional libraries are new enough."""
 
 from __future__ import annotations
 
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
+
+from fullshard.errors import MissingLibraryError
 
 
 def versions() -> dict[str, str]:
@@ -35,3 +38,28 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def require(library: str, oldest: str, *, extra: str) -> None:
+    """Raise `MissingLibraryError` unless `library` is installed, as `oldest` or newer.
+
+    Args:
+        library: The name of the library in the package registry.
+        oldest: the oldest version that this integration is tested with.
+        extra: the optional extra of fullshard that brings it.
+    """
+    remedy = f"Install it with pip install 'fullshard[{extra}]'."
+    try:
+        found = version(library)
+    except PackageNotFoundError:
+        raise MissingLibraryError(
+            f"fullshard[{extra}] needs {library} {oldest} or newer, which is not installed. {remedy}"
+        ) from None
+    if _numbers(found) < _numbers(oldest):
+        raise MissingLibraryError(f"fullshard[{extra}] needs {library} {oldest} or newer, but found {found}. {remedy}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()

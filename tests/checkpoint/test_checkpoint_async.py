@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import on_new_ranks
 from small_models import Chain, Layer, chain, inputs, whole
 from torch import Tensor, nn
 
@@ -53,46 +54,40 @@ class Gate:
         container._Stream.write = lambda stream, data: self.opened.wait(30) and self._write(stream, data)
 
 
-def save_behind(folder: Path) -> None:
+@on_new_ranks(2)
+def test_what_is_saved_is_the_moment_of_the_call(tmp_path):
     model, optimizer = built()
     train(model, optimizer)
     expected, gate = everything(model, optimizer), Gate()
-    pending = async_save(folder, model=model, optimizer=optimizer, step=1)
+    pending = async_save(tmp_path, model=model, optimizer=optimizer, step=1)
     train(model, optimizer, 3)  # while the checkpoint is written
     assert not pending.done
-    assert latest(folder) is None
+    assert latest(tmp_path) is None
     gate.opened.set()
-    assert pending.wait() == latest(folder) == folder / "step-000000001"
+    assert pending.wait() == latest(tmp_path) == tmp_path / "step-000000001"
     assert pending.done
     model, optimizer = built()
-    load(folder, model=model, optimizer=optimizer)
+    load(tmp_path, model=model, optimizer=optimizer)
     assert_same(everything(model, optimizer), expected)
 
 
-def test_what_is_saved_is_the_moment_of_the_call(tmp_path):
-    run_ranks(2, save_behind, tmp_path)
-
-
-def save_one_after_another(folder: Path) -> None:
+@on_new_ranks(2)
+def test_one_is_written_at_a_time(tmp_path):
     """Each save, and a load, wait for the one before."""
     model, _ = built()
     gate = Gate()
     threading.Timer(0.2, gate.opened.set).start()
-    first = async_save(folder, model=model, step=1, keep=1)
-    second = async_save(folder, model=model, step=2, keep=1)
+    first = async_save(tmp_path, model=model, step=1, keep=1)
+    second = async_save(tmp_path, model=model, step=2, keep=1)
     assert first.done
     gate.opened.clear()
     threading.Timer(0.2, gate.opened.set).start()
-    save(folder, model=model, step=3, keep=2)
+    save(tmp_path, model=model, step=3, keep=2)
     assert second.done
-    async_save(folder, model=model, step=4, keep=2)
-    assert load(folder, model=model).step == 4
+    async_save(tmp_path, model=model, step=4, keep=2)
+    assert load(tmp_path, model=model).step == 4
     dist.barrier()
-    assert sorted(path.name for path in folder.iterdir()) == ["step-000000003", "step-000000004"]
-
-
-def test_one_is_written_at_a_time(tmp_path):
-    run_ranks(2, save_one_after_another, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000003", "step-000000004"]
 
 
 def fail_behind(folder: Path) -> list[str]:
@@ -131,7 +126,8 @@ def test_an_error_of_the_writer_reaches_every_rank_once(tmp_path):
         assert "rank 1: OSError: [Errno 28] No space left on device" in stated
 
 
-def use_the_same_memory(folder: Path) -> None:
+@on_new_ranks(2)
+def test_memory_for_the_copy_is_taken_once(tmp_path):
     """The second copy is made in the memory of the first."""
     model, optimizer = built()
     train(model, optimizer)
@@ -139,7 +135,7 @@ def use_the_same_memory(folder: Path) -> None:
     peaks, places = [], []
     for step in (1, 2):
         with storage_watch(every_operation=True) as watch:
-            async_save(folder, model=model, optimizer=optimizer, step=step).wait()
+            async_save(tmp_path, model=model, optimizer=optimizer, step=step).wait()
         peaks.append(watch.peak_bytes)
         places.append(
             {path: held.data_ptr() for path, held in saving._memory.get_or_make(None, HostMemory)._held.items()}
@@ -147,10 +143,6 @@ def use_the_same_memory(folder: Path) -> None:
     assert peaks[0] > 3 * nbytes  # parameters and both moments
     assert peaks[1] < nbytes
     assert places[0] == places[1]
-
-
-def test_memory_for_the_copy_is_taken_once(tmp_path):
-    run_ranks(2, use_the_same_memory, tmp_path)
 
 
 def test_the_error_of_a_save_that_nobody_waits_for_is_logged_at_exit():

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from run_states import OPTIMIZERS, learn
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import Chain, Layer, adamw, batch, chain, inputs, loss_of, shard, small_gpt, trained, wholes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
@@ -207,9 +207,11 @@ def test_extra_state_of_modules_is_restored(kept, tmp_path):
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def optimizers_go_on(folder: Path) -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=170)
+def test_every_optimizer_goes_on(tmp_path):
     for name, make in OPTIMIZERS.items():
-        place = folder / name.replace(", ", "-")
+        place = tmp_path / name.replace(", ", "-")
         model = shard(small_gpt(1), strategy="zero3")
         optimizer = make(trained(model))
         learn(model, optimizer, range(2))
@@ -221,11 +223,6 @@ def optimizers_go_on(folder: Path) -> None:
             learn(model, optimizer, range(steps))
             load(place, model=model, optimizer=optimizer)
             assert_same(learn(model, optimizer, range(2, 4)), expected, name=f"{name} into {strategy}")
-
-
-@pytest.mark.slow
-def test_every_optimizer_goes_on(tmp_path):
-    run_ranks(2, optimizers_go_on, tmp_path, timeout=170)
 
 
 class Summing(torch.optim.SGD):
@@ -241,33 +238,27 @@ def sums(optimizer: torch.optim.Optimizer) -> list[float]:
     return [state["sum"].full_tensor().mean().item() for state in optimizer.state.values()]
 
 
-def shares_are_added_up(folder: Path) -> None:
+@on_ranks(2)
+def test_a_partial_sum_is_restored_as_the_sum(tmp_path):
     model = fully_shard(nn.Linear(4, 4))
     optimizer = Summing(model.parameters())
     optimizer.step()
-    save(folder, model=model, optimizer=optimizer, step=1)
+    save(tmp_path, model=model, optimizer=optimizer, step=1)
     for into in (optimizer, Summing(model.parameters())):
-        load(folder, model=model, optimizer=into)
+        load(tmp_path, model=model, optimizer=into)
         assert sums(into) == [3.0, 3.0]
 
 
-def test_a_partial_sum_is_restored_as_the_sum(tmp_path):
-    run_ranks(2, shares_are_added_up, tmp_path)
-
-
-def one_group_from_two(folder: Path) -> None:
+@on_ranks(2)
+def test_groups_may_be_others(tmp_path):
     """Options are those of the group that held a parameter when saving, in whatever group it is now."""
     model = chain(fully_shard)
     params = list(model.parameters())
     two = torch.optim.SGD([{"params": params[:4], "lr": torch.tensor(0.5)}, {"params": params[4:], "lr": 0.25}], lr=1)
-    save(folder, model=model, optimizer=two, step=1)
+    save(tmp_path, model=model, optimizer=two, step=1)
     three = torch.optim.SGD([{"params": params[4:6]}, {"params": params[:2]}, {"params": [*params[2:4], *params[6:]]}])
-    load(folder, model=model, optimizer=three)
+    load(tmp_path, model=model, optimizer=three)
     assert [float(group["lr"]) for group in three.param_groups] == [0.25, 0.5, 0.5]
-
-
-def test_groups_may_be_others(tmp_path):
-    run_ranks(2, one_group_from_two, tmp_path)
 
 
 # -- ways to build a model --------------------------------------------------------------------------------------------
@@ -295,55 +286,49 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def every_way_into_every_other(folder: Path) -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=120)
+def test_how_a_model_is_wrapped_is_no_part_of_a_checkpoint(tmp_path):
     """Checkpoints do not depend on wrap policies, front ends, precision or offloading."""
     for way, build in WAYS.items():
         model = build(Chain([Layer(), Layer()]))
         optimizer = torch.optim.Adam(model.parameters())
         model(inputs()).float().sum().backward()
         optimizer.step()
-        save(folder / way, model=model, optimizer=optimizer, step=1)
+        save(tmp_path / way, model=model, optimizer=optimizer, step=1)
     for (way, _), (other, build) in zip(WAYS.items(), [*list(WAYS.items())[1:], *list(WAYS.items())[:1]], strict=True):
         model = build(Chain([Layer(), Layer()]))
         optimizer = torch.optim.Adam(model.parameters())
-        load(folder / way, model=model, optimizer=optimizer)
-        save(folder / f"{way} as {other}", model=model, optimizer=optimizer, step=1)
+        load(tmp_path / way, model=model, optimizer=optimizer)
+        save(tmp_path / f"{way} as {other}", model=model, optimizer=optimizer, step=1)
         plain = Chain([Layer(), Layer()])
         its = torch.optim.Adam(plain.parameters())
-        load(folder / way, model=plain, optimizer=its)
+        load(tmp_path / way, model=plain, optimizer=its)
         expected = [*plain.parameters(), *(state["exp_avg"] for state in its.state.values())]
-        load(folder / f"{way} as {other}", model=plain, optimizer=its)
+        load(tmp_path / f"{way} as {other}", model=plain, optimizer=its)
         found = [*plain.parameters(), *(state["exp_avg"] for state in its.state.values())]
         assert_same(found, expected, name=f"{way} as {other}")
 
 
-@pytest.mark.slow
-def test_how_a_model_is_wrapped_is_no_part_of_a_checkpoint(tmp_path):
-    run_ranks(2, every_way_into_every_other, tmp_path, timeout=120)
-
-
-def load_on_meta(folder: Path) -> None:
+@on_ranks(2, timeout=120)
+def test_a_model_on_the_meta_device_takes_a_checkpoint(tmp_path):
     """A model without memory, and an optimizer that was made of it, take a checkpoint."""
     model = shard(small_gpt(1), tied_in_two_units=True)
     optimizer = torch.optim.Adam(trained(model))
     learn(model, optimizer, range(2))
-    save(folder, model=model, optimizer=optimizer, step=2)
+    save(tmp_path, model=model, optimizer=optimizer, step=2)
     expected = [learn(model, optimizer, range(2, 4)), wholes(model)]
     for strategy in ("zero3", "zero1", "ddp"):
         with torch.device("meta"):
             model = small_gpt(1)
         model = shard(model, tied_in_two_units=True, strategy=strategy)
         optimizer = torch.optim.Adam(trained(model))
-        load(folder, model=model, optimizer=optimizer)
+        load(tmp_path, model=model, optimizer=optimizer)
         assert_same([learn(model, optimizer, range(2, 4)), wholes(model)], expected, name=strategy)
     with torch.device("meta"):
         plain = small_gpt(1)
-    load(folder, model=plain)
+    load(tmp_path, model=plain)
     loss_of(plain, batch(0))
-
-
-def test_a_model_on_the_meta_device_takes_a_checkpoint(tmp_path):
-    run_ranks(2, load_on_meta, tmp_path, timeout=120)
 
 
 # -- ties -------------------------------------------------------------------------------------------------------------
@@ -489,7 +474,9 @@ IDENTICAL = [
 ]
 
 
-def load_into_every_kind(folder: Path, recorded: bool) -> None:
+@pytest.mark.parametrize("recorded", [True, False])
+@on_ranks(1)
+def test_states_of_another_optimizer_are_refused_before_anything_is_loaded(recorded, tmp_path):
     def learn_once(model: nn.Module, optimizer: Any) -> None:
         model(inputs(0)).square().mean().backward()
         for item in getattr(optimizer, "joined_optimizers", [optimizer]):
@@ -503,7 +490,7 @@ def load_into_every_kind(folder: Path, recorded: bool) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if not recorded:
                 patch.setattr(contents, "kinds_of_groups", lambda optimizer: None)
-            save(folder / name, model=model, optimizer=optimizer, step=1)
+            save(tmp_path / name, model=model, optimizer=optimizer, step=1)
         for other, make_other in KINDS.items():
             if not recorded and {name, other} & {"RAdam", "SignedMomentum"}:
                 continue  # their options are some of AdamW's: nothing tells them apart
@@ -511,19 +498,14 @@ def load_into_every_kind(folder: Path, recorded: bool) -> None:
             model = chain(fully_shard)
             optimizer = make_other(list(model.parameters()))
             if fits:
-                load(folder / name, model=model, optimizer=optimizer)
+                load(tmp_path / name, model=model, optimizer=optimizer)
                 learn_once(model, optimizer)
                 continue
             before = wholes(model)
             with pytest.raises(CheckpointError, match=r"state of another optimizer: saved by \w") as caught:
-                load(folder / name, model=model, optimizer=optimizer)
+                load(tmp_path / name, model=model, optimizer=optimizer)
             assert recorded == ("saved by another class" not in str(caught.value))
             assert "loaded into" in str(caught.value)
             assert_same(wholes(model), before)
             assert all(group.get("lr") == 0.3 for group in optimizer.param_groups)
             assert not optimizer.state
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-def test_states_of_another_optimizer_are_refused_before_anything_is_loaded(recorded, tmp_path):
-    run_ranks(1, load_into_every_kind, tmp_path, recorded)

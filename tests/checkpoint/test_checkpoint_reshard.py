@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel_stacks import mesh_of, parallel, stack
 from parallel_stacks import shard as shard_stack
 from run_states import everything
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import SmallGPT, batch, loss_of, shard, small_gpt, trained, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -117,7 +117,15 @@ def test_every_strategy_and_world_size_into_every_other(tmp_path):
             run_ranks(world, read_all, tmp_path, [(source, strategy) for source in sources], timeout=600)
 
 
-def through_tensor_parallelism(folder: Path) -> None:
+def whole_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = sharded_optim_state_dict(model, optimizer)["state"]
+    states = {f"{fqn} {name}": item for fqn, of_fqn in state.items() for name, item in of_fqn.items()}
+    return {name: whole(tensor) for name, tensor in {**model.state_dict(), **states}.items()}
+
+
+@pytest.mark.slow
+@on_ranks(4, timeout=120)
+def test_tensor_parallelism_is_no_part_of_a_checkpoint(tmp_path):
     """Saved by 2 x 2 ranks, loaded by as many in other ways, and the other way round."""
     mesh = mesh_of(2, 2)
     built = {
@@ -131,7 +139,7 @@ def through_tensor_parallelism(folder: Path) -> None:
         for param in trained(model):
             param.grad = torch.ones_like(param)
         optimizer.step()
-        save(folder / name, model=model, optimizer=optimizer, step=1)
+        save(tmp_path / name, model=model, optimizer=optimizer, step=1)
         expected[name] = whole_values(model, optimizer)
     for saved, (name, build_one) in product(expected, built.items()):
         model = build_one()
@@ -139,16 +147,5 @@ def through_tensor_parallelism(folder: Path) -> None:
             for param in model.parameters():
                 param.zero_()
         optimizer = torch.optim.AdamW(trained(model), lr=0.1)
-        load(folder / saved, model=model, optimizer=optimizer)
+        load(tmp_path / saved, model=model, optimizer=optimizer)
         assert_same(whole_values(model, optimizer), expected[saved], name=f"{saved} as {name}")
-
-
-def whole_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state = sharded_optim_state_dict(model, optimizer)["state"]
-    states = {f"{fqn} {name}": item for fqn, of_fqn in state.items() for name, item in of_fqn.items()}
-    return {name: whole(tensor) for name, tensor in {**model.state_dict(), **states}.items()}
-
-
-@pytest.mark.slow
-def test_tensor_parallelism_is_no_part_of_a_checkpoint(tmp_path):
-    run_ranks(4, through_tensor_parallelism, tmp_path, timeout=120)

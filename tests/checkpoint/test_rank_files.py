@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from torch import nn
 
 from fullshard import CheckpointError, fully_shard
@@ -112,7 +112,8 @@ def test_another_ranks_optimizer_state_is_refused_with_the_remedy(options):
         assert "fullshard.checkpoint.save" in stated
 
 
-def load_own() -> None:
+@on_ranks(2)
+def test_a_ranks_own_file_is_loaded():
     """Check that a rank can still use its own state: files, copies, and other DTensors on live meshes."""
     model, optimizer = built()
     expected, state, states = values(model), dumped(model.state_dict()), dumped(optimizer.state_dict())
@@ -127,10 +128,6 @@ def load_own() -> None:
     stepped(model, optimizer)
     model.load_state_dict({name: value.full_tensor() for name, value in copied.items()})
     assert_same(values(model), expected)
-
-
-def test_a_ranks_own_file_is_loaded():
-    run_ranks(2, load_own)
 
 
 def write_first(folder: Path) -> None:
@@ -154,7 +151,8 @@ def test_files_of_another_number_of_ranks_are_refused_on_every_rank(world, tmp_p
         assert "on a mesh of shape (2,), which does not exist in this run" in stated
 
 
-def replicas() -> None:
+@on_ranks(2)
+def test_replicas_may_load_each_others_files():
     """Ranks along the replicate axis hold the same part, so one may load the other's."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model, optimizer = built(mesh=mesh)
@@ -162,7 +160,3 @@ def replicas() -> None:
     model.load_state_dict(opened(state))
     optimizer.load_state_dict(opened(states))
     stepped(model, optimizer)
-
-
-def test_replicas_may_load_each_others_files():
-    run_ranks(2, replicas)

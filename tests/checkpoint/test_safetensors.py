@@ -21,7 +21,7 @@ import torch.distributed as dist
 from killing import die_before, ended_well
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import Chain, Layer, SmallGPT, batch, chain, loss_of, shard, small_gpt, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,7 +32,7 @@ from fullshard.checkpoint import Merged, Unmatched, export_safetensors, load_saf
 from fullshard.checkpoint.tensor_files import Description, TensorFile
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import peak_during, storage_bytes
-from fullshard.policy.sizes import parse_size
+from fullshard.policy.arguments import parse_size
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -299,22 +299,19 @@ def parallel() -> nn.Module:
     return nn.Sequential(nn.Linear(13, 18), nn.ReLU(), nn.Linear(18, 7))
 
 
-def go_alongside_tensor_parallelism(folder: Path) -> None:
+@on_ranks(4)
+def test_tensor_parallel_weights_survive_export_and_import(tmp_path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     expected = parallel().state_dict()
     models = []
     for made in (parallel(), mark(parallel())):
         parallelize_module(made, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         models.append(fully_shard(made, mesh=mesh["dp"]))
-    out = export_safetensors(models[0], folder / "out")
+    out = export_safetensors(models[0], tmp_path / "out")
     assert_same(files_of(out), expected)
     load_safetensors(models[1], out)
     for name, value in models[1].state_dict().items():
         assert_same(value.full_tensor(), expected[name], name=name)
-
-
-def test_tensor_parallel_weights_survive_export_and_import(tmp_path):
-    run_ranks(4, go_alongside_tensor_parallelism, tmp_path)
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from killing import die_before, ended_well
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import adamw, chain, inputs, wholes
 from torch import nn
 
@@ -125,16 +125,13 @@ def test_the_hosts_that_are_left_go_on_at_another_world_size(tmp_path):
     run_ranks(2, go_on_without_each, tmp_path)
 
 
-def lose_ranks(memory: Path) -> None:
-    model, optimizer = copy_steps(memory, 3, ranks_of_host=2)
+@on_ranks(2)
+def test_one_host_keeps_what_its_ranks_lose(tmp_path):
+    model, optimizer = copy_steps(tmp_path, 3, ranks_of_host=2)
     learn(model, optimizer, range(3, 4))
-    done, weights = go_on(memory, 4, ranks_of_host=2)
+    done, weights = go_on(tmp_path, 4, ranks_of_host=2)
     assert done == 3
     assert_same(weights, wholes(model))
-
-
-def test_one_host_keeps_what_its_ranks_lose(tmp_path):
-    run_ranks(2, lose_ranks, tmp_path)
 
 
 # -- killed at any moment ---------------------------------------------------------------------------------------------

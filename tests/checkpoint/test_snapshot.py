@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from shared_ranks import on_new_ranks
 from small_models import adamw, batch, loss_of, my_part, shard, small_gpt, wholes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from fullshard import CheckpointError, recording
 from fullshard.checkpoint import restore_snapshot, snapshot
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 
 STRATEGIES = ("ddp", "zero1", "zero3", "hsdp")
 
@@ -46,7 +47,8 @@ def state_of(run: dict[str, Any]) -> list[Any]:
     return [wholes(run["model"]), run["optimizer"].state_dict()["param_groups"][0]["lr"]]
 
 
-def go_on_from_snapshots() -> None:
+@on_new_ranks(2)
+def test_what_is_put_back_goes_on_with_the_bits_of_a_run_left_alone():
     for strategy in STRATEGIES:
         left_alone = begun(strategy)
         for number in range(6):
@@ -78,11 +80,8 @@ def go_on_from_snapshots() -> None:
         assert_same(state_of(run), state_of(left_alone))
 
 
-def test_what_is_put_back_goes_on_with_the_bits_of_a_run_left_alone():
-    run_ranks(2, go_on_from_snapshots)
-
-
-def refuse_misfits() -> None:
+@on_new_ranks(2)
+def test_what_does_not_fit_is_refused_by_name():
     run = begun("zero3")
     step(run, 0)
     taken = snapshot(model=run["model"])
@@ -96,7 +95,3 @@ def refuse_misfits() -> None:
     with pytest.raises(CheckpointError, match="missing in it: scale"):
         restore_snapshot(taken, model=run["model"])
     assert_same(wholes(run["model"]), before)
-
-
-def test_what_does_not_fit_is_refused_by_name():
-    run_ranks(2, refuse_misfits)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import on_new_ranks
 from small_models import adamw, batch, loss_of, my_part, shard, small_gpt, under_strategies, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -136,16 +137,13 @@ def test_nor_where_replicas_wait_for_one_another_or_ranks_share_no_memory():
     assert_same(run_ranks(2, learn, "zero3", EVERY, False), expected)
 
 
-def counts_microbatches() -> None:
+@on_new_ranks(1)
+def test_the_step_after_it_begins_with_its_first_microbatch():
     model = shard(small_gpt())
     backward(model)
     model.abandon_step()
     backward(model)
     assert runtime_of(model).microbatches.number == 1
-
-
-def test_the_step_after_it_begins_with_its_first_microbatch():
-    run_ranks(1, counts_microbatches)
 
 
 def edit_wrapped(fails: bool) -> dict[str, Tensor]:

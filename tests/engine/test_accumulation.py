@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, Chain, Layer, chain, inputs, leave, sgd, whole_grads, wholes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,28 +64,22 @@ def learn(model: Any, quiet: Any, steps: int = 3) -> list[Any]:
     return [*left, wholes(inner(model))]
 
 
-def like_plain(strategy: str) -> None:
+@pytest.mark.parametrize(
+    "strategy", ["zero1", "zero3", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
+)
+@on_ranks(1)
+def test_one_rank_adds_up_the_bits_of_plain_pytorch(strategy):
     expected = learn(chain(leave), always)
     for quiet in (by_switch, by_context, always):
         assert_same(learn(chain(partial(fully_shard, strategy=strategy)), quiet), expected, name=strategy)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["zero1", "zero3", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
-)
-def test_one_rank_adds_up_the_bits_of_plain_pytorch(strategy):
-    run_ranks(1, like_plain, strategy)
-
-
-def like_ddp() -> None:
+@on_ranks(2)
+def test_two_ranks_add_up_the_bits_of_distributed_data_parallel():
     expected = learn(DistributedDataParallel(chain(leave)), by_context)
     for strategy in ONE_AXIS:
         for quiet in (by_switch, by_context):
             assert_same(learn(chain(partial(fully_shard, strategy=strategy)), quiet), expected, name=strategy)
-
-
-def test_two_ranks_add_up_the_bits_of_distributed_data_parallel():
-    run_ranks(2, like_ddp)
 
 
 def grad_of(model: Any, loss: Tensor, x: Tensor) -> None:
@@ -118,16 +112,13 @@ def learn_with_grads_of_inputs(model: Any, take: Any) -> list[Any]:
     return wholes(inner(model))
 
 
-def gradients_of_inputs_like_ddp() -> None:
+@on_ranks(2)
+def test_passes_that_take_gradients_of_inputs_reduce_nothing_that_is_held_back():
     for take in (grad_of, grad_of_another_forward, backward_of_inputs):
         expected = learn_with_grads_of_inputs(DistributedDataParallel(chain(leave)), take)
         for strategy in ONE_AXIS:
             model = chain(partial(fully_shard, strategy=strategy))
             assert_same(learn_with_grads_of_inputs(model, take), expected, name=f"{take.__name__}, {strategy}")
-
-
-def test_passes_that_take_gradients_of_inputs_reduce_nothing_that_is_held_back():
-    run_ranks(2, gradients_of_inputs_like_ddp)
 
 
 def like_one_another(world: int) -> None:
@@ -142,14 +133,11 @@ def test_three_ranks_add_up_the_same_bits_under_every_strategy():
     run_ranks(3, like_one_another, 3)
 
 
-def wrapped_like_switched() -> None:
+@on_ranks(2)
+def test_no_sync_of_the_wrapper_is_the_same():
     model = FullyShardedDataParallel(chain(leave), auto_wrap_policy=ModuleWrapPolicy({Layer}))
     expected = learn(chain(fully_shard), by_switch)
     assert_same(learn(model, by_context)[:-1], expected[:-1])
-
-
-def test_no_sync_of_the_wrapper_is_the_same():
-    run_ranks(2, wrapped_like_switched)
 
 
 def within_one_autocast(shard: Any) -> list[Any]:
@@ -167,14 +155,11 @@ def within_one_autocast(shard: Any) -> list[Any]:
     return [*visited, wholes(model)]
 
 
-def agree_within_one_autocast() -> None:
+@on_ranks(2)
+def test_microbatches_within_one_autocast_context_add_up_the_same_bits():
     expected = within_one_autocast(leave)
     for strategy in ("zero3", "zero2"):
         assert_same(within_one_autocast(partial(fully_shard, strategy=strategy)), expected)
-
-
-def test_microbatches_within_one_autocast_context_add_up_the_same_bits():
-    run_ranks(2, agree_within_one_autocast)
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------
@@ -271,7 +256,8 @@ def test_hybrid_strategies_reduce_over_replicas_once_per_step_if_configured(stra
         assert nbytes == scattered[0][1]
 
 
-def deferred_like_immediate() -> None:
+@on_ranks(4)
+def test_a_deferred_sum_over_replicas_is_the_same_but_for_rounding():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     left = []
     for before_last in (True, False):
@@ -280,10 +266,6 @@ def deferred_like_immediate() -> None:
         left.append(whole_grads(model))
     for name, grad in left[0].items():
         torch.testing.assert_close(left[1][name], grad, rtol=1e-5, atol=1e-5)
-
-
-def test_a_deferred_sum_over_replicas_is_the_same_but_for_rounding():
-    run_ranks(4, deferred_like_immediate)
 
 
 # -- the end of a step -------------------------------------------------------------------------------------------------
@@ -481,14 +463,6 @@ def test_low_precision_gradients_add_up_in_the_dtype_of_the_reduction():
 # -- after a failure --------------------------------------------------------------------------------------------------
 
 
-def fail_in_an_unsynced_microbatch() -> None:
-    expected = whole_grads_of(chain(fully_shard), [0, 1])
-    model = chain(fully_shard)
-    with model.no_sync(), pytest.raises(RuntimeError, match="size"):
-        model(torch.zeros(6, 47))
-    assert_same(whole_grads_of(model, [0, 1]), expected)
-
-
 def whole_grads_of(model: Any, numbers: list[int]) -> dict[str, Tensor | None]:
     with model.no_sync():
         model(batch(numbers[0])).square().mean().backward()
@@ -496,11 +470,18 @@ def whole_grads_of(model: Any, numbers: list[int]) -> dict[str, Tensor | None]:
     return whole_grads(model)
 
 
+@on_ranks(2)
 def test_an_exception_in_no_sync_leaves_it_and_the_next_step_is_right():
-    run_ranks(2, fail_in_an_unsynced_microbatch)
+    expected = whole_grads_of(chain(fully_shard), [0, 1])
+    model = chain(fully_shard)
+    with model.no_sync(), pytest.raises(RuntimeError, match="size"):
+        model(torch.zeros(6, 47))
+    assert_same(whole_grads_of(model, [0, 1]), expected)
 
 
-def divide_by(factor: float) -> None:
+@pytest.mark.parametrize("factor", [1.0, 3.0, 8.0])
+@on_ranks(2)
+def test_sums_are_divided_by_what_the_user_states(factor):
     usual, model = chain(fully_shard), chain(fully_shard)
     for layer in (*model.layers, model):
         layer.set_gradient_divide_factor(factor)
@@ -508,8 +489,3 @@ def divide_by(factor: float) -> None:
     model(batch(0)).sum().backward()
     for name, grad in whole_grads(usual).items():
         torch.testing.assert_close(whole_grads(model)[name], grad * 2 / factor)
-
-
-@pytest.mark.parametrize("factor", [1.0, 3.0, 8.0])
-def test_sums_are_divided_by_what_the_user_states(factor):
-    run_ranks(2, divide_by, factor)

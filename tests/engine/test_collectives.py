@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import on_new_ranks
 from torch import Tensor
 
 from fullshard import share_memory_between_ranks
@@ -161,7 +162,11 @@ def test_every_collective_brings_what_was_sent_or_its_sum_in_rank_order_divided_
     run_ranks(world, call_each, shares)
 
 
-def call_many_at_once(shares: bool) -> None:
+@WAYS
+@WORLDS
+@on_new_ranks("world")
+def test_messages_of_many_calls_do_not_meet(world, shares):
+    """Each rank may wait in a different order, because messages have tags."""
     choose(shares)
     rank = dist.get_rank()
     for round_ in range(3):  # later rounds use the scratch memory of those before
@@ -179,24 +184,14 @@ def call_many_at_once(shares: bool) -> None:
 
 @WAYS
 @WORLDS
-def test_messages_of_many_calls_do_not_meet(world, shares):
-    """Each rank may wait in a different order, because messages have tags."""
-    run_ranks(world, call_many_at_once, shares)
-
-
-def reduce_many_at_once(shares: bool) -> None:
+@on_new_ranks("world")
+def test_all_reduces_end_in_any_order_that_ranks_agree_on(world, shares):
     choose(shares)
     calls = [AllReduce(torch.float32, seed, divisor=2) for seed in range(4)]
     pending = [call.start() for call in calls]
     for i in (2, 0, 3, 1):  # the same on all ranks: an all-reduce has a second half, which begins with the wait
         pending[i].wait()
         calls[i].check()
-
-
-@WAYS
-@WORLDS
-def test_all_reduces_end_in_any_order_that_ranks_agree_on(world, shares):
-    run_ranks(world, reduce_many_at_once, shares)
 
 
 def record_each(shares: bool) -> tuple[int, Recorder]:
@@ -237,7 +232,9 @@ def test_the_record_reports_what_each_rank_sent(world, shares):
         assert record.sent_bytes("all_gather") == gather.sent_bytes
 
 
-def ask_twice() -> None:
+@on_new_ranks(2)
+def test_a_group_has_one_collectives_object_and_every_tag_once():
+    """Two objects would use the same tags and confuse their messages."""
     group = dist.new_group(list(range(dist.get_world_size())))
     own = collectives_for(group, torch.device("cpu"))
     assert own is collectives_for(group, torch.device("cpu"))
@@ -253,12 +250,8 @@ def ask_twice() -> None:
     assert 1 < len(variants) <= 4 and variants <= tags[0]
 
 
-def test_a_group_has_one_collectives_object_and_every_tag_once():
-    """Two objects would use the same tags and confuse their messages."""
-    run_ranks(2, ask_twice)
-
-
-def break_connections_after_a_peer() -> None:
+@on_new_ranks(3)
+def test_connections_can_be_broken_after_a_peer_has_closed_its_own():
     group = dist.new_group(list(range(dist.get_world_size())))
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
@@ -284,7 +277,3 @@ def break_connections_after_a_peer() -> None:
         store.wait(["waiting"])
         break_connections(group, [2, 0], 1)
     store.wait(["ended"])
-
-
-def test_connections_can_be_broken_after_a_peer_has_closed_its_own():
-    run_ranks(3, break_connections_after_a_peer)

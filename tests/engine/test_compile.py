@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_ranks import on_new_ranks
 from small_models import (
     ONE_AXIS,
     Chain,
@@ -118,28 +119,25 @@ def test_compiled_models_learn_the_bits_of_plain_ones_compiled_in_the_same_way(b
     run_ranks(2, agree_with_plain, partial(compiled, build, options), *strategies, timeout=170)
 
 
-def compare_in_the_wrapper() -> None:
+@pytest.mark.slow
+@on_new_ranks(2, timeout=170)
+def test_the_wrapper_can_be_compiled():
     in_wrapper, plain = (compiled(whole_model, {"backend": "eager"}, way) for way in (FullyShardedDataParallel, leave))
     assert_same(in_wrapper, plain)
 
 
 @pytest.mark.slow
-def test_the_wrapper_can_be_compiled():
-    run_ranks(2, compare_in_the_wrapper, timeout=170)
-
-
-def compare_in_low_precision() -> None:
+@on_new_ranks(2, timeout=170)
+def test_compiled_models_compute_in_the_requested_dtype():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard = partial(fully_shard, mp_policy=policy)
     torch.testing.assert_close(compiled(blocks_by_method, {"backend": "aot_eager"}, shard), learn(chain(shard)))
 
 
 @pytest.mark.slow
-def test_compiled_models_compute_in_the_requested_dtype():
-    run_ranks(2, compare_in_low_precision, timeout=170)
-
-
-def poison_what_was_freed() -> None:
+@on_new_ranks(2, timeout=170)
+def test_a_compiled_backward_reads_nothing_that_was_freed():
+    """A graph saves views of unsharded parameters for its backward, or copies of results computed from them."""
     left = []
     for poisons in (False, True):
         torch._dynamo.reset()
@@ -153,12 +151,6 @@ def poison_what_was_freed() -> None:
             model.zero_grad()
         assert memory_is_shared(model)
     assert_same(left[STEPS:], left[:STEPS])
-
-
-@pytest.mark.slow
-def test_a_compiled_backward_reads_nothing_that_was_freed():
-    """A graph saves views of unsharded parameters for its backward, or copies of results computed from them."""
-    run_ranks(2, poison_what_was_freed, timeout=170)
 
 
 def learn_by_inductor() -> None:

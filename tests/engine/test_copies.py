@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, SmallGPT, chain, inputs
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -86,7 +86,8 @@ class CountedCopies(nn.Linear):
         return copied
 
 
-def copy_with_own_methods() -> None:
+@on_ranks(2)
+def test_a_module_that_defines_how_it_is_copied_is_copied_so():
     for shard_root in (fully_shard, FullyShardedDataParallel):
         for is_unit in (True, False):
             model = nn.Sequential(weight_norm(nn.Linear(48, 48)), CountedCopies(48, 48), nn.Linear(48, 48))
@@ -102,11 +103,9 @@ def copy_with_own_methods() -> None:
             assert_same(wholes(model), trained)
 
 
-def test_a_module_that_defines_how_it_is_copied_is_copied_so():
-    run_ranks(2, copy_with_own_methods)
-
-
-def copy_ties_across_units(first: int) -> None:
+@pytest.mark.parametrize("first", [0, 2])
+@on_ranks(2)
+def test_a_copy_keeps_ties_across_units(first):
     model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48), nn.Linear(48, 48))
     model[2].weight = model[0].weight
     for number in (first, 2 - first):  # the first one has the weight, the other one borrows it
@@ -117,12 +116,8 @@ def copy_ties_across_units(first: int) -> None:
     assert_same(train(copied, 3), train(model, 3))
 
 
-@pytest.mark.parametrize("first", [0, 2])
-def test_a_copy_keeps_ties_across_units(first):
-    run_ranks(2, copy_ties_across_units, first)
-
-
-def copy_all_that_is_awkward() -> None:
+@on_ranks(2)
+def test_a_copy_has_all_that_the_model_has():
     """Tied weights, frozen ones, marks, buffers, ignored parameters, hooks of the user's, the meta device."""
     model = SmallGPT()
     model.embedding.weight.mark = "tied"
@@ -158,11 +153,8 @@ def copy_all_that_is_awkward() -> None:
     assert isinstance(copy.deepcopy(wrapped).state_dict()["weight"], DTensor)
 
 
-def test_a_copy_has_all_that_the_model_has():
-    run_ranks(2, copy_all_that_is_awkward)
-
-
-def copy_a_model_of_tensor_parallelism() -> None:
+@on_ranks(4)
+def test_copies_of_tensor_parallel_parameters_have_the_same_placements():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -172,11 +164,9 @@ def copy_a_model_of_tensor_parallelism() -> None:
     assert copied[0].weight.placements == model[0].weight.placements
 
 
-def test_copies_of_tensor_parallel_parameters_have_the_same_placements():
-    run_ranks(4, copy_a_model_of_tensor_parallelism)
-
-
-def copy_after_freezing() -> None:
+@on_ranks(2)
+def test_a_copy_has_the_values_of_parameters_that_were_frozen_after_sharding():
+    """The units of a copy group parameters by what is trained now, so their order may differ."""
     for frozen in range(3):
         torch.manual_seed(frozen)
         layers = [nn.Linear(6, 6, bias=bias) for bias in (False, False, True)]
@@ -188,11 +178,6 @@ def copy_after_freezing() -> None:
             param.requires_grad for param in model.parameters()
         ]
         assert_same(wholes(copy.deepcopy(copied)), wholes(model))
-
-
-def test_a_copy_has_the_values_of_parameters_that_were_frozen_after_sharding():
-    """The units of a copy group parameters by what is trained now, so their order may differ."""
-    run_ranks(2, copy_after_freezing)
 
 
 class Normed(nn.Module):
@@ -229,16 +214,13 @@ def average(shard: Shard, options: Any) -> list[Any]:
     return [averaged(batches[0]).detach(), wholes(averaged), state]
 
 
-def average_as_plain(strategy: str, options: Any) -> None:
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+@pytest.mark.parametrize("options", [{}, {"use_buffers": True}, "ema", "ema of buffers"], ids=str)
+@on_ranks(2)
+def test_an_average_of_shards_is_that_of_whole_parameters(strategy, options):
     plain = average(lambda module: module, options)
     assert_same(average(partial(fully_shard, strategy=strategy), options), plain)
     dist.barrier()
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
-@pytest.mark.parametrize("options", [{}, {"use_buffers": True}, "ema", "ema of buffers"], ids=str)
-def test_an_average_of_shards_is_that_of_whole_parameters(strategy, options):
-    run_ranks(2, average_as_plain, strategy, options)
 
 
 class Forwarding(nn.Module):
@@ -271,7 +253,10 @@ def compiled(module: nn.Module) -> nn.Module:
     return torch.compile(module, backend="eager")
 
 
-def copy_wrapped(wrap: Callable[[nn.Module], nn.Module], shard: Shard) -> None:
+@pytest.mark.parametrize("shard", [fully_shard, FullyShardedDataParallel])
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, Forwarding, CopiesItself, compiled])
+@on_ranks(2)
+def test_a_wrapper_around_a_unit_is_copied_with_it(wrap, shard):
     def normalized() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))
@@ -290,9 +275,3 @@ def copy_wrapped(wrap: Callable[[nn.Module], nn.Module], shard: Shard) -> None:
         assert len(set(copied.modules()) & set(model.modules())) == 0
         assert_same(stepped(copied), stepped(copy.deepcopy(plain)))
         assert_same(stepped(model), stepped(copy.deepcopy(plain)))
-
-
-@pytest.mark.parametrize("shard", [fully_shard, FullyShardedDataParallel])
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, Forwarding, CopiesItself, compiled])
-def test_a_wrapper_around_a_unit_is_copied_with_it(wrap, shard):
-    run_ranks(2, copy_wrapped, wrap, shard)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, Chain, chain, inputs, sgd, whole_grads, wholes
 from test_races import OPTIONS, STRATEGIES, tape_of
 from torch import nn
@@ -47,17 +47,14 @@ def replicated(replicas: int, shards: int) -> Any:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def agree_on_pretended_streams(option: str) -> None:
+@pytest.mark.parametrize("option", ["", "bf16", pytest.param("fp16", marks=pytest.mark.slow), "offload"])
+@on_ranks(2)
+def test_streams_change_no_bit(option):
     for strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
         expected = learn(strategy, option)
         with dry.taped(values=True) as tape:
             assert_same(learn(strategy, option), expected, name=strategy)
         assert not dry.races(tape), strategy
-
-
-@pytest.mark.parametrize("option", ["", "bf16", pytest.param("fp16", marks=pytest.mark.slow), "offload"])
-def test_streams_change_no_bit(option):
-    run_ranks(2, agree_on_pretended_streams, option)
 
 
 def reported(tape: dry.Tape) -> list[Any]:
@@ -237,7 +234,8 @@ def test_gradients_go_to_the_host_on_a_stream_of_their_own(strategy):
     assert len(waits_of(tape, "host", "offload")) == 3
 
 
-def offloaded_under_ddp() -> None:
+@on_ranks(2)
+def test_whole_gradients_are_where_their_offloaded_parameters_are():
     with dry.taped(values=True):
         model = chain(partial(fully_shard, strategy="ddp", **OPTIONS["offload"]))
         expected = chain(partial(fully_shard, strategy="ddp"))
@@ -246,10 +244,6 @@ def offloaded_under_ddp() -> None:
                 item(inputs()).square().mean().backward()
         for local, peer in zip(model.parameters(), expected.parameters(), strict=True):
             assert_same(local.grad.to_local(), peer.grad.to_local())
-
-
-def test_whole_gradients_are_where_their_offloaded_parameters_are():
-    run_ranks(2, offloaded_under_ddp)
 
 
 class Masked(nn.Linear):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import chain, inputs, leave, sgd, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -164,15 +164,12 @@ def test_groups_and_replicas_have_the_same_numbers_too():
     run_ranks(4, gathers_of, (HFSDP, "hsdp"), "int8")  # which sum in another order
 
 
-def worlds_of_one() -> None:
+@on_ranks(1)
+def test_with_one_rank_nothing_travels_and_no_bit_changes():
     plain = learn(chain(leave))
     policy = MixedPrecisionPolicy(gather_wire="int8", reduce_wire="int4")
     for strategy in SHARDING:
         assert_same(learn(sharded(strategy, policy)), plain)
-
-
-def test_with_one_rank_nothing_travels_and_no_bit_changes():
-    run_ranks(1, worlds_of_one)
 
 
 WIDTH = 256
@@ -353,7 +350,8 @@ class Queue(PairwiseCollectives):
         return lambda: None
 
 
-def however_it_is_done() -> None:
+@on_ranks(3)
+def test_bits_are_the_same_on_a_queue_and_however_many_parts_are_decoded_at_once():
     cases = [("zero3", "int4"), ("zero1", "bf16"), ("ddp", "int8")]
 
     def learn_all() -> list[Any]:
@@ -367,10 +365,6 @@ def however_it_is_done() -> None:
     register_backend("gloo", Queue)
     routes._of_group.drop()
     assert_same(learn_all(), expected, name="queued")
-
-
-def test_bits_are_the_same_on_a_queue_and_however_many_parts_are_decoded_at_once():
-    run_ranks(3, however_it_is_done)
 
 
 def reduced_bytes(strategies: Any, transports: Any) -> list[tuple[int, int, int, int]]:
@@ -394,7 +388,8 @@ def test_a_reduction_sends_the_requested_bits_and_a_scale_per_block():
     assert run_ranks(2, reduced_bytes, ("zero3", "ddp"), tuple(part)) == [expected] * 2
 
 
-def what_is_not_finite() -> None:
+@on_ranks(2)
+def test_what_is_not_finite_arrives_so_and_is_gone_in_the_next_step():
     for strategy in ("zero3", "ddp"):
         for transport in ("bf16", "int8", "int4"):
             model = sharded(strategy, MixedPrecisionPolicy(reduce_wire=transport))
@@ -404,10 +399,6 @@ def what_is_not_finite() -> None:
                 assert all(finite) if wrong == 1 else not any(finite), (strategy, transport, wrong)
                 for param in model.parameters():
                     param.grad = None
-
-
-def test_what_is_not_finite_arrives_so_and_is_gone_in_the_next_step():
-    run_ranks(2, what_is_not_finite)
 
 
 class Branching(nn.Module):
@@ -422,7 +413,8 @@ class Branching(nn.Module):
         return self.ways[way](x)
 
 
-def without_some_gradients() -> None:
+@on_ranks(2)
+def test_parameters_may_lack_gradients_now_and_then():
     x = torch.randn(4, 256)
     for strategy in ("zero3", "ddp"):
         plain = Branching()
@@ -439,10 +431,6 @@ def without_some_gradients() -> None:
                     assert local.grad is None
                 else:
                     assert (local.grad.full_tensor() - peer.grad).abs().max() <= peer.grad.abs().max() / 60
-
-
-def test_parameters_may_lack_gradients_now_and_then():
-    run_ranks(2, without_some_gradients)
 
 
 def error_feedback_is_counted(strategies: Any) -> None:
@@ -482,7 +470,8 @@ def test_unknown_encodings_are_refused_by_name(policy):
         policy(reduce_wire="int8", reduce_dtype=torch.bfloat16)
 
 
-def refused_under_ddp() -> None:
+@on_ranks(1)
+def test_gathers_cannot_be_encoded_where_there_are_none():
     with pytest.raises(ConfigError, match="every rank keeps and updates whole parameters"):
         fully_shard(nn.Linear(4, 4), strategy="ddp", mp_policy=MixedPrecisionPolicy(gather_wire="int8"))
     with pytest.raises(ConfigError, match="every rank keeps and updates whole parameters"):
@@ -491,7 +480,3 @@ def refused_under_ddp() -> None:
             sharding_strategy=ShardingStrategy.NO_SHARD,
             mixed_precision=MixedPrecision(gather_wire="int8"),
         )
-
-
-def test_gathers_cannot_be_encoded_where_there_are_none():
-    run_ranks(1, refused_under_ddp)

@@ -22,7 +22,7 @@ from experts import (
     whole_grads,
     wholes,
 )
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import torch_before
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -73,7 +73,20 @@ SHARDED = {"nested": nested, "joint": joint}
 # -- against one process ----------------------------------------------------------------------------------------------
 
 
-def train_alongside_one_process(kind: str, efsdp: int, ep: int, dim: int | None, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "efsdp", "ep", "dim", "strategy"),
+    [
+        ("nested", 2, 2, None, "zero3"),
+        ("joint", 2, 2, None, "zero3"),
+        ("joint", 4, 1, 1, "zero2"),
+        pytest.param(
+            "joint", 1, 4, None, "zero1", marks=torch_before((2, 13), "torch 2.11 gives no whole tensor of these")
+        ),
+        ("nested", 2, 2, 1, "ddp"),
+    ],
+)
+@on_ranks(4)
+def test_a_mixture_of_experts_trains_to_the_bits_of_one_process(kind, efsdp, ep, dim, strategy):
     mesh, rank = expert_mesh(efsdp, ep), dist.get_rank()
     model = SHARDED[kind](place(model_of(), mesh), mesh, dim, strategy=strategy)
     alone, together = model_of(), model_of()
@@ -97,22 +110,6 @@ def train_alongside_one_process(kind: str, efsdp: int, ep: int, dim: int | None,
         assert_same(wholes(model), wholes(alone))
 
 
-@pytest.mark.parametrize(
-    ("kind", "efsdp", "ep", "dim", "strategy"),
-    [
-        ("nested", 2, 2, None, "zero3"),
-        ("joint", 2, 2, None, "zero3"),
-        ("joint", 4, 1, 1, "zero2"),
-        pytest.param(
-            "joint", 1, 4, None, "zero1", marks=torch_before((2, 13), "torch 2.11 gives no whole tensor of these")
-        ),
-        ("nested", 2, 2, 1, "ddp"),
-    ],
-)
-def test_a_mixture_of_experts_trains_to_the_bits_of_one_process(kind, efsdp, ep, dim, strategy):
-    run_ranks(4, train_alongside_one_process, kind, efsdp, ep, dim, strategy)
-
-
 # -- one unit, several meshes -----------------------------------------------------------------------------------------
 
 
@@ -128,7 +125,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def compare_with_nested(strategy: str, dim: int | None) -> None:
+@pytest.mark.parametrize(("strategy", "dim"), [("zero3", None), ("zero3", 1), ("zero1", None)])
+@on_ranks(4)
+def test_a_unit_of_two_meshes_is_as_two_units(strategy, dim):
     mesh = expert_mesh()
     models = [shard(place(model_of(), mesh), mesh, dim, strategy=strategy) for shard in (nested, joint)]
     optimizers = [adamw(model) for model in models]
@@ -153,11 +152,6 @@ def compare_with_nested(strategy: str, dim: int | None) -> None:
     assert_same(*(clip_grad_norm_(model.parameters(), 1.0) for model in models))
     assert "experts.up (4, 16, 24): S(0) on ep, " in explain(models[1])
     assert predict_ledger(models[0]).parameters == predict_ledger(models[1]).parameters
-
-
-@pytest.mark.parametrize(("strategy", "dim"), [("zero3", None), ("zero3", 1), ("zero1", None)])
-def test_a_unit_of_two_meshes_is_as_two_units(strategy, dim):
-    run_ranks(4, compare_with_nested, strategy, dim)
 
 
 def live_with_two_meshes(folder: str) -> None:
@@ -202,7 +196,8 @@ def test_a_unit_of_two_meshes_is_copied_cast_saved_and_loaded(tmp_path):
 # -- the divisor ------------------------------------------------------------------------------------------------------
 
 
-def divide_alongside_tensor_parallelism() -> None:
+@on_ranks(4)
+def test_gradients_of_experts_have_the_divisor_of_dense_ones_next_to_tensor_parallelism():
     """Ranks of tensor parallelism that have other tokens each are more than those of the root's mesh, which divides."""
     world = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
     mesh = expert_mesh()
@@ -217,10 +212,6 @@ def divide_alongside_tensor_parallelism() -> None:
     expected = {name: grad * 4 for name, grad in whole_grads(plain).items() if is_expert(name)}  # a sum: dp is 1
     found = whole_grads(model)
     assert_same({name: found[name] for name in expected}, expected)
-
-
-def test_gradients_of_experts_have_the_divisor_of_dense_ones_next_to_tensor_parallelism():
-    run_ranks(4, divide_alongside_tensor_parallelism)
 
 
 class Warnings(logging.Handler):
@@ -366,7 +357,8 @@ def test_muon_steps_each_expert_and_each_matrix_that_is_cut_on_several_axes_as_o
     assert [rank[0] for rank in counts] == [1] * 4
 
 
-def train_by_muon() -> None:
+@on_ranks(4)
+def test_muon_trains_a_mixture_of_experts_to_the_bits_of_one_process():
     mesh = expert_mesh()
     model, plain = joint(place(model_of(), mesh), mesh), model_of()
     matrices = [[param for param in item.blocks.parameters() if param.ndim > 1] for item in (model, plain)]
@@ -383,14 +375,11 @@ def train_by_muon() -> None:
     assert_same(wholes(model), wholes(plain))
 
 
-def test_muon_trains_a_mixture_of_experts_to_the_bits_of_one_process():
-    run_ranks(4, train_by_muon)
-
-
 # -- ranks that have nothing to compute -------------------------------------------------------------------------------
 
 
-def experts_without_tokens() -> None:
+@on_ranks(4)
+def test_experts_without_tokens_have_gradients_of_zeros():
     """All tokens go to one expert: gradients of the others are zeros."""
     mesh, rank = expert_mesh(), dist.get_rank()
     model, alone = joint(place(model_of(), mesh), mesh), model_of()
@@ -409,10 +398,6 @@ def experts_without_tokens() -> None:
         assert_same(found, whole_grads(alone))
         assert all(not found[name][:3].any() and found[name][3].any() for name in found if is_expert(name))
         model.zero_grad()
-
-
-def test_experts_without_tokens_have_gradients_of_zeros():
-    run_ranks(4, experts_without_tokens)
 
 
 class Tower(nn.Module):
@@ -446,7 +431,9 @@ class WithTower(nn.Module):
         return loss + take_part(self.tower) if is_unit(self.tower) else loss
 
 
-def run_towers(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+@on_ranks(2)
+def test_ranks_without_images_contribute_zeros_to_a_tower(strategy):
     """Let a different set of ranks have images in each step."""
     rank, ranks = dist.get_rank(), range(2)
     torch.manual_seed(0)
@@ -476,8 +463,3 @@ def run_towers(strategy: str) -> None:
     with torch.no_grad():
         model(*local[rank])
     assert_same(wholes(model), wholes(plain))
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
-def test_ranks_without_images_contribute_zeros_to_a_tower(strategy):
-    run_ranks(2, run_towers, strategy)

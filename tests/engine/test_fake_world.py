@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, chain, inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +35,9 @@ def make_large_world() -> None:
     torch.distributed.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
 
 
-def in_large_world(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+@on_ranks(1)
+def test_rank_0_of_512_sends_and_holds_what_the_formulas_state(strategy):
     make_large_world()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy))
@@ -60,12 +62,8 @@ def in_large_world(strategy: str) -> None:
         assert strategy == "ddp" or param.to_local().shape[param.placements[0].dim] <= 1
 
 
-@pytest.mark.parametrize("strategy", ONE_AXIS)
-def test_rank_0_of_512_sends_and_holds_what_the_formulas_state(strategy):
-    run_ranks(1, in_large_world, strategy)
-
-
-def without_elements_in_large_world() -> None:
+@on_ranks(1)
+def test_a_unit_whose_parameters_have_no_elements_is_trained():
     make_large_world()
 
     class Empty(torch.nn.Module):
@@ -82,11 +80,9 @@ def without_elements_in_large_world() -> None:
     assert model[0].rows.grad.full_tensor().shape == (0, 4)
 
 
-def test_a_unit_whose_parameters_have_no_elements_is_trained():
-    run_ranks(1, without_elements_in_large_world)
-
-
-def encoded_in_large_world(strategy: str, gather_wire: str | None) -> None:
+@pytest.mark.parametrize(("strategy", "gather_wire"), [("zero3", "fp8"), ("ddp", None)])
+@on_ranks(1)
+def test_encoded_messages_are_bytes_on_the_backends_own_collectives(strategy, gather_wire):
     make_large_world()
     policy = MixedPrecisionPolicy(gather_wire=gather_wire, reduce_wire="int8")
     model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy))
@@ -107,11 +103,6 @@ def encoded_in_large_world(strategy: str, gather_wire: str | None) -> None:
         assert record.sent_bytes("all_gather") == (2 * sum(int8) - int8[0]) * (WORLD - 1)
     measured = measure_ledger(model, optimizer, lambda: model(inputs(0)).square().mean())
     assert measured == predict_ledger(model, activations=measured.activations)
-
-
-@pytest.mark.parametrize(("strategy", "gather_wire"), [("zero3", "fp8"), ("ddp", None)])
-def test_encoded_messages_are_bytes_on_the_backends_own_collectives(strategy, gather_wire):
-    run_ranks(1, encoded_in_large_world, strategy, gather_wire)
 
 
 class NotingCollectives(TorchDispatchMode):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from shared_ranks import on_new_ranks
 from small_models import Chain, Layer, chain, inputs, leave, sgd, whole_grads
 from torch import Tensor, nn
 
@@ -170,7 +171,9 @@ def test_parameters_that_only_some_ranks_use_are_an_error_that_states_what_to_ca
     assert "set_reduce_scatter_unused_params(True)" in messages[0]
 
 
-def count_unused_as_zero(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@on_new_ranks(2)
+def test_parameters_that_only_some_ranks_use_count_as_zero_if_requested(strategy):
     """The mean over ranks of plain gradients, zero where a rank has none."""
     plain, model = gated(leave), gated(partial(fully_shard, strategy=strategy))
     model.set_reduce_scatter_unused_params(True)
@@ -187,11 +190,6 @@ def count_unused_as_zero(strategy: str) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-def test_parameters_that_only_some_ranks_use_count_as_zero_if_requested(strategy):
-    run_ranks(2, count_unused_as_zero, strategy)
-
-
 class Gate(nn.Module):
     """A unit without parameters, which only the ranks in `users` call."""
 
@@ -205,7 +203,10 @@ class Gate(nn.Module):
         return self.gate(x) if dist.get_rank() in self.users else x
 
 
-def call_unlike_units(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_new_ranks(2, timeout=30)
+def test_ranks_may_call_different_units_without_parameters(strategy):
+    """Memory is shared between units, which ranks agree on, after a backward whose order was expected on all ranks."""
     layers = [Gate(fully_shard(nn.GELU(), strategy=strategy)), Layer(), Layer(), Gate(fully_shard(nn.GELU()))]
     model = chain(partial(fully_shard, strategy=strategy), Chain(layers))
     for step in range(6):
@@ -214,13 +215,8 @@ def call_unlike_units(strategy: str) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_ranks_may_call_different_units_without_parameters(strategy):
-    """Memory is shared between units, which ranks agree on, after a backward whose order was expected on all ranks."""
-    run_ranks(2, call_unlike_units, strategy, timeout=30)
-
-
-def go_on_after_a_mismatch() -> None:
+@on_new_ranks(2)
+def test_after_a_mismatch_every_call_states_the_same():
     model = chain(fully_shard, Branching())
     model.odd = (1,)
     messages = set()
@@ -229,10 +225,6 @@ def go_on_after_a_mismatch() -> None:
             steps(model, 1)
         messages.add(str(raised.value))
     assert len(messages) == 1
-
-
-def test_after_a_mismatch_every_call_states_the_same():
-    run_ranks(2, go_on_after_a_mismatch)
 
 
 def first_rank_alone(call: str) -> str:

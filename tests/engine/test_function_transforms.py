@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_mode
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import grad, jacrev, jvp, vmap
@@ -91,7 +91,9 @@ def learn(model: nn.Module, name: str, steps: int = 4) -> list[Any]:
     return [*visited, *(p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters())]
 
 
-def learn_as_plain(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+@on_ranks(2)
+def test_derivatives_and_losses_of_them_have_plain_bits(strategy):
     for name, transform in TRANSFORMS.items():
         model = sharded(strategy)
         assert_same(learn(model, name), learn(Field(), name), name=name)
@@ -109,11 +111,6 @@ def learn_as_plain(strategy: str) -> None:
         assert all(unit.residency.state in AT_REST for unit in units_in(model))  # nothing of an evaluation stays
         assert not any(unit.residency.awaits_backward for unit in units_in(model))
     dist.barrier()
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
-def test_derivatives_and_losses_of_them_have_plain_bits(strategy):
-    run_ranks(2, learn_as_plain, strategy)
 
 
 def penalised(model: nn.Module, x: Tensor) -> Tensor:
@@ -143,7 +140,9 @@ def learn_with_penalty(model: nn.Module) -> list[Any]:
     return [*visited, *(p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters())]
 
 
-def learn_with_penalty_as_plain(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+@on_ranks(2)
+def test_a_backward_through_a_backward_has_plain_bits(strategy):
     expected = learn_with_penalty(Field())
     for shares in (True, False):  # memory that others use has values in it that memory of a unit's own has not
         with mock.patch.object(switches, "shares_memory_between_units", shares):
@@ -153,12 +152,8 @@ def learn_with_penalty_as_plain(strategy: str) -> None:
             assert all(unit.residency.state in AT_REST for unit in units_in(model))
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
-def test_a_backward_through_a_backward_has_plain_bits(strategy):
-    run_ranks(2, learn_with_penalty_as_plain, strategy)
-
-
-def write_after_a_gradient() -> None:
+@on_ranks(2)
+def test_parameters_written_after_a_gradient_with_a_graph_are_trained():
     """Write to parameters after a gradient of an input whose own backward never comes, then train."""
     weights = []
     for shard in (False, True):
@@ -173,11 +168,9 @@ def write_after_a_gradient() -> None:
     assert_same(weights[1], weights[0])
 
 
-def test_parameters_written_after_a_gradient_with_a_graph_are_trained():
-    run_ranks(2, write_after_a_gradient)
-
-
-def step_while_unsharded(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+@on_ranks(2)
+def test_parameters_unsharded_by_hand_are_those_after_a_step(strategy):
     """Check that manually unsharded parameters are gathered again after a step, even if the first gather had ended."""
     plain, model = nn.Linear(8, 8), nn.Linear(8, 8)
     model.load_state_dict(plain.state_dict())
@@ -197,8 +190,3 @@ def step_while_unsharded(strategy: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_same(model(torch.ones(2, 8)).detach(), plain(torch.ones(2, 8)).detach())
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
-def test_parameters_unsharded_by_hand_are_those_after_a_step(strategy):
-    run_ranks(2, step_while_unsharded, strategy)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from captured_programs import random_program, run
+from shared_ranks import on_new_ranks
 from small_models import ONE_AXIS, chain, inputs, leave, wholes
 from torch import nn
 
@@ -131,7 +132,9 @@ def test_a_whole_step_in_a_cuda_graph_is_the_same_step(strategy):
     run_ranks(1, agree_in_a_graph, strategy, backend="nccl")
 
 
-def agree_captured(seeds: range) -> None:
+@pytest.mark.parametrize("seeds", [range(10), range(10, 20)], ids=str)
+@on_new_ranks(1, backend="nccl", timeout=120)
+def test_random_programs_with_a_captured_step_have_the_bits_of_eager_steps(seeds):
     """Compare programs with their step captured by `capture` with the same programs without it."""
     device, graphs = torch.device("cuda", 0), []
 
@@ -144,11 +147,6 @@ def agree_captured(seeds: range) -> None:
         program = random_program(seed)
         assert_same(run(program, take, device), run(program, None, device), name=f"{program}")
     assert sum(graph.is_captured for graph in graphs) > len(graphs) / 2
-
-
-@pytest.mark.parametrize("seeds", [range(10), range(10, 20)], ids=str)
-def test_random_programs_with_a_captured_step_have_the_bits_of_eager_steps(seeds):
-    run_ranks(1, agree_captured, seeds, backend="nccl", timeout=120)
 
 
 def refuse_to_capture() -> list[str]:
@@ -217,16 +215,13 @@ def compiled(shard: Any, mode: str | None) -> list[Any]:
     return [torch.stack([step(model, optimizer, inputs(n).cuda()) for n in range(6)]).cpu(), wholes(model)]
 
 
-def agree_compiled() -> None:
+@pytest.mark.filterwarnings("default")  # of the compiler's: that TF32 is off, and what it imports
+@on_new_ranks(1, backend="nccl", timeout=150)
+def test_blocks_compiled_to_cuda_graphs_learn_the_same():
     compiled(leave, None)  # the compiler measures variants of a kernel once, and keeps to the fastest
     expected = compiled(leave, None)
     for mode in (None, "reduce-overhead"):
         assert_same(compiled(fully_shard, mode), expected, name=str(mode))
-
-
-@pytest.mark.filterwarnings("default")  # of the compiler's: that TF32 is off, and what it imports
-def test_blocks_compiled_to_cuda_graphs_learn_the_same():
-    run_ranks(1, agree_compiled, backend="nccl", timeout=150)
 
 
 def test_memory_is_the_same_in_every_step():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import on_new_ranks
 from small_models import ONE_AXIS, leave
 from test_gpu import agree_in_a_graph, agree_on_a_gpu, learn, steps_without_waiting
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,15 +36,12 @@ def test_a_whole_step_of_two_ranks_in_a_cuda_graph_is_the_same_step(strategy):
     run_ranks(2, agree_in_a_graph, strategy, backend="nccl")
 
 
-def agree_in_replicas() -> None:
+@on_new_ranks(2, backend="nccl")
+def test_two_replicas_learn_the_bits_of_plain_pytorch():
     expected = learn(leave)
     for strategy in ("hsdp", "hsdp_zero2"):
         mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("replicate", "shard"))
         assert_same(learn(partial(fully_shard, strategy=strategy, mesh=mesh)), expected, name=strategy)
-
-
-def test_two_replicas_learn_the_bits_of_plain_pytorch():
-    run_ranks(2, agree_in_replicas, backend="nccl")
 
 
 def learn_everywhere() -> tuple[list[Any], list[list[Any]]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks
 from small_models import Chain, Layer, chain, inputs, sgd, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,17 +34,14 @@ def trained(mesh: Any, **options: Any) -> dict[str, Tensor]:
     return wholes(model)
 
 
-def train_on_streams_and_without(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
+@on_ranks(2)
+def test_numbers_are_those_of_a_cpu(strategy):
     mesh = init_device_mesh("cpu", (2,))
     expected = trained(mesh, strategy=strategy)
     with dry.taped(values=True):
         found = trained(mesh, strategy=strategy)
     assert_same(found, expected)
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
-def test_numbers_are_those_of_a_cpu(strategy):
-    run_ranks(2, train_on_streams_and_without, strategy)
 
 
 def steps_of(make_layer: Callable[[], nn.Module]) -> Tape:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, Chain, Layer, chain, initialise, inputs, leave, sgd, whole, whole_grads, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +25,9 @@ def backward(model: Any) -> Any:
     return model
 
 
-def clip_in_every_way(world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@on_ranks("world")
+def test_our_clipping_and_that_of_torch_equal_one_process(world):
     for norm_type in NORMS:
         plain = backward(chain(leave))
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
@@ -44,12 +46,8 @@ def clip_in_every_way(world: int) -> None:
         assert all(torch.equal(other, bits[0]) for other in bits), f"norm {norm_type} differs between strategies"
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_our_clipping_and_that_of_torch_equal_one_process(world):
-    run_ranks(world, clip_in_every_way, world)
-
-
-def clip_mixed() -> None:
+@on_ranks(4)
+def test_clipping_spans_meshes_and_parameters_that_are_not_sharded():
     """Sharded on one axis, sharded on two, ignored and frozen parameters in one call."""
 
     def build(shard: Any) -> nn.Module:
@@ -71,22 +69,16 @@ def clip_mixed() -> None:
             torch.testing.assert_close(whole(param.grad), expected[name], rtol=1e-5, atol=1e-8)
 
 
-def test_clipping_spans_meshes_and_parameters_that_are_not_sharded():
-    run_ranks(4, clip_mixed)
-
-
-def clip_wrapped() -> None:
+@on_ranks(2)
+def test_the_wrapper_s_method_is_the_same():
     plain = backward(chain(leave))
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     model = backward(FullyShardedDataParallel(chain(leave), auto_wrap_policy=ModuleWrapPolicy({Layer})))
     torch.testing.assert_close(model.clip_grad_norm_(0.1), norm, rtol=1e-5, atol=0)
 
 
-def test_the_wrapper_s_method_is_the_same():
-    run_ranks(2, clip_wrapped)
-
-
-def clip_oddities() -> None:
+@on_ranks(2)
+def test_unusual_gradients_have_the_same_result_on_every_rank():
     model = chain(fully_shard)
     assert clip_grad_norm_(model.parameters(), 1.0).item() == 0  # no gradient at all
     backward(model)
@@ -100,10 +92,6 @@ def clip_oddities() -> None:
         next(iter(model.layers[0].parameters())).grad._local_tensor[0] = math.nan
     with pytest.raises(RuntimeError, match="is nan, so nothing was clipped"):
         clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-
-
-def test_unusual_gradients_have_the_same_result_on_every_rank():
-    run_ranks(2, clip_oddities)
 
 
 # -- loss scaling -----------------------------------------------------------------------------------------------------
@@ -163,7 +151,8 @@ def test_scaled_training_has_the_bits_of_plain_pytorch():
     run_ranks(2, scale_like_plain)
 
 
-def clip_half() -> None:
+@on_ranks(2)
+def test_the_norm_of_half_precision_gradients_does_not_overflow():
     """Gradients in float16 are added up in float32."""
     model = chain(fully_shard, Chain().half())
     for param in model.parameters():
@@ -172,7 +161,3 @@ def clip_half() -> None:
     norm = clip_grad_norm_(model.parameters(), 1.0)
     assert math.isclose(norm.item(), 100 * math.sqrt(count), rel_tol=1e-3)
     assert norm.dtype == torch.float32
-
-
-def test_the_norm_of_half_precision_gradients_does_not_overflow():
-    run_ranks(2, clip_half)

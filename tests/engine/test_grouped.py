@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import Chain, chain, initialise, inputs, sgd, whole_grads, wholes
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,17 +53,14 @@ def learn(shard: Any, *, accumulate: int = 1, synced: bool = False, steps: int =
     return [*left, wholes(model)]
 
 
-def agree_with_zero3() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_grouped_parameters_have_the_bits_of_zero3():
     expected = learn(fully_shard)
     for placements in (WITHIN_STEP, BETWEEN_STEPS, WHOLE_IN_STEP):
         assert_same(learn(partial(fully_shard, strategy=placements)), expected, name=str(placements))
     for count in (1, 2, 4):
         assert_same(learn(partial(fully_shard, reshard_after_forward=count)), expected, name=f"to {count} ranks")
-
-
-@pytest.mark.slow
-def test_grouped_parameters_have_the_bits_of_zero3():
-    run_ranks(4, agree_with_zero3)
 
 
 def agree_with_hsdp(accumulate: int) -> None:
@@ -85,7 +82,8 @@ def test_sums_by_groups_have_the_bits_of_hybrid_sharding():
     run_ranks(4, agree_with_hsdp, 3)
 
 
-def accumulate_within_groups() -> None:
+@on_ranks(4)
+def test_unsynced_microbatches_add_up_sums_of_the_group():
     """In microbatches without sync, a hybrid strategy that reduces on its shard axis does the same."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
@@ -103,10 +101,6 @@ def accumulate_within_groups() -> None:
     hybrid = learn_with(partial(fully_shard, strategy="hsdp", mesh=mesh), "set_requires_all_reduce")
     grouped = learn_with(partial(fully_shard, strategy=ALL_BUT_OPTIMIZER), "set_requires_gradient_sync")
     assert_same(grouped, hybrid)
-
-
-def test_unsynced_microbatches_add_up_sums_of_the_group():
-    run_ranks(4, accumulate_within_groups)
 
 
 def make_a_group_alone() -> None:
@@ -166,7 +160,9 @@ def test_what_crosses_the_border_of_a_group_in_a_step_of_three_microbatches(plac
     assert run_ranks(4, sent_across, placements, 3) == [(gathers, reductions)] * 4
 
 
-def compare_ledger(placements: Placements) -> None:
+@pytest.mark.parametrize("placements", [WITHIN_STEP, BETWEEN_STEPS, ALL_BUT_OPTIMIZER, WHOLE_IN_STEP])
+@on_ranks(4)
+def test_the_ledger_s_formula_is_what_is_measured(placements):
     model = chain(partial(fully_shard, strategy=placements))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
@@ -179,12 +175,8 @@ def compare_ledger(placements: Placements) -> None:
     assert predict_ledger(chain(fully_shard), strategy=placements, activations=measured.activations) == predicted
 
 
-@pytest.mark.parametrize("placements", [WITHIN_STEP, BETWEEN_STEPS, ALL_BUT_OPTIMIZER, WHOLE_IN_STEP])
-def test_the_ledger_s_formula_is_what_is_measured(placements):
-    run_ranks(4, compare_ledger, placements)
-
-
-def refuse() -> None:
+@on_ranks(4)
+def test_groups_that_cannot_be_made_are_refused():
     model = Chain()
     initialise(model)
     for options, stated in [
@@ -197,7 +189,3 @@ def refuse() -> None:
         with recording() as record, pytest.raises(ConfigError, match=stated):
             fully_shard(model, **options)
         assert not record.collectives()
-
-
-def test_groups_that_cannot_be_made_are_refused():
-    run_ranks(4, refuse)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hidden_programs import Program, batch, run_program, run_programs
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -177,18 +177,16 @@ RETURNED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def return_parameters() -> None:
+@on_ranks(2)
+def test_a_unit_may_return_its_parameters() -> None:
     for name, returns in RETURNED.items():
         expected = losses_with_positions(returns, None)
         for strategy in ("zero3", "zero2", "zero1", "ddp"):
             assert_same(losses_with_positions(returns, strategy), expected, name=f"{name}, {strategy}")
 
 
-def test_a_unit_may_return_its_parameters() -> None:
-    run_ranks(2, return_parameters)
-
-
-def return_parameters_in_other_objects() -> None:
+@on_ranks(2)
+def test_parameters_in_objects_that_cannot_be_copied_are_refused() -> None:
     for strategy in ("zero3", "zero2"):
         model = WithPositions(lambda weight: hidden_programs.Slotted(weight))
         for unit in (model.positions, model.first, model.second):
@@ -201,11 +199,8 @@ def return_parameters_in_other_objects() -> None:
         model(torch.ones(2, 4))[0].backward()
 
 
-def test_parameters_in_objects_that_cannot_be_copied_are_refused() -> None:
-    run_ranks(2, return_parameters_in_other_objects)
-
-
-def count_hooks_of_a_returned_parameter() -> None:
+@on_ranks(2)
+def test_a_returned_parameter_gets_no_hook_in_each_forward() -> None:
     for strategy in ("zero3", "zero1", "ddp"):
         model = fully_shard(Positions(lambda weight: weight), strategy=strategy)
         found = []
@@ -217,7 +212,3 @@ def count_hooks_of_a_returned_parameter() -> None:
             found.append(len(model.weight._backward_hooks or ()))
             model.reshard()
         assert found[0] == found[-1], (strategy, found)
-
-
-def test_a_returned_parameter_gets_no_hook_in_each_forward() -> None:
-    run_ranks(2, count_hooks_of_a_returned_parameter)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import agree_with_plain, chain, inputs, sgd, wholes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -41,7 +41,9 @@ def locals_of(state: dict[str, Any]) -> list[Tensor]:
     return [value.to_local().clone() for value in state.values()]
 
 
-def keep_the_best_weights(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+@on_ranks(2)
+def test_state_dicts_are_copied_and_saved_like_those_of_plain_modules(strategy):
     """Keep the best weights by a deep copy, by a file, and by `get_model_state_dict`."""
     for get in (nn.Module.state_dict, get_model_state_dict):
         model = chain(partial(fully_shard, strategy=strategy))
@@ -66,11 +68,6 @@ def keep_the_best_weights(strategy: str) -> None:
     sharded = FullyShardedDataParallel(nn.Linear(64, 64))
     with FullyShardedDataParallel.state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT):
         assert_same(locals_of(copy.deepcopy(sharded.state_dict())), locals_of(sharded.state_dict()))
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
-def test_state_dicts_are_copied_and_saved_like_those_of_plain_modules(strategy):
-    run_ranks(2, keep_the_best_weights, strategy)
 
 
 class Scaled(nn.Module):
@@ -127,7 +124,8 @@ def test_scalars_are_stepped_by_every_kind_of_optimizer():
     run_ranks(2, learn_scales)
 
 
-def materialize_few_rows() -> None:
+@on_ranks(2)
+def test_units_of_which_a_rank_has_no_rows_leave_the_meta_device():
     for shape in ((1, 1), (1, 8), (8, 1)):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(*shape), nn.Linear(shape[1], 2))
@@ -142,13 +140,13 @@ def materialize_few_rows() -> None:
     dist.barrier()
 
 
-def test_units_of_which_a_rank_has_no_rows_leave_the_meta_device():
-    run_ranks(2, materialize_few_rows)
-
-
-def read_between_forward_and_backward(strategy: str, reshard_after_forward: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "reshard"), [("zero3", None), ("zero3", False), ("zero2", None), ("zero1", None), ("ddp", None)]
+)
+@on_ranks(2)
+def test_parameters_can_be_read_between_forward_and_backward(strategy, reshard):
     """A loss that takes weights again after forward, with gradients forgotten in between: `unshard` first."""
-    shard = partial(fully_shard, strategy=strategy, reshard_after_forward=reshard_after_forward)
+    shard = partial(fully_shard, strategy=strategy, reshard_after_forward=reshard)
     plain, model = chain(lambda module: module), chain(shard)
     for step in range(3):
         values = [param.full_tensor() for param in model.parameters()]
@@ -168,13 +166,6 @@ def read_between_forward_and_backward(strategy: str, reshard_after_forward: bool
         with torch.no_grad():
             for param in (*plain.parameters(), *model.parameters()):
                 param.sub_(param.grad, alpha=0.1)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "reshard"), [("zero3", None), ("zero3", False), ("zero2", None), ("zero1", None), ("ddp", None)]
-)
-def test_parameters_can_be_read_between_forward_and_backward(strategy, reshard):
-    run_ranks(2, read_between_forward_and_backward, strategy, reshard)
 
 
 def write_in_the_hook_before(shard: Any) -> list[Any]:
@@ -274,17 +265,14 @@ def test_a_module_may_allow_no_new_attributes():
     run_ranks(2, agree_with_plain, train_without_new_attributes)
 
 
-def add_tensors_of_an_equal_mesh() -> None:
+@on_ranks(2)
+def test_parameters_mix_with_tensors_on_an_equal_mesh():
     """Use a second mesh of the same ranks, as scripts do with torch's FSDP. It has no names either."""
     model = fully_shard(nn.Linear(8, 8, bias=False))
     own = distribute_tensor(torch.ones(8, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
     with torch.no_grad():
         model.weight.copy_(own)
         assert_same((model.weight + own).full_tensor(), torch.full((8, 8), 2.0))
-
-
-def test_parameters_mix_with_tensors_on_an_equal_mesh():
-    run_ranks(2, add_tensors_of_an_equal_mesh)
 
 
 class Sized(nn.Module):
@@ -296,7 +284,8 @@ class Sized(nn.Module):
         self.layer = nn.Linear(size, size)
 
 
-def slice_and_split() -> None:
+@on_ranks(2)
+def test_slices_are_plain_and_ddp_may_wrap_the_other_layers():
     """Check that a slice is not a unit but its layers are, and that DDP ignores what it has to ignore."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model[0])
@@ -323,10 +312,6 @@ def slice_and_split() -> None:
     assert isinstance(alongside[0].weight.grad, DTensor)
 
 
-def test_slices_are_plain_and_ddp_may_wrap_the_other_layers():
-    run_ranks(2, slice_and_split)
-
-
 def learn_statistics(kind: str) -> list[Any]:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
@@ -348,7 +333,9 @@ def learn_statistics(kind: str) -> list[Any]:
     return visited
 
 
-def compare_statistics() -> None:
+@pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
+@on_ranks(2)
+def test_buffers_are_the_first_ranks_as_under_ddp_if_requested():
     twice = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
     fully_shard(twice, broadcast_buffers=True).eval()
     (twice(torch.ones(2, 8)) + twice(torch.ones(2, 8))).sum().backward()  # nothing is written in between
@@ -358,11 +345,6 @@ def compare_statistics() -> None:
     alone = learn_statistics("each its own")
     assert_same(alone[:4], expected[:4])
     assert torch.equal(alone[7], expected[7]) == (dist.get_rank() == 0)
-
-
-@pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
-def test_buffers_are_the_first_ranks_as_under_ddp_if_requested():
-    run_ranks(2, compare_statistics)
 
 
 MIXES = """
@@ -429,7 +411,12 @@ def test_an_average_of_parameters_and_buffers_is_reported_what_to_do():
     assert "Use get_ema_avg_fn" in ended.stderr
 
 
-def scatter_without_an_optimizer() -> None:
+def local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+@on_ranks(2)
+def test_optimizer_state_is_scattered_without_naming_the_optimizer():
     """Load as PyTorch's T5 example does: the first rank has the full state, and no optimizer is given."""
     model = FullyShardedDataParallel(chain(lambda module: module))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -451,15 +438,8 @@ def scatter_without_an_optimizer() -> None:
                 assert_same(local(fresh.state[param][name]), local(value))
 
 
-def local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def test_optimizer_state_is_scattered_without_naming_the_optimizer():
-    run_ranks(2, scatter_without_an_optimizer)
-
-
-def rekey() -> None:
+@on_ranks(2)
+def test_optimizer_state_is_named_and_numbered():
     model = FullyShardedDataParallel(chain(lambda module: module))
     optimizer = torch.optim.AdamW(model.parameters())
     model(inputs()).square().mean().backward()
@@ -474,11 +454,8 @@ def rekey() -> None:
         assert rekeyed(named, OptimStateKeyType.PARAM_ID, model, **given) == numbered
 
 
-def test_optimizer_state_is_named_and_numbered():
-    run_ranks(2, rekey)
-
-
-def share_streams() -> None:
+@on_ranks(2)
+def test_roots_may_share_their_streams():
     first, second = fully_shard(nn.Linear(8, 8)), fully_shard(nn.Linear(8, 8))
     share_comm_ctx([first, second])
     second(first(torch.ones(2, 8))).sum().backward()
@@ -486,11 +463,9 @@ def share_streams() -> None:
     share_comm_ctx([])
 
 
-def test_roots_may_share_their_streams():
-    run_ranks(2, share_streams)
-
-
-def use_torch_s_own_values() -> None:
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="torch's classes are those of 2.13")
+@on_ranks(2)
+def test_torch_s_own_descriptions_of_meshes_are_taken():
     from torch.distributed import fsdp as peer
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
@@ -502,11 +477,6 @@ def use_torch_s_own_values() -> None:
         model = fully_shard(nn.Linear(8, 6, bias=False), **options)
         found.append((model.weight.placements, model.weight.device_mesh.mesh_dim_names))
     assert found == [((Shard(0),), ("dp",)), ((Shard(1),), ("dp",))]
-
-
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="torch's classes are those of 2.13")
-def test_torch_s_own_descriptions_of_meshes_are_taken():
-    run_ranks(2, use_torch_s_own_values)
 
 
 def give_hints() -> list[str]:

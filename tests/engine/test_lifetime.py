@@ -14,6 +14,7 @@ from time import monotonic, sleep
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import on_new_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -84,7 +85,9 @@ class Answering(nn.Linear):
         return Answer(super().forward(question.scores))
 
 
-def forget_what_passed_through() -> None:
+@on_new_ranks(2)
+def test_what_goes_through_a_model_is_freed_without_the_garbage_collector():
+    """Otherwise activations would pile up until the collector runs, and peak memory would depend on chance."""
     import_module("torch.distributed.pipelining._backward")  # then the engine looks for its functions among the callers
     gc.disable()
     model = fully_shard(nn.Sequential(fully_shard(Answering(8, 8)), fully_shard(Answering(8, 8))))
@@ -96,11 +99,6 @@ def forget_what_passed_through() -> None:
         answer.scores.sum().backward()
         del question, answer
         assert [ref() for ref in gone] == [None, None, None]
-
-
-def test_what_goes_through_a_model_is_freed_without_the_garbage_collector():
-    """Otherwise activations would pile up until the collector runs, and peak memory would depend on chance."""
-    run_ranks(2, forget_what_passed_through)
 
 
 def change_dtype() -> tuple[bool, Tensor, Tensor]:
@@ -139,17 +137,15 @@ def test_a_model_sharded_on_the_meta_device_is_materialised_later():
         assert_same(loaded, built)
 
 
-def shard_half_on_meta() -> None:
+@on_new_ranks(1)
+def test_a_unit_is_on_the_meta_device_as_a_whole():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     with pytest.raises(ConfigError, match=r"1.weight is on the meta device, but 0.weight in the same unit is not"):
         fully_shard(model)
 
 
-def test_a_unit_is_on_the_meta_device_as_a_whole():
-    run_ranks(1, shard_half_on_meta)
-
-
-def leave_shared_memory() -> None:
+@on_new_ranks(2)
+def test_a_unit_that_leaves_shared_memory_hides_no_graph_that_waits():
     model = nn.Sequential(*(fully_shard(nn.Linear(64, 64)) for _ in range(6)))
     fully_shard(model)
     for _ in range(3):
@@ -168,10 +164,6 @@ def leave_shared_memory() -> None:
         stayer.residency.move(Slot(torch.device("cpu")))
     waiting.sum().backward()
     assert not stayer.slot.is_referenced
-
-
-def test_a_unit_that_leaves_shared_memory_hides_no_graph_that_waits():
-    run_ranks(2, leave_shared_memory)
 
 
 # -- process groups that come and go ----------------------------------------------------------------------------------

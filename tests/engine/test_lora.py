@@ -1,13 +1,13 @@
 """Adapters in frozen bases of any dtype: what is trained learns as without sharding, what is not costs its gather."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, Shard, agree_with_plain, inputs, leave, under_strategies, whole_grads, wholes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -140,31 +140,26 @@ def learn_on(base: str, shard: Shard) -> list[Any]:
     return learn(adapted(shard, base))
 
 
-def all_agree_with_plain(bases: list[str], strategies: Sequence[str]) -> None:
+@under_strategies
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("bases", [["float32", "bfloat16", "float64", "masked"], ["int8", "int32", "e4m3", "e5m2"]])
+@on_ranks("world", timeout=170)
+def test_adapters_learn_the_bits_of_plain_ones_whatever_the_base_is_made_of(world, bases, strategies):
     for base in bases:
         agree_with_plain(partial(learn_on, base), *strategies)
 
 
-@under_strategies
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("bases", [["float32", "bfloat16", "float64", "masked"], ["int8", "int32", "e4m3", "e5m2"]])
-def test_adapters_learn_the_bits_of_plain_ones_whatever_the_base_is_made_of(world, bases, strategies):
-    run_ranks(world, all_agree_with_plain, bases, strategies, timeout=170)
-
-
-def learn_on_three() -> None:
+@pytest.mark.slow
+@on_ranks(3, timeout=170)
+def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
     for base in ("bfloat16", "int8", "e4m3", "masked"):
         first, *others = (learn(adapted(partial(fully_shard, strategy=strategy), base)) for strategy in ONE_AXIS)
         for other in others:
             assert_same(other, first, name=base)
 
 
-@pytest.mark.slow
-def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
-    run_ranks(3, learn_on_three, timeout=170)
-
-
-def compute_low() -> None:
+@on_ranks(2)
+def test_quantised_weights_are_never_cast():
     """Check that only floating-point tensors are cast: the assertions are in the modules' forwards."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
     whole = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
@@ -180,10 +175,6 @@ def compute_low() -> None:
         assert model[0].up.base.weight is weight
         assert weight.dtype is stored
         assert other[0].table.dtype is torch.float8_e4m3fn
-
-
-def test_quantised_weights_are_never_cast():
-    run_ranks(2, compute_low)
 
 
 # -- in mid-run -------------------------------------------------------------------------------------------------------
@@ -234,7 +225,9 @@ def test_adapters_are_merged_into_their_bases():
 TRAFFIC = ("all_gather", "reduce_scatter")
 
 
-def costs(base: str) -> None:
+@pytest.mark.parametrize("base", ["float32", "int8", "e4m3", "masked"])
+@on_ranks(2)
+def test_a_frozen_base_sends_no_gradient_and_travels_in_its_own_dtype(base):
     """A step's bytes for a block, against those of what it is made of."""
     model = adapted(fully_shard, base)
     optimizer = momentum(model)
@@ -251,11 +244,6 @@ def costs(base: str) -> None:
     assert 2 * half <= sum(sent["all_gather"]) <= 2 * (half + room)
     assert half_of_trained <= sum(sent["reduce_scatter"]) <= half_of_trained + room
     assert all(param.grad is None for param in model.parameters() if not param.requires_grad)
-
-
-@pytest.mark.parametrize("base", ["float32", "int8", "e4m3", "masked"])
-def test_a_frozen_base_sends_no_gradient_and_travels_in_its_own_dtype(base):
-    run_ranks(2, costs, base)
 
 
 # -- ignored ----------------------------------------------------------------------------------------------------------
@@ -296,7 +284,13 @@ def test_what_is_ignored_stays_whole_and_learns_its_own_gradients(base, ignores,
 # -- whole again ------------------------------------------------------------------------------------------------------
 
 
-def report_all(base: str) -> None:
+def own_parameters(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    return {name: state[name] for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("base", ["int8", "e4m3", "masked"])
+@on_ranks(2)
+def test_weights_of_any_dtype_are_reported_summoned_and_loaded(base):
     expected = adapted(leave, base).state_dict()
     wrapper = FullyShardedDataParallel(adapted(leave, base), sync_module_states=True)
     assert_same(dict(wrapper.state_dict()), dict(expected))
@@ -311,12 +305,3 @@ def report_all(base: str) -> None:
                 param.to_local().zero_()
         model.load_state_dict(expected)
         assert_same(wholes(model), dict(expected))
-
-
-def own_parameters(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    return {name: state[name] for name, _ in model.named_parameters()}
-
-
-@pytest.mark.parametrize("base", ["int8", "e4m3", "masked"])
-def test_weights_of_any_dtype_are_reported_summoned_and_loaded(base):
-    run_ranks(2, report_all, base)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import Shard
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -80,7 +80,9 @@ def float8_model(hidden: int = HIDDEN) -> nn.Sequential:
     return convert_to_float8_training(model, config=config)
 
 
-def train_in_float8() -> None:
+@needs("torchao")
+@on_ranks(2, timeout=120)
+def test_torchao_float8_trains_the_bits_of_one_process():
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp as scale_ahead
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
@@ -108,11 +110,6 @@ def train_in_float8() -> None:
         model(inputs(0).bfloat16())
     sent = [event.sent_bytes for event in record.collectives("all_gather") if event.origin.unit == "0"]
     assert sent == [WIDTH * HIDDEN // 2]  # to the one other rank: half of a matrix, a byte an element
-
-
-@needs("torchao")
-def test_torchao_float8_trains_the_bits_of_one_process():
-    run_ranks(2, train_in_float8, timeout=120)
 
 
 # -- 4-bit bases ------------------------------------------------------------------------------------------------------
@@ -160,7 +157,16 @@ def adapted(base: Callable[[int, int], nn.Module]) -> nn.Sequential:
     return nn.Sequential(Adapted(WIDTH, HIDDEN, base), nn.GELU(), Adapted(HIDDEN, WIDTH, base))
 
 
-def adapt(name: str) -> None:
+def learn_on(base: Callable[[int, int], nn.Module]) -> Any:
+    """Return the results of a second run of steps on one process."""
+    model = adapted(base)
+    learn(model)
+    return learn(model)
+
+
+@pytest.mark.parametrize("name", [pytest.param(item, marks=needs(item)) for item in ("torchao", "bitsandbytes")])
+@on_ranks(2, timeout=120)
+def test_adapters_on_4_bit_bases_learn_the_bits_of_one_process(name):
     bases = {"torchao": [NF4], "bitsandbytes": [four_bit, partial(four_bit, storage=torch.bfloat16)]}[name]
     for base in bases:
         expected = learn(adapted(base))
@@ -179,18 +185,6 @@ def adapt(name: str) -> None:
         bits = WIDTH * HIDDEN // 2 // 2  # half a byte an element, of half of the matrix
         scales = 2 * WIDTH * HIDDEN // 64 if base is NF4 else 0  # of NF4 they are cut, too; else whole on all ranks
         assert any(bits <= nbytes <= bits + scales for nbytes in sent), sent
-
-
-def learn_on(base: Callable[[int, int], nn.Module]) -> Any:
-    """Return the results of a second run of steps on one process."""
-    model = adapted(base)
-    learn(model)
-    return learn(model)
-
-
-@pytest.mark.parametrize("name", [pytest.param(item, marks=needs(item)) for item in ("torchao", "bitsandbytes")])
-def test_adapters_on_4_bit_bases_learn_the_bits_of_one_process(name):
-    run_ranks(2, adapt, name, timeout=120)
 
 
 def cannot_be_cut() -> str:
@@ -219,7 +213,9 @@ def peft_model() -> nn.Module:
     return get_peft_model(model, LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
 
 
-def adapt_with_peft() -> None:
+@needs("bitsandbytes")
+@on_ranks(2, timeout=120)
+def test_peft_saves_and_merges_adapters_on_4_bit_bases():
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     alone, model = peft_model(), peft_model()
@@ -236,11 +232,6 @@ def adapt_with_peft() -> None:
         warnings.filterwarnings("ignore", "Merge lora module to 4-bit")
         merged, wanted = fresh.merge_and_unload(), alone.merge_and_unload()
     assert torch.equal(merged(inputs(9)), wanted(inputs(9)))
-
-
-@needs("bitsandbytes")
-def test_peft_saves_and_merges_adapters_on_4_bit_bases():
-    run_ranks(2, adapt_with_peft, timeout=120)
 
 
 # -- int8 and MXFP8 ---------------------------------------------------------------------------------------------------
@@ -290,7 +281,9 @@ def learn_converted(model: Any) -> list[Tensor]:
     return losses
 
 
-def train_converted() -> None:
+@needs("torchao")
+@on_ranks(2, timeout=120)
+def test_torchao_int8_and_mxfp8_weights_train_the_bits_of_one_process():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with torch.compiler.set_stance("force_eager"):
         for convert in (int8_mixed, mxfp8, int8_rounded):
@@ -305,11 +298,6 @@ def train_converted() -> None:
             sent = {event.sent_bytes for event in record.collectives("all_gather") if event.origin.unit == "0"}
             numel = WIDTH * HIDDEN // 2
             assert sent == {numel + HIDDEN if convert is int8_rounded else 2 * numel}  # a scale a row, in bfloat16
-
-
-@needs("torchao")
-def test_torchao_int8_and_mxfp8_weights_train_the_bits_of_one_process():
-    run_ranks(2, train_converted, timeout=120)
 
 
 # -- bases in checkpoints ---------------------------------------------------------------------------------------------
@@ -478,7 +466,8 @@ def test_states_in_blocks_are_those_of_one_process_on_any_number_of_ranks_and_ar
             run_ranks(world, step_in_blocks, library, kind, folder, expected, strategies, timeout=120)
 
 
-def learn_in_blocks() -> None:
+@on_ranks(2)
+def test_what_cannot_be_cut_into_blocks_is_whole_on_every_rank_and_learns_the_same():
     """Train with the model's own gradients. Some are summed over ranks and unsharded on all of them."""
 
     def model_of() -> nn.Sequential:
@@ -499,10 +488,6 @@ def learn_in_blocks() -> None:
         learn(model)
     sent = [event.sent_bytes for event in record.collectives("all_gather") if event.origin.unit == "2"]
     assert not sum(sent)  # every rank has all of it
-
-
-def test_what_cannot_be_cut_into_blocks_is_whole_on_every_rank_and_learns_the_same():
-    run_ranks(2, learn_in_blocks)
 
 
 def round_at_random(folder: Path, strategy: str) -> list[Any]:
@@ -534,11 +519,8 @@ def test_rounding_at_random_is_identical_on_all_replicas_and_goes_on_where_it_st
 
 
 @needs("bitsandbytes")
+@on_ranks(2)
 def test_options_of_one_parameter_apply_to_its_shards():
-    run_ranks(2, keep_one_in_32_bits)
-
-
-def keep_one_in_32_bits() -> None:
     from bitsandbytes.optim import GlobalOptimManager
 
     model, optimizer = fresh("bitsandbytes", "AdamW8bit")
@@ -582,7 +564,9 @@ def test_states_in_blocks_and_plain_ones_are_not_taken_for_one_another(tmp_path)
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def count_bytes() -> None:
+@needs("torchao")
+@on_ranks(2)
+def test_bytes_are_counted_as_they_are():
     made = {"float8": float8_model, "int8": partial(adapted, int8), "NF4": partial(adapted, NF4)}
     for name, make in made.items():
         model = shard_each(make(), fully_shard)
@@ -604,8 +588,3 @@ def count_bytes() -> None:
         state = numel + 4 * numel // 256 + 4 * 256 if is_encoded else 4 * numel  # codes, scales, a table
         expected += 2 * state + 4
     assert storage_bytes(value for state in optimizer.state.values() for value in state.values()) == expected
-
-
-@needs("torchao")
-def test_bytes_are_counted_as_they_are():
-    run_ranks(2, count_bytes)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, gathered
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -264,7 +264,8 @@ def test_one_rank_may_build_the_model_and_send_it():
         assert_same(clean(found), tensors)
 
 
-def give_memory_piece_by_piece() -> None:
+@on_ranks(2)
+def test_memory_may_be_allocated_module_by_module():
     """Module by module, whether it is a unit or a part of one; then values from a state dict."""
     for strategy in ONE_AXIS:
         model, plain = shard_on_meta(strategy), Model()
@@ -275,10 +276,6 @@ def give_memory_piece_by_piece() -> None:
         model.load_state_dict(plain.state_dict())
         for _ in range(2):
             assert_same(step(model), step(plain), name=strategy)
-
-
-def test_memory_may_be_allocated_module_by_module():
-    run_ranks(2, give_memory_piece_by_piece)
 
 
 class Cached(nn.Module):
@@ -295,7 +292,8 @@ class Cached(nn.Module):
         nn.init.zeros_(self.ignored)
 
 
-def materialise_what_has_values_in_part() -> None:
+@on_ranks(2)
+def test_what_has_values_keeps_them():
     with torch.device("meta"):
         module = Cached()
     ignored = module.ignored
@@ -305,11 +303,8 @@ def materialise_what_has_values_in_part() -> None:
     assert_same(values(net)["weight"], torch.ones(4, 4))
 
 
-def test_what_has_values_keeps_them():
-    run_ranks(2, materialise_what_has_values_in_part)
-
-
-def start_without_values() -> None:
+@on_ranks(2)
+def test_a_forward_without_values_is_refused():
     model = shard_on_meta()
     refused = pytest.raises(StateError, match=r"parameters are still on the meta device.*to_empty.*param_init_fn")
     with recording() as record, refused:
@@ -323,11 +318,8 @@ def start_without_values() -> None:
     model(tokens())
 
 
-def test_a_forward_without_values_is_refused():
-    run_ranks(2, start_without_values)
-
-
-def initialise_recurrent_layers() -> None:
+@on_ranks(1)
+def test_recurrent_layers_are_initialised():
     """Such a layer refers weakly to its weights, and torch does not swap tensors that are referred to so."""
     torch.manual_seed(0)
     plain = nn.GRU(3, 4)
@@ -352,17 +344,14 @@ def initialise_recurrent_layers() -> None:
     assert_same(ignoring[0](x)[0].detach(), plain(x)[0].detach())
 
 
-def test_recurrent_layers_are_initialised():
-    run_ranks(1, initialise_recurrent_layers)
-
-
 class Mute(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(4))
 
 
-def initialise_wrongly() -> None:
+@on_ranks(2)
+def test_what_cannot_be_initialised_is_named():
     with recording() as record:
         with torch.device("meta"):
             mute, left = nn.Sequential(Mute()), nn.Sequential(nn.Linear(4, 4))
@@ -374,7 +363,3 @@ def initialise_wrongly() -> None:
             FullyShardedDataParallel(left, param_init_fn=lambda module: None)
         assert left[0].weight.is_meta  # as it was
     assert record.names() == []
-
-
-def test_what_cannot_be_initialised_is_named():
-    run_ranks(2, initialise_wrongly)

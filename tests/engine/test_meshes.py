@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import chain, inputs, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,7 +41,8 @@ def by_name(mesh: DeviceMesh, shard: Any = None, replicate: Any = None, **option
     return partial(fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard, replicate), **options)
 
 
-def compare_with_slices() -> None:
+@on_ranks(4)
+def test_axes_by_name_are_those_of_a_mesh_of_them():
     """Plain parameters: whichever axes are named, they are sharded as over a mesh that has those axes only."""
     rank = dist.get_rank()
     flat, hybrid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
@@ -62,10 +63,6 @@ def compare_with_slices() -> None:
     assert_same(trained(chain(by_name(parts, "cp", ("dp_replicate", "dp_shard"), strategy="hsdp")), rank), hsdp)
 
 
-def test_axes_by_name_are_those_of_a_mesh_of_them():
-    run_ranks(4, compare_with_slices)
-
-
 class Perceptron(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +81,8 @@ def batch_of(step: int) -> Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
 
 
-def compare_tensor_parallel() -> None:
+@on_ranks(4)
+def test_tensor_parallelism_with_axes_by_name_equals_that_with_a_slice():
     """Compare tensor parallelism on a separate axis, with the data axes given by name and as a slice."""
     full = init_device_mesh("cpu", (1, 2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
     sliced = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -110,10 +108,6 @@ def compare_tensor_parallel() -> None:
     assert_same(found["hybrid"], found["slice"])
 
 
-def test_tensor_parallelism_with_axes_by_name_equals_that_with_a_slice():
-    run_ranks(4, compare_tensor_parallel)
-
-
 def on_all_axes(model: nn.Module, mesh: DeviceMesh) -> None:
     """Every parameter as a `DTensor` on all axes of `mesh`: cut over `tp`, whole on the others."""
     cuts = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
@@ -125,7 +119,17 @@ def on_all_axes(model: nn.Module, mesh: DeviceMesh) -> None:
         setattr(model.get_submodule(owner), own, nn.Parameter(placed))
 
 
-def train_on_all_axes(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("names", "shape", "axes"),
+    [
+        (("dp_shard", "cp", "tp"), (2, 1, 2), ("tp", "dp_shard_cp")),
+        (("dp_shard", "cp", "tp"), (2, 2, 1), ("tp", "dp_shard_cp")),
+        (("dp_replicate", "dp_shard", "tp"), (2, 1, 2), ("tp", "dp_replicate", "dp_shard")),
+        (("dp_shard",), (4,), ("dp_shard",)),
+    ],
+)
+@on_ranks(4)
+def test_parameters_may_be_placed_on_all_axes(names, shape, axes):
     """Train a model with all tensors as `DTensor`s on one mesh: its loss is already the mean over all sequences."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     replicate = "dp_replicate" if "dp_replicate" in names else None
@@ -158,23 +162,11 @@ def train_on_all_axes(names: tuple[str, ...], shape: tuple[int, ...], axes: tupl
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
-@pytest.mark.parametrize(
-    ("names", "shape", "axes"),
-    [
-        (("dp_shard", "cp", "tp"), (2, 1, 2), ("tp", "dp_shard_cp")),
-        (("dp_shard", "cp", "tp"), (2, 2, 1), ("tp", "dp_shard_cp")),
-        (("dp_replicate", "dp_shard", "tp"), (2, 1, 2), ("tp", "dp_replicate", "dp_shard")),
-        (("dp_shard",), (4,), ("dp_shard",)),
-    ],
-)
-def test_parameters_may_be_placed_on_all_axes(names, shape, axes):
-    run_ranks(4, train_on_all_axes, names, shape, axes)
-
-
 # -- hooks on sums ----------------------------------------------------------------------------------------------------
 
 
-def call_hooks() -> None:
+@on_ranks(4)
+def test_a_hook_is_called_with_the_sums_and_may_change_them():
     """Twice the gradients where a hook doubles the sums; as many calls as there are parameter groups and syncs."""
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for options in ({}, {"strategy": "zero1"}, {"strategy": "ddp"}, {"mesh": hybrid, "strategy": "hsdp"}):
@@ -206,11 +198,8 @@ def call_hooks() -> None:
             assert {len(calls) for calls in called.values()} == {2}
 
 
-def test_a_hook_is_called_with_the_sums_and_may_change_them():
-    run_ranks(4, call_hooks)
-
-
-def fail_in_a_hook() -> None:
+@on_ranks(2)
+def test_an_exception_in_a_hook_ends_the_backward_and_no_more():
     model = chain(fully_shard)
 
     def fail(sums: Tensor) -> None:
@@ -227,11 +216,8 @@ def fail_in_a_hook() -> None:
     assert_same(*([whole(param.grad) for param in item.parameters()] for item in (model, expected)))
 
 
-def test_an_exception_in_a_hook_ends_the_backward_and_no_more():
-    run_ranks(2, fail_in_a_hook)
-
-
-def replicas() -> None:
+@on_ranks(2)
+def test_replicate_is_ddp():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     found = []
     for shard in (
@@ -242,10 +228,6 @@ def replicas() -> None:
         found.append(trained(chain(shard), dist.get_rank()))
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
-
-
-def test_replicate_is_ddp():
-    run_ranks(2, replicas)
 
 
 # -- two models in two threads ----------------------------------------------------------------------------------------

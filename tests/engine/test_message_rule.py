@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import adamw, chain, inputs, momentum, shard, small_gpt, train
 from torch import nn
 
@@ -49,7 +49,9 @@ def test_the_rule_is_that_of_the_mesh_s_devices():
     assert rules == {"cpu": PAIRWISE, "cuda": ON_A_QUEUE, "xpu": ON_A_QUEUE}
 
 
-def train_by_both_rules(strategy: str | Placements) -> None:
+@pytest.mark.parametrize(("world", "strategy"), [(2, "ddp"), (2, "zero1"), (3, "zero3"), (4, GROUPED)])
+@on_ranks("world")
+def test_what_travels_in_place_is_no_matter_of_numbers(world, strategy):
     traces, in_place = [], []
     for context in (nullcontext(), on_a_queue()):
         with context:
@@ -62,12 +64,9 @@ def train_by_both_rules(strategy: str | Placements) -> None:
     assert_same(traces[1], traces[0])
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, "ddp"), (2, "zero1"), (3, "zero3"), (4, GROUPED)])
-def test_what_travels_in_place_is_no_matter_of_numbers(world, strategy):
-    run_ranks(world, train_by_both_rules, strategy)
-
-
-def compare_ledger(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_the_ledger_s_formula_is_what_is_measured_on_a_queue(strategy):
     with on_a_queue():
         model = chain(partial(fully_shard, strategy=strategy))
         optimizer = adamw(model)
@@ -77,11 +76,6 @@ def compare_ledger(strategy: str) -> None:
             optimizer.zero_grad()
         measured = measure_ledger(model, optimizer, lambda: model(inputs()).square().mean())
         assert measured == predict_ledger(model, activations=measured.activations)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_the_ledger_s_formula_is_what_is_measured_on_a_queue(strategy):
-    run_ranks(2, compare_ledger, strategy)
 
 
 def starts_of_parameters() -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd, whole_grads, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,7 +60,9 @@ def learn(model: Any) -> list[Any]:
     return [*left, wholes(model)]
 
 
-def agree_with_by_hand(compute: torch.dtype, reduce: torch.dtype) -> None:
+@pytest.mark.parametrize(("compute", "reduce"), [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, BF16)])
+@on_ranks(2)
+def test_every_strategy_has_the_bits_of_masters_cast_by_hand(compute, reduce):
     expected = by_hand(compute, reduce)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     for strategy in ONE_AXIS:
@@ -73,12 +75,9 @@ def agree_with_by_hand(compute: torch.dtype, reduce: torch.dtype) -> None:
     assert_same(learn(wrapper), expected, name="the wrapper")
 
 
-@pytest.mark.parametrize(("compute", "reduce"), [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, BF16)])
-def test_every_strategy_has_the_bits_of_masters_cast_by_hand(compute, reduce):
-    run_ranks(2, agree_with_by_hand, compute, reduce)
-
-
-def mean_of_large(size: int | None) -> None:
+@pytest.mark.parametrize(("ranks", "size"), [(2, None), (3, None), (4, 2)])
+@on_ranks("ranks")
+def test_a_mean_that_float16_can_hold_is_computed_in_float16(ranks, size):
     """40000 is a number in float16, and twice that is not."""
     replicas, large = dist.get_world_size() // (size or 1), 40000.0
     mesh = init_device_mesh("cpu", (replicas, size), mesh_dim_names=("replicate", "shard")) if size else None
@@ -89,11 +88,6 @@ def mean_of_large(size: int | None) -> None:
                 model.set_requires_gradient_sync(microbatch == 1)
                 model(torch.full((1, 4), large / 2)).sum().backward()
             assert_same(whole_grads(model)["weight"], torch.full((4, 4), large), name=strategy)
-
-
-@pytest.mark.parametrize(("ranks", "size"), [(2, None), (3, None), (4, 2)])
-def test_a_mean_that_float16_can_hold_is_computed_in_float16(ranks, size):
-    run_ranks(ranks, mean_of_large, size)
 
 
 class Looking(nn.Module):
@@ -118,7 +112,8 @@ def look(shard: Any) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
     return getattr(model, "module", model).visited, {name: tensor.dtype for name, tensor in found.items()}
 
 
-def look_at_all() -> None:
+@on_ranks(1)
+def test_inputs_outputs_and_buffers_are_cast_as_the_policy_states_and_integers_never():
     bf16 = partial(MixedPrecisionPolicy, param_dtype=BF16)
     visited, given = look(partial(fully_shard, mp_policy=bf16()))
     assert (visited["weight"], visited["x"], visited["scale"], visited["mask"]) == (BF16, BF16, BF16, torch.bool)
@@ -136,10 +131,6 @@ def look_at_all() -> None:
     assert (visited["weight"], visited["x"]) == (BF16, FP32)
 
 
-def test_inputs_outputs_and_buffers_are_cast_as_the_policy_states_and_integers_never():
-    run_ranks(1, look_at_all)
-
-
 class Mixed(nn.Module):
     """Parameters of three dtypes, one of them frozen, in one unit."""
 
@@ -153,7 +144,8 @@ class Mixed(nn.Module):
         return self.second(self.first(x).double()).float() + self.steps.sum()
 
 
-def train_mixed() -> None:
+@on_ranks(2)
+def test_a_unit_may_have_parameters_of_several_dtypes():
     def learn_mixed(shard: Any) -> list[Any]:
         torch.manual_seed(0)
         model = shard(Mixed())
@@ -169,10 +161,6 @@ def train_mixed() -> None:
     expected = learn_mixed(leave)
     for strategy in ONE_AXIS:
         assert_same(learn_mixed(partial(fully_shard, strategy=strategy)), expected, name=strategy)
-
-
-def test_a_unit_may_have_parameters_of_several_dtypes():
-    run_ranks(2, train_mixed)
 
 
 def gathers_in_low_precision() -> tuple[int, int]:
@@ -224,13 +212,10 @@ def learn_in_wider_gradients(reduce: torch.dtype | None, shard: Any) -> list[Any
     return [*left, wholes(model)]
 
 
-def agree_on_wider_gradients() -> None:
+@on_ranks(2)
+def test_gradients_have_the_requested_dtype_of_parameters():
     for reduce in (None, BF16):
         expected = learn_in_wider_gradients(reduce, leave)
         for strategy in ONE_AXIS:
             shard = partial(fully_shard, strategy=strategy, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
             assert_same(learn_in_wider_gradients(reduce, shard), expected, name=f"{strategy} {reduce}")
-
-
-def test_gradients_have_the_requested_dtype_of_parameters():
-    run_ranks(2, agree_on_wider_gradients)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import Layer, Shard, chain, inputs, leave, sgd
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -83,7 +83,8 @@ def test_a_cast_reaches_ranks_that_have_no_rows():
     assert first == second == ["stored bfloat16, computed and gathered bfloat16, reduced bfloat16"]
 
 
-def evaluate_after_a_cast() -> None:
+@on_ranks(2)
+def test_shards_that_are_found_moved_in_an_evaluation_can_be_trained():
     model = chain(fully_shard)
     model.layers[1].to(torch.float32)
     model(inputs()).sum().backward()
@@ -92,10 +93,6 @@ def evaluate_after_a_cast() -> None:
     with torch.inference_mode():
         model(inputs())
     model(inputs()).sum().backward()
-
-
-def test_shards_that_are_found_moved_in_an_evaluation_can_be_trained():
-    run_ranks(2, evaluate_after_a_cast)
 
 
 def make_a_new_world() -> tuple[dict[str, int], dict[str, int]]:
@@ -193,17 +190,6 @@ def learn_after(change: Callable[[nn.Module], object], model: nn.Module) -> list
     return losses
 
 
-def change_what_is_wrapped() -> None:
-    for name, change in CHANGES.items():
-        expected = learn_after(change, chain(leave))
-        for kind, wrapper in WRAPPERS.items():
-            for shard in (fully_shard, FullyShardedDataParallel):
-                if kind == "CheckpointWrapper" or name == "to":
-                    assert_same(learn_after(change, wrap_inside(sharded_chain(shard), wrapper)), expected)
-                if name == "to":
-                    assert_same(learn_after(change, wrap_everywhere(sharded_chain(shard), wrapper)), expected)
-
-
 def sharded_chain(shard: Shard) -> Any:
     """Return a chain whose layers are units, by either interface."""
     model = chain(leave)
@@ -212,8 +198,16 @@ def sharded_chain(shard: Shard) -> Any:
     return shard(model)
 
 
+@on_ranks(1)
 def test_units_in_wrappers_are_changed_like_plain_modules():
-    run_ranks(1, change_what_is_wrapped)
+    for name, change in CHANGES.items():
+        expected = learn_after(change, chain(leave))
+        for kind, wrapper in WRAPPERS.items():
+            for shard in (fully_shard, FullyShardedDataParallel):
+                if kind == "CheckpointWrapper" or name == "to":
+                    assert_same(learn_after(change, wrap_inside(sharded_chain(shard), wrapper)), expected)
+                if name == "to":
+                    assert_same(learn_after(change, wrap_everywhere(sharded_chain(shard), wrapper)), expected)
 
 
 def share_what_is_sharded() -> list[str]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from pages import code_blocks, page, rows, section
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, whole, whole_grads, wholes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -401,7 +401,8 @@ def test_memory_is_that_of_the_batches_under_way(placed, batches, held):
 # -- what else may be among them --------------------------------------------------------------------------------------
 
 
-def step_a_mixture() -> None:
+@on_ranks(2)
+def test_groups_meshes_and_plain_matrices_may_be_mixed():
     """Step sharded and plain matrices, on two meshes, in groups with different options, one of them added later."""
     for placed in PLACED.values():
         groups = [(sharded([(8, 6), (6, 8)], *placed), {"lr": 0.1}), (sharded([(9, 5)], Shard(1)), {"ns_steps": 2})]
@@ -425,10 +426,6 @@ def step_a_mixture() -> None:
             assert_same([whole(our) for our in own["params"]], [their.detach() for their in peer["params"]])
 
 
-def test_groups_meshes_and_plain_matrices_may_be_mixed():
-    run_ranks(2, step_a_mixture)
-
-
 def give_gradients(model: nn.Module, step: int) -> None:
     """Set the same gradients for the matrices of a model, unsharded or sharded, at any world size."""
     for name, param in model.named_parameters():
@@ -439,7 +436,9 @@ def give_gradients(model: nn.Module, step: int) -> None:
             param.grad = grad
 
 
-def step_by_hand() -> None:
+@on_ranks(2)
+def test_a_step_with_gradients_that_no_backward_made_is_detected_in_the_next_forward():
+    """Unsharded parameters that are kept between steps are gathered again."""
     model, plain = by_units(Net(), strategy="zero1"), Net()
     with torch.no_grad():
         x = numbers((4, 96))
@@ -448,11 +447,6 @@ def step_by_hand() -> None:
             give_gradients(item, 0)
             muon_of(item).step()
         assert_same(model(x), plain(x))
-
-
-def test_a_step_with_gradients_that_no_backward_made_is_detected_in_the_next_forward():
-    """Unsharded parameters that are kept between steps are gathered again."""
-    run_ranks(2, step_by_hand)
 
 
 def step_without(missing: Sequence[int | None]) -> str:
@@ -497,7 +491,9 @@ def test_a_step_without_gradients_sends_and_changes_nothing():
     assert all(set(sent) == {0} for sent in run_ranks(2, step_without_any))
 
 
-def run_the_example() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_example_runs():
     model = Net()
     known = {"model": model, "batch": numbers((4, 96)), "loss": lambda model, batch: model(batch).square().mean()}
     exec(code_blocks(section(page("docs/optimizers.md"), "Muon"), "python")[0], known)
@@ -506,11 +502,6 @@ def run_the_example() -> None:
     assert [id(param) for param in muon.param_groups[0]["params"]] == hidden
     assert len(muon.state) == len(TRAINED) - 5
     assert len(hidden) + len(adamw.param_groups[0]["params"]) == len(list(model.parameters()))
-
-
-@pytest.mark.slow
-def test_the_example_runs():
-    run_ranks(2, run_the_example)
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from run_states import OPTIMIZERS, RowScaled, learn
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import (
     ONE_AXIS,
     Block,
@@ -152,15 +152,12 @@ def resume_under_every_strategy(name: str) -> None:
         assert_same(whole_state(sharded["state"]), untouched)
 
 
-def resume_every_optimizer() -> None:
-    for name in OPTIMIZERS:
-        resume_under_every_strategy(name)
-
-
 @pytest.mark.slow
+@on_ranks(2)
 def test_what_is_loaded_goes_on_with_the_same_losses():
     """Bit for bit, for every optimizer, into every strategy; what was given stays as it is."""
-    run_ranks(2, resume_every_optimizer)
+    for name in OPTIMIZERS:
+        resume_under_every_strategy(name)
 
 
 def save_state(folder: str, strategy: str) -> dict[str, Any]:
@@ -205,7 +202,13 @@ def test_states_are_loaded_at_any_world_size(tmp_path, saved_by, strategy, loade
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
-def states_as_configured() -> None:
+def numbered(state: dict[str, Any]) -> dict[int, Any]:
+    return dict(enumerate(state.values()))
+
+
+@on_ranks(2)
+def test_states_are_given_and_taken_as_configured():
+    """By every method of the wrapper: unsharded on every rank, on the first only, sharded."""
     model, optimizer = fresh(OPTIMIZERS["Adam"], by_wrapper, "zero3", small_gpt(blocks=1).state_dict())
     learn(model, optimizer, range(1))
     first = dist.get_rank() == 0
@@ -237,16 +240,8 @@ def states_as_configured() -> None:
         assert loadable["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-def numbered(state: dict[str, Any]) -> dict[int, Any]:
-    return dict(enumerate(state.values()))
-
-
-def test_states_are_given_and_taken_as_configured():
-    """By every method of the wrapper: unsharded on every rank, on the first only, sharded."""
-    run_ranks(2, states_as_configured)
-
-
-def groups_divided_otherwise() -> None:
+@on_ranks(2)
+def test_options_follow_parameters_into_other_groups():
     """Options belong to parameters: another division into groups takes each one's along."""
     weights = small_gpt(blocks=1).state_dict()
     for strategy in ("ddp", "zero3"):
@@ -277,11 +272,8 @@ def groups_divided_otherwise() -> None:
         learn(model, optimizer, range(1, 2))
 
 
-def test_options_follow_parameters_into_other_groups():
-    run_ranks(2, groups_divided_otherwise)
-
-
-def states_of_a_part() -> None:
+@on_ranks(2)
+def test_an_optimizer_over_a_part_of_the_model_has_that_part_s_state():
     """Check states of an optimizer over some parameters only. The others have a second optimizer, or none."""
     weights = small_gpt(blocks=1).state_dict()
     model, _ = fresh(torch.optim.SGD, shard, "zero3", weights)
@@ -302,11 +294,8 @@ def states_of_a_part() -> None:
         assert_same(whole_state(sharded_optim_state_dict(model, optimizer)["state"]), before)
 
 
-def test_an_optimizer_over_a_part_of_the_model_has_that_part_s_state():
-    run_ranks(2, states_of_a_part)
-
-
-def state_of_parameters_that_never_stepped() -> None:
+@on_ranks(2)
+def test_parameters_without_state_stay_without():
     """Parameters without a gradient so far have no state, and get none by loading."""
     weights = small_gpt(blocks=1).state_dict()
     model, optimizer = fresh(OPTIMIZERS["Adam"], shard, "zero3", weights)
@@ -321,11 +310,8 @@ def state_of_parameters_that_never_stepped() -> None:
     learn(model, optimizer, range(1))
 
 
-def test_parameters_without_state_stay_without():
-    run_ranks(2, state_of_parameters_that_never_stepped)
-
-
-def states_on_a_mesh_of_two_axes() -> None:
+@on_ranks(4)
+def test_the_first_rank_of_a_mesh_of_two_axes_reaches_all():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = FullyShardedDataParallel(nn.Linear(7, 6), device_mesh=mesh, sharding_strategy="hsdp")
     optimizer = torch.optim.Adam(model.parameters())
@@ -337,10 +323,6 @@ def states_on_a_mesh_of_two_axes() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     optim_state_dict_to_load(model, optimizer, full, load_directly=True, from_first_rank=True)
     assert_same(full_optim_state_dict(model, optimizer, rank0_only=False), expected)
-
-
-def test_the_first_rank_of_a_mesh_of_two_axes_reaches_all():
-    run_ranks(4, states_on_a_mesh_of_two_axes)
 
 
 # -- ranks that order parameters differently --------------------------------------------------------------------------
@@ -418,15 +400,14 @@ def states_by_torch(seed: int | None) -> list[Any]:
     return [states, get_state_dict(model, optimizer, options=options)[1]["state"]]
 
 
-def ignore_the_order_in_torch_s_functions() -> None:
+@on_ranks(2)
+def test_states_that_torch_gathers_do_not_depend_on_the_order_of_parameters():
     assert_same(states_by_torch(seed=3), states_by_torch(None))
 
 
-def test_states_that_torch_gathers_do_not_depend_on_the_order_of_parameters():
-    run_ranks(2, ignore_the_order_in_torch_s_functions)
-
-
-def refuse_to_load_in_different_orders() -> None:
+@on_ranks(2)
+def test_full_states_are_not_loaded_by_torch_if_ranks_have_other_orders():
+    """torch sends the states in the order of each rank's groups: gloo aborts, or states of equal shapes are mixed."""
     model = shard(small_gpt(blocks=1))
     optimizer = torch.optim.Adam(in_any_order(model, None))
     states = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
@@ -438,12 +419,8 @@ def refuse_to_load_in_different_orders() -> None:
         set_optimizer_state_dict(model, torch.optim.Adam(in_any_order(model, None)), states, options=options)
 
 
-def test_full_states_are_not_loaded_by_torch_if_ranks_have_other_orders():
-    """torch sends the states in the order of each rank's groups: gloo aborts, or states of equal shapes are mixed."""
-    run_ranks(2, refuse_to_load_in_different_orders)
-
-
-def refuse_orders_that_matter() -> None:
+@on_ranks(2)
+def test_an_optimizer_whose_order_matters_is_refused_if_ranks_differ():
     model = shard(small_gpt(blocks=1))
     optimizer = RowScaled(in_any_order(model, seed=3))
     loss_of(model, batch(0, sequences=4)).backward()
@@ -458,10 +435,6 @@ def refuse_orders_that_matter() -> None:
         del optimizer.state[next(iter(optimizer.state))]["momentum_buffer"]
     with pytest.raises(RankMismatchError, match="sharded states"):
         full_optim_state_dict(model, optimizer)
-
-
-def test_an_optimizer_whose_order_matters_is_refused_if_ranks_differ():
-    run_ranks(2, refuse_orders_that_matter)
 
 
 # -- plain state dicts ------------------------------------------------------------------------------------------------
@@ -507,7 +480,9 @@ def weights_after(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
     return {name: param.full_tensor() if isinstance(param, DTensor) else param.clone() for name, param in found}
 
 
-def load_plain_states(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@on_ranks(2)
+def test_a_plain_state_dict_is_loaded_and_trains_as_in_one_process(strategy):
     makers: list[Callable[[Any], torch.optim.Optimizer]] = [
         partial(torch.optim.AdamW, lr=0.1, amsgrad=True),
         partial(torch.optim.NAdam, lr=0.1),
@@ -535,12 +510,29 @@ def load_plain_states(strategy: str) -> None:
                 assert all(value.placements == param.placements for value in moments)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-def test_a_plain_state_dict_is_loaded_and_trains_as_in_one_process(strategy):
-    run_ranks(2, load_plain_states, strategy)
+@on_ranks(2)
+def test_states_are_saved_by_torch_alone_while_parameters_are_unsharded():
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(5, 6)), nn.Linear(6, 3)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    expected = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    model.unshard()
+    assert_same(get_optimizer_state_dict(model, optimizer), expected)
+    loaded = torch.optim.Adam(model.parameters())  # and never stepped
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model.unshard()
+    assert_same(get_optimizer_state_dict(model, loaded), expected)
+    loss = model(torch.ones(2, 5)).sum()
+    optimizer.state_dict()  # in use: not resharded
+    loss.backward()
+    with summon_full_params(model):
+        optimizer.state_dict()
+        assert model[1].weight.shape == (3, 6) and not isinstance(model[1].weight, DTensor)
 
 
-def save_while_unsharded() -> None:
+@on_ranks(2)
+def test_states_are_saved_and_loaded_while_parameters_are_unsharded():
     """By an explicit `unshard()`, and by an exception in backward."""
 
     def fail(*_: Any) -> None:
@@ -563,35 +555,8 @@ def save_while_unsharded() -> None:
     assert_same(full_optim_state_dict(model, optimizer, rank0_only=False), expected)
 
 
-def save_by_torch_while_unsharded() -> None:
-    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(5, 6)), nn.Linear(6, 3)))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(2, 5)).sum().backward()
-    optimizer.step()
-    expected = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-    model.unshard()
-    assert_same(get_optimizer_state_dict(model, optimizer), expected)
-    loaded = torch.optim.Adam(model.parameters())  # and never stepped
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    model.unshard()
-    assert_same(get_optimizer_state_dict(model, loaded), expected)
-    loss = model(torch.ones(2, 5)).sum()
-    optimizer.state_dict()  # in use: not resharded
-    loss.backward()
-    with summon_full_params(model):
-        optimizer.state_dict()
-        assert model[1].weight.shape == (3, 6) and not isinstance(model[1].weight, DTensor)
-
-
-def test_states_are_saved_by_torch_alone_while_parameters_are_unsharded():
-    run_ranks(2, save_by_torch_while_unsharded)
-
-
-def test_states_are_saved_and_loaded_while_parameters_are_unsharded():
-    run_ranks(2, save_while_unsharded)
-
-
-def save_a_plain_state_that_was_loaded() -> None:
+@on_ranks(2)
+def test_a_plain_state_dict_that_was_loaded_is_saved_in_parts_before_the_first_step():
     plain, model = nn.Linear(5, 6), fully_shard(nn.Linear(5, 6))
     of_plain = torch.optim.Adam(plain.parameters())
     plain(torch.ones(2, 5)).sum().backward()
@@ -603,11 +568,9 @@ def save_a_plain_state_that_was_loaded() -> None:
         assert_same(own["exp_avg"].full_tensor(), values["exp_avg"])
 
 
-def test_a_plain_state_dict_that_was_loaded_is_saved_in_parts_before_the_first_step():
-    run_ranks(2, save_a_plain_state_that_was_loaded)
-
-
-def load_no_states_by_torch() -> None:
+@on_ranks(2)
+def test_an_optimizer_without_states_is_not_loaded_by_torch_from_whole_states():
+    """torch raises `AssertionError: Expected device to be set`, also for a plain model."""
     model = fully_shard(nn.Linear(5, 6))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for has_gradients in (False, True):
@@ -622,8 +585,3 @@ def load_no_states_by_torch() -> None:
         set_optimizer_state_dict(model, optimizer, states)
         assert optimizer.param_groups[0]["lr"] == 0.5
         optimizer.step()
-
-
-def test_an_optimizer_without_states_is_not_loaded_by_torch_from_whole_states():
-    """torch raises `AssertionError: Expected device to be set`, also for a plain model."""
-    run_ranks(2, load_no_states_by_torch)

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pages import code_blocks, page, section
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import Chain, Layer, agree_with_plain, chain, inputs, leave, whole, wholes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -102,23 +101,6 @@ def turned(shard: Any, make: Make, how: str) -> Any:
     return [wholes(model), results]
 
 
-def complex_parameters_agree() -> None:
-    for name, make in ELEMENTWISE.items():
-        if "fused" not in name:
-            agree_with_plain(partial(turned, make=make, how="plain"), "zero1", "zero3")
-    for how in ("closures", "closure later", "hook"):
-        agree_with_plain(partial(turned, make=ELEMENTWISE["AdamW"], how=how), "zero3")
-    model = Turns()
-    fully_shard(model)
-    model(inputs()).square().mean().backward()
-    optimizer = Careful(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"Careful cannot step vector, a complex parameter.*step_shards"):
-        optimizer.step()
-    before = wholes(model)["vector"]
-    step_shards(optimizer).step()
-    assert before is not None and not torch.equal(before, wholes(model)["vector"])
-
-
 class Turn(nn.Module):
     """A complex matrix."""
 
@@ -148,21 +130,32 @@ def turned_and_loaded(shard: Any, how: str) -> list[Tensor | None]:
     return found
 
 
-def step_complex_parameters_on_a_disk(folder: Path, policy: Any) -> None:
+@pytest.mark.parametrize("policy", [{"parameters": {"disk": 1.0}}, {"optimizer": {"disk": 1.0}}, {"budget": "1MB"}])
+@on_ranks(1)
+def test_complex_parameters_on_a_disk_are_stepped(policy, tmp_path):
+    """A view of them as real numbers is a copy in memory, and writes to it are lost."""
     for how in ("plain", "closures"):
-        shard = partial(fully_shard, offload_policy=Offload(**policy, folder=folder))
+        shard = partial(fully_shard, offload_policy=Offload(**policy, folder=tmp_path))
         assert_same(turned_and_loaded(shard, how), turned_and_loaded(leave, how), name=how)
 
 
-@pytest.mark.parametrize("policy", [{"parameters": {"disk": 1.0}}, {"optimizer": {"disk": 1.0}}, {"budget": "1MB"}])
-def test_complex_parameters_on_a_disk_are_stepped(policy, tmp_path):
-    """A view of them as real numbers is a copy in memory, and writes to it are lost."""
-    run_ranks(1, step_complex_parameters_on_a_disk, tmp_path, policy)
-
-
+@on_ranks(2)
 def test_complex_parameters_in_unequal_parts_are_stepped():
     """A `DTensor` of these gives optimizers a copy when they view it as real numbers, and their writes are lost."""
-    run_ranks(2, complex_parameters_agree)
+    for name, make in ELEMENTWISE.items():
+        if "fused" not in name:
+            agree_with_plain(partial(turned, make=make, how="plain"), "zero1", "zero3")
+    for how in ("closures", "closure later", "hook"):
+        agree_with_plain(partial(turned, make=ELEMENTWISE["AdamW"], how=how), "zero3")
+    model = Turns()
+    fully_shard(model)
+    model(inputs()).square().mean().backward()
+    optimizer = Careful(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"Careful cannot step vector, a complex parameter.*step_shards"):
+        optimizer.step()
+    before = wholes(model)["vector"]
+    step_shards(optimizer).step()
+    assert before is not None and not torch.equal(before, wholes(model)["vector"])
 
 
 # -- made before sharding ---------------------------------------------------------------------------------------------
@@ -200,15 +193,12 @@ def made_before(shard: Any, scales: bool = False) -> dict[str, Tensor | None]:
     return wholes(model)
 
 
-def optimizers_made_before_train_the_shards() -> None:
-    agree_with_plain(made_before)
-    agree_with_plain(partial(made_before, scales=True), "zero3")
-
-
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@on_ranks("world")
 def test_an_optimizer_made_before_sharding_trains_the_shards(world):
     """It keeps its groups, their options, its scheduler and a scaler."""
-    run_ranks(world, optimizers_made_before_train_the_shards)
+    agree_with_plain(made_before)
+    agree_with_plain(partial(made_before, scales=True), "zero3")
 
 
 def state_from_before() -> str:
@@ -249,15 +239,12 @@ def stepping_in_backward(shard: Any) -> dict[str, Tensor | None]:
     return wholes(model)
 
 
-def steps_in_backward_agree() -> None:
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@on_ranks("world")
+def test_steps_within_backward_give_the_bits_of_steps_after_it(world):
     agree_with_plain(stepping_in_backward, "ddp", "zero1", "zero2", "zero3")
     after = trained(partial(fully_shard, strategy="zero3"), torch.optim.AdamW)
     assert_same(stepping_in_backward(partial(fully_shard, strategy="zero3")), after)
-
-
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_steps_within_backward_give_the_bits_of_steps_after_it(world):
-    run_ranks(world, steps_in_backward_agree)
 
 
 def stepping_between_uses(shard: Any) -> dict[str, Tensor | None]:
@@ -277,15 +264,15 @@ def stepping_between_uses(shard: Any) -> dict[str, Tensor | None]:
     return wholes(model)
 
 
-def steps_between_uses_agree() -> None:
+@on_ranks(2)
+def test_a_layer_used_twice_is_computed_again_with_what_a_hook_has_made_of_it():
     agree_with_plain(stepping_between_uses, "ddp", "zero1", "zero2", "zero3")
 
 
-def test_a_layer_used_twice_is_computed_again_with_what_a_hook_has_made_of_it():
-    run_ranks(2, steps_between_uses_agree)
+@on_ranks(2)
+def test_hooks_wait_for_complete_gradients():
+    """Microbatches that are not reduced call none; what they call then gets the form that optimizers have."""
 
-
-def accumulate_then_step() -> None:
     def run(shard: Any) -> tuple[int, dict[str, Tensor | None]]:
         model = chain(shard)
         calls: list[Tensor] = []
@@ -301,11 +288,6 @@ def accumulate_then_step() -> None:
 
     model = Chain()
     assert run(fully_shard)[0] == len(list(model.parameters()))
-
-
-def test_hooks_wait_for_complete_gradients():
-    """Microbatches that are not reduced call none; what they call then gets the form that optimizers have."""
-    run_ranks(2, accumulate_then_step)
 
 
 def gradient_peak(in_backward: bool, layers: int) -> int:
@@ -352,7 +334,10 @@ def backward(model: nn.Module, step: int) -> None:
     model(inputs(step)).square().mean().backward()
 
 
-def operations_on_dtensors(name: str) -> None:
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD"])
+@on_ranks(2)
+def test_from_the_second_step_on_shards_are_stepped_as_plain_tensors(name):
+    """Users still see `DTensor`s in groups and states, the same as before."""
     model = chain(fully_shard)
     optimizer = ELEMENTWISE[name](list(model.parameters()))
     steps(model, optimizer, 2)
@@ -375,17 +360,12 @@ def operations_on_dtensors(name: str) -> None:
         assert param._local_tensor.grad is None
 
 
-@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD"])
-def test_from_the_second_step_on_shards_are_stepped_as_plain_tensors(name):
-    """Users still see `DTensor`s in groups and states, the same as before."""
-    run_ranks(2, operations_on_dtensors, name)
-
-
 class Careful(torch.optim.SGD):
     """Derived from a known optimizer, with unknown behavior."""
 
 
-def see_dtensors() -> None:
+@on_ranks(2)
+def test_hooks_closures_and_failures_see_the_parameters_that_users_know():
     """Check the tensors that users get within a step, and after a failed step."""
     model = chain(fully_shard)
     visited: list[bool] = []
@@ -418,10 +398,6 @@ def see_dtensors() -> None:
     assert optimizer.param_groups[0]["params"] is params
 
 
-def test_hooks_closures_and_failures_see_the_parameters_that_users_know():
-    run_ranks(2, see_dtensors)
-
-
 def scheduled(shard: Any, *, late: bool) -> list[Any]:
     """A scheduler takes the optimizer's `step` apart, before or after this library has."""
     model = chain(shard)
@@ -440,13 +416,10 @@ def scheduled(shard: Any, *, late: bool) -> list[Any]:
     return [torch.tensor(rates), wholes(model)]
 
 
-def schedule_before_and_after() -> None:
+@on_ranks(2)
+def test_schedulers_may_be_created_before_or_after_sharding():
     for late in (False, True):
         agree_with_plain(partial(scheduled, late=late), "zero1", "zero3")
-
-
-def test_schedulers_may_be_created_before_or_after_sharding():
-    run_ranks(2, schedule_before_and_after)
 
 
 def drop_an_optimizer() -> bool:
@@ -516,7 +489,8 @@ def lion(model: nn.Module, sharded: bool, kind: type[Lion] = Lion) -> Any:
     return step_shards(optimizer) if sharded else optimizer
 
 
-def step_as_configured() -> None:
+@on_ranks(2)
+def test_elementwise_optimizers_of_users_step_shards_if_declared():
     plain, model = chain(lambda module: module), chain(fully_shard)
     optimizers = lion(plain, False), lion(model, True)
     assert step_shards(optimizers[1]) is optimizers[1]
@@ -539,10 +513,6 @@ def step_as_configured() -> None:
         full_optim_state_dict(model, blocked)
 
 
-def test_elementwise_optimizers_of_users_step_shards_if_declared():
-    run_ranks(2, step_as_configured)
-
-
 class Repointed(Lion):
     """One that gives the tensor of its state other memory in each step."""
 
@@ -561,7 +531,8 @@ class Scalar(nn.Module):
         return self.scale * x + self.shift
 
 
-def step_repointed() -> None:
+@on_ranks(2)
+def test_state_may_get_other_memory_in_a_step():
     plain, model = Scalar(), fully_shard(Scalar())
     optimizers = lion(plain, False, Repointed), lion(model, True, Repointed)
     for step in range(4):
@@ -576,11 +547,9 @@ def step_repointed() -> None:
     assert_same([state.full_tensor() for state in states[1]], states[0])
 
 
-def test_state_may_get_other_memory_in_a_step():
-    run_ranks(2, step_repointed)
-
-
-def refuse_what_needs_wholes(name: str) -> None:
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "Rprop"])
+@on_ranks(2)
+def test_optimizers_that_cannot_step_shards_are_refused_by_name(name):
     model = chain(fully_shard)
     matrices = [param for param in model.parameters() if param.ndim == 2]
     optimizer = getattr(torch.optim, name)(matrices)
@@ -601,11 +570,6 @@ def refuse_what_needs_wholes(name: str) -> None:
     else:
         with pytest.raises(ConfigError, match="computes sums over whole parameters"):
             step_shards(optimizer)
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "Rprop"])
-def test_optimizers_that_cannot_step_shards_are_refused_by_name(name):
-    run_ranks(2, refuse_what_needs_wholes, name)
 
 
 class Kept(torch.optim.Optimizer):
@@ -834,7 +798,8 @@ def test_a_comparison_with_whole_tensors_finds_what_needs_them():
     assert "on shards differs from that on the whole tensor by" in first["Rotated"]
 
 
-def step_by_lbfgs() -> None:
+@on_ranks(2)
+def test_lbfgs_takes_its_sums_over_ranks():
     """Run with evenly divisible rows; in all other cases torch raises."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -852,7 +817,3 @@ def step_by_lbfgs() -> None:
             optimizer.step(closure)
     for own, peer in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.full_tensor(), peer.detach())
-
-
-def test_lbfgs_takes_its_sums_over_ranks():
-    run_ranks(2, step_by_lbfgs)

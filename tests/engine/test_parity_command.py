@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from shared_ranks import on_new_ranks
 from small_models import Chain, batch, chain, inputs, leave, loss_of, small_gpt
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -29,12 +30,12 @@ import fullshard
 from fullshard import ConfigError
 from fullshard.cli import main
 from fullshard.comm import pairwise, shared_memory
-from fullshard.testing import Parallelism, ParityReport, ParityRow, RanksFailed, assert_same, check_parity, run_ranks
+from fullshard.testing import Parallelism, ParityReport, ParityRow, RanksFailed, assert_same, check_parity
 from fullshard.testing.parity.batches import BatchArgument, argument_of
 from fullshard.testing.parity.cases import Case, cases_of
+from fullshard.testing.parity.command import shown
 from fullshard.testing.parity.difference import Compared, Difference, Kind, ParityFinding, Tolerance
 from fullshard.testing.parity.plain import train_plain
-from fullshard.testing.parity.progress import shown
 from fullshard.testing.parity.recipe import Recipe
 from fullshard.testing.parity.trace import Trace
 from fullshard.wrap import ModuleWrapPolicy
@@ -214,16 +215,13 @@ def traced(recipe: Recipe, ranks: int, trace: Trace) -> list[Any]:
     return left
 
 
-def like_one_loop(folder: Path) -> None:
+@on_new_ranks(1)
+def test_the_plain_process_has_the_bits_of_a_loop_over_one_model(tmp_path):
     # Several ranks take the norm part by part, a loop takes it of the whole: other bits, both true.
     for ranks, accumulate, clip in ((1, 1, 0.1), (1, 3, 0.1), (1, 1, 0), (3, 1, 0)):
         recipe = Recipe(make_model=LowNet, make_batch=make_inputs, steps=3, accumulate=accumulate, clip=clip)
         name = f"{ranks} ranks, {accumulate} microbatches, clipped to {clip}"
-        assert_same(traced(recipe, ranks, Trace(folder)), one_loop(recipe, ranks), name=name)
-
-
-def test_the_plain_process_has_the_bits_of_a_loop_over_one_model(tmp_path):
-    run_ranks(1, like_one_loop, tmp_path)
+        assert_same(traced(recipe, ranks, Trace(tmp_path)), one_loop(recipe, ranks), name=name)
 
 
 # -- no ---------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, Shard, agree_with_plain, leave
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -104,7 +104,8 @@ def test_they_learn_the_bits_of_one_process(world):
     run_ranks(world, all_agree, ONE_AXIS if world == 2 else ("zero3",))
 
 
-def strategies_agree() -> None:
+@on_ranks(4)
+def test_replicas_of_shards_train_identically():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for kind in (Weight, DecodedWeight):
         first, *others = (
@@ -115,18 +116,11 @@ def strategies_agree() -> None:
     assert_same(learn(Weight, 1, partial(fully_shard, mesh=mesh, strategy="hsdp"))[0], learn(Weight, 1, leave)[0])
 
 
-def test_replicas_of_shards_train_identically():
-    run_ranks(4, strategies_agree)
-
-
-def three_agree() -> None:
+@on_ranks(3)
+def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
     first, *others = (learn(Weight, 1, partial(fully_shard, strategy=strategy)) for strategy in ONE_AXIS)
     for other in others:
         assert_same(other, first)
-
-
-def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
-    run_ranks(3, three_agree)
 
 
 class CutLinear(nn.Module):
@@ -152,15 +146,12 @@ def learn_rows(model: nn.Module) -> list[Tensor]:
     return losses
 
 
-def rows_agree() -> None:
+@on_ranks(4)
+def test_rows_train_with_tensor_parallelism_as_without():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rows = torch.randn(HIDDEN, WIDTH, generator=torch.Generator().manual_seed(mesh["tp"].get_local_rank()))
     placed = DTensor.from_local(Weight(rows.clone()), mesh["tp"], [Split(0)], run_check=False)
     assert_same(learn_rows(fully_shard(CutLinear(placed), mesh=mesh["dp"])), learn_rows(CutLinear(Weight(rows))))
-
-
-def test_rows_train_with_tensor_parallelism_as_without():
-    run_ranks(4, rows_agree)
 
 
 # -- cost -------------------------------------------------------------------------------------------------------------
@@ -191,7 +182,8 @@ def test_a_gather_moves_a_byte_an_element_and_the_scales(world):
         run_ranks(world, traffic, strategy)
 
 
-def memory() -> None:
+@on_ranks(2)
+def test_what_was_gathered_is_freed_between_forward_and_backward():
     model = model_of(partial(fully_shard, strategy="zero3"))
     units = units_in(model)[1:]
     with recording() as record:
@@ -209,31 +201,7 @@ def memory() -> None:
     assert all(param_group.present_separate_nbytes == 0 for unit in units for param_group in unit.param_groups)
 
 
-def test_what_was_gathered_is_freed_between_forward_and_backward():
-    run_ranks(2, memory)
-
-
 # -- the protocol -----------------------------------------------------------------------------------------------------
-
-
-def see_what_is_called() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    layer = fully_shard(LowLinear(WIDTH, HIDDEN), mesh=mesh, strategy="hsdp", mp_policy=policy)
-    Weight.calls.clear()
-    visited = []
-    layer.register_forward_pre_hook(lambda module, _: visited.append(module.weight))
-    for number in range(3):
-        layer.weight._local_tensor.note = f"step {number}"  # on a short shard, too
-        layer(inputs(number).bfloat16())
-        layer.reshard()
-    rows = -(-HIDDEN // 2)
-    before = (rows, WIDTH), 2, (HIDDEN, WIDTH), (WIDTH, 1), layer, policy
-    after = [(f"step {number}", torch.bfloat16, number == 0) for number in range(3)]
-    assert Weight.calls == [before, after[0], before, after[1], before, after[2]]
-    assert all(item is visited[0] and isinstance(item, Operand) and isinstance(item, nn.Parameter) for item in visited)
-    assert tuple(visited[0].shape) == (HIDDEN, WIDTH)
-    assert isinstance(layer.weight, DTensor) and type(layer.weight._local_tensor) is Weight
 
 
 class PairedWeight(Weight):
@@ -252,16 +220,30 @@ class PairedWeight(Weight):
         return None if out is not None else (gathered[0], gathered)
 
 
-def learn_with_pairs() -> None:
+@on_ranks(2)
+def test_gathered_tensors_start_at_their_storages():
     agree_with_plain(partial(learn, PairedWeight, 1), "zero3", "zero2")
 
 
-def test_gathered_tensors_start_at_their_storages():
-    run_ranks(2, learn_with_pairs)
-
-
+@on_ranks(4)
 def test_methods_are_given_what_torch_gives_them():
-    run_ranks(4, see_what_is_called)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layer = fully_shard(LowLinear(WIDTH, HIDDEN), mesh=mesh, strategy="hsdp", mp_policy=policy)
+    Weight.calls.clear()
+    visited = []
+    layer.register_forward_pre_hook(lambda module, _: visited.append(module.weight))
+    for number in range(3):
+        layer.weight._local_tensor.note = f"step {number}"  # on a short shard, too
+        layer(inputs(number).bfloat16())
+        layer.reshard()
+    rows = -(-HIDDEN // 2)
+    before = (rows, WIDTH), 2, (HIDDEN, WIDTH), (WIDTH, 1), layer, policy
+    after = [(f"step {number}", torch.bfloat16, number == 0) for number in range(3)]
+    assert Weight.calls == [before, after[0], before, after[1], before, after[2]]
+    assert all(item is visited[0] and isinstance(item, Operand) and isinstance(item, nn.Parameter) for item in visited)
+    assert tuple(visited[0].shape) == (HIDDEN, WIDTH)
+    assert isinstance(layer.weight, DTensor) and type(layer.weight._local_tensor) is Weight
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -303,7 +285,8 @@ def load_elsewhere(folder: Path) -> None:
     assert_same(whole_values(model), whole_values(alone))
 
 
-def build_on_meta() -> None:
+@on_ranks(2)
+def test_they_can_be_built_without_memory():
     with torch.device("meta"):
         model = fully_shard(nn.Sequential(LowLinear(WIDTH, HIDDEN), LowLinear(HIDDEN, 4)))
     model.to_empty(device="cpu")
@@ -312,10 +295,6 @@ def build_on_meta() -> None:
     other = torch.Generator().manual_seed(dist.get_rank())
     assert torch.isfinite(model(torch.randn(3, WIDTH, generator=other))).all()
     assert_same(whole_values(model)["0.weight"], model.state_dict()["0.weight"].full_tensor())
-
-
-def test_they_can_be_built_without_memory():
-    run_ranks(2, build_on_meta)
 
 
 def test_codes_are_what_they_state():

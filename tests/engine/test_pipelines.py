@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import torch_before
 from torch import Tensor, nn
 from torch.distributed import pipelining
@@ -188,7 +188,9 @@ class BackwardInLoss(Pipeline):
         return super().loss(output, target)
 
 
-def the_same_step_twice(kind: type) -> None:
+@pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleInterleaved1F1B])
+@on_ranks(2)
+def test_the_trial_by_which_torch_learns_shapes_leaves_no_gradients(kind):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     pipeline = BackwardInLoss(kind, mesh, mesh["dp"])
     found = []
@@ -198,11 +200,6 @@ def the_same_step_twice(kind: type) -> None:
         for param in pipeline.named().values():
             param.grad = None
     testing.assert_same(found[0], found[1])
-
-
-@pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleInterleaved1F1B])
-def test_the_trial_by_which_torch_learns_shapes_leaves_no_gradients(kind):
-    run_ranks(2, the_same_step_twice, kind)
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
@@ -241,7 +238,10 @@ def visits(pipeline: Pipeline) -> dict[str, int]:
     )
 
 
-def count_collectives(strategy: str) -> None:
+@lazy_pairs
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@on_ranks(4)
+def test_a_unit_is_gathered_once_a_visit_ahead_of_compute_and_reduced_once_a_step(strategy):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     for kind, stages in SCHEDULES.items():
         pipeline = Pipeline(kind, mesh, mesh["dp"], stage=Watched, strategy=strategy)
@@ -271,40 +271,29 @@ def count_collectives(strategy: str) -> None:
         assert sum(late) == (stages == 1), (kind, Watched.started)
 
 
-@lazy_pairs
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_a_unit_is_gathered_once_a_visit_ahead_of_compute_and_reduced_once_a_step(strategy):
-    run_ranks(4, count_collectives, strategy)
-
-
 # -- with other features ----------------------------------------------------------------------------------------------
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def in_two_dtypes() -> None:
+@on_ranks(2)
+def test_microbatches_are_summed_in_the_reduce_dtype():
+    """Including parameters without a gradient hook."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     for kind in (Schedule1F1B, ScheduleInterleavedZeroBubble):
         matches_one_process(Pipeline(kind, mesh, mesh["dp"], mp_policy=BF16), testing.assert_same, torch.bfloat16)
 
 
-def test_microbatches_are_summed_in_the_reduce_dtype():
-    """Including parameters without a gradient hook."""
-    run_ranks(2, in_two_dtypes)
-
-
-def with_tensor_parallelism() -> None:
+@torch_before((2, 13), "torch 2.11 gives no whole tensor of axes that are not in the mesh's order")
+@on_ranks(4)
+def test_stages_may_be_tensor_parallel_too():
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
     for kind in SCHEDULES:
         matches_one_process(Pipeline(kind, mesh, mesh["dp"]), close)
 
 
-@torch_before((2, 13), "torch 2.11 gives no whole tensor of axes that are not in the mesh's order")
-def test_stages_may_be_tensor_parallel_too():
-    run_ranks(4, with_tensor_parallelism)
-
-
-def over_several_schedules() -> None:
+@on_ranks(2)
+def test_gradients_are_held_back_over_several_schedules_and_evaluations():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     whole = layers()
     for kind in (Schedule1F1B, ScheduleInterleavedZeroBubble):
@@ -325,10 +314,6 @@ def over_several_schedules() -> None:
         for name, param in pipeline.named().items():
             if param.requires_grad:
                 close(param.grad.full_tensor(), 2 * whole.get_parameter(name).grad)
-
-
-def test_gradients_are_held_back_over_several_schedules_and_evaluations():
-    run_ranks(2, over_several_schedules)
 
 
 class OnceError(Exception):
@@ -418,7 +403,8 @@ def test_gradients_finalized_by_hand_are_those_of_hooks():
         run_ranks(2, finalize_by_hand, policy)
 
 
-def switch_off() -> None:
+@on_ranks(1)
+def test_what_was_not_finalized_is_dropped():
     model = fully_shard(nn.Linear(WIDTH, WIDTH))
     with pytest.raises(StateError, match=r"set_manual_backward_finalization\(True\)"):
         model.finalize_backward()
@@ -427,10 +413,6 @@ def switch_off() -> None:
     model.set_manual_backward_finalization(False)
     (2 * model(torch.ones(1, WIDTH)).sum()).backward()
     testing.assert_same(model.weight.grad.full_tensor(), torch.full((WIDTH, WIDTH), 2.0))
-
-
-def test_what_was_not_finalized_is_dropped():
-    run_ranks(1, switch_off)
 
 
 # -- stages of torch's ------------------------------------------------------------------------------------------------
@@ -447,15 +429,12 @@ def test_stages_of_torch_get_the_gradients_of_one_process(kind):
     run_ranks(2, with_stages_of_torch, kind)
 
 
-def refuse_actions() -> None:
+@on_ranks(2)
+def test_actions_need_stages_that_know_them():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     pipeline = Pipeline(ScheduleInterleaved1F1B, mesh, mesh["dp"], stage=pipelining.PipelineStage)
     with pytest.raises(errors.ConfigError, match=r"stage \d is a torch.*integrations\.pipelining"):
         with_actions(pipeline.schedule)
-
-
-def test_actions_need_stages_that_know_them():
-    run_ranks(2, refuse_actions)
 
 
 def test_a_backward_in_two_parts_is_refused_there():
@@ -476,7 +455,9 @@ class Skipping(nn.Module):
         return x * 1.0 if self.calls in (2, 3) else self.layer(x)
 
 
-def drop_a_layer(stage: Any) -> None:
+@pytest.mark.parametrize("stage", [PipelineStage, pipelining.PipelineStage])
+@on_ranks(2)
+def test_a_layer_may_be_dropped_in_a_stage(stage):
     group = dist.new_subgroups(1)[0]
     model = nn.Sequential(Skipping(), nn.Linear(WIDTH, WIDTH))
     for layer in model:
@@ -485,8 +466,3 @@ def drop_a_layer(stage: Any) -> None:
     schedule = ScheduleGPipe(made, n_microbatches=1, loss_fn=lambda y, _: y.sum())
     for _ in range(4):
         schedule.step(torch.ones(2, WIDTH), target=torch.zeros(2))
-
-
-@pytest.mark.parametrize("stage", [PipelineStage, pipelining.PipelineStage])
-def test_a_layer_may_be_dropped_in_a_stage(stage):
-    run_ranks(2, drop_a_layer, stage)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import (
     ONE_AXIS,
     Chain,
@@ -123,7 +123,9 @@ def test_a_step_that_failed_leaves_no_trace(phase, strategies):
     run_ranks(2, agree_with_plain, partial(fail_in_between, phase), *strategies)
 
 
-def fail_and_look(phase: str) -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@on_ranks(2)
+def test_after_a_failure_the_next_forward_finds_and_leaves_all_units_in_order(phase):
     for strategy in ("zero2", "zero3"):
         model = chain(partial(fully_shard, strategy=strategy), Chain([Layer(), Fragile(), Layer()]))
         model.layers[1].fails = phase
@@ -134,11 +136,6 @@ def fail_and_look(phase: str) -> None:
             model(inputs())
         assert all(unit.residency.state in AT_REST for unit in units_in(model))
         assert runtime_of(model).phase is Phase.IDLE
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_after_a_failure_the_next_forward_finds_and_leaves_all_units_in_order(phase):
-    run_ranks(2, fail_and_look, phase)
 
 
 # -- unusual orders of forward and backward ---------------------------------------------------------------------------
@@ -895,7 +892,8 @@ def test_no_more_units_are_whole_at_once_than_the_present_one_and_the_next():
 # -- what is left after a step ----------------------------------------------------------------------------------------
 
 
-def look_after_each_step() -> None:
+@on_ranks(2)
+def test_after_every_step_all_is_sharded_again():
     for strategy in ONE_AXIS:
         model = chain(partial(fully_shard, strategy=strategy))
         optimizer = sgd(model)
@@ -913,10 +911,6 @@ def look_after_each_step() -> None:
             optimizer.zero_grad()
             assert all(param.grad is None for param in model.parameters())
         assert memory_is_shared(model) == (strategy == "zero3")
-
-
-def test_after_every_step_all_is_sharded_again():
-    run_ranks(2, look_after_each_step)
 
 
 def poison_what_was_freed() -> None:
@@ -950,7 +944,8 @@ class Lending(nn.Module):
         return x + self.layers(x) + self.weight.view(128, 128)
 
 
-def reduce_what_is_lent() -> None:
+@on_ranks(2)
+def test_sums_are_not_written_to_gradients_that_autograd_still_reads():
     found = []
     for strategy in ("zero3", "ddp"):
         shard = partial(fully_shard, strategy=strategy)
@@ -960,10 +955,6 @@ def reduce_what_is_lent() -> None:
         model(torch.randn(128, 128)).square().mean().backward()
         found.append(whole_grads(model))
     assert_same(found[1], found[0])
-
-
-def test_sums_are_not_written_to_gradients_that_autograd_still_reads():
-    run_ranks(2, reduce_what_is_lent)
 
 
 # -- ranks that differ ------------------------------------------------------------------------------------------------
@@ -1002,26 +993,20 @@ def test_ranks_with_different_models_raise_the_same_error(difference, stated):
     assert "rank 1" in messages[0]
 
 
-def use_what_is_no_unit() -> None:
+@on_ranks(1)
+def test_what_is_no_unit_is_refused():
     model = chain(fully_shard)
     with pytest.raises(StateError, match=r"Linear is not a unit\. Call fully_shard"):
         model.set_modules_to_forward_prefetch([model.head])
 
 
-def test_what_is_no_unit_is_refused():
-    run_ranks(1, use_what_is_no_unit)
-
-
-def gather_by_full_tensor() -> None:
+@on_ranks(2)
+def test_parameters_are_true_dtensors():
+    """What `full_tensor()` gives is what this file's quicker way of gathering gives."""
     model = chain(fully_shard)
     learn(model)
     for name, value in wholes(model).items():
         assert_same(whole(dict(model.named_parameters())[name]), value)
-
-
-def test_parameters_are_true_dtensors():
-    """What `full_tensor()` gives is what this file's quicker way of gathering gives."""
-    run_ranks(2, gather_by_full_tensor)
 
 
 # -- odd parameters and odd beginnings --------------------------------------------------------------------------------
@@ -1084,7 +1069,8 @@ def test_odd_parameters_give_plain_bits(scenario, strategies):
     run_ranks(2, agree_with_plain, scenario, *strategies)
 
 
-def evaluate_in_inference_mode_first() -> None:
+@on_ranks(2)
+def test_inference_mode_may_precede_training():
     """Evaluate in low precision, so that scratch memory is first allocated there."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     left = []
@@ -1095,7 +1081,3 @@ def evaluate_in_inference_mode_first() -> None:
                 model(inputs())
         left.append(learn(model))
     assert_same(left[1], left[0])
-
-
-def test_inference_mode_may_precede_training():
-    run_ranks(2, evaluate_in_inference_mode_first)

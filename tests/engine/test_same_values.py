@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import chain, inputs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -344,7 +344,8 @@ def test_parameters_that_are_added_after_sharding_and_taken_care_of_are_accepted
     assert_same(first, second)
 
 
-def ignored_and_replaced() -> None:
+@on_ranks(2)
+def test_ignored_parameters_stay_ignored_when_they_are_replaced():
     """Ignored parameters are new objects after `to_empty` and `load_state_dict(assign=True)`."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -355,10 +356,6 @@ def ignored_and_replaced() -> None:
     model[1].load_state_dict({name: torch.ones_like(item) for name, item in model[1].state_dict().items()}, assign=True)
     model[1].requires_grad_(True)
     model(torch.ones(2, 4)).sum().backward()
-
-
-def test_ignored_parameters_stay_ignored_when_they_are_replaced():
-    run_ranks(2, ignored_and_replaced)
 
 
 def train_adapters_in_hooks(how: str) -> list[str]:

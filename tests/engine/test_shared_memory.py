@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import on_new_ranks
 from small_models import Chain, chain, initialise, inputs, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -406,7 +407,8 @@ def test_whole_gradients_do_not_wait_for_the_next_unit_once_all_ranks_have_repor
             assert complete[:-1] == [True] * (len(complete) - 1)
 
 
-def train_without_end_of_patience() -> None:
+@on_new_ranks(2)
+def test_no_rank_waits_for_a_block_that_others_cannot_read_yet():
     """Units with two messages a reduction, and gathers that go through blocks as reductions do."""
     peers._PATIENCE_S = 3600.0
     share_memory_between_units(False)
@@ -416,10 +418,6 @@ def train_without_end_of_patience() -> None:
         layer.extra = nn.Parameter(torch.ones(48, 48, dtype=torch.float64))
         layer.register_forward_hook(lambda layer, _, output: output + (output.double() @ layer.extra).float())
     steps(chain(fully_shard, model), range(6))
-
-
-def test_no_rank_waits_for_a_block_that_others_cannot_read_yet():
-    run_ranks(2, train_without_end_of_patience)
 
 
 def steps(model: Any, numbers: Iterable[int]) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, gathered
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -249,7 +249,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def compare_all_state_dicts() -> None:
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@on_ranks("world")
+def test_state_dicts_have_the_user_s_own_names_and_values(world):
+    """In the order of the user's model, before and after training, under every strategy."""
     for name in SHARDINGS:
         compare_state_dicts(name, "zero3")
     for strategy in (*ONE_AXIS, "hsdp", "hsdp_zero2"):
@@ -257,24 +260,15 @@ def compare_all_state_dicts() -> None:
         compare_state_dicts("wrapper", strategy)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_state_dicts_have_the_user_s_own_names_and_values(world):
-    """In the order of the user's model, before and after training, under every strategy."""
-    run_ranks(world, compare_all_state_dicts)
-
-
-def full_states_are_snapshots() -> None:
+@on_ranks(2)
+def test_a_full_state_dict_does_not_change_with_further_training():
+    """Neither do buffers and ignored parameters in it: what was the best model so far stays so."""
     for strategy in ONE_AXIS:
         net = by_wrapper(model(), strategy=strategy)
         state = net.state_dict()
         before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
         learn(net, adam(net), range(2))
         assert_same(state, before, name=strategy)
-
-
-def test_a_full_state_dict_does_not_change_with_further_training():
-    """Neither do buffers and ignored parameters in it: what was the best model so far stays so."""
-    run_ranks(2, full_states_are_snapshots)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -327,7 +321,8 @@ def test_rank0_only_means_the_first_rank_of_the_mesh():
     assert run_ranks(4, first_rank_of_a_mesh_in_the_middle) == [-1, 2, 0, -1]
 
 
-def states_of_low_precision() -> None:
+@on_ranks(2)
+def test_state_dicts_hold_the_stored_dtype_whatever_computes():
     """bfloat16 compute leaves the stored float32 in every state dict, bit for bit, and buffers unchanged."""
     plain = dict(model().state_dict())
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -339,10 +334,6 @@ def states_of_low_precision() -> None:
             with torch.no_grad():
                 assert net.eval()(tokens()).dtype is torch.bfloat16
             assert_same({**whole_state(net), "_extra_state": plain["_extra_state"]}, plain, name=strategy)
-
-
-def test_state_dicts_hold_the_stored_dtype_whatever_computes():
-    run_ranks(2, states_of_low_precision)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
@@ -470,7 +461,8 @@ def test_what_does_not_fit_is_named_on_every_rank_as_the_user_calls_it(spoil, st
             assert stated in message, f"{name}: {message}"
 
 
-def load_by_assignment() -> None:
+@on_ranks(2)
+def test_assigned_state_is_what_trains():
     """Assigned tensors replace parameters, on any device and of any dtype."""
     expected = dict(model().state_dict())
     for strategy in ONE_AXIS:
@@ -494,11 +486,8 @@ def load_by_assignment() -> None:
                 assert_same(whole_state(net)["cells.0.up.weight"], model(seed=3).cells[0].up.weight.detach())
 
 
-def test_assigned_state_is_what_trains():
-    run_ranks(2, load_by_assignment)
-
-
-def assign_to_a_module_in_two_places() -> None:
+@on_ranks(2)
+def test_state_is_assigned_to_a_module_in_two_places():
     layer = nn.Linear(6, 6)
     values = {name: torch.full_like(value, 0.5) for name, value in layer.state_dict().items()}
     net = nn.Sequential(layer, layer)
@@ -510,11 +499,9 @@ def assign_to_a_module_in_two_places() -> None:
     assert isinstance(net[0].weight.grad, DTensor)
 
 
-def test_state_is_assigned_to_a_module_in_two_places():
-    run_ranks(2, assign_to_a_module_in_two_places)
-
-
-def save_several_dtypes_of_one_unit() -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks("world")
+def test_a_state_dict_of_several_dtypes_is_saved_by_torch(world):
     for strategy in ONE_AXIS:
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3).double(), nn.PReLU(1), nn.LSTM(3, 2).bfloat16())
         net.register_parameter("none", nn.Parameter(torch.empty(0, dtype=torch.float64)))
@@ -531,12 +518,8 @@ def save_several_dtypes_of_one_unit() -> None:
         assert all((param.full_tensor() == 0.25).all() for param in net.parameters())
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_state_dict_of_several_dtypes_is_saved_by_torch(world):
-    run_ranks(world, save_several_dtypes_of_one_unit)
-
-
-def assign_other_dtypes() -> None:
+@on_ranks(2)
+def test_a_dtype_is_assigned_to_all_parameters_that_shared_one():
     for shard in (by_function, by_wrapper):
         net, plain = shard(model()), model()
         state = {
@@ -554,11 +537,8 @@ def assign_other_dtypes() -> None:
             net.load_state_dict(mixed, assign=True)
 
 
-def test_a_dtype_is_assigned_to_all_parameters_that_shared_one():
-    run_ranks(2, assign_other_dtypes)
-
-
-def load_on_meta() -> None:
+@on_ranks(2)
+def test_a_state_dict_materialises_a_model_on_the_meta_device():
     """Shard on the meta device, then load: no initialisation is ever computed."""
     for strategy in ONE_AXIS:
         for assign in (False, True):
@@ -572,22 +552,17 @@ def load_on_meta() -> None:
             assert_same(learn(net, adam(net), range(2)), learn(plain, adam(plain), range(2)))
 
 
-def test_a_state_dict_materialises_a_model_on_the_meta_device():
-    run_ranks(2, load_on_meta)
-
-
-def save_on_meta() -> None:
+@on_ranks(2)
+def test_a_state_dict_of_a_model_on_the_meta_device_has_its_names_and_shapes():
     net = by_function(model(device="meta"))
     state = net.state_dict()
     assert all(value.is_meta for value in tensors_of(state).values())
     assert list(state) == list(model().state_dict())
 
 
-def test_a_state_dict_of_a_model_on_the_meta_device_has_its_names_and_shapes():
-    run_ranks(2, save_on_meta)
-
-
-def load_sharded_from_every_strategy() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_sharded_state_dicts_of_one_strategy_are_loaded_under_another():
     """Load sharded state dicts of one strategy directly into all others, without changes."""
     for given in ONE_AXIS:
         source = by_function(model(seed=1), strategy=given).state_dict()
@@ -602,12 +577,8 @@ def load_sharded_from_every_strategy() -> None:
                 assert all(source[key] is before[key] for key in [*source, *before])
 
 
-@pytest.mark.slow
-def test_sharded_state_dicts_of_one_strategy_are_loaded_under_another():
-    run_ranks(2, load_sharded_from_every_strategy)
-
-
-def load_between_steps() -> None:
+@on_ranks(2)
+def test_what_is_loaded_between_steps_is_computed_with():
     """Loaded values are used in the next forward, also with unsharded parameters that are kept."""
     plain = model(seed=1).eval()
     for strategy in ONE_AXIS:
@@ -625,10 +596,6 @@ def load_between_steps() -> None:
         assert_same(tensors_of(whole_state(net)), tensors_of(other.state_dict()))
 
 
-def test_what_is_loaded_between_steps_is_computed_with():
-    run_ranks(2, load_between_steps)
-
-
 def use_within_forward(hooked: nn.Module, use: Callable[[], Any], run: Callable[[], Any]) -> str:
     handle = hooked.register_forward_hook(lambda *_: use())
     with pytest.raises(StateError) as error:
@@ -637,7 +604,8 @@ def use_within_forward(hooked: nn.Module, use: Callable[[], Any], run: Callable[
     return str(error.value)
 
 
-def use_state_dicts_within_forward() -> None:
+@on_ranks(1)
+def test_state_dicts_within_a_forward_are_refused():
     for shard in (by_function, by_wrapper):
         net = shard(model())
         for use in (net.state_dict, lambda net=net: net.load_state_dict({})):
@@ -647,11 +615,8 @@ def use_state_dicts_within_forward() -> None:
         learn(net, adam(net), range(1))
 
 
-def test_state_dicts_within_a_forward_are_refused():
-    run_ranks(1, use_state_dicts_within_forward)
-
-
-def state_while_summoned() -> None:
+@on_ranks(2)
+def test_state_dicts_while_summoned_are_whole():
     """Within `summon_full_params` a state dict is whole, and one that is loaded is written back."""
     for strategy in ONE_AXIS:
         for shard in (by_function, by_wrapper):
@@ -660,10 +625,6 @@ def state_while_summoned() -> None:
                 assert_same(tensors_of(net.state_dict()), tensors_of(model().state_dict()))
                 net.load_state_dict(model(seed=1).state_dict())
             assert_same(tensors_of(whole_state(net)), tensors_of(model(seed=1).state_dict()), name=strategy)
-
-
-def test_state_dicts_while_summoned_are_whole():
-    run_ranks(2, state_while_summoned)
 
 
 # -- torch.distributed.checkpoint.state_dict --------------------------------------------------------------------------
@@ -706,12 +667,9 @@ def copied(state: Any) -> Any:
     return torch.utils._pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, state)
 
 
-def resume_by_torch_s_helpers_everywhere() -> None:
+@on_ranks(2)
+def test_torch_s_helpers_resume_model_and_optimizer():
     for strategy in ("ddp", "zero3"):
         resume_by_torch_s_helpers(partial(by_function, strategy=strategy))
     resume_by_torch_s_helpers(by_wrapper)
     resume_by_torch_s_helpers(partial(checkpointed_before, by_wrapper))
-
-
-def test_torch_s_helpers_resume_model_and_optimizer():
-    run_ranks(2, resume_by_torch_s_helpers_everywhere)

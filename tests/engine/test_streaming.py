@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, Block, shard, small_gpt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,7 +47,9 @@ def expected() -> dict[str, Tensor]:
     return {name: param.detach() for name, param in small_gpt(blocks=2).named_parameters()}
 
 
-def stream_all(world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@on_ranks("world")
+def test_weights_arrive_whole_by_the_user_s_names(world):
     ways: list[Any] = [partial(shard, strategy=strategy) for strategy in ONE_AXIS]
     ways += [partial(shard, tied_in_two_units=True), by_wrapper, lambda model: model]
     ways.append(partial(shard, shard_placement_fn=lambda param: Shard(1) if param.ndim == 2 else None))
@@ -63,12 +65,8 @@ def stream_all(world: int) -> None:
             assert_same(dict(streamed), expected())
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_weights_arrive_whole_by_the_user_s_names(world):
-    run_ranks(world, stream_all, world)
-
-
-def stream_in_bounds() -> None:
+@on_ranks(2)
+def test_a_bucket_is_one_collective_and_all_that_is_held():
     model = shard(small_gpt(blocks=2))
     with storage_watch() as watch, recording() as record:
         for _, weight in stream_weights(model, bucket_bytes=BUCKET, dtype=torch.bfloat16):
@@ -80,11 +78,8 @@ def stream_in_bounds() -> None:
     assert set(record.names()) == {"all_gather"}
 
 
-def test_a_bucket_is_one_collective_and_all_that_is_held():
-    run_ranks(2, stream_in_bounds)
-
-
-def stream_otherwise() -> None:
+@on_ranks(2)
+def test_weights_are_cast_renamed_left_out_and_given_to_one_rank():
     model = shard(small_gpt(blocks=2))
     model.register_buffer("kept", torch.ones(3))
     model.register_buffer("unkept", torch.ones(3), persistent=False)
@@ -105,11 +100,8 @@ def stream_otherwise() -> None:
     assert_same(dict(stream_weights(model, rename=names.get))["bias"], expected()["wide.bias"])
 
 
-def test_weights_are_cast_renamed_left_out_and_given_to_one_rank():
-    run_ranks(2, stream_otherwise)
-
-
-def stream_tensor_parallel() -> None:
+@on_ranks(4)
+def test_weights_of_tensor_parallelism_arrive_whole():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5))
@@ -117,10 +109,6 @@ def stream_tensor_parallel() -> None:
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     assert_same(dict(stream_weights(model)), plain)
-
-
-def test_weights_of_tensor_parallelism_arrive_whole():
-    run_ranks(4, stream_tensor_parallel)
 
 
 def stream_from_several_meshes(

@@ -5,13 +5,12 @@ import gc
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from time import sleep
 from typing import Any
 
 import pytest
 import torch
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import (
     ONE_AXIS,
     Block,
@@ -93,7 +92,9 @@ def names_of(parameters: Any) -> list[str]:
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
-def look() -> None:
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@on_ranks("world")
+def test_parameters_are_whole_and_plain_within_and_shards_after(world):
     for way in WAYS:
         model, reference = sharded(way), plain()
         optimizer, other = adamw(model), adamw(reference)
@@ -111,11 +112,6 @@ def look() -> None:
             assert all(after[name] is before[name] for name in before)  # what the optimizer knows
             assert all(isinstance(param, DTensor) for param in after.values())
             assert_same(step(model, optimizer, number), step(reference, other, number), name=str(way))
-
-
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_parameters_are_whole_and_plain_within_and_shards_after(world):
-    run_ranks(world, look)
 
 
 # -- changing ---------------------------------------------------------------------------------------------------------
@@ -200,7 +196,9 @@ def test_rank0_only_leaves_other_ranks_their_shards_and_costs_them_no_memory():
     assert not any(any(visited) for visited in others)
 
 
-def summon_gradients() -> None:
+@on_ranks(2)
+def test_gradients_are_whole_too_and_changes_to_them_are_kept_as_requested():
+    """The optimizer steps with them, under every strategy."""
     for way in WAYS:
         model, reference = sharded(way), plain()
         for net in (model, reference):
@@ -226,16 +224,12 @@ def summon_gradients() -> None:
             assert_same(loss_of(model, same_batch(1)), loss_of(reference, same_batch(1)), name=str(way))
 
 
-def test_gradients_are_whole_too_and_changes_to_them_are_kept_as_requested():
-    """The optimizer steps with them, under every strategy."""
-    run_ranks(2, summon_gradients)
-
-
 def whole_names(model: nn.Module) -> list[str]:
     return [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
 
 
-def summon_parts() -> None:
+@on_ranks(2)
+def test_parts_of_a_model_are_summoned_alone_and_one_within_another():
     for way in WAYS:
         model, everything = sharded(way), names_of(plain().named_parameters())
         tied = "," in way[0]
@@ -272,10 +266,6 @@ def summon_parts() -> None:
         assert_same(wholes(model)["blocks.0.norm.bias"], torch.full((97,), 4.0))
 
 
-def test_parts_of_a_model_are_summoned_alone_and_one_within_another():
-    run_ranks(2, summon_parts)
-
-
 def summon_what_is_not_sharded() -> None:
     model = plain()
     with summon_full_params(model):
@@ -286,7 +276,8 @@ def test_a_model_that_is_not_sharded_is_whole_already():
     summon_what_is_not_sharded()
 
 
-def summon_below_a_plain_root() -> None:
+@on_ranks(2)
+def test_units_of_both_interfaces_below_a_plain_root_are_summoned():
     model = nn.Sequential(FullyShardedDataParallel(nn.Linear(6, 5)), nn.ReLU(), fully_shard(nn.Linear(5, 4)))
     with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
         model[0].weight.fill_(1.0)
@@ -300,10 +291,6 @@ def summon_below_a_plain_root() -> None:
     torch.testing.assert_close(out[0], expected)
 
 
-def test_units_of_both_interfaces_below_a_plain_root_are_summoned():
-    run_ranks(2, summon_below_a_plain_root)
-
-
 # -- at the wrong moment ----------------------------------------------------------------------------------------------
 
 
@@ -311,7 +298,8 @@ class Stop(Exception):  # noqa: N818  # any exception of user code
     pass
 
 
-def leave_by_an_exception() -> None:
+@on_ranks(2)
+def test_an_exception_within_keeps_what_was_changed():
     """Earlier changes are kept, and the state is consistent."""
     for way in FEW:
         model, reference = sharded(way), plain()
@@ -326,11 +314,20 @@ def leave_by_an_exception() -> None:
         assert_same(step(model, optimizer, 1), step(reference, other, 1), name=str(way))
 
 
-def test_an_exception_within_keeps_what_was_changed():
-    run_ranks(2, leave_by_an_exception)
+def uses_of(model: nn.Module) -> list[Callable[[Tensor], Any]]:
+    uses: list[Callable[[Tensor], Any]] = [
+        lambda _: loss_of(model, same_batch(1)),
+        lambda _: model.blocks[0](torch.zeros(1, 2, 97)),
+        lambda loss: loss.backward(),
+        lambda _: model.to(torch.float64),
+        lambda _: model.blocks[0].half(),
+    ]
+    return uses + ([lambda _: model.unshard()] if hasattr(model, "unshard") else [])
 
 
-def use_while_summoned() -> None:
+@on_ranks(2)
+def test_forward_backward_and_casts_while_summoned_are_refused():
+    """They leave no trace."""
     for way in ALONE:
         model, reference = sharded(way), plain()
         optimizer, other = adamw(model), adamw(reference)
@@ -345,23 +342,8 @@ def use_while_summoned() -> None:
         assert_same(step(model, optimizer, 1), step(reference, other, 1), name=str(way))
 
 
-def uses_of(model: nn.Module) -> list[Callable[[Tensor], Any]]:
-    uses: list[Callable[[Tensor], Any]] = [
-        lambda _: loss_of(model, same_batch(1)),
-        lambda _: model.blocks[0](torch.zeros(1, 2, 97)),
-        lambda loss: loss.backward(),
-        lambda _: model.to(torch.float64),
-        lambda _: model.blocks[0].half(),
-    ]
-    return uses + ([lambda _: model.unshard()] if hasattr(model, "unshard") else [])
-
-
-def test_forward_backward_and_casts_while_summoned_are_refused():
-    """They leave no trace."""
-    run_ranks(2, use_while_summoned)
-
-
-def step_while_summoned() -> None:
+@on_ranks(2)
+def test_a_step_that_would_be_lost_is_refused():
     for front in ("fully_shard", "wrapper"):
         model = sharded((front, "zero3"))
         optimizer = adamw(model)
@@ -379,10 +361,6 @@ def step_while_summoned() -> None:
         assert_same(step(model, adamw(model)), step(reference, adamw(reference)))
 
 
-def test_a_step_that_would_be_lost_is_refused():
-    run_ranks(2, step_while_summoned)
-
-
 class Breaking(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -397,7 +375,9 @@ def fail(*_: Any) -> None:
     raise Stop
 
 
-def summon_after_a_failure(phase: str) -> None:
+@pytest.mark.parametrize("phase", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_after_a_failure_parameters_can_be_summoned(phase):
     """After a failed forward or backward, parameters can be summoned, saved and moved immediately."""
     for way in FEW:
         model, reference = sharded(way), plain()
@@ -420,11 +400,8 @@ def summon_after_a_failure(phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
-def test_after_a_failure_parameters_can_be_summoned(phase):
-    run_ranks(2, summon_after_a_failure, phase)
-
-
-def summon_within(phase: str) -> None:
+@on_ranks(2)
+def test_summoning_within_a_forward_or_backward_is_refused(phase):
     for front in ("fully_shard", "wrapper"):
         model = sharded((front, "zero3"))
         stated = []
@@ -444,11 +421,6 @@ def summon_within(phase: str) -> None:
         assert "Call it between steps." in stated[0]
 
 
-@pytest.mark.parametrize("phase", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
-def test_summoning_within_a_forward_or_backward_is_refused(phase):
-    run_ranks(2, summon_within, phase)
-
-
 @contextmanager
 def nothing_sent() -> Any:
     with recording() as record:
@@ -456,7 +428,8 @@ def nothing_sent() -> Any:
     assert record.names() == []
 
 
-def summon_wrongly() -> None:
+@on_ranks(2)
+def test_what_cannot_be_done_is_stated():
     model = fully_shard(nn.Linear(6, 5))
     with nothing_sent():
         with pytest.raises(ConfigError, match=r"rank0_only=True, writeback=True.*Pass writeback=False"):
@@ -469,10 +442,6 @@ def summon_wrongly() -> None:
     with misshapen, summon_full_params(model):
         model.weight = nn.Parameter(torch.zeros(3, 3))
     assert isinstance(model.weight, DTensor)
-
-
-def test_what_cannot_be_done_is_stated():
-    run_ranks(2, summon_wrongly)
 
 
 # -- parameters that are replaced after sharding ----------------------------------------------------------------------
@@ -519,7 +488,8 @@ def sharded_and_stepped() -> TwoEnds:
     return model
 
 
-def refuse_replaced_parameters() -> None:
+@on_ranks(2)
+def test_every_entry_refuses_a_parameter_that_was_replaced():
     for name, enter in ENTRIES.items():
         for replace in (
             lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(4, 4))),
@@ -540,10 +510,6 @@ def refuse_replaced_parameters() -> None:
                     raise AssertionError(f"{name} took a replaced parameter")
 
 
-def test_every_entry_refuses_a_parameter_that_was_replaced():
-    run_ranks(2, refuse_replaced_parameters)
-
-
 def step_of_another(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for param in model.parameters():
@@ -551,13 +517,14 @@ def step_of_another(model: nn.Module) -> None:
     optimizer.step()
 
 
-def refuse_added_parameters(folder: Path) -> None:
+@on_ranks(2)
+def test_every_entry_that_saves_or_steps_refuses_a_parameter_that_was_added(tmp_path):
     entries = {name: ENTRIES[name] for name in ("state_dict", "stream_weights", "snapshot", "step")} | {
         "get_optimizer_state_dict": ENTRIES["get_optimizer_state_dict"],
         "step of another optimizer": step_of_another,
-        "save": lambda m: save(folder, model=m, step=1),
-        "async_save": lambda m: async_save(folder, model=m, step=2).wait(),
-        "export_safetensors": lambda m: export_safetensors(m, folder / "exported"),
+        "save": lambda m: save(tmp_path, model=m, step=1),
+        "async_save": lambda m: async_save(tmp_path, model=m, step=2).wait(),
+        "export_safetensors": lambda m: export_safetensors(m, tmp_path / "exported"),
     }
     for name, enter in entries.items():
         for add in (
@@ -572,12 +539,8 @@ def refuse_added_parameters(folder: Path) -> None:
                 raise AssertionError(f"{name} took an added parameter")
     model = sharded_and_stepped()
     model.body.extra = nn.Parameter(torch.ones(3), requires_grad=False)  # nothing trains it
-    save(folder, model=model, step=3)
+    save(tmp_path, model=model, step=3)
     OPTIMIZERS[model].step()
-
-
-def test_every_entry_that_saves_or_steps_refuses_a_parameter_that_was_added(tmp_path):
-    run_ranks(2, refuse_added_parameters, tmp_path)
 
 
 def train_tied(tie: Any, shard: Any, forwards: int, moves: bool) -> list[Any]:
@@ -601,7 +564,10 @@ def train_tied(tie: Any, shard: Any, forwards: int, moves: bool) -> list[Any]:
         return [*left, {name: param.detach().clone() for name, param in model.named_parameters()}]
 
 
-def tie_after_sharding(first: str, second: str, forwards: int, moves: bool) -> None:
+@pytest.mark.parametrize(("forwards", "moves"), [(0, False), (2, False), (0, True)])
+@pytest.mark.parametrize(("first", "second"), [("e", "h"), ("h", "e")])
+@on_ranks(2)
+def test_weights_tied_after_sharding_train_as_in_one_process(first, second, forwards, moves):
     def tie(model: TwoEnds) -> None:
         getattr(model, first).weight = getattr(model, second).weight
 
@@ -615,9 +581,3 @@ def tie_after_sharding(first: str, second: str, forwards: int, moves: bool) -> N
                 return fully_shard(model, strategy=strategy)
 
             assert_same(train_tied(tie, shard, forwards, moves), expected, name=f"{units}, {strategy}")
-
-
-@pytest.mark.parametrize(("forwards", "moves"), [(0, False), (2, False), (0, True)])
-@pytest.mark.parametrize(("first", "second"), [("e", "h"), ("h", "e")])
-def test_weights_tied_after_sharding_train_as_in_one_process(first, second, forwards, moves):
-    run_ranks(2, tie_after_sharding, first, second, forwards, moves)

@@ -25,7 +25,7 @@ from parallel_stacks import (
     shard,
     stack,
 )
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import memory_is_shared, torch_before, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -153,7 +153,19 @@ ON_FOUR_RANKS = (
 ON_EIGHT_RANKS = (Case((2, 2, 2), True, ("hsdp", "hsdp_zero2", "ddp")), Case((2, 2, 2), False, ("hsdp",)))
 
 
-def train_in_each_way(cases: tuple[Case, ...]) -> None:
+@torch_before((2, 13), "torch 2.11 gives no whole tensor of axes that are not in the mesh's order")
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, ON_TWO_RANKS),
+        pytest.param(4, ON_FOUR_RANKS, marks=pytest.mark.slow),
+        pytest.param(8, ON_EIGHT_RANKS, marks=pytest.mark.slow),
+    ],
+    ids=["two ranks", "four ranks", "eight ranks"],
+)
+@on_ranks("world", timeout=300)
+def test_shards_have_the_bits_of_tensor_parallelism_with_gradients_averaged_by_hand(world, cases):
+    """With one rank on the data axes this is tensor parallelism alone."""
     plain = train(stack(), None, by_hand=True)["params"]
     for case in cases:
         mesh = mesh_of(*case.shape)
@@ -166,22 +178,9 @@ def train_in_each_way(cases: tuple[Case, ...]) -> None:
             assert memory_is_shared(model) == (strategy in ("zero3", "hsdp"))  # else the steps were too few
 
 
-@torch_before((2, 13), "torch 2.11 gives no whole tensor of axes that are not in the mesh's order")
-@pytest.mark.parametrize(
-    ("world", "cases"),
-    [
-        (2, ON_TWO_RANKS),
-        pytest.param(4, ON_FOUR_RANKS, marks=pytest.mark.slow),
-        pytest.param(8, ON_EIGHT_RANKS, marks=pytest.mark.slow),
-    ],
-    ids=["two ranks", "four ranks", "eight ranks"],
-)
-def test_shards_have_the_bits_of_tensor_parallelism_with_gradients_averaged_by_hand(world, cases):
-    """With one rank on the data axes this is tensor parallelism alone."""
-    run_ranks(world, train_in_each_way, cases, timeout=300)
-
-
-def train_in_odd_units() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_any_module_may_be_a_unit_and_axes_may_have_any_order():
     """Units that tensor parallelism has hooks on, that take and give `DTensor`s, and axes in another order."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "data"))
 
@@ -216,11 +215,8 @@ def train_in_odd_units() -> None:
 
 
 @pytest.mark.slow
-def test_any_module_may_be_a_unit_and_axes_may_have_any_order():
-    run_ranks(4, train_in_odd_units)
-
-
-def train_in_low_precision() -> None:
+@on_ranks(4)
+def test_in_low_precision_strategies_give_one_another_s_bits():
     mesh = mesh_of(2, 2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = []
@@ -233,11 +229,8 @@ def train_in_low_precision() -> None:
 
 
 @pytest.mark.slow
-def test_in_low_precision_strategies_give_one_another_s_bits():
-    run_ranks(4, train_in_low_precision)
-
-
-def step_with_an_optimizer_from_before() -> None:
+@on_ranks(4)
+def test_an_optimizer_made_between_placing_and_sharding_trains_the_shards():
     mesh = mesh_of(2, 2)
     model = parallel(mesh["tp"], sequence=True)
     optimizer = adamw(model)  # of `DTensor`s, but not of shards
@@ -245,11 +238,6 @@ def step_with_an_optimizer_from_before() -> None:
     ready = shard(parallel(mesh["tp"], sequence=True), mesh["shard"])
     expected = train(ready, mesh["shard"], optimizer=adamw(ready), steps=range(1))
     assert_same(train(model, mesh["shard"], optimizer=optimizer, steps=range(1)), expected)
-
-
-@pytest.mark.slow
-def test_an_optimizer_made_between_placing_and_sharding_trains_the_shards():
-    run_ranks(4, step_with_an_optimizer_from_before)
 
 
 def spoil(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -278,7 +266,9 @@ def test_every_rank_reports_gradients_that_are_not_finite():
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
 
-def count_a_step() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_as_many_messages_are_sent_as_without_of_half_the_bytes():
     mesh = mesh_of(2, 2)
     records = []
     for model in (stack(), parallel(mesh["tp"], sequence=False)):
@@ -293,15 +283,12 @@ def count_a_step() -> None:
         assert 0.5 < along.sent_bytes(name) / without.sent_bytes(name) < 0.51
 
 
-@pytest.mark.slow
-def test_as_many_messages_are_sent_as_without_of_half_the_bytes():
-    run_ranks(4, count_a_step)
-
-
 # -- norms ------------------------------------------------------------------------------------------------------------
 
 
-def clip_in_every_way() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_norms_and_clipping_are_those_of_one_process():
     mesh = mesh_of(2, 2)
     tokens = batch(0)[:1]  # the same on all ranks, so a plain model on each rank is the reference
     bits: dict[Any, Tensor] = {}
@@ -326,11 +313,8 @@ def clip_in_every_way() -> None:
 
 
 @pytest.mark.slow
-def test_norms_and_clipping_are_those_of_one_process():
-    run_ranks(4, clip_in_every_way)
-
-
-def clip_what_is_ignored() -> None:
+@on_ranks(4)
+def test_norms_of_what_is_placed_and_ignored_are_those_of_one_process():
     """Gradients that tensor parallelism leaves as it likes: cut, whole, or as sums that are still to be taken."""
     mesh, tokens = mesh_of(2, 2), batch(0)[:1]
     loss_of(plain := stack(), tokens).backward()
@@ -344,11 +328,6 @@ def clip_what_is_ignored() -> None:
         norm = clip_grad_norm_([param], 1e-3)
         torch.testing.assert_close(norm, expected.norm(), rtol=1e-4, atol=0)
         torch.testing.assert_close(whole(param.grad), expected * 1e-3 / expected.norm(), rtol=1e-2, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_norms_of_what_is_placed_and_ignored_are_those_of_one_process():
-    run_ranks(4, clip_what_is_ignored)
 
 
 # -- what is saved ----------------------------------------------------------------------------------------------------
@@ -441,7 +420,9 @@ def test_a_run_goes_on_from_state_dicts_and_from_checkpoints(tmp_path):
     run_ranks(4, save_and_go_on, str(tmp_path))
 
 
-def build_on_meta() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_models_from_the_meta_device_and_those_that_are_cast_are_as_any():
     mesh = mesh_of(2, 2)
     with torch.device("meta"):
         model = Stack()
@@ -459,15 +440,12 @@ def build_on_meta() -> None:
         model.zero_grad()
 
 
-@pytest.mark.slow
-def test_models_from_the_meta_device_and_those_that_are_cast_are_as_any():
-    run_ranks(4, build_on_meta)
-
-
 # -- whole parameters for the user ------------------------------------------------------------------------------------
 
 
-def look_and_change() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_summoned_parameters_are_whole_over_all_axes_and_may_be_changed():
     mesh = mesh_of(2, 2)
     model = shard(parallel(mesh["tp"], sequence=False), mesh["shard"])
     tokens = batch(0)[:1]
@@ -487,11 +465,6 @@ def look_and_change() -> None:
                     param.grad.fill_(2)
     assert_same(wholes(model), wholes(plain))
     assert all((grad == 2).all() for grad in whole_grads(model).values())
-
-
-@pytest.mark.slow
-def test_summoned_parameters_are_whole_over_all_axes_and_may_be_changed():
-    run_ranks(4, look_and_change)
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -536,7 +509,9 @@ class Experts(nn.Module):
         return x + Exchange.apply(own_part, self.group, own_sum, gathered)
 
 
-def train_experts(divided_by_hand: bool) -> None:
+@pytest.mark.parametrize("divided_by_hand", [False, True])
+@on_ranks(4)
+def test_gradients_of_experts_are_means_over_all_tokens(divided_by_hand):
     """Dense layers over all four ranks, experts over two axes: gradients of experts are means over all tokens, too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     torch.manual_seed(0)
@@ -558,8 +533,3 @@ def train_experts(divided_by_hand: bool) -> None:
         torch.testing.assert_close(model[2].weight.grad.full_tensor(), plain[2].weight.grad)
         model.zero_grad()
         plain.zero_grad()
-
-
-@pytest.mark.parametrize("divided_by_hand", [False, True])
-def test_gradients_of_experts_are_means_over_all_tokens(divided_by_hand):
-    run_ranks(4, train_experts, divided_by_hand)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -278,7 +278,9 @@ def storages(model: torch.nn.Module) -> list[int]:
     return found
 
 
-def memory_is_stable(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_from_the_fourth_step_on_buffers_stay_where_they_are(strategy):
     model = chain(partial(fully_shard, strategy=strategy))
     optimizer = sgd(model)
     visited: list[list[int]] = []
@@ -286,11 +288,6 @@ def memory_is_stable(strategy: str) -> None:
         step(model, optimizer, number)
         visited.append(storages(model))
     assert visited[3] == visited[4] == visited[5]
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_from_the_fourth_step_on_buffers_stay_where_they_are(strategy):
-    run_ranks(2, memory_is_stable, strategy)
 
 
 def without_autograd(grad: DTensor) -> Tensor:

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import chain, inputs, sgd, whole_grads, wholes
 from torch import Tensor
 
@@ -117,7 +117,8 @@ def test_sums_have_the_same_bits_by_either_way_also_where_last_parts_are_short_o
     run_ranks(world, sum_by_either_way, size)
 
 
-def learn_by_either_way() -> None:
+@on_ranks(4)
+def test_training_has_the_same_bits_by_either_way():
     """Train two steps of two microbatches each. One microbatch leaves the sums within groups."""
     left = []
     for whether in (False, True):
@@ -134,10 +135,6 @@ def learn_by_either_way() -> None:
                 optimizer.zero_grad()
             left[-1].append(wholes(model))
     assert_same(left[1], left[0])
-
-
-def test_training_has_the_same_bits_by_either_way():
-    run_ranks(4, learn_by_either_way)
 
 
 def messages_in_groups(world: int, group: int) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import (
     ONE_AXIS,
     Chain,
@@ -111,7 +111,8 @@ STRUCTURE = f"""FullyShardedDataParallel(
 )"""  # torch 2.11 does not say whether it has a bias
 
 
-def look_like_a_module() -> None:
+@on_ranks(2)
+def test_a_wrapper_looks_like_the_module_in_it():
     plain, model = Talking(), wrapped(Talking())
     assert str(model) == STRUCTURE
     assert isinstance(model.module, Talking)
@@ -135,11 +136,8 @@ def look_like_a_module() -> None:
     assert not any(param.requires_grad for param in model.parameters())
 
 
-def test_a_wrapper_looks_like_the_module_in_it():
-    run_ranks(2, look_like_a_module)
-
-
-def find_units() -> None:
+@on_ranks(2)
+def test_units_are_found_and_the_root_is_known():
     inner = FullyShardedDataParallel(Layer())
     model = FullyShardedDataParallel(Chain([inner, Layer()]), auto_wrap_policy=LAYERS)
     assert FullyShardedDataParallel.fsdp_modules(model) == [model, inner, model.layers[1]]
@@ -151,10 +149,6 @@ def find_units() -> None:
     assert not inner.check_is_root()
     alone = FullyShardedDataParallel(Layer())
     assert alone.check_is_root()
-
-
-def test_units_are_found_and_the_root_is_known():
-    run_ranks(2, find_units)
 
 
 @torch.no_grad()
@@ -181,7 +175,9 @@ def test_apply_sees_whole_parameters_and_what_it_leaves_is_kept():
     run_ranks(2, agree_with_plain, apply_a_function)
 
 
-def refuse_copies() -> None:
+@on_ranks(2)
+def test_pickles_are_refused_with_the_remedy():
+    """A whole model cannot be pickled by any method, nor can the content of a wrapper."""
     inside = fully_shard(nn.Sequential(nn.Linear(4, 4)))
     for model in (wrapped(), wrapped().module, chain(fully_shard), nn.Sequential(inside), nn.Sequential(wrapped())):
         for copies in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
@@ -189,11 +185,6 @@ def refuse_copies() -> None:
                 copies(model)
     with pytest.raises(StateError, match=r"copy\.copy of FSDPSequential, which is sharded"):
         copy.copy(inside)
-
-
-def test_pickles_are_refused_with_the_remedy():
-    """A whole model cannot be pickled by any method, nor can the content of a wrapper."""
-    run_ranks(2, refuse_copies)
 
 
 # -- which ranks, which strategy --------------------------------------------------------------------------------------
@@ -218,7 +209,9 @@ def learn_wrapped(steps: int) -> list[Any]:
     return learn(wrapped(), steps)
 
 
-def choose_strategies() -> None:
+@on_ranks(2)
+def test_every_strategy_is_taken_by_its_value_its_name_and_its_placements():
+    """All have the same numbers, with different data on every rank. Without a strategy it is FULL_SHARD."""
     assert {strategy.name for strategy in ShardingStrategy} >= {
         "FULL_SHARD",
         "SHARD_GRAD_OP",
@@ -239,12 +232,9 @@ def choose_strategies() -> None:
     assert {unit.options.placements for unit in units_in(wrapped())} == {resolve_placements("zero3")}
 
 
-def test_every_strategy_is_taken_by_its_value_its_name_and_its_placements():
-    """All have the same numbers, with different data on every rank. Without a strategy it is FULL_SHARD."""
-    run_ranks(2, choose_strategies)
-
-
-def shard_over_a_mesh() -> None:
+@on_ranks(4)
+def test_a_mesh_of_two_axes_replicates_over_the_first():
+    """For every strategy."""
     for shape, names in (((4,), ("shard",)), ((2, 2), ("replicate", "shard"))):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for model in (wrapped(device_mesh=mesh), chain(partial(fully_shard, mesh=mesh))):
@@ -256,15 +246,16 @@ def shard_over_a_mesh() -> None:
             assert set(record.names()) == {"all_gather", "reduce_scatter", *(["all_reduce"] if len(shape) > 1 else [])}
 
 
-def test_a_mesh_of_two_axes_replicates_over_the_first():
-    """For every strategy."""
-    run_ranks(4, shard_over_a_mesh)
-
-
 # -- ignored ----------------------------------------------------------------------------------------------------------
 
 
-def ignore_some(argument: str, what: str) -> None:
+@pytest.mark.parametrize(
+    ("argument", "what"),
+    [("ignored_modules", "modules"), ("ignored_states", "modules"), ("ignored_states", "parameters")],
+)
+@on_ranks(2)
+def test_what_is_ignored_stays_as_it_is(argument, what):
+    """The same parameter objects, unsharded, plain and not synchronized. Ignored modules are not units."""
     for strategy in ONE_AXIS:
         model = Chain()
         modules, params = [model.layers[1], model.head], [model.layers[1].up.weight, model.head.bias]
@@ -277,15 +268,6 @@ def ignore_some(argument: str, what: str) -> None:
         reference = Chain()
         initialise(reference)
         assert_same(learn(net), learn(reference))
-
-
-@pytest.mark.parametrize(
-    ("argument", "what"),
-    [("ignored_modules", "modules"), ("ignored_states", "modules"), ("ignored_states", "parameters")],
-)
-def test_what_is_ignored_stays_as_it_is(argument, what):
-    """The same parameter objects, unsharded, plain and not synchronized. Ignored modules are not units."""
-    run_ranks(2, ignore_some, argument, what)
 
 
 def ignored_gradients_stay_own() -> tuple[Tensor, Tensor]:
@@ -405,7 +387,8 @@ def test_a_recomputed_unit_casts_its_inputs_as_it_did_in_forward(reentrant):
     assert seen == [F32, F32]
 
 
-def wrap_with_ignored_modules() -> None:
+@on_ranks(1)
+def test_buffers_of_ignored_modules_keep_their_dtype():
     model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(4)), nn.Sequential(nn.BatchNorm1d(4)))
     wrapped = FullyShardedDataParallel(
         model,
@@ -415,10 +398,6 @@ def wrap_with_ignored_modules() -> None:
     )
     found = [{buffer.dtype for buffer in part.buffers()} for part in wrapped.module]
     assert found == [{BF16, INT}, {F32, INT}]
-
-
-def test_buffers_of_ignored_modules_keep_their_dtype():
-    run_ranks(1, wrap_with_ignored_modules)
 
 
 class Offset(nn.Module):
@@ -435,7 +414,8 @@ class Offset(nn.Module):
         return x * self.weight + offset
 
 
-def broadcast_distributed_buffers() -> None:
+@on_ranks(2)
+def test_buffers_that_are_distributed_tensors_are_broadcast():
     mesh = init_device_mesh("cpu", (2,))
     for kind in ("sync_module_states", "broadcast_buffers"):
         model = Offset()
@@ -445,10 +425,6 @@ def broadcast_distributed_buffers() -> None:
         wrapped(torch.zeros(4))
         assert_same(model.offset.to_local(), torch.zeros(4))  # the first rank's
         assert_same(model.cut.to_local(), torch.full((2,), float(dist.get_rank())))  # a different part on each
-
-
-def test_buffers_that_are_distributed_tensors_are_broadcast():
-    run_ranks(2, broadcast_distributed_buffers)
 
 
 def compute_norm_with_the_others() -> bool:
@@ -556,13 +532,10 @@ def test_without_sync_module_states_each_rank_s_shards_are_its_own():
         assert_same(up, torch.cat([values_of_rank(r)["layers.0.up.weight"].chunk(2)[r] for r in range(2)]))
 
 
-def compute_on_the_device() -> None:
+@on_ranks(1)
+def test_the_cpu_computes_if_requested_or_if_there_is_nothing_else():
     for device in (None, torch.device("cpu")):
         assert next(wrapped(device_id=device).parameters()).device.type == "cpu"
-
-
-def test_the_cpu_computes_if_requested_or_if_there_is_nothing_else():
-    run_ranks(1, compute_on_the_device)
 
 
 # -- methods of units -------------------------------------------------------------------------------------------------
@@ -613,7 +586,9 @@ def test_a_unit_that_backward_does_not_read_needs_no_gather_there():
         assert gathered == ["layers.1", "layers.0"]
 
 
-def divide_gradients() -> None:
+@on_ranks(2)
+def test_gradients_are_divided_by_what_is_requested():
+    """The factor applies to that unit alone. Powers of two are exact."""
     expected = learn(chain(fully_shard), steps=1)[1]
     for name in ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"):
         model = chain(fully_shard)
@@ -624,12 +599,8 @@ def divide_gradients() -> None:
             assert_same(grad, expected[fqn] * (2 / 8.0) if "layers" in fqn else expected[fqn], name=fqn)
 
 
-def test_gradients_are_divided_by_what_is_requested():
-    """The factor applies to that unit alone. Powers of two are exact."""
-    run_ranks(2, divide_gradients)
-
-
-def accept_what_torch_has() -> None:
+@on_ranks(2)
+def test_switches_that_change_nothing_change_nothing():
     """Switches without an effect here change no bit."""
     expected = learn(chain(fully_shard))
     model = chain(fully_shard)
@@ -637,10 +608,6 @@ def accept_what_torch_has() -> None:
     model.set_is_last_backward(False)
     model.set_post_optim_event(torch.Event("cpu"))
     assert_same(learn(model), expected)
-
-
-def test_switches_that_change_nothing_change_nothing():
-    run_ranks(2, accept_what_torch_has)
 
 
 class Stop(Exception):  # noqa: N818  # any exception of a model
@@ -651,7 +618,8 @@ def fail(*_: Any) -> None:
     raise Stop
 
 
-def reset_after_a_failure() -> None:
+@on_ranks(2)
+def test_a_failed_step_can_be_cleared_up_by_hand():
     expected, model = learn(chain(fully_shard)), chain(fully_shard)
     handle = model.layers[2].register_full_backward_hook(fail)
     with pytest.raises(Stop):
@@ -665,10 +633,6 @@ def reset_after_a_failure() -> None:
     handle = model.layers[2].register_forward_hook(lambda *_: model.reset_iter_state())
     with pytest.raises(StateError, match="reset_iter_state was called within a forward"):
         model(inputs())
-
-
-def test_a_failed_step_can_be_cleared_up_by_hand():
-    run_ranks(2, reset_after_a_failure)
 
 
 # -- along which dim --------------------------------------------------------------------------------------------------
@@ -695,7 +659,9 @@ def test_parameters_are_sharded_along_the_requested_dims(world):
     run_ranks(world, agree_with_plain, cut_along_the_last_dim)
 
 
-def cut_in_groups() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_the_dim_changes_no_number():
     """Uneven parts, and parts that groups of ranks keep, give the same numbers along any dim."""
     for options in ({}, {"reshard_after_forward": 2}, {"strategy": "zero1"}):
         expected = learn(chain(partial(fully_shard, **options)), part=True)
@@ -704,11 +670,6 @@ def cut_in_groups() -> None:
             assert_same(learn(model, part=True), expected)
             model.to(torch.float64)  # with a new layout
             assert model.head.weight.placements[-1] == (Cut(1) if choose is last_dim else Cut(0))
-
-
-@pytest.mark.slow
-def test_the_dim_changes_no_number():
-    run_ranks(4, cut_in_groups)
 
 
 def cut_wrongly(answer: object) -> str:
@@ -751,15 +712,12 @@ def test_parts_of_a_unit_can_be_cast_one_after_another():
     run_ranks(2, agree_with_plain, cast_a_part)
 
 
-def cast_some_only() -> None:
+@on_ranks(2)
+def test_parts_of_a_unit_of_different_dtypes_are_refused():
     model = chain(fully_shard)
     model.layers[0].norm.double()
     with pytest.raises(ConfigError, match=r"up.weight is of torch.float32 now, but norm.weight of torch.float64"):
         model(inputs())
-
-
-def test_parts_of_a_unit_of_different_dtypes_are_refused():
-    run_ranks(2, cast_some_only)
 
 
 def replace_weight(model: Any) -> None:
@@ -797,7 +755,9 @@ def test_what_replaces_a_sharded_parameter_is_not_ignored_in_silence(change, by)
             assert "before sharding" in message
 
 
-def wrap_what_is_wrapped() -> None:
+@on_ranks(2)
+def test_a_wrapper_around_a_wrapper_changes_nothing():
+    """torch allows it, too."""
     expected = None
     for wrappers in (1, 2, 3):
         model = chain(leave)
@@ -814,12 +774,8 @@ def wrap_what_is_wrapped() -> None:
         assert [each.check_is_root() for each in model.fsdp_modules(model)] == [True, *[False] * (wrappers - 1)]
 
 
-def test_a_wrapper_around_a_wrapper_changes_nothing():
-    """torch allows it, too."""
-    run_ranks(2, wrap_what_is_wrapped)
-
-
-def read_arguments_back() -> None:
+@on_ranks(2)
+def test_scripts_read_arguments_back():
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD):
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -845,11 +801,22 @@ def read_arguments_back() -> None:
     assert hybrid.process_group == mesh.get_group("shard")
 
 
-def test_scripts_read_arguments_back():
-    run_ranks(2, read_arguments_back)
+def wholes_of(learned: list[Any]) -> list[Tensor]:
+    """The weights at the end of `learn`."""
+    return list(learned[-1].values())
 
 
-def learn_with_hooks(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {}),
+        (2, {"sharding_strategy": "ddp"}),
+        (3, {"sharding_strategy": "zero2"}),
+        (2, {"cpu_offload": CPUOffload(True)}),
+    ],
+)
+@on_ranks("world")
+def test_a_hook_of_torch_s_sets_the_dtype_of_the_reduction(world, options):
     hooks = {
         default_hooks.allreduce_hook: (None, DefaultState),
         default_hooks.reduce_scatter_hook: (None, DefaultState),
@@ -867,25 +834,8 @@ def learn_with_hooks(options: dict[str, Any]) -> None:
         assert differs == (dtype is not None)
 
 
-def wholes_of(learned: list[Any]) -> list[Tensor]:
-    """The weights at the end of `learn`."""
-    return list(learned[-1].values())
-
-
-@pytest.mark.parametrize(
-    ("world", "options"),
-    [
-        (2, {}),
-        (2, {"sharding_strategy": "ddp"}),
-        (3, {"sharding_strategy": "zero2"}),
-        (2, {"cpu_offload": CPUOffload(True)}),
-    ],
-)
-def test_a_hook_of_torch_s_sets_the_dtype_of_the_reduction(world, options):
-    run_ranks(world, learn_with_hooks, options)
-
-
-def register_a_hook_between_steps() -> None:
+@on_ranks(2)
+def test_a_hook_can_be_registered_between_steps():
     model, expected = wrapped(), wrapped(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
     optimizer = sgd(model)
     model(inputs(0)).sum().backward()
@@ -896,7 +846,3 @@ def register_a_hook_between_steps() -> None:
     assert_same(whole_grads(model), whole_grads(expected))
     optimizer.step()
     assert not torch.equal(wholes(model)["head.weight"], wholes(expected)["head.weight"])
-
-
-def test_a_hook_can_be_registered_between_steps():
-    run_ranks(2, register_a_hook_between_steps)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -124,7 +124,8 @@ def test_gathered_parameters_are_whole_and_one_rank_may_change_them():
     run_ranks(2, gather)
 
 
-def write_in_replicas() -> None:
+@on_ranks(4)
+def test_any_rank_of_any_replica_may_change_them():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(8, 8), mesh=mesh, strategy="hsdp")
@@ -143,10 +144,6 @@ def write_in_replicas() -> None:
         with summon_full_params(model):
             model.weight.sum()
     model(torch.ones(2, 8)).sum().backward()
-
-
-def test_any_rank_of_any_replica_may_change_them():
-    run_ranks(4, write_in_replicas)
 
 
 def test_optimizers_are_torch_s():

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
-from fullshard import ConfigError, MissingLibraryError, Offload, StateError, recording, required
+from fullshard import ConfigError, MissingLibraryError, Offload, StateError, recording, versions
 from fullshard.engine.registry import units_in
 from fullshard.integrations.accelerate import TESTED_ACCELERATE, Accelerator, ReportTracker, ShardingPlugin
 from fullshard.integrations.plugin import HONOURED, REFUSED
@@ -500,11 +500,11 @@ def test_a_library_that_is_missing_or_older_is_reported(monkeypatch):
     with pytest.raises(
         MissingLibraryError, match=r"nowhere 1.0 or newer, which is not installed.*fullshard\[nowhere\]"
     ):
-        required.require("nowhere", "1.0", extra="nowhere")
-    monkeypatch.setattr(required, "version", lambda library: "1.9.3rc1")
-    required.require("anything", "1.9", extra="anything")
+        versions.require("nowhere", "1.0", extra="nowhere")
+    monkeypatch.setattr(versions, "version", lambda library: "1.9.3rc1")
+    versions.require("anything", "1.9", extra="anything")
     with pytest.raises(MissingLibraryError, match=r"1.10 or newer, but found 1.9.3rc1"):
-        required.require("anything", "1.10", extra="anything")
+        versions.require("anything", "1.10", extra="anything")
 
 
 def test_the_page_documents_every_key():

@@ -24,8 +24,8 @@ from fullshard import CheckpointError, ConfigError, MixedPrecisionPolicy, Sharde
 from fullshard.engine.registry import units_in
 from fullshard.errors import MissingLibraryError
 from fullshard.integrations.lightning import FabricFullShardStrategy, FullShardStrategy, _share_overflows
-from fullshard.required import require
 from fullshard.testing import assert_same, run_ranks
+from fullshard.versions import require
 
 TESTED_WITH = "2.6.6"
 

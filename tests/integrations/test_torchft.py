@@ -18,6 +18,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch.distributed as dist
+from shared_ranks import on_new_ranks
 from small_models import adamw, chain, inputs, wholes
 from torch import Tensor, nn
 
@@ -119,7 +120,8 @@ def wait_for_line(log: Path, pattern: str) -> None:
         time.sleep(0.1)
 
 
-def made_wrongly() -> None:
+@on_new_ranks(1)
+def test_mistakes_are_reported_and_nothing_hangs():
     from fullshard.integrations.torchft import Replicas
 
     plain = nn.Linear(2, 2)
@@ -136,7 +138,11 @@ def made_wrongly() -> None:
         Replicas(model, adamw(model), name="a", lighthouse=unused)
 
 
-def lose_the_lighthouse() -> None:
+@pytest.mark.clusters
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # torchft calls it
+@on_new_ranks(1)
+def test_a_replica_alone_is_plain_training_until_the_lighthouse_is_lost():
     from fullshard.integrations.torchft import Replicas
 
     lighthouse, address = start_lighthouse()
@@ -162,17 +168,6 @@ def lose_the_lighthouse() -> None:
     lighthouse.wait()
     with pytest.raises(StateError, match=r"begin_step of step 2: no quorum.* Check that the lighthouse runs"):
         replicas.begin_step()
-
-
-def test_mistakes_are_reported_and_nothing_hangs():
-    run_ranks(1, made_wrongly)
-
-
-@pytest.mark.clusters
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # torchft calls it
-def test_a_replica_alone_is_plain_training_until_the_lighthouse_is_lost():
-    run_ranks(1, lose_the_lighthouse)
 
 
 class HalfHealed:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import (
     ONE_AXIS,
     Shard,
@@ -252,7 +252,12 @@ def memory_of_a_step(model: Any) -> tuple[int, int]:
     return kept, watch.peak_bytes
 
 
-def compare_memory(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name if name == "t5" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+)
+@on_ranks(2, timeout=170)
+def test_checkpoints_save_as_much_memory_as_without_sharding(name):
+    """Forward keeps not a byte more; backward has whole gradients of at most two units besides."""
     gc.disable()
     recipe = RECIPES[name]
     plain, plain_peak = memory_of_a_step(recipe.model(leave))
@@ -264,14 +269,6 @@ def compare_memory(name: str) -> None:
         assert less < plain / 2
         assert kept == less
         assert peak <= less_peak + two_units < plain_peak
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "t5" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
-)
-def test_checkpoints_save_as_much_memory_as_without_sharding(name):
-    """Forward keeps not a byte more; backward has whole gradients of at most two units besides."""
-    run_ranks(2, compare_memory, name, timeout=170)
 
 
 # -- generation -------------------------------------------------------------------------------------------------------
@@ -300,14 +297,11 @@ def generate_between_steps(name: str, shard: Shard) -> list[Any]:
     return [*left, wholes(model)]
 
 
-def all_generate_between_steps() -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=170)
+def test_a_sharded_model_generates_the_plain_one_s_tokens_between_steps():
     for name in RECIPES:
         agree_with_plain(partial(generate_between_steps, name), "zero1", "zero3")
-
-
-@pytest.mark.slow
-def test_a_sharded_model_generates_the_plain_one_s_tokens_between_steps():
-    run_ranks(2, all_generate_between_steps, timeout=170)
 
 
 def generate_as_long_as_it_takes() -> tuple[Tensor, Tensor]:
@@ -325,7 +319,8 @@ def test_ranks_generate_texts_of_different_lengths():
     assert results[0][0].shape != results[1][0].shape
 
 
-def train_with_dropped_layers() -> None:
+@on_ranks(2)
+def test_layers_that_ranks_would_drop_at_random_run_on_all():
     """Each rank would drop other layers, unless transformers sees that all ranks have to run all of them."""
     config = Wav2Vec2Config(
         vocab_size=16,
@@ -351,7 +346,3 @@ def train_with_dropped_layers() -> None:
     for _ in range(STEPS):
         model(torch.randn(2, 800), labels=torch.randint(1, 15, (2, 4))).loss.backward()
         model.zero_grad()
-
-
-def test_layers_that_ranks_would_drop_at_random_run_on_all():
-    run_ranks(2, train_with_dropped_layers)

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import (
     ONE_AXIS,
     Chain,
@@ -224,25 +224,23 @@ def by_hand(model: Any) -> list[Any]:
 SCENARIOS = (one_step, again_and_again, twice_differentiated, several_graphs, breaking, with_hooks_of_the_user, by_hand)
 
 
-def compare_scenarios(folder: Path) -> None:
+@on_ranks(1)
+def test_whatever_is_done_with_a_graph_it_gives_the_same_bits(tmp_path):
     all_travel()
     for scenario in SCENARIOS:
         for layer in (Layer, Sharing):
-            got, expected = (alone(scenario, to, layer) for to in (folder, None))
+            got, expected = (alone(scenario, to, layer) for to in (tmp_path, None))
             assert_same(got, expected, name=f"{scenario.__name__}, {layer.__name__}")
 
 
-def test_whatever_is_done_with_a_graph_it_gives_the_same_bits(tmp_path):
-    run_ranks(1, compare_scenarios, tmp_path)
-
-
-def count_what_travels(folder: Path) -> None:
+@on_ranks(1)
+def test_each_storage_travels_once_and_its_memory_is_free_meanwhile(tmp_path):
     """Each storage travels once, and no parameter; the memory of a forward is less by just that."""
     all_travel(window=1 << 30)
     gc.disable()
     for layer in (Layer, Sharing):
         kept = {}
-        for to in (None, folder):
+        for to in (None, tmp_path):
             model = alone(lambda model: model, to, layer)
             for _ in range(2):
                 one_step(model)
@@ -257,16 +255,13 @@ def count_what_travels(folder: Path) -> None:
                 put = store.put_bytes // 3
                 assert store.put_bytes == 3 * put
             loss.backward()
-        assert kept[None] - kept[folder] == put - x.nbytes  # which the caller has
+        assert kept[None] - kept[tmp_path] == put - x.nbytes  # which the caller has
 
 
-def test_each_storage_travels_once_and_its_memory_is_free_meanwhile(tmp_path):
-    run_ranks(1, count_what_travels, tmp_path)
-
-
-def look_at_growth(folder: Path) -> None:
+@on_ranks(1)
+def test_nothing_grows_over_steps_and_buffers_are_bounded(tmp_path):
     all_travel(window=200_000)
-    model = alone(lambda model: model, folder)
+    model = alone(lambda model: model, tmp_path)
     visited = []
     for step in range(8):
         model(rows(step)).square().mean().backward()
@@ -279,10 +274,6 @@ def look_at_growth(folder: Path) -> None:
         assert store.buffer_bytes <= 2 * store.window_bytes + in_use
         visited.append((store.scratch.nbytes, len(os.listdir("/proc/self/fd"))))
     assert len(set(visited[1:])) == 1, visited
-
-
-def test_nothing_grows_over_steps_and_buffers_are_bounded(tmp_path):
-    run_ranks(1, look_at_growth, tmp_path)
 
 
 class Writing(Layer):
@@ -319,10 +310,11 @@ def test_what_was_changed_in_place_before_it_was_copied_is_not_used(tmp_path):
     run_ranks(1, write_in_place, tmp_path)
 
 
-def meet_a_bad_disk(folder: Path) -> None:
+@on_ranks(1)
+def test_a_bad_disk_is_an_error_and_not_a_wrong_number(tmp_path):
     """Check that forward or backward raises the error of a failed write. Training continues on a repaired disk."""
     all_travel(window=50_000)
-    model = alone(lambda model: model, folder)
+    model = alone(lambda model: model, tmp_path)
     expected = one_step(model)
     model.zero_grad()
     for call in ("pwritev", "preadv"):
@@ -344,26 +336,19 @@ def meet_a_bad_disk(folder: Path) -> None:
         model.zero_grad()
 
 
-def test_a_bad_disk_is_an_error_and_not_a_wrong_number(tmp_path):
-    run_ranks(1, meet_a_bad_disk, tmp_path)
-
-
-def meet_a_bad_disk_on_one_rank(folder: Path) -> None:
+@on_ranks(2)
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_at_the_end_of_the_backward(tmp_path):
     """Fail each system call, after the creation of the file and during it."""
     all_travel(window=50_000)
     full, broken = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EIO))
     for steps, call, error in ((0, "posix_fallocate", full), (1, "pwritev", broken), (1, "preadv", broken)):
-        model = gpt(to_disk(folder))
+        model = gpt(to_disk(tmp_path))
         learn(model, steps=steps)
         here = mock.patch(f"os.{call}", side_effect=error) if dist.get_rank() == 1 else nullcontext()
         with here, pytest.raises(DiskError, match=f"^rank 1: .*errno {error.errno}") as raised:
             learn(model)
         assert "rank 0" not in str(raised.value), call
         dist.barrier()
-
-
-def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_at_the_end_of_the_backward(tmp_path):
-    run_ranks(2, meet_a_bad_disk_on_one_rank, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import batch, chain, inputs, loss_of, my_part, small_gpt, trained, wholes
 from test_offload_to_disk import on_the_disk, states_of
 from torch import Tensor, nn
@@ -168,7 +168,18 @@ def learn_layers(
     return model, [*left, wholes(model), states_of(optimizer)], max(peaks)
 
 
-def choose_shards(folder: Path, strategy: str, microbatches: int, max_norm: float | None) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "microbatches", "max_norm"),
+    [
+        ("zero3", 1, 0.1),
+        pytest.param("zero3", 3, None, marks=pytest.mark.slow),
+        pytest.param("zero2", 2, 0.1, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2, timeout=100)
+def test_as_few_units_as_needed_are_offloaded_to_disk_if_states_and_activations_are_not_enough(
+    tmp_path, strategy, microbatches, max_norm
+):
     activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
     activations.WINDOW_BYTES = offloaded.WINDOW_BYTES = 4096
     loop = {"microbatches": microbatches, "max_norm": max_norm, "options": {"strategy": strategy}}
@@ -176,11 +187,11 @@ def choose_shards(folder: Path, strategy: str, microbatches: int, max_norm: floa
     nbytes = [unit.whole_nbytes for unit in units_in(plain)]
     del plain
     with pytest.raises(ConfigError, match="a rank needs") as refused:
-        learn_layers(Offload(budget=1000, folder=folder), **loop)
+        learn_layers(Offload(budget=1000, folder=tmp_path), **loop)
     least, most = needed(refused)
     counts = []
     for budget in (least + (most - least) * part // 5 for part in range(5)):
-        model, left, peak = learn_layers(Offload(budget=budget, folder=folder), **loop)
+        model, left, peak = learn_layers(Offload(budget=budget, folder=tmp_path), **loop)
         assert_same(left, expected, name=f"{strategy}, {budget} from {least} on")
         assert peak <= budget, (strategy, budget, least, most, peak)
         there = [unit.shards.is_on_disk for unit in units_in(model)]
@@ -193,20 +204,6 @@ def choose_shards(folder: Path, strategy: str, microbatches: int, max_norm: floa
             assert {isinstance(param.local, OnDisk) for param in unit.params} == {unit.shards.is_on_disk}
     assert counts == sorted(counts, reverse=True), "the more there is, the fewer are there"
     assert counts[0] >= 12 and counts[-1] == 0 and len(set(counts)) >= 3, counts
-
-
-@pytest.mark.parametrize(
-    ("strategy", "microbatches", "max_norm"),
-    [
-        ("zero3", 1, 0.1),
-        pytest.param("zero3", 3, None, marks=pytest.mark.slow),
-        pytest.param("zero2", 2, 0.1, marks=pytest.mark.slow),
-    ],
-)
-def test_as_few_units_as_needed_are_offloaded_to_disk_if_states_and_activations_are_not_enough(
-    tmp_path, strategy, microbatches, max_norm
-):
-    run_ranks(2, choose_shards, tmp_path, strategy, microbatches, max_norm, timeout=100)
 
 
 def test_units_whose_buffers_are_larger_than_what_they_free_stay_in_memory(tmp_path):
@@ -229,11 +226,12 @@ def test_the_root_goes_to_the_disk_last(tmp_path):
         assert on_disk_in_turn([root, *others]) == [*others, root]
 
 
-def load_back_to_resident(folder: Path) -> None:
+@on_ranks(2)
+def test_a_graph_that_waits_while_units_are_read_from_disk_keeps_its_values(tmp_path):
     """A graph waits while some units are read from disk. It keeps its values, and slots know that it reads them."""
 
     def run(*, moves: bool) -> list[Any]:
-        model = layers(Offload(budget="1GB", folder=folder))
+        model = layers(Offload(budget="1GB", folder=tmp_path))
         units, rows = units_in(model), torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
         for _ in range(2):  # by now units take turns on slots
             model(rows).square().mean().backward()
@@ -260,13 +258,10 @@ def load_back_to_resident(folder: Path) -> None:
         assert had.shape == kept.shape
 
 
-def test_a_graph_that_waits_while_units_are_read_from_disk_keeps_its_values(tmp_path):
-    run_ranks(2, load_back_to_resident, tmp_path)
-
-
-def fail_to_load_back_to_resident(folder: Path) -> None:
+@on_ranks(2)
+def test_a_disk_that_units_cannot_be_read_from_is_an_error_on_all_ranks(tmp_path):
     """Gradients that cannot be read on one rank, when units are to have them in memory."""
-    model = layers(Offload(budget="1GB", folder=folder))
+    model = layers(Offload(budget="1GB", folder=tmp_path))
     optimizer = adamw(model.parameters())
     model(torch.ones(4, 256)).square().mean().backward()
     broken = OSError(errno.EIO, os.strerror(errno.EIO))
@@ -275,11 +270,8 @@ def fail_to_load_back_to_resident(folder: Path) -> None:
         optimizer.step()
 
 
-def test_a_disk_that_units_cannot_be_read_from_is_an_error_on_all_ranks(tmp_path):
-    run_ranks(2, fail_to_load_back_to_resident, tmp_path)
-
-
-def step_in_backward(folder: Path) -> None:
+@on_ranks(2)
+def test_nothing_moves_within_a_backward_whose_hooks_step(tmp_path):
     """Optimizers that step in gradient hooks: no unit moves meanwhile, and the numbers do not change."""
 
     def run(policy: Offload | None) -> tuple[Any, Any]:
@@ -296,13 +288,9 @@ def step_in_backward(folder: Path) -> None:
             model(torch.ones(4, 256)).square().mean().backward()
         return model, wholes(model)
 
-    (_, expected), (model, found) = run(None), run(Offload(budget="1GB", folder=folder))
+    (_, expected), (model, found) = run(None), run(Offload(budget="1GB", folder=tmp_path))
     assert_same(found, expected)
     assert all(unit.shards.is_on_disk and unit.options.offload.budget is not None for unit in units_in(model))
-
-
-def test_nothing_moves_within_a_backward_whose_hooks_step(tmp_path):
-    run_ranks(2, step_in_backward, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -360,33 +348,13 @@ def test_checkpoints_are_of_no_budget(tmp_path):
     run_ranks(2, resume_from_disk, tmp_path)
 
 
-def choose_for_shards() -> None:
+@on_ranks(1)
+def test_an_optimizer_declared_to_step_shards_chooses_too():
     model = build(Offload(budget="1GB"))
     optimizer = step_shards(adamw(trained(model)))
     loss_of(model, my_part(batch(0))).backward()
     optimizer.step()
     assert all(unit.options.offload.budget is None for unit in units_in(model))
-
-
-def test_an_optimizer_declared_to_step_shards_chooses_too():
-    run_ranks(1, choose_for_shards)
-
-
-def resume(folder: Path) -> None:
-    """States that are loaded before anything is chosen go to the disk, and back as far as is chosen then."""
-    activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
-    first = build(None)
-    optimizer = adamw(trained(first))
-    learn_more(first, optimizer, range(2))
-    save(folder / "run", model=first, optimizer=optimizer, step=2)
-    expected = learn_more(first, optimizer, range(2, 4))
-    model = build(Offload(budget="3.3MB", folder=folder))
-    optimizer = adamw(trained(model))
-    load(folder / "run", model=model, optimizer=optimizer)
-    assert all(on_the_disk(optimizer)), "nobody knows yet what would fit"
-    assert_same(learn_more(model, optimizer, range(2, 4)), expected)
-    assert {True, False} == set(on_the_disk(optimizer))
-    assert "of the optimizer state is on a disk" in explain(model)
 
 
 def learn_more(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[Any]:
@@ -397,8 +365,22 @@ def learn_more(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> li
     return [wholes(model), states_of(optimizer)]
 
 
+@on_ranks(2)
 def test_states_that_were_loaded_before_the_first_step_are_where_the_budget_has_them(tmp_path):
-    run_ranks(2, resume, tmp_path)
+    """States that are loaded before anything is chosen go to the disk, and back as far as is chosen then."""
+    activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
+    first = build(None)
+    optimizer = adamw(trained(first))
+    learn_more(first, optimizer, range(2))
+    save(tmp_path / "run", model=first, optimizer=optimizer, step=2)
+    expected = learn_more(first, optimizer, range(2, 4))
+    model = build(Offload(budget="3.3MB", folder=tmp_path))
+    optimizer = adamw(trained(model))
+    load(tmp_path / "run", model=model, optimizer=optimizer)
+    assert all(on_the_disk(optimizer)), "nobody knows yet what would fit"
+    assert_same(learn_more(model, optimizer, range(2, 4)), expected)
+    assert {True, False} == set(on_the_disk(optimizer))
+    assert "of the optimizer state is on a disk" in explain(model)
 
 
 # -- with an accelerator ----------------------------------------------------------------------------------------------
@@ -501,7 +483,17 @@ def learn_alongside(policy: Offload | None, strategy: str, microbatches: int = 1
     return model, [*left, wholes(model), states_of(optimizer)]
 
 
-def choose_alongside(strategy: str, loop: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "loop"),
+    [
+        pytest.param("zero3", {"max_norm": 1.0}, id="zero3"),
+        pytest.param("ddp", {"microbatches": 2}, id="ddp"),
+        pytest.param("zero2", {"microbatches": 2}, id="zero2", marks=pytest.mark.slow),
+        pytest.param("zero1", {"max_norm": 1.0}, id="zero1", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2)
+def test_units_loaded_from_the_cpu_change_no_bit(strategy, loop):
     _shrink(setattr)
     _, expected = learn_alongside(None, strategy, **loop)
     with dry.taped(values=True), pytest.raises(ConfigError, match="a rank needs") as refused:
@@ -520,26 +512,14 @@ def choose_alongside(strategy: str, loop: dict[str, Any]) -> None:
     assert counts == {len(own_part), 1, 0}, "all, as few as will do, and none"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "loop"),
-    [
-        pytest.param("zero3", {"max_norm": 1.0}, id="zero3"),
-        pytest.param("ddp", {"microbatches": 2}, id="ddp"),
-        pytest.param("zero2", {"microbatches": 2}, id="zero2", marks=pytest.mark.slow),
-        pytest.param("zero1", {"max_norm": 1.0}, id="zero1", marks=pytest.mark.slow),
-    ],
-)
-def test_units_loaded_from_the_cpu_change_no_bit(strategy, loop):
-    run_ranks(2, choose_alongside, strategy, loop)
-
-
-def resume_alongside(folder: Path) -> None:
+@on_ranks(2)
+def test_states_that_were_loaded_are_in_the_memory_that_steps_them(tmp_path):
     """Load states before placements are chosen. They follow their units from the first step."""
     _shrink(setattr)
     first = build(None)
     optimizer = torch.optim.AdamW(trained(first), fused=True)
     learn_more(first, optimizer, range(2))
-    save(folder / "run", model=first, optimizer=optimizer, step=2)
+    save(tmp_path / "run", model=first, optimizer=optimizer, step=2)
     expected = learn_more(first, optimizer, range(2, 4))
     with dry.taped(values=True), pytest.raises(ConfigError, match="a rank needs") as refused:
         learn_alongside(Offload(budget=1000), "zero3")
@@ -549,7 +529,7 @@ def resume_alongside(folder: Path) -> None:
         assert set(placements_of(units_in(model)).values()) == {StatePlacement.STEPPED_ON_CPU}
         assert "100% of the optimizer's state is on the CPU" in explain(model)
         optimizer = torch.optim.AdamW(trained(model), fused=True)
-        load(folder / "run", model=model, optimizer=optimizer)
+        load(tmp_path / "run", model=model, optimizer=optimizer)
         found = learn_more(model, optimizer, range(2, 4))
         memory_of = accelerator_for(torch.device("cpu")).memory_of
         for unit in units_in(model):
@@ -564,17 +544,11 @@ def resume_alongside(folder: Path) -> None:
     assert_same(found, expected)
 
 
-def test_states_that_were_loaded_are_in_the_memory_that_steps_them(tmp_path):
-    run_ranks(2, resume_alongside, tmp_path)
-
-
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
+@on_ranks(1)
 def test_a_graph_that_waits_while_its_units_move_finds_its_values(strategy):
     """Views that forward saved keep their storage, whatever the placement of the shards."""
-    run_ranks(1, backward_after_a_move, strategy)
 
-
-def backward_after_a_move(strategy: str) -> None:
     def run(*, moves: bool) -> list[Any]:
         with dry.taped(values=True):
             model = chain(partial(fully_shard, strategy=strategy, offload_policy=Offload(optimizer={"cpu": 1.0})))
@@ -669,7 +643,17 @@ def learn_with_room(policy: Offload | None, strategy: str) -> tuple[Any, list[An
     return model, [*left, wholes(model), states_of(optimizer)]
 
 
-def choose_with_room(folder: Path, strategy: str, room: int) -> None:
+def every_ranks(own: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return every
+
+
+@pytest.mark.parametrize(
+    ("strategy", "room"), [("zero3", 1_600_000), pytest.param("ddp", 2_800_000, marks=pytest.mark.slow)]
+)
+@on_ranks(2)
+def test_ranks_go_by_the_host_with_the_least_room_and_no_bit_changes(tmp_path, strategy, room):
     _shrink(setattr)
     on_disk.CHUNK_NBYTES = 4096
     _, expected = learn_with_room(None, strategy)
@@ -681,7 +665,7 @@ def choose_with_room(folder: Path, strategy: str, room: int) -> None:
     # The first rank's host has less room than the second one's, which could take all.
     host_bytes = tape.peak_bytes(of_host=True) + (most if dist.get_rank() else room)
     for with_folder, tiers in ((False, {"cpu"}), (True, {"cpu", "disk"})):
-        policy = Offload(budget=least, folder=folder if with_folder else None)
+        policy = Offload(budget=least, folder=tmp_path if with_folder else None)
         with dry.taped(values=True, host_bytes=host_bytes), pytest.raises(ConfigError) as refused:
             learn_with_room(policy, strategy)
         assert len(set(every_ranks(str(refused.value)))) == 1
@@ -694,19 +678,6 @@ def choose_with_room(folder: Path, strategy: str, room: int) -> None:
         assert set(decided.optimizer) == tiers
         assert set(model.there) == ({True, False} if with_folder else {False})
         assert len(set(map(repr, every_ranks((on_the_cpu(model), decided.optimizer))))) == 1
-
-
-def every_ranks(own: Any) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return every
-
-
-@pytest.mark.parametrize(
-    ("strategy", "room"), [("zero3", 1_600_000), pytest.param("ddp", 2_800_000, marks=pytest.mark.slow)]
-)
-def test_ranks_go_by_the_host_with_the_least_room_and_no_bit_changes(tmp_path, strategy, room):
-    run_ranks(2, choose_with_room, tmp_path, strategy, room)
 
 
 def record(folder: Path) -> None:

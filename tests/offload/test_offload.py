@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, Chain, Layer, chain, inputs, leave, sgd, whole_grads, wholes
 
 from fullshard import (
@@ -49,7 +49,8 @@ def test_on_a_cpu_offloading_changes_no_bit():
     run_ranks(2, compare)
 
 
-def look_at_shards() -> None:
+@on_ranks(1)
+def test_shards_and_gradients_are_on_the_cpu_pinned_only_where_there_is_a_gpu():
     model = chain(partial(fully_shard, offload_policy=CPUOffloadPolicy()))
     model(inputs()).sum().backward()
     for unit in units_in(model):
@@ -58,10 +59,6 @@ def look_at_shards() -> None:
             assert param.grad is not None
             assert param.grad.device.type == "cpu"
             assert param.local.is_pinned() == torch.cuda.is_available()
-
-
-def test_shards_and_gradients_are_on_the_cpu_pinned_only_where_there_is_a_gpu():
-    run_ranks(1, look_at_shards)
 
 
 def hold_in_hand(**options: Any) -> list[Any]:
@@ -87,12 +84,9 @@ def hold_in_hand(**options: Any) -> list[Any]:
     return [*left, state, full_optim_state_dict(again, optimizer, rank0_only=False), learn(again)]
 
 
-def compare_what_is_held() -> None:
+@on_ranks(2)
+def test_on_a_cpu_offloading_changes_nothing_that_users_hold():
+    """State dicts, gradients, norms, whole parameters, models built on the meta device."""
     for strategy in ("zero1", "zero3"):
         expected = hold_in_hand(strategy=strategy)
         assert_same(hold_in_hand(strategy=strategy, offload_policy=CPUOffloadPolicy()), expected, name=strategy)
-
-
-def test_on_a_cpu_offloading_changes_nothing_that_users_hold():
-    """State dicts, gradients, norms, whole parameters, models built on the meta device."""
-    run_ranks(2, compare_what_is_held)

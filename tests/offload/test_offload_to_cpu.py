@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import ONE_AXIS, Chain, Layer, all_but_one, chain, inputs, small_gpt
 from test_offload_to_disk import LOOPS, adamw, few_bytes_per_chunk, learn, momentum
 from torch import Tensor, nn
@@ -282,7 +282,8 @@ def acted_between(act: Any, policy: OffloadPolicy | None) -> list[Any]:
     return left
 
 
-def compare_acts() -> None:
+@on_ranks(1)
+def test_a_deferred_step_is_not_observable():
     defer = mock.Mock(side_effect=local_steps.defer)
     for act in ACTS:
         expected = acted_between(act, None)
@@ -292,10 +293,6 @@ def compare_acts() -> None:
             assert all(call.args[1].name != "layers.3" for call in defer.call_args_list)
         assert not dry.races(tape), act.__name__
         defer.reset_mock()
-
-
-def test_a_deferred_step_is_not_observable():
-    run_ranks(1, compare_acts)
 
 
 def test_memory_of_the_device_is_less_by_the_formula():

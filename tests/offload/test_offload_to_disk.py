@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from run_states import everything
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import (
     BLOCKS,
     ONE_AXIS,
@@ -331,36 +331,20 @@ def test_whole_units_go_to_the_disk_and_a_step_holds_three_chunks(tmp_path):
     run_ranks(1, weigh, tmp_path)
 
 
-def go_on_from_a_snapshot(folder: Path) -> None:
-    run = build(1.0, folder)
+@on_ranks(2)
+def test_a_snapshot_goes_back_to_the_disk(tmp_path):
+    run = build(1.0, tmp_path)
     [optimizer] = momentum(run)
     learn(run, [optimizer])
     taken = snapshot(model=run, optimizer=optimizer)
     expected = learn(run, [optimizer])
     for fraction in (0.0, 0.5, 1.0, None):
-        new = run if fraction is None else build(fraction, folder)  # in place, at last
+        new = run if fraction is None else build(fraction, tmp_path)  # in place, at last
         [its] = [optimizer] if fraction is None else momentum(new)
         restore_snapshot(taken, model=new, optimizer=its)
         share = sum(on_the_disk(its)) / len(on_the_disk(its))
         assert share == 0 if fraction == 0 else 0 < share < 1 if fraction == 0.5 else share == 1
         assert_same(learn(new, [its]), expected)
-
-
-def test_a_snapshot_goes_back_to_the_disk(tmp_path):
-    run_ranks(2, go_on_from_a_snapshot, tmp_path)
-
-
-def weigh_first_steps(folder: Path) -> None:
-    """Check that at most three of twelve chunks are in memory, plus their new states, and arithmetic on one."""
-    for make in (torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), Muon):
-        model = twelve_layers(1.0, folder)
-        optimizer = make([param for param in model.parameters() if param.ndim == 2], lr=1e-2)
-        model(torch.randn(4, 256)).square().mean().backward()
-        _, peak = peak_during(optimizer.step)
-        chunks = states_on_disk(optimizer).chunks
-        assert len(chunks) == 12
-        arithmetic = 12 if make is Muon else 5  # Newton-Schulz steps have several matrices at once
-        assert peak <= (BUFFERS + arithmetic) * (max(chunks) + ALIGNMENT), make
 
 
 def twelve_layers(fraction: float, folder: Path) -> nn.Module:
@@ -369,8 +353,18 @@ def twelve_layers(fraction: float, folder: Path) -> nn.Module:
     return fully_shard(nn.Sequential(*layers), offload_policy=policy)
 
 
+@on_ranks(1)
 def test_the_first_step_has_no_more_in_memory_than_later_ones(tmp_path):
-    run_ranks(1, weigh_first_steps, tmp_path)
+    """Check that at most three of twelve chunks are in memory, plus their new states, and arithmetic on one."""
+    for make in (torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), Muon):
+        model = twelve_layers(1.0, tmp_path)
+        optimizer = make([param for param in model.parameters() if param.ndim == 2], lr=1e-2)
+        model(torch.randn(4, 256)).square().mean().backward()
+        _, peak = peak_during(optimizer.step)
+        chunks = states_on_disk(optimizer).chunks
+        assert len(chunks) == 12
+        arithmetic = 12 if make is Muon else 5  # Newton-Schulz steps have several matrices at once
+        assert peak <= (BUFFERS + arithmetic) * (max(chunks) + ALIGNMENT), make
 
 
 @pytest.mark.parametrize("streams", ["cpu", "gpu"])
@@ -590,15 +584,12 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
     run_ranks(2, fail_on_one_rank, tmp_path)
 
 
+@on_ranks(1)
 def test_an_optimizer_that_may_need_all_parameters_at_once_is_refused(tmp_path):
-    run_ranks(1, refuse, tmp_path)
-
-
-def refuse(folder: Path) -> None:
     class Whole(torch.optim.SGD):
         """Might do anything."""
 
-    model = build(1.0, folder)
+    model = build(1.0, tmp_path)
     loss_of(model, batch(0)).backward()
     before = wholes(model)
     with pytest.raises(ConfigError, match="Whole may need all parameters at once"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import Chain, chain, initialise, inputs
 from torch import nn
 
@@ -51,17 +51,14 @@ def test_the_order_is_the_recorded_one():
     assert "order of backward: the root > layers.3 > layers.2 > layers.1 > layers.0" in text
 
 
-def measure_padding() -> None:
+@on_ranks(3)
+def test_padding_is_that_of_the_layout():
     model = nn.Sequential(nn.Linear(48, 1001, bias=False))  # 334 rows a rank for 1001
     fully_shard(model)
     [param_group] = units_in(model)[0].param_groups
     share = 1 - 1001 * 48 / (3 * param_group.plan.layout.shard_numel)
     assert f"{share:.1%} padding" in explain(model)
     assert share > 0
-
-
-def test_padding_is_that_of_the_layout():
-    run_ranks(3, measure_padding)
 
 
 def test_a_model_without_units_is_refused():

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from replayed_graph import ReplayedGraph
+from safetensors.torch import load_file
 from shared_ranks import run_ranks
 from training_runs import QUICK, losses, metrics, this_rank
 
@@ -26,13 +27,14 @@ from fullshard.plan.ledger import predict_on_disk
 from fullshard.train.check import check
 from fullshard.train.evaluate import validation_loss
 from fullshard.train.loop import resolved, train
+from fullshard.train.model import GPT, shape_of
 from fullshard.train.options import parse_settings
 from fullshard.train.predicting import Machine, disk_lines, disk_traffic, forecast_run, machine_of
+from fullshard.train.run_folder import SETTINGS, WEIGHTS
 from fullshard.train.schedule import learning_rate
 from fullshard.train.settings import OptimizationSettings, TrainSettings
 from fullshard.train.sharding import ShardedGPT, sharded_gpt
 from fullshard.train.text import find_text, write_text
-from fullshard.train.trained import trained_gpt, trained_settings
 
 FULL = "/dev/full"  # every write fails as on a full disk
 
@@ -282,9 +284,11 @@ def test_training_with_encoded_communication_stays_close(
 
 
 def validate_again(out: Path) -> float:
-    settings = trained_settings(out)
+    settings = parse_settings(["--config", str(out / SETTINGS)])
+    model = GPT(shape_of(settings.model))
+    model.load_state_dict(load_file(out / WEIGHTS))
     text = write_text(find_text(settings.text.text), out / "text")
-    return validation_loss(trained_gpt(out), text, settings, this_rank())
+    return validation_loss(model, text, settings, this_rank())
 
 
 def test_weights_on_disk_validate_as_the_run_did(two_ranks: Path) -> None:

@@ -14,9 +14,6 @@ from fullshard.checkpoint.together import GroupRanks
 from fullshard.liveness.rank_progress import here
 from fullshard.tape.context import Kept
 
-__all__ = ["Background", "PendingSave", "checkpoints"]
-
-
 _log = logging.getLogger(__name__)
 
 

@@ -47,8 +47,6 @@ from fullshard.disk.tensors import OnDisk
 from fullshard.errors import CheckpointError
 from fullshard.regular_files import open_regular, open_unbuffered, read_regular
 
-__all__ = ["METADATA", "check_expansion", "check_files", "read_metadata", "read_values", "write"]
-
 METADATA = ".metadata"
 _MOST_METADATA_NBYTES = 1 << 30
 
@@ -233,11 +231,7 @@ def _failing_together(doing: str, ranks: GroupRanks) -> Iterator[None]:
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """Return the metadata of a checkpoint: its entries without their values. No code in the file is executed.
-
-    Raises:
-        CheckpointError: The file is missing, or it is not the metadata of a container.
-    """
+    """Return the metadata of a checkpoint: its entries without their values. No code in the file is executed."""
     path = checkpoint / METADATA
     try:
         return metadata_file.loads(read_regular(path, limit=_MOST_METADATA_NBYTES))
@@ -254,11 +248,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 
 def check_files(checkpoint: Path, metadata: Metadata) -> None:
-    """Check that every file that `metadata` refers to is a regular file with at least the required size.
-
-    Raises:
-        CheckpointError: A file is missing, is not a regular file, or is too short.
-    """
+    """Check that every file that `metadata` refers to is a regular file with at least the required size."""
     needed: dict[str, int] = {}
     for info in metadata.storage_data.values():
         needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
@@ -287,9 +277,6 @@ def read_values(
     progress: Progress | None = None,
 ) -> None:
     """Read the values of `targets` by key: tensors in place, whole or sharded in any way; others are replaced.
-
-    Args:
-        ours: Whether `write` has written the checkpoint, so that the layout of tensors in files is known.
 
     Raises:
         CheckpointError: A rank could not read. The same error is raised on every rank.
@@ -438,9 +425,6 @@ def check_expansion(file: Any, nbytes: int) -> None:
 
     Args:
         file: A path or an open file of `nbytes` bytes. Files of torch's old format are not compressed.
-
-    Raises:
-        CheckpointError: Its records are compressed and larger than the file.
     """
     if is_zipfile(file):
         with _records(file, nbytes):

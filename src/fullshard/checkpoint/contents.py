@@ -25,19 +25,6 @@ from fullshard.state.optim_kinds import kinds_of_groups
 from fullshard.state.optim_state import sharded_optim_state_dict
 from fullshard.state.state_dict import StateDictType, state_dict_type
 
-__all__ = [
-    "MODEL",
-    "OPTIMIZER",
-    "RECORD",
-    "Contents",
-    "HasState",
-    "collect",
-    "key_of_rank",
-    "model_state",
-    "put_optimizer",
-    "tied_names",
-]
-
 MODEL, OPTIMIZER = "model", "optimizer"  # key prefixes, which torch's own scripts also read
 RECORD = "fullshard"  # values shared by all ranks that are not tensors of the model or the optimizer
 _RANK = "rank"
@@ -180,11 +167,7 @@ def model_state(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
 
 
 def _plain(fqn: str, value: Any) -> Any:
-    """Return `value`, or a `DTensor` of the plain values in it that shares its memory.
-
-    Raises:
-        CheckpointError: It has no plain values.
-    """
+    """Return `value`, or a `DTensor` of the plain values in it that shares its memory."""
     if not isinstance(value, DTensor) or not holds_tensors(value._local_tensor):
         return value
     values = plain_values(value._local_tensor)

@@ -18,8 +18,6 @@ from fullshard._compat import holds_tensors, inner_names, make_dtensor, plain_va
 from fullshard.engine.managed import managed_by
 from fullshard.engine.registry import clean_fqn
 
-__all__ = ["describes_4_bits", "names_alongside", "parts_of", "put_back_descriptions"]
-
 _DESCRIPTION = ".quant_state.bitsandbytes__"  # in the name of the tensor that contains values other than tensors
 
 

@@ -35,9 +35,7 @@ from fullshard.checkpoint.together import GroupRanks, default_ranks
 from fullshard.engine.registry import unwrapped
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.policy.sizes import parse_size
-
-__all__ = ["export_safetensors", "export_stored", "write_safetensors"]
+from fullshard.policy.arguments import parse_size
 
 
 def export_safetensors(

@@ -16,8 +16,6 @@ from fullshard.state.block_states import FORM
 from fullshard.state.optim_kinds import SavedOptions
 from fullshard.state.optim_state import StateTemplate
 
-__all__ = ["Misfit", "fit_model", "fit_optimizer"]
-
 _LISTED = 20  # maximum FQNs listed per kind
 _REMEDY = "Build the model and optimizer as they were when it was saved, and pass only what was saved."
 _EXTRA_STATE = "_extra_state"  # added by modules to their state, in a shape of their choice
@@ -68,14 +66,7 @@ def _listed(names: Sequence[str]) -> str:
 def fit_model(
     saved: Saved, opened: Opened, state: Mapping[str, Any], tied: Mapping[str, str]
 ) -> tuple[dict[str, str], Misfit]:
-    """Return the key of each tensor in `state`, tied ones under their first name only, and the mismatches.
-
-    Args:
-        saved: The contents of the checkpoint.
-        opened: The checkpoint.
-        state: The state dict of the model by FQN.
-        tied: Additional names of tensors with several names in the model, each with the first name.
-    """
+    """Return the key of each tensor in `state`, tied ones under their first name only, and the mismatches."""
     sizes, misfit = opened.sizes(), Misfit()
     keys: dict[str, str] = {}
     for fqn, value in state.items():

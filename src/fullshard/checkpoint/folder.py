@@ -21,22 +21,6 @@ from xxhash import xxh3_128
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, damage_in, step_of
 from fullshard.errors import CheckpointError
 
-__all__ = [
-    "Entry",
-    "begin",
-    "clear_up",
-    "commit",
-    "delete",
-    "discard",
-    "entries",
-    "keep_newest",
-    "newest_number",
-    "partial_in",
-    "sync",
-    "unfinished",
-    "write_synced",
-]
-
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-\d+")
@@ -118,9 +102,6 @@ def commit(
     Args:
         files: The files in `partial`, if not all files of the manifest are expected there.
         writes: Whether to write the manifest. If each of several processes has separate files here, one of them does.
-
-    Raises:
-        CheckpointError: Some files are not visible on this rank.
     """
     missing = list(damage_in(partial, manifest.files if files is None else files, reads=False))
     if missing:

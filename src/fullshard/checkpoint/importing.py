@@ -25,8 +25,6 @@ from fullshard.engine.registry import clean_fqn
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.state.state_dict import StateDictType, device_of, state_dict_type
 
-__all__ = ["Unmatched", "load_safetensors"]
-
 _REMEDY = (
     "Pass rename= to map the names in the files to the names in the model, or strict=False to load the tensors that "
     "match."
@@ -120,11 +118,7 @@ class _WeightReader:
         self._names: dict[str, str] = {}  # the tensor in the files for each tensor in the state
 
     def fit(self, strict: bool) -> Unmatched:
-        """Return the names that do not match, if `strict` is False.
-
-        Raises:
-            CheckpointError: The files do not match.
-        """
+        """Return the names that do not match, if `strict` is False."""
         misfit = Misfit()
         others = {first: [item for item, its in self._tied.items() if its == first] for first in self._tied.values()}
         for fqn, value in self._state.items():

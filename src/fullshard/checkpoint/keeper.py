@@ -26,8 +26,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["MEMORY", "keeps_folders", "kept_folder", "launcher_identity", "named", "opened_folder"]
-
 MEMORY = Path("/dev/shm")
 _PREFIX = "fullshard-"
 _RECORD = "kept"  # the file with the identity of the launcher; its keeper holds a lock on it while it lives
@@ -105,11 +103,7 @@ def named(path: Path) -> Path:
 
 @contextmanager
 def _record_of(folder: Path, flags: int) -> Iterator[int]:
-    """Yield a descriptor of the record in `folder`.
-
-    Raises:
-        OSError: There is none, or the folder does not belong to this user only.
-    """
+    """Yield a descriptor of the record in `folder`."""
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     with opened_folder(folder) as within:
         descriptor = os.open(_RECORD, flags, 0o600, dir_fd=within)

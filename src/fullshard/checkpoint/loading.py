@@ -28,8 +28,6 @@ from fullshard.errors import CheckpointError
 from fullshard.state.optim_state import StateTemplate, params_by_fqn
 from fullshard.state.state_dict import StateDictType, device_of, state_dict_type
 
-__all__ = ["Restored", "latest", "load"]
-
 
 @dataclass(frozen=True)
 class Restored:
@@ -169,11 +167,7 @@ class _CheckpointReader:
         return None if self.optimizer is None else StateTemplate(self.optimizer, self.params)
 
     def fit(self, opened: Opened, saved: Saved, own: Mapping[str, Any]) -> dict[str, str]:
-        """Return the keys of the model's tensors by FQN.
-
-        Raises:
-            CheckpointError: The checkpoint does not match.
-        """
+        """Return the keys of the model's tensors by FQN."""
         keys, misfit = fit_model(saved, opened, self.state, self.tied)
         if self.template is not None:
             misfit += fit_optimizer(saved, opened, self.template)

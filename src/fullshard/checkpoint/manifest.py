@@ -16,8 +16,6 @@ from xxhash import xxh3_128
 from fullshard.errors import CheckpointError
 from fullshard.regular_files import is_plain_name, open_unbuffered, read_regular
 
-__all__ = ["MANIFEST", "Manifest", "Progress", "StoredFile", "are_stored_files", "damage_in", "step_of"]
-
 MANIFEST = "manifest.json"
 FORMAT = 1
 _MOST_NBYTES = 256 << 20
@@ -61,11 +59,7 @@ class Manifest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> Manifest:
-        """Read the manifest of `checkpoint`.
-
-        Raises:
-            CheckpointError: It is missing or damaged, or belongs to another step.
-        """
+        """Read the manifest of `checkpoint`."""
         path = checkpoint / MANIFEST
         expected, found = "the manifest of a complete checkpoint", ""
         try:
@@ -93,11 +87,7 @@ class _OddError(Exception):
 
 
 def _content(document: Any) -> dict[str, Any]:
-    """Return the fields of the manifest in `document`, whose values can be any JSON values.
-
-    Raises:
-        _OddError: It is not a valid manifest.
-    """
+    """Return the fields of the manifest in `document`, whose values can be any JSON values."""
     if not isinstance(document, dict) or document.keys() != {"checksum", "content"}:
         raise _OddError("something else")
     content = document["content"]

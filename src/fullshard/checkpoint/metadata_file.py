@@ -29,8 +29,6 @@ from fullshard.errors import CheckpointError
 from fullshard.layout.coverage import uncovered
 from fullshard.regular_files import is_plain_name
 
-__all__ = ["loads"]
-
 T = TypeVar("T")
 
 _PEER = "torch.distributed.checkpoint.metadata"
@@ -48,10 +46,6 @@ def loads(data: bytes) -> Metadata:
             message gives the reason.
     """
     return _metadata(_Interpreter(data).run(), most_parts=len(data) // _LEAST_NBYTES)
-
-
-def _refused(why: str) -> CheckpointError:
-    return CheckpointError(why)
 
 
 # -- from bytes to inert values ---------------------------------------------------------------------------------------
@@ -120,34 +114,30 @@ class _Interpreter:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Return the value that the pickle describes.
-
-        Raises:
-            CheckpointError: An opcode is unknown in metadata, or does not fit the preceding ones.
-        """
+        """Return the value that the pickle describes."""
         data = self._data
         while self._at < len(data):
             code = data[self._at]
             self._at += 1
             if code == _STOP:
                 if len(self._stack) != 1 or self._at != len(data):
-                    raise _refused("it does not end where it should")
+                    raise CheckpointError("it does not end where it should")
                 return self._pop()
             step = _STEPS.get(code)
             if step is None:
-                raise _refused(f"it has the opcode {code:#04x}, which no checkpoint needs")
+                raise CheckpointError(f"it has the opcode {code:#04x}, which no checkpoint needs")
             try:
                 step(self)
             except (IndexError, KeyError, struct.error, UnicodeDecodeError):
-                raise _refused(f"the opcode at byte {self._at} has no valid argument") from None
-        raise _refused("it has no end")
+                raise CheckpointError(f"the opcode at byte {self._at} has no valid argument") from None
+        raise CheckpointError("it has no end")
 
     # arguments
 
     def _take(self, nbytes: int) -> bytes:
         found = self._data[self._at : self._at + nbytes]
         if len(found) != nbytes:
-            raise _refused("it is cut off")
+            raise CheckpointError("it is cut off")
         self._at += nbytes
         return found
 
@@ -158,7 +148,7 @@ class _Interpreter:
     def _line(self) -> str:
         end = self._data.find(b"\n", self._at)
         if end < 0:
-            raise _refused("it is cut off")
+            raise CheckpointError("it is cut off")
         return self._take(end + 1 - self._at)[:-1].decode()
 
     # the stack
@@ -166,7 +156,7 @@ class _Interpreter:
     def _pop(self, kind: type[T] | None = None) -> T:
         value = self._stack.pop()
         if value is _MARK or (kind is not None and type(value) is not kind):
-            raise _refused(f"the opcode at byte {self._at} has an argument of another type")
+            raise CheckpointError(f"the opcode at byte {self._at} has an argument of another type")
         return value  # type: ignore[no-any-return]
 
     def _push(self, value: Any) -> None:
@@ -175,7 +165,7 @@ class _Interpreter:
     def _top(self, kind: type[T]) -> T:
         value = self._stack[-1]
         if type(value) is not kind:
-            raise _refused(f"the opcode at byte {self._at} has an argument of another type")
+            raise CheckpointError(f"the opcode at byte {self._at} has an argument of another type")
         return value
 
     def _since_mark(self) -> list[Any]:
@@ -185,13 +175,13 @@ class _Interpreter:
                 found = stack[place + 1 :]
                 del stack[place:]
                 return found
-        raise _refused("a mark is missing")
+        raise CheckpointError("a mark is missing")
 
     # opcodes
 
     def _protocol(self) -> None:
         if self._number("<B") > 5:
-            raise _refused("its pickle protocol is unknown")
+            raise CheckpointError("its pickle protocol is unknown")
 
     def _frame(self) -> None:
         self._take(8)  # a hint for reading in pieces
@@ -206,7 +196,7 @@ class _Interpreter:
         if count:
             found = tuple(self._stack[-count:])
             if len(found) != count or any(item is _MARK for item in found):
-                raise _refused("a tuple is not complete")
+                raise CheckpointError("a tuple is not complete")
             del self._stack[-count:]
             self._push(found)
         else:
@@ -215,13 +205,13 @@ class _Interpreter:
     def _remember(self, place: int) -> None:
         value = self._stack[-1]
         if value is _MARK:
-            raise _refused("a mark is remembered")
+            raise CheckpointError("a mark is remembered")
         self._memo[place] = value
 
     def _global(self, module: str, name: str) -> None:
         found = _Global(module, name)
         if found not in _KNOWN:
-            raise _refused(f"it names {found}, which no checkpoint needs")
+            raise CheckpointError(f"it names {found}, which no checkpoint needs")
         self._push(found)
 
     def _stack_global(self) -> None:
@@ -231,7 +221,7 @@ class _Interpreter:
     def _new(self) -> None:
         args, kind = self._pop(tuple), self._pop(_Global)
         if kind not in _CLASSES or args:
-            raise _refused(f"it creates a {kind} with {len(args)} arguments")
+            raise CheckpointError(f"it creates a {kind} with {len(args)} arguments")
         self._push(_Object(kind, args))
 
     def _reduce(self) -> None:
@@ -243,22 +233,22 @@ class _Interpreter:
         elif (kind in (_LAYOUT, _MEMORY_FORMAT) and len(args) == 1) or kind in _PATHS:
             self._push(_Object(kind, args))
         else:
-            raise _refused(f"it calls {kind} with arguments that are not a size, layout or path")
+            raise CheckpointError(f"it calls {kind} with arguments that are not a size, layout or path")
 
     def _build(self) -> None:
         state: Any = self._pop()
         target = self._top(_Object)
         if target.kind not in _CLASSES or target.state is not None or type(state) not in (dict, tuple):
-            raise _refused(f"it sets an invalid state on a {target.kind}")
+            raise CheckpointError(f"it sets an invalid state on a {target.kind}")
         target.state = state
 
     def _set(self, items: list[Any]) -> None:
         target = self._top(dict)
         if len(items) % 2:
-            raise _refused("a key has no value")
+            raise CheckpointError("a key has no value")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in (str, _Object):  # hashing others would require recursion or be impossible
-                raise _refused("a key is not a string")
+                raise CheckpointError("a key is not a string")
             target[key] = value
 
     def _set_one(self) -> None:
@@ -327,20 +317,20 @@ def _metadata(value: Any, *, most_parts: int) -> Metadata:
     for key, info in _entries(state.get("storage_data"), _Object):
         index = _index(key)
         if index in stored:
-            raise _refused(f"{index.fqn!r} at {index.offset} is stored twice")
+            raise CheckpointError(f"{index.fqn!r} at {index.offset} is stored twice")
         stored[index] = _storage(info)
     entries = dict(_entries(state.get("state_dict_metadata"), str))
     tensors = {name: entry for name, entry in entries.items() if _is_a(entry, "TensorStorageMetadata")}
     parts = {name: _list(_state(tensor, "TensorStorageMetadata").get("chunks")) for name, tensor in tensors.items()}
     if sum(map(len, parts.values())) > most_parts:  # before reading any: a file may refer to one list many times
-        raise _refused("it lists more chunks of tensors than fit in a file of its size")
+        raise CheckpointError("it lists more chunks of tensors than fit in a file of its size")
     made = {name: _tensor(name, entry) if name in tensors else _bytes(entry) for name, entry in entries.items()}
     for name, entry in made.items():
         if isinstance(entry, TensorStorageMetadata):
             for chunk in entry.chunks:
                 _check_stored(name, chunk, entry.properties.dtype, stored)
         elif MetadataIndex(name) not in stored:
-            raise _refused(f"the value {name!r} is stored nowhere")
+            raise CheckpointError(f"the value {name!r} is stored nowhere")
     version = state.get("version")
     return Metadata(
         state_dict_metadata=made,
@@ -356,7 +346,7 @@ def _tensor(name: str, value: Any) -> TensorStorageMetadata:
     chunks = [_chunk(item) for item in _list(state.get("chunks"))]
     why = uncovered(size, ((chunk.offsets, chunk.sizes) for chunk in chunks))
     if why is not None:
-        raise _refused(f"of the tensor {_name(name)!r} {why}")
+        raise CheckpointError(f"of the tensor {_name(name)!r} {why}")
     return TensorStorageMetadata(_properties(state.get("properties")), size, chunks)
 
 
@@ -367,12 +357,12 @@ def _check_stored(
     nbytes = math.prod(chunk.sizes) * dtype.itemsize
     if place is None or place.length < nbytes:
         found = "nothing" if place is None else f"{place.length} bytes"
-        raise _refused(f"{name!r} has {nbytes} bytes at {tuple(chunk.offsets)}, but {found} is stored")
+        raise CheckpointError(f"{name!r} has {nbytes} bytes at {tuple(chunk.offsets)}, but {found} is stored")
 
 
 def _bytes(value: Any) -> BytesStorageMetadata:
     if not _is_a(value, "BytesStorageMetadata"):
-        raise _refused("an entry is neither a tensor nor a value")
+        raise CheckpointError("an entry is neither a tensor nor a value")
     return BytesStorageMetadata()
 
 
@@ -383,12 +373,12 @@ def _chunk(value: Any) -> ChunkStorageMetadata:
 
 def _properties(value: Any) -> TensorProperties:
     if not _is_a(value, "TensorProperties") or type(value.state) is not tuple or len(value.state) != 5:
-        raise _refused("a tensor has no properties")
+        raise CheckpointError("a tensor has no properties")
     dtype, layout, requires_grad, memory_format, pin_memory = value.state
     if type(dtype) is not _Global or dtype not in _DTYPES:
-        raise _refused("a tensor has no dtype")
+        raise CheckpointError("a tensor has no dtype")
     if type(requires_grad) is not bool or type(pin_memory) is not bool:
-        raise _refused("a tensor has invalid properties")
+        raise CheckpointError("a tensor has invalid properties")
     return TensorProperties(
         dtype=_DTYPES[dtype],
         layout=_known(layout, _LAYOUT, _LAYOUTS),
@@ -401,10 +391,10 @@ def _properties(value: Any) -> TensorProperties:
 def _known(value: Any, kind: _Global, values: Mapping[Any, T]) -> T:
     """Return the member of `values` that an enumeration's object represents."""
     if type(value) is not _Object or value.kind != kind:
-        raise _refused(f"expected a {kind}")
+        raise CheckpointError(f"expected a {kind}")
     [stated] = value.args
     if type(stated) not in (int, str) or stated not in values:
-        raise _refused(f"it has an unknown {kind}")
+        raise CheckpointError(f"it has an unknown {kind}")
     return values[stated]
 
 
@@ -421,9 +411,9 @@ def _storage(value: Any) -> Any:
     path = state.get("relative_path")
     if not isinstance(path, str) or not is_plain_name(path):
         found = repr(path[:200]) if isinstance(path, str) else "something else"
-        raise _refused(f"it refers to {found}, which is not in the checkpoint's folder")
+        raise CheckpointError(f"it refers to {found}, which is not in the checkpoint's folder")
     if state.get("transform_descriptors"):
-        raise _refused("its values are transformed, for example compressed. Save it without extensions")
+        raise CheckpointError("its values are transformed, for example compressed. Save it without extensions")
     return storage_info(path, _count(state.get("offset")), _count(state.get("length")))
 
 
@@ -434,7 +424,7 @@ def _planned(value: Any) -> dict[str, tuple[str | int, ...]] | None:
     paths = {}
     for key, path in _entries(value, str):
         if type(path) is not tuple or len(path) > _LONGEST_NAME or not all(type(item) in (str, int) for item in path):
-            raise _refused("an entry has no path in the state dict")
+            raise CheckpointError("an entry has no path in the state dict")
         paths[key] = path
     return paths
 
@@ -445,32 +435,32 @@ def _is_a(value: Any, name: str) -> bool:
 
 def _state(value: Any, name: str) -> dict[Any, Any]:
     if not _is_a(value, name) or type(value.state) is not dict:
-        raise _refused(f"expected a {name}")
+        raise CheckpointError(f"expected a {name}")
     return value.state
 
 
 def _entries(value: Any, kind: type) -> Iterator[tuple[Any, Any]]:
     if type(value) is not dict or not all(type(key) is kind for key in value):
-        raise _refused("it lacks a table that every checkpoint has")
+        raise CheckpointError("it lacks a table that every checkpoint has")
     for key, item in value.items():
         yield (_name(key) if kind is str else key), item
 
 
 def _list(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise _refused("expected a list")
+        raise CheckpointError("expected a list")
     return value
 
 
 def _name(value: Any) -> str:
     if type(value) is not str or len(value) > _LONGEST_NAME:
-        raise _refused("expected a name")
+        raise CheckpointError("expected a name")
     return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise _refused("expected a number of 0 or more")
+        raise CheckpointError("expected a number of 0 or more")
     return value
 
 
@@ -484,5 +474,5 @@ def _are_sizes(value: Any) -> bool:
 
 def _size(value: Any) -> torch.Size:
     if not _are_sizes(value):
-        raise _refused("expected the shape of a tensor")
+        raise CheckpointError("expected the shape of a tensor")
     return torch.Size(value)

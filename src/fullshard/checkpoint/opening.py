@@ -18,8 +18,6 @@ from fullshard.checkpoint.manifest import MANIFEST, Manifest, Progress, StoredFi
 from fullshard.checkpoint.together import GroupRanks
 from fullshard.errors import CheckpointError, shown
 
-__all__ = ["Opened", "open_checkpoint", "verify"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -147,10 +145,6 @@ def verify(
     progress: Progress | None = None,
 ) -> None:
     """Compare `files` in `folder` with their checksums. Each rank checks some of them.
-
-    Args:
-        doing: The beginning of error messages.
-        remedy: The end of error messages.
 
     Raises:
         CheckpointError: Some files are damaged. The same error is raised on every rank.

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import CheckpointError
 
-__all__ = ["Outline", "Path", "are_same", "filled", "keys_in", "outline", "plain_copy"]
-
 
 def plain_copy(value: Any, what: str) -> Any:
     """Return a copy of `value` as `load` returns it: plain values and CPU tensors in containers.

@@ -12,8 +12,6 @@ from xxhash import xxh3_64
 
 from fullshard.device.current import random_states_of_device, set_random_states_of_device
 
-__all__ = ["derive_random_states", "put_random_states", "random_states"]
-
 
 def random_states() -> dict[str, Any]:
     """Return the states of this process, as plain values and tensors."""

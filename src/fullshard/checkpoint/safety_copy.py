@@ -49,8 +49,6 @@ from fullshard.errors import CheckpointError
 from fullshard.liveness.rank_progress import here
 from fullshard.tape.recorder import noting
 
-__all__ = ["SafetyCopies", "SafetyCopy"]
-
 
 @dataclass(frozen=True)
 class SafetyCopy:
@@ -244,11 +242,7 @@ class SafetyCopies:
     # -- between hosts ------------------------------------------------------------------------------------------------
 
     def _exchange(self, folder: Path, transfers: Sequence[_Transfer], doing: str) -> None:
-        """Send each file to its target, where it is renamed once it is complete.
-
-        Raises:
-            CheckpointError: A transfer failed. The same error is raised on every rank.
-        """
+        """Send each file to its target, where it is renamed once it is complete."""
         local = _Exchange(folder, transfers, self._host if self._leads else None)
         self._ranks.do(doing, local.lay_out)  # a host without enough memory raises before any transfer
         self._ranks.do(doing, lambda: local.run(self._leaders, self._ranks.group))
@@ -308,11 +302,7 @@ class _Exchange:
                 work.wait()
 
     def take_in(self) -> None:
-        """Rename the received files to their final names.
-
-        Raises:
-            CheckpointError: The received bytes differ from those that were sent.
-        """
+        """Rename the received files to their final names."""
         _check(self.folder, self.coming)
         for name in self.coming:
             (self.folder / name).rename(self.folder / name.removesuffix(".coming"))

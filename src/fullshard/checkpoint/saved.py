@@ -11,8 +11,6 @@ from fullshard.checkpoint.contents import MODEL
 from fullshard.checkpoint.opening import Opened
 from fullshard.checkpoint.plain import Outline
 
-__all__ = ["Saved", "SavedGroup", "saved_by_others", "saved_by_us"]
-
 
 @dataclass(frozen=True)
 class SavedGroup:

@@ -25,8 +25,6 @@ from fullshard.tape.context import Kept
 from fullshard.tape.recorder import noting
 from fullshard.versions import versions
 
-__all__ = ["async_save", "manifest_of", "save", "save_contents", "save_own_files", "write_files"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -27,8 +27,6 @@ from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.residency import AT_REST, UnitState
 from fullshard.state.optim_state import StateTemplate, params_by_fqn, sharded_optim_state_dict
 
-__all__ = ["restore_snapshot", "snapshot"]
-
 _WHAT = "the snapshot"
 _REMEDY = "Take and restore a snapshot with the same model, optimizer, strategy and number of ranks, on the same rank."
 

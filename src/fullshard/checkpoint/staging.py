@@ -15,8 +15,6 @@ from fullshard.device.current import finish_copies
 from fullshard.disk.space import Scratch
 from fullshard.disk.tensors import OnDisk
 
-__all__ = ["HostMemory"]
-
 
 class HostMemory:
     """Copies of tensors on the CPU, in pinned memory for GPU tensors. Tensors on disk are copied on the disk."""

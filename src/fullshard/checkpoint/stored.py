@@ -15,8 +15,6 @@ from fullshard.checkpoint.opening import Opened, open_checkpoint, verify
 from fullshard.checkpoint.tensor_files import CHECKSUMS, INDEX_SUFFIX, Description, open_tensor_files
 from fullshard.checkpoint.together import GroupRanks
 
-__all__ = ["Stored", "holds_tensor_files", "open_stored"]
-
 
 @dataclass(frozen=True)
 class Stored:

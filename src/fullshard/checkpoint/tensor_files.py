@@ -24,18 +24,6 @@ from fullshard.checkpoint.manifest import StoredFile, are_stored_files
 from fullshard.errors import CheckpointError
 from fullshard.regular_files import is_plain_name, read_regular, reopened
 
-__all__ = [
-    "CHECKSUMS",
-    "INDEX_SUFFIX",
-    "WEIGHTS",
-    "Description",
-    "Merged",
-    "TensorFile",
-    "TensorFiles",
-    "dumps_checksums",
-    "open_tensor_files",
-]
-
 WEIGHTS = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 CHECKSUMS = "checksums.json"
@@ -181,11 +169,7 @@ class TensorFiles:
         return {name: kept for name, kept in self.metadata.items() if kept in self.tensors and name not in self.tensors}
 
     def with_merged(self, merged: Mapping[str, Merged]) -> TensorFiles:
-        """Return the same files with the tensors `merged` instead of their parts.
-
-        Raises:
-            CheckpointError: The parts of a tensor do not match.
-        """
+        """Return the same files with the tensors `merged` instead of their parts."""
         tensors = {name: _described_merged(name, item, self.tensors) for name, item in merged.items()}
         used = {name for item in merged.values() for name in item.names}
         kept = {name: tensor for name, tensor in self.tensors.items() if name not in used}
@@ -196,9 +180,6 @@ class TensorFiles:
 
         Args:
             wanted: By key, the name of a tensor, and the positions along each dim, or None for all of it.
-
-        Raises:
-            CheckpointError: A file cannot be read.
         """
         for key, (name, spans) in wanted.items():
             if name in self.merged:
@@ -287,11 +268,7 @@ def _read(file: Any, name: str, there: Description, spans: Sequence[range] | Non
 
 
 def open_tensor_files(path: Path) -> TensorFiles:
-    """Return the tensors at `path`: a file, a folder with an index, or with one file.
-
-    Raises:
-        CheckpointError: There is none, one is damaged, or they do not match the index.
-    """
+    """Return the tensors at `path`: a file, a folder with an index, or with one file."""
     index = _index_of(path)
     weight_map = {} if index is None else _weight_map(index)
     files = [_only_file(path)] if index is None else [index.parent / name for name in sorted(set(weight_map.values()))]

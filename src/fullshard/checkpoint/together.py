@@ -13,8 +13,6 @@ from fullshard.errors import CheckpointError, RankMismatchError
 from fullshard.liveness.rank_progress import here
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["GroupRanks", "default_ranks", "failure_of_group", "failure_of_some", "reported_by"]
-
 T = TypeVar("T")
 
 
@@ -47,19 +45,12 @@ class GroupRanks:
         return self.index == 0
 
     def meet(self, name: str) -> None:
-        """Wait until all ranks have reached `name`, which will communicate over another group.
-
-        Raises:
-            RankMismatchError: some rank does something else meanwhile.
-        """
+        """Wait until all ranks have reached `name`, which will communicate over another group."""
         if self.group is not None and self.world > 1:
             collectives_of(self.group).meet(name, origin=Origin("", Phase.IDLE))
 
     def do(self, doing: str, action: Callable[[], T]) -> T:
         """Return the result of `action()` on this rank, once it has succeeded on every rank.
-
-        Args:
-            doing: The beginning of error messages.
 
         Raises:
             CheckpointError: It raised on some rank. The same error is raised on every rank.
@@ -77,12 +68,7 @@ class GroupRanks:
         return self.share(doing, lambda: action() if self.leads else None)[0]  # type: ignore[return-value]  # 0 leads
 
     def share(self, doing: str, action: Callable[[], T]) -> list[T]:
-        """Return the results of `action()` on all ranks, in rank order, on every rank.
-
-        Raises:
-            CheckpointError: it raised on some rank; the same error on every rank.
-            RankMismatchError: some rank does something else meanwhile.
-        """
+        """Return the results of `action()` on all ranks, in rank order, on every rank."""
         outcome, cause = _outcome(action)
         outcomes: list[Any] = [outcome]
         if self.world > 1:

@@ -90,11 +90,7 @@ def _without_tracebacks(command: Callable[[], int]) -> int:
 
 
 def dispatch(argv: Sequence[str]) -> int:
-    """Run the subcommand of the command line and return its exit code.
-
-    Raises:
-        ConfigError: The subcommand is unknown, or its input is invalid.
-    """
+    """Run the subcommand of the command line and return its exit code."""
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0

@@ -18,8 +18,6 @@ from fullshard.plan.hardware import Hardware, described, hardware, here_path
 from fullshard.regular_files import writing
 from fullshard.train.bytes_table import in_bytes
 
-__all__ = ["run"]
-
 MEASURED = 0
 WIDTH = 110  # of a table without a terminal
 
@@ -55,11 +53,7 @@ COMMAND = Command(CalibrateSettings, "fullshard calibrate", _DESCRIPTION)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure with the options `argv` and return the exit code.
-
-    Raises:
-        ConfigError: An option is invalid. Nothing has been measured then.
-    """
+    """Measure with the options `argv` and return the exit code."""
     stated = COMMAND.parse(argv).machine
     out = here_path() if stated.out is None else stated.out
     if out.suffix != ".toml":

@@ -15,8 +15,6 @@ import tyro
 from fullshard.command_line import Command
 from fullshard.errors import ConfigError, near_matches
 
-__all__ = ["SHELLS", "commands", "run"]
-
 SHELLS = ("bash", "zsh", "fish")
 _USAGE = (
     f"usage: fullshard completion {{{','.join(SHELLS)}}}\n\nPrint a script that completes subcommands and options.\n"
@@ -24,11 +22,7 @@ _USAGE = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the script for the shell named in `argv`, and return the exit code.
-
-    Raises:
-        ConfigError: The shell is missing or not supported.
-    """
+    """Print the script for the shell named in `argv`, and return the exit code."""
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(_USAGE)
         return 0

@@ -14,8 +14,6 @@ from fullshard.disk.prediction import ADAMW_BYTES, Traffic, check_room, floored,
 from fullshard.disk.speed import measure
 from fullshard.errors import ConfigError
 
-__all__ = ["run"]
-
 MEASURED = 0
 _FP32_BYTES = 4
 
@@ -63,12 +61,7 @@ COMMAND = Command(DiskCommandSettings, "fullshard disk", _DESCRIPTION, ("FOLDER"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure the disk, print the cost of the options `argv`, and return the exit code.
-
-    Raises:
-        ConfigError: An option is invalid. Nothing has been measured then.
-        DiskError: The folder is not writable, or too small.
-    """
+    """Measure the disk, print the cost of the options `argv`, and return the exit code."""
     words, remaining = COMMAND.take_words(argv)
     stated = COMMAND.parse(remaining).disk
     _check(stated)

@@ -24,8 +24,6 @@ from fullshard.report.reading import DROPPED, read_run
 from fullshard.report.run import PARTS, Run
 from fullshard.report.watching import follow, serving
 
-__all__ = ["run"]
-
 WRITTEN = 0
 _LOOK_S = 2.0
 
@@ -61,11 +59,7 @@ COMMAND = Command(ReportCommandSettings, "fullshard report", _DESCRIPTION, ("RUN
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the report with the options `argv` and return the exit code.
-
-    Raises:
-        ConfigError: An option is invalid, or a folder has no record.
-    """
+    """Write the report with the options `argv` and return the exit code."""
     words, remaining = COMMAND.take_words(argv)
     stated = COMMAND.parse(remaining).report
     folder = Path(words[0])

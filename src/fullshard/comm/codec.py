@@ -27,8 +27,6 @@ from fullshard.device.memory import Pool
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import align
 
-__all__ = ["BLOCK", "Codec", "codec_named"]
-
 BLOCK = 128
 """Elements that share a scale: its four bytes are 3 % of an int8 message, 6 % of an int4 one."""
 

@@ -39,8 +39,6 @@ from fullshard.policy.switches import switches
 from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Event, Origin, Phase, active
 
-__all__ = ["Call", "Channel", "Collectives", "divide", "keep_own"]
-
 T = TypeVar("T")
 
 _FIRST_TAG = 1 << 24  # far from the small numbers that users give their own messages
@@ -252,7 +250,7 @@ class Collectives(GroupProgress, ABC):
                 here.leave()
 
         arrival = self.arrival(args[-1]) if arrives else None
-        return Pending(agree_and_finish, event, arrival or _never)
+        return Pending(agree_and_finish, event, arrival or (lambda: False))
 
     def _compare(self, call: Call, *, alone: bool = False) -> Callable[[], None] | None:
         """Send the fingerprint of `call` to the other ranks. The returned function waits for theirs, and compares."""
@@ -438,10 +436,6 @@ class Channel(Transport):
 
 def _always() -> bool:
     return True
-
-
-def _never() -> bool:
-    return False
 
 
 _QUEUED = Pending(has_arrived=_always)

@@ -28,8 +28,6 @@ from fullshard.device.memory import Pool
 from fullshard.layout.shard_spec import owned
 from fullshard.tape.recorder import Origin
 
-__all__ = ["EncodedGathers", "EncodedSums", "error_feedback_numel", "gathers_encoded_as", "sums_encoded_as"]
-
 _DECODED_AT_ONCE = 1 << 20  # numbers: in large worlds parts are small, and operations on one at a time cost the host
 
 

@@ -16,8 +16,6 @@ from zlib import crc32
 from fullshard.errors import RankMismatchError, named_ranks, same_calls
 from fullshard.tape.recorder import Origin
 
-__all__ = ["FINGERPRINT_NBYTES", "fingerprint", "mismatch"]
-
 FINGERPRINT_NBYTES = 192
 _HEAD = struct.Struct("<IIIQ4I")  # checksum of the whole texts, microbatch, tensors, their bytes, lengths of the texts
 _NAME_NBYTES, _NOTE_NBYTES = 72, 64

@@ -32,23 +32,6 @@ from fullshard.policy.strategy import Placement, Placements
 from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = [
-    "Axes",
-    "axes_by_name",
-    "axes_chosen",
-    "axes_of_replicas",
-    "broadcast_from_first",
-    "check_own_part",
-    "default_mesh",
-    "join",
-    "own_part",
-    "own_spans",
-    "ranks_of_this_host",
-    "resolve_axes",
-    "resolve_groups",
-    "subgroup",
-]
-
 
 @dataclass(frozen=True)
 class Axes:
@@ -225,11 +208,7 @@ _by_name: Kept[tuple[DeviceMesh, tuple[str, ...], tuple[str, ...]], DeviceMesh] 
 
 
 def axes_by_name(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> Axes:
-    """Return the axes of `mesh` that `dims` names, several of them flattened to one. Every rank must call it.
-
-    Raises:
-        ConfigError: the mesh has no such axes.
-    """
+    """Return the axes of `mesh` that `dims` names, several of them flattened to one. Every rank must call it."""
     requested = f"dp_mesh_dims=DataParallelMeshDims(shard={dims.shard!r}, replicate={dims.replicate!r})"
     has = None if mesh is None else mesh.mesh_dim_names
     if mesh is None or has is None:
@@ -257,11 +236,7 @@ def _mesh_of(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...
 
 
 def axes_chosen(info: Any, fqn: str) -> Axes:
-    """Return the axes that a `shard_placement_fn` chose for parameter `fqn`: of an `FSDPMeshInfo`, or of a mesh.
-
-    Raises:
-        ConfigError: it is neither, or the axes are in another order.
-    """
+    """Return the axes that a `shard_placement_fn` chose for parameter `fqn`: of an `FSDPMeshInfo`, or of a mesh."""
     mesh = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None)
     if isinstance(info, Axes):
         return info
@@ -348,13 +323,7 @@ _defaults: Kept[tuple[str, tuple[int, ...]], DeviceMesh] = Kept("default meshes"
 
 
 def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
-    """Return a mesh of all ranks on one shard axis; if `replicated`, with hosts as replicas, each on a shard axis.
-
-    Raises:
-        StateError: the default process group does not exist yet.
-        ConfigError: the ranks do not divide into hosts.
-        RankMismatchError: hosts have different numbers of ranks.
-    """
+    """Return a mesh of all ranks on one shard axis; if `replicated`, with hosts as replicas, each on a shard axis."""
     if not dist.is_initialized():
         raise StateError(
             "no process group is initialized. Call torch.distributed.init_process_group() first, under torchrun. One "

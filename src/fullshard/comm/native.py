@@ -12,8 +12,6 @@ from fullshard._compat import all_gather_each, all_reduce_each, reduce_scatter_e
 from fullshard.comm.collectives import Collectives, divide
 from fullshard.comm.transport import PartSums
 
-__all__ = ["NativeCollectives"]
-
 
 class NativeCollectives(Collectives):
     """The native collectives of a backend: one launch for all tensors of a call, queued on the current stream."""

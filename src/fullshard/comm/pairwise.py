@@ -19,8 +19,6 @@ from fullshard.liveness.rank_progress import here
 from fullshard.liveness.watchdog import PeerGoneError
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["PairwiseCollectives", "part_of", "sum_in_rank_order"]
-
 _FINGERPRINT_TAGS = 1 << 16  # more than the number of pending collectives
 
 _WHOLE, _CUT = b".", b"x"  # whether the connections of a rank were broken by `end_wait`

@@ -42,19 +42,6 @@ from fullshard.liveness.ring import host_identity
 from fullshard.liveness.watchdog import PeerGoneError
 from fullshard.policy.switches import switches
 
-__all__ = [
-    "ADDRESS_NBYTES",
-    "CannotShareError",
-    "HostPeers",
-    "Key",
-    "MappedMemory",
-    "Published",
-    "SharedBlock",
-    "address_of_none",
-    "connect",
-    "nbytes_end_to_end",
-]
-
 ADDRESS_NBYTES = 512  # of the addresses that ranks exchange to connect
 _ALIGNMENT = 64  # bytes: a tensor starts on a cache line
 _CONNECT_S = 60.0  # ranks connect at the same time, so a longer wait does not help
@@ -77,12 +64,7 @@ def nbytes_end_to_end(tensors: Sequence[Tensor]) -> int:
 
 
 class MappedMemory:
-    """Shared memory of several ranks, as mapped by this process.
-
-    Args:
-        whole: The whole buffer, as bytes.
-        ranks: the number of ranks that share it.
-    """
+    """Shared memory of several ranks, as mapped by this process."""
 
     def __init__(self, whole: Tensor, ranks: int) -> None:
         self.nbytes = whole.nbytes
@@ -162,13 +144,7 @@ class _HostPeer:
 
 
 class HostPeers:
-    """The other ranks of a group, all of them on this host. Ranks are numbered as in the group.
-
-    Args:
-        rank: this rank.
-        sockets: connections to the other ranks, by rank.
-        timeout_s: the time-out of all waits, in seconds.
-    """
+    """The other ranks of a group, all of them on this host. Ranks are numbered as in the group."""
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
         self.rank = rank
@@ -258,12 +234,7 @@ class HostPeers:
             self._send(other, _HEAD.pack(_PUBLISH, block.number, *key, byte_offset) + fingerprint)
 
     def published(self, key: Key) -> list[Published]:
-        """Wait for the data of all peers for `key`, and return it. Call `have_read` when it was read.
-
-        Raises:
-            PeerGoneError: a peer has ended.
-            DistError: a peer has not published within the time-out.
-        """
+        """Wait for the data of all peers for `key`, and return it. Call `have_read` when it was read."""
         self._wait_for_all(lambda other: key in other.published)
         return [other.published.pop(key) for other in self._others.values()]
 
@@ -299,12 +270,7 @@ class HostPeers:
             self._acts.pop(key)()
 
     def await_signals(self, key: Key) -> None:
-        """Wait until every peer has reached `key` and the registered action has run.
-
-        Raises:
-            PeerGoneError: a peer has ended.
-            DistError: a peer has not reached `key` within the time-out.
-        """
+        """Wait until every peer has reached `key` and the registered action has run."""
         self._wait_for_all(lambda other: key not in self._acts or key in other.signals)
 
     def common(self, sizes: Sequence[int], collective: int) -> list[MappedMemory]:
@@ -330,12 +296,7 @@ class HostPeers:
         return [first.blocks.pop(one.block) for one in published]
 
     def next_fingerprints(self) -> dict[int, bytes]:
-        """Wait for every peer's next fingerprint, and return them by rank.
-
-        Raises:
-            PeerGoneError: a peer has ended.
-            DistError: a fingerprint has not arrived within the time-out.
-        """
+        """Wait for every peer's next fingerprint, and return them by rank."""
         self._wait_for_all(lambda other: bool(other.fingerprints))
         return {rank: other.fingerprints.popleft() for rank, other in self._others.items()}
 
@@ -432,9 +393,7 @@ _open: weakref.WeakSet[HostPeers] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the connections in a forked process, such as a worker of a data loader, so that only the parent keeps them
-    open.
-    """
+    """Close the connections in a forked process, such as a data loader's worker: only the parent keeps them open."""
     for peers in list(_open):
         peers.close()
 
@@ -487,9 +446,7 @@ def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: 
 
 
 def address_of_none(obstacle: str) -> bytes:
-    """Return the message of a rank that does not connect, for the first exchange of `connect`. Peers receive
-    `obstacle`.
-    """
+    """Return the message of a rank that does not connect, for the first exchange of `connect`."""
     return _Address(obstacle=obstacle).published()
 
 

@@ -30,8 +30,6 @@ from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.layout.offsets import align
 from fullshard.policy.switches import switches
 
-__all__ = ["PretendedCollectives"]
-
 
 class PretendedCollectives(SharedMemoryCollectives):
     """Simulated shared memory if all ranks of a group are on one host of `LOCAL_WORLD_SIZE` ranks; else pairwise."""
@@ -70,12 +68,7 @@ def _bytes(nbytes: int) -> Tensor:
 
 
 class _PretendedPeers(HostPeers):
-    """Ranks of this host that do what this rank does.
-
-    Args:
-        rank: this rank.
-        world: the number of ranks.
-    """
+    """Ranks of this host that do what this rank does."""
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(rank, {}, 0.0)

@@ -12,8 +12,6 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.errors import ConfigError
 from fullshard.tape.context import Kept
 
-__all__ = ["collectives_for", "collectives_of", "register_backend"]
-
 # On devices without streams. On devices with streams, all of these backends queue their own collectives.
 _routes: dict[str, type[Collectives]] = {
     "gloo": SharedMemoryCollectives,

@@ -30,8 +30,6 @@ from fullshard.layout.shard_spec import owned
 from fullshard.liveness.rank_progress import here
 from fullshard.tape.recorder import Event, Origin, Phase
 
-__all__ = ["SharedMemoryCollectives"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -81,11 +79,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
                 return None
 
     def _meet(self) -> HostPeers:
-        """Connect to the other ranks: a collective.
-
-        Raises:
-            CannotShareError: they are on several hosts, or cannot share memory for another reason.
-        """
+        """Connect to the other ranks: a collective."""
         tags = iter(range(self._meeting_tag, self._meeting_tag + 2))
 
         def exchange(local: bytes) -> list[bytes]:

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from fullshard.tape.recorder import Event, Origin
 
-__all__ = ["Gathers", "PartSums", "Pending", "Sums", "TermName", "Transport", "then"]
-
 TermName = tuple[object, ...]
 """The kind of a term of a sum, followed by its components. It identifies the term for error feedback."""
 

@@ -28,8 +28,6 @@ from fullshard.device.memory import Pool
 from fullshard.layout.group_layout import FEW_OPERATIONS
 from fullshard.tape.recorder import Origin
 
-__all__ = ["TwoLevelGathers", "TwoLevelSums"]
-
 
 class TwoLevelGathers(Gathers):
     """Gathers across groups, and then within each.
@@ -163,9 +161,7 @@ class TwoLevelSums:
 
 
 def _goes_by_places(within: Gathers | Sums, messages: int) -> bool:
-    """Return True if this number of messages within a group is too large, so that fewer messages with a copy are
-    faster.
-    """
+    """Return True if fewer messages with a copy are faster than this number of messages within a group."""
     return within.is_queued and messages > FEW_OPERATIONS
 
 

@@ -27,16 +27,6 @@ from fullshard.device.streams import (
     stamp_on,
 )
 
-__all__ = [
-    "Accelerator",
-    "StreamAccelerator",
-    "accelerator_for",
-    "is_capturing",
-    "on_stream",
-    "pretending",
-    "pretending_to_capture",
-]
-
 
 class Accelerator:
     """The device that computes. This class is a CPU.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from fullshard._compat import tensor_without_memory, tree_map
 
-__all__ = ["Awaited", "settled"]
-
 
 class Awaited(Tensor):
     """A placeholder for `tensor` until `settle()` has computed its values, and has put it in the original place."""

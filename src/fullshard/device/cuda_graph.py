@@ -15,8 +15,6 @@ import torch
 
 from fullshard.errors import ConfigError
 
-__all__ = ["CudaGraph"]
-
 
 class CudaGraph:
     """A CUDA graph of the current device. See `fullshard.graphs.Graph`."""

@@ -12,20 +12,6 @@ from torch import Tensor
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.streams import Mark, Stamp
 
-__all__ = [
-    "count_devices",
-    "current_device",
-    "finish_copies",
-    "has_accelerator",
-    "mark_here",
-    "random_states_of_device",
-    "set_current_device",
-    "set_random_states_of_device",
-    "stamp_here",
-    "usual_device_type",
-]
-
-
 _CPU = torch.device("cpu")
 
 

@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["available_bytes", "bytes_by_name", "host_room", "share_of_host"]
-
 _MACHINE = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
@@ -70,11 +68,7 @@ def available_bytes() -> int | None:
 
 
 def bytes_by_name(path: Path) -> dict[str, int]:
-    """Return the bytes by name from the lines `name:  number kB` of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the bytes by name from the lines `name:  number kB` of a file."""
     words = (line.split() for line in path.read_text().splitlines())
     return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in words if len(parts) == 3 and parts[2] == "kB"}
 

@@ -28,8 +28,6 @@ from fullshard.device.accelerator import Accelerator, accelerator_for
 from fullshard.device.streams import Stream
 from fullshard.layout.offsets import contiguous_strides
 
-__all__ = ["MemoryKind", "Pool", "Slot", "in_separate_storage", "new_storage", "scratch_of", "typed_view"]
-
 
 def typed_view(
     storage: torch.UntypedStorage,
@@ -107,13 +105,7 @@ class Slot:
         self._own_references = 0
 
     def allocate(self, occupant: object, nbytes: int, stream: Stream) -> None:
-        """Allocate `nbytes` for `occupant`; the slot must be free or already its own. Contents are undefined.
-
-        Args:
-            occupant: the new occupant.
-            nbytes: bytes that it needs.
-            stream: the stream to allocate on, if there is not enough memory yet.
-        """
+        """Allocate `nbytes` for `occupant`; the slot must be free or already its own. Contents are undefined."""
         assert self.occupant in (None, occupant), "two units in one slot"
         self.occupant = occupant
         if self.storage.nbytes() < nbytes:

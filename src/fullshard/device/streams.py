@@ -29,19 +29,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = [
-    "STREAMS",
-    "ComputeStream",
-    "DeviceStream",
-    "HostStream",
-    "Mark",
-    "Stamp",
-    "Stream",
-    "Streams",
-    "reuse_stamps",
-    "stamp_on",
-]
-
 
 class Mark(Protocol):
     """A point in the work of a stream: an event."""
@@ -63,9 +50,7 @@ class Stamp(Protocol):
         """Make the host wait for this point."""
 
     def elapsed_time(self, other: Any) -> float:
-        """Return the milliseconds from this stamp to `other` on the same device. Both streams must have reached their
-        stamps.
-        """
+        """Return the milliseconds from this stamp to `other` on the same device. Both must have been reached."""
 
 
 class Stream:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from threading import Lock
 
-__all__ = ["STATES", "Transfers", "Travelled", "travel"]
-
 STATES = ("parameters", "gradients", "optimizer state", "activations")
 """The states that can be offloaded."""
 

@@ -19,8 +19,6 @@ from fullshard.device.accelerator import Accelerator, accelerator_for
 from fullshard.device.streams import Mark
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned_buffer, aligned_part
 
-__all__ = ["MOST_WRITING", "Buffer", "Buffers", "buffers_of"]
-
 MOST_WRITING = 2
 """The number of buffers that may still be written out or copied to a device when a new one is taken."""
 
@@ -49,11 +47,7 @@ class Buffer:
 
 
 class Buffers:
-    """A pool of buffers, page-locked if the device has streams.
-
-    Args:
-        device: The device that computes with the contents.
-    """
+    """A pool of buffers, page-locked if the device has streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

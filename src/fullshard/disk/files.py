@@ -40,8 +40,6 @@ from fullshard.disk.folder import free_bytes, made, why_unfit
 from fullshard.disk.pace import DiskPace, pace_of
 from fullshard.errors import DiskError
 
-__all__ = ["ALIGNMENT", "DEPTH", "REQUEST_BYTES", "DiskFile", "DiskWork", "aligned", "aligned_buffer", "aligned_part"]
-
 _log = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
@@ -225,11 +223,7 @@ class DiskFile:
             os.close(descriptor)
 
     def grow(self, nbytes: int) -> None:
-        """Extend the file by `nbytes` on the disk.
-
-        Raises:
-            DiskError: The disk has too little free space.
-        """
+        """Extend the file by `nbytes` on the disk."""
         self._allocate(self.nbytes, aligned(nbytes))
         self.nbytes += aligned(nbytes)
 

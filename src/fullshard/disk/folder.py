@@ -10,8 +10,6 @@ from pathlib import Path
 
 from fullshard.errors import DiskError
 
-__all__ = ["IN_MEMORY", "MOUNTS", "Mount", "free_bytes", "made", "mount_of", "why_unfit"]
-
 MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 """File systems that are stored in memory."""

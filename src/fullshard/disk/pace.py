@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
-__all__ = ["SLOWER", "DiskPace", "Moved", "pace_of", "paces"]
-
 SLOWER = 4.0
 """The slowdown that causes a warning. Smaller slowdowns have many causes and are temporary."""
 
@@ -51,12 +49,7 @@ class Moved:
 
 @dataclass(eq=False)
 class DiskPace:
-    """The throughput of one folder in this process. The threads that make requests record them.
-
-    Args:
-        folder: The folder.
-        clock: Returns the time in seconds.
-    """
+    """The throughput of one folder in this process. The threads that make requests record them."""
 
     folder: Path
     clock: Callable[[], float] = time.perf_counter

@@ -16,8 +16,6 @@ from fullshard.disk.folder import IN_MEMORY
 from fullshard.disk.speed import DiskSpeed
 from fullshard.errors import ConfigError, DiskError
 
-__all__ = ["TB_WRITTEN_PER_TB", "PredictedLoad", "Traffic", "check_room", "floored", "predict_load"]
-
 TB_WRITTEN_PER_TB = 600
 """Endurance that makers of consumer SSDs typically warrant: terabytes written per terabyte of capacity. SSDs for data
 centers have 1800 (one full write per day for five years) or more, large inexpensive ones 200."""
@@ -122,11 +120,6 @@ class PredictedLoad:
     def written_in(self, steps: int) -> int:
         """Return the bytes that `steps` steps write."""
         return self.traffic.written_bytes * steps
-
-    @property
-    def steps_of_life(self) -> float:
-        """The number of steps until the endurance of the disk is used up."""
-        return self.endurance_bytes / self.traffic.written_bytes if self.traffic.written_bytes else float("inf")
 
     def lines(self, steps: int) -> list[str]:
         """Return a summary for a run of `steps` steps, with seconds and days if the step time is known."""

@@ -23,8 +23,6 @@ from fullshard.device.streams import Mark
 from fullshard.device.travel import travel
 from fullshard.disk.files import DiskFile, DiskWork, aligned
 
-__all__ = ["Extent", "Scratch", "shared_scratch"]
-
 
 class _NoFile:
     """The replacement for a file in a dry run, where tensors have no values to store."""
@@ -57,11 +55,7 @@ class _Writes:
         self._under_way.append((start, end, work))
 
     def wait(self, start: int, end: int) -> None:
-        """Wait until all writes to these bytes have ended.
-
-        Raises:
-            DiskError: A write failed.
-        """
+        """Wait until all writes to these bytes have ended."""
         for item in self._under_way:
             if _meet(item, start, end):
                 item[2].wait()
@@ -105,9 +99,6 @@ class Extent:
         """Start to fill the aligned buffer `into` with the bytes from `start`, a multiple of ALIGNMENT.
 
         If `is_ahead`, the caller compares `version` before it uses the data: these bytes may be written meanwhile.
-
-        Raises:
-            DiskError: The last write to these bytes failed.
         """
         self._writes.wait(start, start + into.numel())
         travel.note("disk", self.state, arrived=into.numel())
@@ -120,11 +111,7 @@ class Extent:
         return accelerator.note_disk_transfer(memory, self._scratch, self._offset + start, name=name)
 
     def write(self, source: Tensor, start: int = 0) -> DiskWork:
-        """Start to write the aligned buffer `source`. Later reads of these bytes wait for it.
-
-        Raises:
-            DiskError: The last write to these bytes failed.
-        """
+        """Start to write the aligned buffer `source`. Later reads of these bytes wait for it."""
         end = start + source.numel()
         self._writes.wait(start, end)
         travel.note("disk", self.state, passed=source.numel())
@@ -168,9 +155,6 @@ class Scratch:
         """Return a new extent of `nbytes`, a multiple of ALIGNMENT. About `more` bytes will be requested after it.
 
         `state` is the kind of state, see `device/travel.py`.
-
-        Raises:
-            DiskError: The file and the disk have too little free space.
         """
         if not nbytes:
             return Extent(self, _NoFile(0), 0, 0, state)

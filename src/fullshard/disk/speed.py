@@ -18,8 +18,6 @@ from fullshard.disk.files import DiskFile, DiskWork, aligned_buffer
 from fullshard.disk.folder import free_bytes, made, mount_of
 from fullshard.errors import ConfigError, DiskError
 
-__all__ = ["TYPICAL", "DiskSpeed", "measure"]
-
 REQUESTS = tuple(1 << power for power in (18, 20, 22, 24))  # bytes: 256 KiB to 16 MiB
 DEPTHS = (1, 2, 4, 8, 16)
 LARGEST = 1 << 30  # bytes of the test file

@@ -18,8 +18,6 @@ from fullshard._compat import tensor_without_memory, tree_map
 from fullshard.disk.files import ALIGNMENT, aligned, aligned_buffer
 from fullshard.disk.space import Extent
 
-__all__ = ["OnDisk", "no_buffer"]
-
 _COPY_NBYTES = 16 * 2**20  # bytes copied from file to file at a time
 
 
@@ -94,22 +92,14 @@ class OnDisk(Tensor):
         return self.start // ALIGNMENT * ALIGNMENT, aligned(self.start + self.numel() * self.dtype.itemsize)
 
     def fetch(self) -> Tensor:
-        """Return the values in new memory on the tensor's device.
-
-        Raises:
-            DiskError: They cannot be read.
-        """
+        """Return the values in new memory on the tensor's device."""
         begin, end = self.blocks
         buffer = aligned_buffer(end - begin)
         self.extent.read(buffer, begin).wait()
         return self._in(buffer, begin).to(self.device)
 
     def store(self, values: Tensor) -> None:
-        """Write `values`, which have the same shape and dtype.
-
-        Raises:
-            DiskError: They cannot be written.
-        """
+        """Write `values`, which have the same shape and dtype."""
         begin, end = self.blocks
         buffer = aligned_buffer(end - begin)
         for at in {begin, end - ALIGNMENT} if buffer.numel() else ():  # other bytes in the same blocks
@@ -118,11 +108,7 @@ class OnDisk(Tensor):
         self.extent.write(buffer, begin).wait()
 
     def store_part(self, offsets: Sequence[int], values: Tensor) -> None:
-        """Write `values` at the given offset in each dim.
-
-        Raises:
-            DiskError: They cannot be written.
-        """
+        """Write `values` at the given offset in each dim."""
         if values.shape == self.shape:
             self.store(values)
             return
@@ -131,11 +117,7 @@ class OnDisk(Tensor):
         self.store(whole)
 
     def copied_to(self, extent: Extent) -> OnDisk:
-        """Return a tensor with the same values in `extent`, which has `room` bytes.
-
-        Raises:
-            DiskError: They cannot be read or written.
-        """
+        """Return a tensor with the same values in `extent`, which has `room` bytes."""
         begin, end = self.blocks
         memory = aligned_buffer(min(_COPY_NBYTES, end - begin))
         for at in range(begin, end, _COPY_NBYTES):

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["flops_of", "has_formula", "skipped_flops_of"]
-
 _ATEN = torch.ops.aten
 _ATTENTION_ON_CPU = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,

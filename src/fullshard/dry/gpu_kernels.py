@@ -27,8 +27,6 @@ from torch import Tensor
 from fullshard._compat import autocast_of_cuda_on_cpu, below_autograd, kernels_instead, unpacked
 from fullshard.dry import rnn
 
-__all__ = ["as_on_gpu"]
-
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -35,8 +35,6 @@ from fullshard.tape.tape import (
     Waited,
 )
 
-__all__ = ["Race", "races"]
-
 Clock = dict[str, int]
 
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from fullshard._compat import below_autograd
 
-__all__ = ["KERNELS", "META_KERNELS", "with_workspace"]
-
 _ATEN = torch.ops.aten
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # of cuDNN
 _SAVED = {0: 1, 1: 1, 2: 6, 3: 5}  # values per step, row and hidden unit: gates, cell states and outputs

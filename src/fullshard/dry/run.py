@@ -35,8 +35,6 @@ from fullshard.tape.context import drop_if_stale
 from fullshard.tape.recorder import recording_to
 from fullshard.tape.tape import Tape
 
-__all__ = ["fused_adamw", "own_loss", "run", "taped", "world"]
-
 
 @contextmanager
 def world(size: int, *, rank: int = 0, ranks_per_host: int = 8) -> Iterator[None]:
@@ -201,11 +199,7 @@ def fused_adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss that `model` computes for `batch`: a mapping or tuple of its arguments, or its only argument.
-
-    Raises:
-        ConfigError: It takes other arguments, or returns something else.
-    """
+    """Return the loss that `model` computes for `batch`: a mapping or tuple of its arguments, or its only argument."""
     name = type(model).__name__.removeprefix("FSDP")
     named = dict(batch) if isinstance(batch, Mapping) else {}
     given = () if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, tuple | list) else (batch,)

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from fullshard.tape.tape import HOST, Access, Allocation, Free, Tape
 
-__all__ = ["GIVEN", "Storages"]
-
 GIVEN = "given"
 """Replaces the name of a stream for memory that existed before the trace."""
 

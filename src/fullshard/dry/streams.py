@@ -17,8 +17,6 @@ from fullshard.device.streams import STREAMS, Mark, Stream, Streams
 from fullshard.dry.storages import Storages
 from fullshard.tape.tape import HOST, DiskTransfer, Recorded, Tape, Waited
 
-__all__ = ["OF_TORCH", "DryAccelerator", "DryStream"]
-
 _PACKAGE = Path(__file__).parent.parent
 OF_TORCH = "torch: "
 """Prefix of `Waited.site` if torch itself makes the host wait."""

@@ -32,8 +32,6 @@ from fullshard.dry.streams import DryAccelerator
 from fullshard.errors import ConfigError
 from fullshard.tape.tape import HOST, Collective, Operation
 
-__all__ = ["EndlessLoopError", "Watch"]
-
 _COPIES = frozenset(
     f"aten.{name}"
     for name in (

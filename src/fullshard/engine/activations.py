@@ -42,8 +42,6 @@ from fullshard.engine.registry import buffers_of
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Offload
 
-__all__ = ["SMALLEST_BYTES", "Activations", "tiers_of"]
-
 SMALLEST_BYTES = 64 << 10
 """Size of the smallest storage that is offloaded. A smaller one is not worth a copy."""
 
@@ -118,11 +116,7 @@ def tiers_of(units: Sequence[Unit]) -> dict[Unit, str]:
 
 
 class Activations:
-    """The activation hooks around forwards of one root, and its stores.
-
-    Args:
-        units: all units of the root.
-    """
+    """The activation hooks around forwards of one root, and its stores."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units

@@ -23,8 +23,6 @@ from fullshard.engine.own_hooks import own_hook
 from fullshard.engine.validity import is_invalid, owner_of_version
 from fullshard.errors import StateError
 
-__all__ = ["accept_calls", "check_saved", "explain_mixtures", "explain_reads", "read_while_sharded", "refuse_calls"]
-
 _HOOK = "fullshard: parameters at rest"  # where hooks of torch's have numbers
 
 
@@ -162,9 +160,7 @@ def explain_mixtures() -> None:
 
 
 def _sharded_in(traceback: TracebackType | None) -> Iterator[str]:
-    """Return the sharded parameters among the local variables of the frames, and in modules among these, innermost
-    first.
-    """
+    """Return the sharded parameters in local variables of the frames and in modules there, innermost first."""
     for frame, _ in reversed(list(walk_tb(traceback))):
         for value in frame.f_locals.values():
             held = value.parameters() if isinstance(value, nn.Module) else [value]

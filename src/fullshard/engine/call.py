@@ -22,8 +22,6 @@ from fullshard._compat import next_node_number
 from fullshard.engine.nested import map_tensors, tensors_in, tensors_kept_by
 from fullshard.engine.unit import Unit
 
-__all__ = ["Backward", "ForwardCall", "OpenForward"]
-
 
 @dataclass(eq=False)
 class OpenForward:
@@ -55,14 +53,7 @@ class Backward(Protocol):
 
 
 class ForwardCall:
-    """One forward of a unit, as needed by its backward.
-
-    Args:
-        runtime: receives the events of the backward.
-        unit: the unit.
-        start: when the forward began.
-        within: the outermost forward that it is a part of; None if a checkpoint recomputes it in backward.
-    """
+    """One forward of a unit, as needed by its backward."""
 
     def __init__(self, runtime: Backward, unit: Unit, start: int, within: OpenForward | None) -> None:
         self._runtime = runtime

@@ -11,8 +11,6 @@ from fullshard._compat import set_grad_enabled
 from fullshard.device.streams import Stream
 from fullshard.tape.recorder import Origin, acting_for
 
-__all__ = ["Communicating"]
-
 
 class Communicating:
     """Context manager that queues work of `origin` on `stream`, without autograd. Allocated memory is for messages.

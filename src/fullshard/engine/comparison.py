@@ -19,8 +19,6 @@ from fullshard.errors import RankMismatchError
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["are_identical", "check_ranks_agree", "check_same_names", "meet"]
-
 _log = logging.getLogger(__name__)
 
 Digests = Sequence[Sequence[int | None]]
@@ -109,11 +107,7 @@ def check_same_names(names: Sequence[str], unit: Unit, optimizer: str, *, reason
 
 
 def meet(units: Sequence[Unit], name: str) -> None:
-    """Wait until every rank that `units` are sharded over has reached the operation `name`, which gathers whole values.
-
-    Raises:
-        RankMismatchError: some rank has reached another operation (where ranks can compare that).
-    """
+    """Wait until all ranks that `units` are sharded over have reached `name`, which gathers whole values."""
     sharded = [unit for unit in units if unit.options.placements.optimizer is Placement.SHARDED]
     groups = [axes.shard_group for unit in sharded for axes in unit.collectives]  # replicas gather by themselves
     groups += [group for unit in sharded for param in unit.params for group in param.view.process_groups]
@@ -169,13 +163,7 @@ def _difference(first: int, local: Sequence[str], second: int, peer: Sequence[st
 
 
 def _compare_values(units: Sequence[Unit], hashes: Mapping[int, bytes], digests: Mapping[bytes, Digests]) -> None:
-    """Raise on all ranks, or warn, if ranks along an axis have different values, as far as these are known.
-
-    Args:
-        units: The units of the model.
-        hashes: The hash of all digests of each rank.
-        digests: The digests for each hash.
-    """
+    """Raise on all ranks, or warn, if ranks along an axis have different values, as far as these are known."""
     axes = units[0].axes
     ranks = axes.mesh.mesh.reshape(-1, axes.shard_world)
     remedy = (

@@ -16,18 +16,12 @@ from fullshard.engine.call import OpenForward
 from fullshard.engine.order import OrderTracker
 from fullshard.engine.unit import Unit
 
-__all__ = ["Expected"]
-
 _MOST_OPEN = 256  # forwards that wait for a backward: enough for any loss in chunks
 _MOST_ORDERS = 16  # of backwards that are remembered
 
 
 class Expected:
-    """Open forwards of a root, which wait for their backward, and the expected order of units.
-
-    Args:
-        units: The units of the root, by number.
-    """
+    """Open forwards of a root, which wait for their backward, and the expected order of units."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units

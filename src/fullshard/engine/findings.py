@@ -23,8 +23,6 @@ from fullshard.comm.routes import collectives_for
 from fullshard.errors import DiskError
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["DiskFailures", "findings_of_all"]
-
 T = TypeVar("T")
 
 _SHOWN = 4  # ranks in a message
@@ -86,11 +84,7 @@ class DiskFailures:
         self._errors += errors
 
     def raise_on_every_rank(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        """Raise on all ranks that `groups` reach if the disk of any of them has failed; a collective.
-
-        Raises:
-            DiskError: the disk of a rank has failed; with the first failure of each rank.
-        """
+        """Raise on all ranks that `groups` reach if the disk of any of them has failed; a collective."""
         errors = self.take()
         here = torch.full((1,), float(len(errors)), device=device)
         found = findings_of_all(lambda: [(dist.get_rank(), str(error)) for error in errors[:1]], here, groups, _ORIGIN)

@@ -14,8 +14,6 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import NonFiniteError, named_ranks
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["Tally", "raise_on_every_rank", "tally"]
-
 _ORIGIN = Origin("finite check", Phase.BACKWARD)
 
 Tally = tuple[str, str, Tensor]
@@ -37,11 +35,7 @@ def tally(unit: Unit) -> list[Tally]:
 
 
 def raise_on_every_rank(tallies: Sequence[Tally], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Raise on all ranks that `groups` reach, one after the other, if any rank has counted non-finite values.
-
-    Raises:
-        NonFiniteError: The gradients of a rank are not finite.
-    """
+    """Raise on all ranks that `groups` reach, one after the other, if any rank has counted non-finite values."""
     counts_here = torch.stack([counts for _, _, counts in tallies]) if tallies else torch.zeros(1, 2, device=device)
     anywhere = counts_here.sum().to(torch.float32).reshape(1)
     rank = dist.get_rank()

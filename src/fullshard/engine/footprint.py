@@ -8,8 +8,6 @@ from itertools import pairwise
 from fullshard.engine.unit import Unit
 from fullshard.policy.strategy import Placement, Placements
 
-__all__ = ["gathered_peak", "kept_between_steps"]
-
 
 def kept_between_steps(units: Sequence[Unit], group_size: int | None, placements: Placements) -> int:
     """Return the bytes of unsharded parameters, or of secondary shards, that are kept between steps."""

@@ -21,18 +21,9 @@ from fullshard.tape.recorder import Origin
 
 _VERSION = attrgetter("sharded._version")
 
-__all__ = ["Gather", "LocalGather", "TwoLevelGather", "gather_for"]
-
 
 class Gather:
-    """Gathers over all ranks of the shard axis.
-
-    Args:
-        params: The parameters of the group.
-        storage: stores their shards.
-        transport: the collectives that gather them.
-        scratch: memory for shards that are cast before they are sent.
-    """
+    """Gathers over all ranks of the shard axis."""
 
     is_two_level = False  # so that there may be secondary shards
 
@@ -83,20 +74,12 @@ class Gather:
         self._gathered_version = -1
 
     def note_changed_shards(self) -> None:
-        """Force a gather for the next use of unsharded parameters: shards of a rank have changed, possibly without
-        versions.
-        """
+        """Force a gather for the next use: shards of a rank have changed, possibly without versions."""
         self.invalidate()
         self._sent_version = -1
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
-        """Start to fill the unsharded buffer. The groups of a unit gather concurrently.
-
-        Args:
-            unsharded: the buffer of the group.
-            origin: the unit and phase of the gather.
-            in_common: all ranks of the shard axis share the buffer.
-        """
+        """Start to fill the unsharded buffer. The groups of a unit gather concurrently."""
         return self._transport.all_gather(unsharded.receive, self.shards_to_send(), origin=origin, in_common=in_common)
 
     def shards_to_send(self) -> list[Tensor]:

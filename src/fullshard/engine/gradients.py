@@ -35,8 +35,6 @@ from fullshard.engine.sharded_param import ShardedParam
 from fullshard.layout.offsets import contiguous_strides
 from fullshard.tape.recorder import allocating
 
-__all__ = ["GradientState", "Gradients"]
-
 _SHARDED, _DTYPE = attrgetter("sharded"), attrgetter("dtype")
 
 _CAST_AT_ONCE = 2**27
@@ -56,13 +54,7 @@ class GradientState:
 
 
 class Gradients:
-    """The gradients of a group.
-
-    Args:
-        plan: The plan of the group.
-        params: The parameters of the group.
-        state: gradients of earlier microbatches.
-    """
+    """The gradients of a group."""
 
     failures: DiskFailures | None = None  # of the disk that stores them
 
@@ -153,9 +145,7 @@ class Gradients:
         return wholes
 
     def _padding(self, i: int) -> int:
-        """Return the number of elements of padding that make all shards of parameter `i` equal, if it is reduced in
-        place.
-        """
+        """Return the elements of padding that make all shards of parameter `i` equal, if reduced in place."""
         placed = self.plan.layout.params[i]
         return placed.spec.part_numel * self.plan.layout.world - placed.spec.numel if placed.in_place else 0
 

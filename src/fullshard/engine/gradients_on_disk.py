@@ -20,8 +20,6 @@ from fullshard.engine.gradients import Gradients, GradientState
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.sharded_param import ShardedParam
 
-__all__ = ["GradientsOnDisk", "gradients_for"]
-
 
 class GradientsOnDisk(Gradients):
     """The gradients of a group whose shards are stored on a disk."""

@@ -34,8 +34,6 @@ from fullshard.engine.pack import Pack
 from fullshard.errors import StateError
 from fullshard.tape.recorder import allocating
 
-__all__ = ["Region", "ShardStorage", "ShardsOnDisk", "UnshardedBuffer", "shard_storage_for"]
-
 Region = tuple[torch.UntypedStorage, int]
 """A storage and a byte offset, at which the memory begins."""
 
@@ -108,12 +106,7 @@ class ShardStorage(ABC):
 
     @abstractmethod
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
-        """Return this rank's send buffers for a gather, and the scratch memory that contains them, if any.
-
-        Args:
-            scratch: pool of scratch memory.
-            changed: whether shards may have changed since the last call.
-        """
+        """Return this rank's send buffers for a gather, and the scratch memory that contains them, if any."""
 
 
 class OwnShards(ShardStorage):
@@ -293,12 +286,7 @@ class ShardsOnDisk(ShardStorage):
 
 
 def shard_storage_for(plan: GroupPlan, unsharded: UnshardedBuffer | None) -> ShardStorage:
-    """Return memory for the shards of a group, according to the table above. It holds zeros.
-
-    Args:
-        plan: the plan of the group.
-        unsharded: its unsharded buffer, which is required if the shards are in it.
-    """
+    """Return memory for the shards of a group, according to the table above. It holds zeros."""
     if plan.is_on_disk:
         return ShardsOnDisk(plan)
     if plan.keeps_copy:

@@ -19,8 +19,6 @@ from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import DtypeContract
 from fullshard.policy.strategy import Placement, Placements
 
-__all__ = ["GroupPlan", "PayloadPlan", "message_rule"]
-
 _MOST_PAYLOADS = 8  # of one parameter: each may be a message
 
 
@@ -35,16 +33,7 @@ def message_rule(axes: Axes) -> MessageRule:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The sharding of one parameter group.
-
-    Args:
-        layout: The offsets of the parameters.
-        contract: The dtypes.
-        options: The user's options.
-        axes: the mesh axes to shard and replicate over.
-        device: The compute device.
-        memory: The memory of the shards.
-    """
+    """The sharding of one parameter group."""
 
     layout: GroupLayout
     contract: DtypeContract
@@ -144,9 +133,7 @@ class GroupPlan:
 
     @cached_property
     def gathers_in_two_levels(self) -> bool:
-        """True if groups of consecutive ranks ever keep parameters unsharded together, with one secondary shard per
-        rank.
-        """
+        """True if groups of consecutive ranks keep parameters unsharded, with one secondary shard per rank."""
         placements = self.options.placements
         return self.shards_optimizer and Placement.GROUPED in (placements.parameters, placements.parameters_in_step)
 

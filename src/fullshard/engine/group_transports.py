@@ -15,8 +15,6 @@ from fullshard.comm.two_level import TwoLevelGathers, TwoLevelSums
 from fullshard.device.memory import Pool, scratch_of
 from fullshard.engine.group_plan import GroupPlan
 
-__all__ = ["AxesCollectives", "GroupTransports"]
-
 _VARIANTS = 1024  # distinct sets of missing gradients that have separate messages
 _FEW_VARIANTS = 64  # the same, if a call has one message for each group of ranks
 

@@ -39,16 +39,9 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.tape.recorder import Phase, active
 
-__all__ = ["HookDriver"]
-
 
 class HookDriver:
-    """Drives the steps of one root by hooks. See [Note: one microbatch, in order].
-
-    Args:
-        state: the state of the root.
-        recover: resets it after an exception in a forward or backward.
-    """
+    """Drives the steps of one root by hooks. See [Note: one microbatch, in order]."""
 
     def __init__(self, state: RootState, recover: Callable[[], None]) -> None:
         self._state = state

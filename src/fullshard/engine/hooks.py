@@ -25,22 +25,6 @@ from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
-__all__ = [
-    "abandon_step",
-    "as_plain",
-    "changing_shards",
-    "check_idle",
-    "drop_own_hooks",
-    "install",
-    "is_in_use",
-    "refuse_pickle",
-    "run_as_forward",
-    "runtime_of",
-    "without_sync",
-    "zero_shard_grads",
-]
-
-
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__")
 
 
@@ -105,11 +89,7 @@ def _on_grad(unit: Unit, param: ShardedParam) -> None:
 
 
 def runtime_of(module: nn.Module) -> Runtime:
-    """Return the runtime that drives `module`, which is created on the first use of an outermost module.
-
-    Raises:
-        RankMismatchError: the ranks do not agree on the units.
-    """
+    """Return the runtime that drives `module`, which is created on the first use of an outermost module."""
     return runtime_or_none(unit_of(module)) or Runtime(module, units_in(module))
 
 
@@ -156,11 +136,7 @@ def zero_shard_grads(module: nn.Module, set_to_none: bool) -> None:
 
 
 def check_idle(unit: Unit, doing: str) -> None:
-    """Raise if `unit`, which would be `doing`, is in use.
-
-    Raises:
-        StateError: it is in forward or backward, or its parameters are summoned.
-    """
+    """Raise `StateError` if `unit`, which would be `doing`, is in use."""
     unit.residency.check_not_summoned()
     if is_in_use(unit):
         raise StateError(
@@ -218,11 +194,7 @@ def drop_own_hooks(module: nn.Module) -> None:
 
 
 def refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:
-    """Raise an error, because a module loaded from a file would have shards of a nonexistent mesh, and no unit.
-
-    Raises:
-        StateError: always.
-    """
+    """Raise an error, because a module loaded from a file would have shards of a nonexistent mesh, and no unit."""
     raise StateError(
         f"pickle, torch.save or copy.copy of {type(module).__name__}, which is sharded: the restored module would "
         "belong to no unit. Save its state_dict(), and load it into a new sharded module."

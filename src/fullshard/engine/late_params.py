@@ -24,8 +24,6 @@ from fullshard.engine.residency import AT_REST
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
-__all__ = ["LateParams", "number_of_registrations", "refuse_changed_modules", "watch_registrations"]
-
 _registrations = 0  # of parameters and modules, in any module of this process
 
 
@@ -59,11 +57,7 @@ def refuse_changed_modules(units: Sequence[Unit]) -> None:
 
 
 class LateParams:
-    """Parameters below the units of a root that no unit has. The search runs only after something was registered.
-
-    Args:
-        units: The units of the root.
-    """
+    """Parameters below the units of a root that no unit has. The search runs only after something was registered."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
@@ -71,13 +65,10 @@ class LateParams:
         self._found: list[tuple[str, nn.Parameter]] = []
 
     def check(self, *, again: bool = False) -> None:
-        """Raise if any of them is trained, on more than one rank.
+        """Raise `StateError` if any of them is trained, on more than one rank.
 
         Args:
             again: whether to search although nothing was registered, since some code writes to `Module._parameters`.
-
-        Raises:
-            StateError: each rank would train its own copy.
         """
         if again or self._searched_at != _registrations:
             self._searched_at = _registrations

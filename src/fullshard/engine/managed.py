@@ -12,17 +12,6 @@ from torch import Tensor, nn
 
 from fullshard.engine.sharded_param import ShardedParam
 
-__all__ = [
-    "Managed",
-    "ignored_names",
-    "in_model_order",
-    "is_ignored",
-    "managed_by",
-    "mark_ignored",
-    "mark_ignored_buffers",
-    "number_parameters",
-]
-
 TensorT = TypeVar("TensorT", bound=Tensor)
 
 _IGNORED = "_fullshard_ignored"

@@ -22,15 +22,9 @@ from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.tape.recorder import Phase
 
-__all__ = ["ManualDriver"]
-
 
 class ManualDriver:
-    """Drives the steps of one root until `finalize_backward`. See [Note: steps that are finalized manually].
-
-    Args:
-        state: the state of the root.
-    """
+    """Drives the steps of one root until `finalize_backward`. See [Note: steps that are finalized manually]."""
 
     def __init__(self, state: RootState) -> None:
         self._state = state

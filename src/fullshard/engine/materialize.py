@@ -23,15 +23,6 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.policy.precision import is_castable
 
-__all__ = [
-    "NewParameters",
-    "allocate",
-    "find_parameters",
-    "give",
-    "initialise",
-    "move_buffers",
-]
-
 
 @dataclass(frozen=True)
 class NewParameters:
@@ -95,11 +86,7 @@ def find_parameters(
 
 
 def _check_inner_first(modules: Sequence[nn.Module], module: nn.Module, name: str, unit: Unit) -> None:
-    """Refuse to make a unit of `modules` if the unit around `module`, one of them or in them, has its parameters.
-
-    Raises:
-        ConfigError: `unit`, which has parameter `name` of `module`, is around `module`.
-    """
+    """Refuse to make a unit of `modules` if the unit around `module`, one of them or in them, has its parameters."""
     outer = next(
         (
             each_module

@@ -17,19 +17,13 @@ from fullshard.engine.unit import Unit
 from fullshard.liveness.rank_progress import here
 from fullshard.tape.recorder import Phase
 
-__all__ = ["Microbatches"]
-
 _log = logging.getLogger(__name__)
 
 _LAST_COMPARISON = 64  # the step after which parameters in no unit are not compared any more
 
 
 class Microbatches:
-    """The microbatches of a root's steps.
-
-    Args:
-        units: The units of the root.
-    """
+    """The microbatches of a root's steps."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units

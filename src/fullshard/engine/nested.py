@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from fullshard._compat import taken_one_level
 
-__all__ = ["keepers_among", "map_tensors", "tensors_in", "tensors_kept_by"]
-
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
 _OPAQUE = (type, ModuleType, nn.Module)  # not part of what a module returns, though objects refer to them
 _DEEPEST = 32

@@ -33,8 +33,6 @@ from fullshard.disk.space import Extent, Scratch
 from fullshard.engine.findings import DiskFailures
 from fullshard.errors import StateError
 
-__all__ = ["WINDOW_BYTES", "Offloaded", "Store", "written_to"]
-
 WINDOW_BYTES = 64 << 20
 """Limit for buffers that are being written, and separately for those that are read ahead."""
 

@@ -8,15 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-__all__ = ["OrderTracker"]
-
 
 class OrderTracker:
-    """Records the order of units, and predicts the next ones from an earlier order.
-
-    Args:
-        expected: the numbers of the units in their last order.
-    """
+    """Records the order of units, and predicts the next ones from an earlier order."""
 
     def __init__(self, expected: Sequence[int] = ()) -> None:
         self.expected = tuple(expected)

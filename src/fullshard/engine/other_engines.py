@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fullshard.engine.managed import managed_by
 from fullshard.errors import StateError
 
-__all__ = ["watch_wrappers"]
-
 
 @cache
 def watch_wrappers() -> None:

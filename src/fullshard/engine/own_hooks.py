@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["is_own_hook", "own_hook"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "_is_of_fullshard"
 

@@ -19,8 +19,6 @@ from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.layout.group_layout import GroupLayout, ParamLayout
 from fullshard.layout.shard_spec import ShardSpec
 
-__all__ = ["Pack", "Unpacking"]
-
 _FEW_COPIES = 2  # are as fast one by one: a kernel for many needs a copy of their addresses
 
 _DTYPE = attrgetter("dtype")

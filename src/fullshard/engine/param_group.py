@@ -26,23 +26,11 @@ from fullshard.engine.sharded_param import Assignments, ShardedParam, Source
 from fullshard.engine.validity import Validity
 from fullshard.tape.recorder import Origin
 
-__all__ = ["ParamGroup", "start_gathers"]
-
 _LOCAL = attrgetter("sharded._local_tensor")
 
 
 class ParamGroup:
-    """Some parameters, the memory of their shards, their gather and their gradients.
-
-    Args:
-        plan: how they are sharded.
-        pack: The pack for small parameters.
-        params: one for each parameter in the layout of `plan`.
-        gather: The gather from shards to the unsharded buffer.
-        unsharded: the buffer of the unsharded parameters, once it has memory.
-        transports: the collectives for values and gradients.
-        state: gradients of earlier microbatches.
-    """
+    """Some parameters, the memory of their shards, their gather and their gradients."""
 
     def __init__(
         self,
@@ -80,14 +68,7 @@ class ParamGroup:
     def of(
         cls, sources: Sequence[Source], plan: GroupPlan, transports: GroupTransports, region: Region | None
     ) -> ParamGroup:
-        """Shard parameters as the user made them, and return their group.
-
-        Args:
-            sources: the parameters.
-            plan: how they are sharded.
-            transports: the collectives for values and gradients.
-            region: memory for the unsharded buffer, if it is allocated already.
-        """
+        """Shard parameters as the user made them, and return their group."""
         pack = Pack(plan.layout, plan.rank)
         unsharded = region and UnshardedBuffer(plan, pack, region)
         storage = shard_storage_for(plan, unsharded)
@@ -271,9 +252,7 @@ class ParamGroup:
 
 
 def start_gathers(groups: Sequence[ParamGroup], origin: Origin, *, in_common: bool) -> list[Pending]:
-    """Start the gathers of `groups`: one call for all of them if their backend queues it, as for frozen parameters and
-    their adapters.
-    """
+    """Start the gathers of `groups`, in one call if their backend queues it, as for adapters next to frozen layers."""
     channels = [group.gather.joint_channel if type(group) is ParamGroup else None for group in groups]
     first, *others = channels
     dtypes = {group.plan.sent_dtype for group in groups}

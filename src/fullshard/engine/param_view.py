@@ -35,8 +35,6 @@ from fullshard.comm.mesh import Axes, join
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import ShardSpec
 
-__all__ = ["OwnClassView", "ParamView", "TensorParallelView", "check_payloads", "sends_payloads", "view_of"]
-
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
@@ -190,12 +188,7 @@ class OwnClassView(ParamView):
 
 
 def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
-    """Return the view of `param`.
-
-    Raises:
-        ConfigError: its class would be lost, or cannot be cut; or its placement on other axes is given by annotations,
-            which are not supported.
-    """
+    """Return the view of `param`."""
     _check_annotations(fqn, param, axes)
     if isinstance(param, DTensor):
         _check_class(fqn, param._local_tensor)
@@ -220,11 +213,7 @@ def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
 
 
 def _check_annotations(fqn: str, param: nn.Parameter, axes: Axes) -> None:
-    """Refuse a plain tensor that is a shard, or has partial gradients, along another axis according to spmd_types.
-
-    Raises:
-        ConfigError: it is such a tensor.
-    """
+    """Refuse a plain tensor that is a shard, or has partial gradients, along another axis according to spmd_types."""
     mesh = axes.spmd_mesh
     if mesh is None or not getattr(param, "_local_type", None):  # where spmd_types keeps annotations
         return

@@ -42,8 +42,6 @@ from fullshard.layout.offsets import contiguous_strides
 from fullshard.layout.shard_spec import ShardSpec
 from fullshard.policy.precision import DtypeContract
 
-__all__ = ["PayloadBuffer", "PayloadParam", "PayloadStorage"]
-
 _BYTES = DtypeContract(stored=torch.uint8, compute=torch.uint8, reduce=torch.uint8)
 
 
@@ -176,11 +174,7 @@ def _shard_mesh(axes: Axes) -> DeviceMesh:
 
 @torch.no_grad()
 def _padded_part(fqn: str, whole: Tensor, spec: ShardSpec, rank: int, device: torch.device) -> Tensor:
-    """Return a tensor of the class of `whole` with this rank's rows, padded with zeros to the rows of the first rank.
-
-    Raises:
-        ConfigError: the class does not support this cut.
-    """
+    """Return this rank's rows of `whole` in its class, padded with zeros to the rows of the first rank."""
     try:
         parts = torch.chunk(whole, spec.world)
         found = [len(part) for part in parts]

@@ -19,8 +19,6 @@ from fullshard.engine.sharded_param import ShardedParam, Source
 from fullshard.engine.validity import Validity
 from fullshard.tape.recorder import Origin
 
-__all__ = ["group_type"]
-
 
 class PayloadGroup(ParamGroup):
     """Parameters that are gathered as their payloads, in memory separate from the unit's."""
@@ -145,9 +143,7 @@ class WholeClassGroup(ParamGroup):
         return WholeClassGroup(plan, self.params, transports, self.gradients.state)
 
     def _new_validity(self) -> Validity:
-        """Return a validity that checks nothing: parameters are never freed, and unsharded forms share counters with
-        shards.
-        """
+        """Return a validity that checks nothing: parameters are never freed and share counters with shards."""
         return Validity(())
 
     def _note_shards(self) -> None:

@@ -19,8 +19,6 @@ from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Offload, StatePlacement
 
-__all__ = ["fractions_of", "on_disk_in_turn", "place_as_requested", "placements_of", "stepped_on_cpu_in_turn"]
-
 
 def placements_of(units: Sequence[Unit]) -> dict[Unit, StatePlacement]:
     """Return the placement of each of the units of a root, given in order. Units with the same policy share a fraction.

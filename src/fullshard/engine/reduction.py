@@ -27,8 +27,6 @@ from fullshard.engine.pack import Pack
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.tape.recorder import Origin, active, note_wait
 
-__all__ = ["Reduction", "ReductionOf", "UnitReduction", "start_reduction"]
-
 
 @dataclass(frozen=True)
 class ReductionOf:

@@ -11,15 +11,9 @@ from fullshard.engine.unit import Unit
 from fullshard.policy.switches import switches
 from fullshard.tape.recorder import Phase
 
-__all__ = ["ReductionQueue"]
-
 
 class ReductionQueue:
-    """The pending reductions, oldest first.
-
-    Args:
-        units: The units of the root.
-    """
+    """The pending reductions, oldest first."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
@@ -91,11 +85,7 @@ class ReductionQueue:
         return tallies
 
     def check_finite(self, tallies: Sequence[Tally]) -> None:
-        """Raise on every rank if any rank has counted non-finite values, if the user has requested this check.
-
-        Raises:
-            NonFiniteError: the gradients of a rank are not finite.
-        """
+        """Raise on every rank if any rank has counted non-finite values, if the user has requested this check."""
         if switches.checks_finite:
             raise_on_every_rank(tallies, process_groups_along(self._units), self._units[0].device)
 

@@ -13,23 +13,6 @@ from fullshard.device.awaited import settled
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
-__all__ = [
-    "buffers_of",
-    "clean_fqn",
-    "has_forward",
-    "is_unit",
-    "name_units",
-    "own_modules",
-    "process_groups_along",
-    "register",
-    "register_as",
-    "replicated_buffers_of",
-    "unit_of",
-    "units_in",
-    "unregister",
-    "unwrapped",
-]
-
 _UNIT = "_fullshard_unit"  # the attribute that holds a module's unit, so that both end together
 
 
@@ -52,11 +35,7 @@ def unregister(module: nn.Module) -> Unit | None:
 
 
 def unit_of(module: nn.Module) -> Unit:
-    """Return the unit that the forward of `module`, or of the module in this wrapper, unshards.
-
-    Raises:
-        StateError: the module is not sharded.
-    """
+    """Return the unit that the forward of `module`, or of the module in this wrapper, unshards."""
     found = module.__dict__.get(_UNIT)
     unit = found if type(found) is Unit else _unit_or_none(unwrapped(module))
     if unit is None:

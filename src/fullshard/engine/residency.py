@@ -39,8 +39,6 @@ from fullshard.errors import StateError
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Event, Phase, active, note_wait
 
-__all__ = ["ACTIVE", "AT_REST", "TRANSITIONS", "Residency", "UnitState"]
-
 
 class UnitState(Enum):
     """The state of a unit. See [Note: states of a unit]."""
@@ -84,12 +82,7 @@ _OCCUPIED = (_KEPT, _DEFERRED_FREE)
 
 
 class Residency:
-    """The state of one unit. See [Note: states of a unit].
-
-    Args:
-        unit: the unit.
-        memory: of its unsharded parameters.
-    """
+    """The state of one unit. See [Note: states of a unit]."""
 
     def __init__(self, unit: UnitParts, memory: UnshardedMemory) -> None:
         self._unit = unit
@@ -308,11 +301,7 @@ class Residency:
             self._note("free", phase, nbytes)
 
     def move(self, slot: Slot) -> None:
-        """Use `slot` for the unsharded parameters. No pending graph may have a view of the present one.
-
-        Raises:
-            StateError: a graph with a pending backward still has views of the present storage.
-        """
+        """Use `slot` for the unsharded parameters. No pending graph may have a view of the present one."""
         assert self.state in AT_REST, "only a sharded unit moves"
         self.memory.move(slot, self._unit.param_groups)
         self.note_layout()
@@ -328,11 +317,7 @@ class Residency:
         self._become(self._found_at_rest())
 
     def check_not_summoned(self) -> None:
-        """Raise if the unit's parameters are summoned.
-
-        Raises:
-            StateError: they are.
-        """
+        """Raise if the unit's parameters are summoned."""
         if self.state is _SUMMONED:
             raise StateError(
                 f"{self._unit.name or 'the root'} was used within summon_full_params, which has not written back "

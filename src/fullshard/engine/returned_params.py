@@ -19,8 +19,6 @@ from fullshard.engine.nested import map_tensors
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
-__all__ = ["copy_returned_params"]
-
 
 def copy_returned_params(unit: Unit, output: Any, evaluated: Sequence[Unit]) -> Any:
     """Return `output` of `unit` with copies of all tensors that use memory that is freed after its forward.

@@ -16,12 +16,13 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.device.streams import Streams
 from fullshard.engine.activations import Activations
 from fullshard.engine.call import ForwardCall
-from fullshard.engine.disks import Disks
 from fullshard.engine.expected import Expected
+from fullshard.engine.findings import DiskFailures
 from fullshard.engine.finite import Tally
 from fullshard.engine.microbatches import Microbatches
 from fullshard.engine.nested import map_tensors
 from fullshard.engine.reduction_queue import ReductionQueue
+from fullshard.engine.registry import process_groups_along
 from fullshard.engine.residency import UnitState
 from fullshard.engine.unit import Unit
 from fullshard.engine.unshard_scheduler import UnshardScheduler
@@ -29,7 +30,63 @@ from fullshard.errors import StateError
 from fullshard.policy.precision import is_castable
 from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
 
-__all__ = ["RootState", "attribute_to", "cast_outputs", "state_of_last_backward"]
+
+class Disks:
+    """The disks that store units of one root, and their failures in a forward or backward.
+
+    Failures are reported to all ranks at its end: see [Note: a disk that fails on one rank] in `findings.py`. Outside
+    of these passes ranks may do different things, and a failure is raised where it occurs.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._failures = DiskFailures()
+        self.are_in_pass = False
+        """Whether the shards of any unit were on a disk when the last pass began."""
+
+    @property
+    def are_used(self) -> bool:
+        """True if the shards of any unit are on a disk."""
+        return any([unit.shards.is_on_disk for unit in self._units])
+
+    def begin_pass(self) -> None:
+        """Record that all ranks begin the same forward or backward."""
+        self.are_in_pass = self.are_used
+        for of_unit in self._of_units():
+            of_unit.are_reported = True
+
+    def end_pass(self, activations: DiskFailures | None = None) -> None:
+        """Raise on all ranks if the disk of one of them has failed. All ranks call it at the end of the same pass.
+
+        This is a collective if anything is stored on a disk.
+
+        Args:
+            activations: failures with activations, if these are on a disk in this pass.
+
+        Raises:
+            DiskError: the disk of a rank has failed.
+        """
+        self._collect()
+        if activations is not None:
+            self._failures.add(activations.take())
+        if activations is not None or self.are_used:
+            self._failures.raise_on_every_rank(process_groups_along(self._units), self._units[0].device)
+
+    def forget(self) -> None:
+        """Record that an exception has ended a pass."""
+        self._collect()
+        self._failures.take()
+
+    def _collect(self) -> None:
+        for of_unit in self._of_units():
+            self._failures.add(of_unit.take())
+            of_unit.are_reported = False
+
+    def _of_units(self) -> list[DiskFailures]:
+        return [
+            disk_failure for unit in self._units if unit.shards.is_on_disk for disk_failure in unit.shards.disk_failures
+        ]
+
 
 _log = logging.getLogger(__name__)
 
@@ -100,9 +157,6 @@ class RootState:
         """Refuse a model that was sharded within `fullshard.dry.taped()` and is used outside of it, or vice versa.
 
         Without streams, operations are recorded all the same.
-
-        Raises:
-            StateError: it is one.
         """
         now, known = accelerator_for(self.device).streams, self.streams
         if now is not known and (now.compute.is_stream or known.compute.is_stream):
@@ -130,9 +184,7 @@ class RootState:
 
     def stays_after_backward(self, unit: Unit) -> bool:
         """Return True if `unit` stays unsharded after its backward."""
-        if not unit.settings.reshard_after_backward:
-            return True
-        return not unit.reshards_after_forward and self.expected.awaits_backward_of(unit)
+        return not unit.settings.reshard_after_backward or self._is_kept_for_backward(unit)
 
     def _is_kept_for_backward(self, unit: Unit) -> bool:
         """Return True if `unit` stays unsharded for a pending backward."""

@@ -27,8 +27,6 @@ from fullshard.liveness.watchdog import watch
 from fullshard.tape.context import drop_if_stale
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["Runtime", "runtime_or_none"]
-
 _log = logging.getLogger(__name__)
 
 
@@ -120,11 +118,7 @@ class Runtime:
                 param.on_grad = on_grad
 
     def finalize_backward(self) -> None:
-        """Finalize a step that is finalized manually.
-
-        Raises:
-            StateError: steps are not finalized manually.
-        """
+        """Finalize a step that is finalized manually."""
         if not self.finalizes_manually:
             raise StateError(
                 f"finalize_backward of {type(self.units[0].module).__name__}: backward already finalizes itself, "

@@ -34,8 +34,6 @@ from fullshard.errors import StateError
 from fullshard.layout.group_layout import ParamLayout
 from fullshard.layout.offsets import contiguous_strides
 
-__all__ = ["Assignments", "Owner", "ShardedParam", "Source", "digest", "full_copy"]
-
 _SAMPLES = 16  # values that a digest looks at
 
 
@@ -172,9 +170,7 @@ class ShardedParam:
         self.sharded.grad = self.placed(shard)
 
     def placed(self, shard: Tensor) -> DTensor:
-        """Return this rank's shard of a tensor of any dtype, such as the gradient, with the placement of the sharded
-        parameter.
-        """
+        """Return this rank's shard of a tensor, such as the gradient, with the sharded parameter's placement."""
         if shard.dtype == self.sharded.dtype:
             return dtensor_like(shard, self.dtensor)
         placed = self.dtensor
@@ -208,11 +204,7 @@ class ShardedParam:
         return current
 
     def refuse_replacement(self, owner: Owner) -> NoReturn:
-        """Raise an error, because `owner` has something other than the sharded parameter.
-
-        Raises:
-            StateError: always.
-        """
+        """Raise an error, because `owner` has something other than the sharded parameter."""
         found = owner.module._parameters.get(owner.name)
         raise StateError(
             f"{owner.name} of {type(owner.module).__name__} ({self.fqn}) was replaced by "

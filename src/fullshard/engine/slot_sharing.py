@@ -16,18 +16,12 @@ from fullshard.engine.unit import Unit
 from fullshard.layout.slots import Interval, assign_slots
 from fullshard.policy.switches import switches
 
-__all__ = ["SlotSharing"]
-
 _MOST_BACKWARDS = 256
 """Backwards after which ranks stop looking for a common order and assign no slots."""
 
 
 class SlotSharing:
-    """The slots of a root's units. See [Note: units take turns on slots] in `device/memory.py`.
-
-    Args:
-        units: The units of the root, by number.
-    """
+    """The slots of a root's units. See [Note: units take turns on slots] in `device/memory.py`."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units

@@ -21,20 +21,18 @@ from fullshard.engine.payload_group import group_type
 from fullshard.engine.residency import Residency, UnitState
 from fullshard.engine.sharded_param import Owner, ShardedParam, Source
 from fullshard.engine.unit_gradients import UnitGradients
+from fullshard.engine.unit_parts import UnitSettings
 from fullshard.engine.unit_plans import (
     by_kind,
     device_of,
     plan_for,
 )
-from fullshard.engine.unit_settings import UnitSettings
 from fullshard.engine.unit_shards import UnitShards, collectives_along, note_made
 from fullshard.engine.unsharded_memory import UnshardedMemory
 from fullshard.errors import StateError
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
-
-__all__ = ["Unit"]
 
 
 class Unit:
@@ -145,9 +143,7 @@ class Unit:
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether it is resharded after forward: the user's choice, else the strategy's. A root is not: its backward is
-        next.
-        """
+        """True if resharded after forward. A root is not by default, because its backward is next."""
         choice = self.settings.reshard_after_forward
         if choice is None:
             return not self.is_root and self.options.placements.parameters_in_step is not Placement.WHOLE
@@ -155,9 +151,7 @@ class Unit:
 
     @property
     def frees_in_step(self) -> bool:
-        """Whether it is freed if its backward may be far, as in a pipeline stage: the user's choice, else the
-        strategy's.
-        """
+        """True if freed while its backward may be far, as in a pipeline stage."""
         choice = self.settings.reshard_after_forward
         return self.options.placements.parameters_in_step is not Placement.WHOLE if choice is None else choice
 
@@ -222,11 +216,7 @@ class Unit:
                     self._adopt_tie(param, owner)
 
     def refuse_replacements(self) -> None:
-        """Refuse parameters that were replaced by others while modules show unsharded ones. Changes nothing.
-
-        Raises:
-            StateError: a parameter was replaced by one that no unit has.
-        """
+        """Refuse parameters that were replaced by others while modules show unsharded ones. Changes nothing."""
         for param in self.params:
             for owner in param.owners:
                 found = owner.module._parameters.get(owner.name)
@@ -297,11 +287,7 @@ class Unit:
         accept_calls(self._leaves)
 
     def check_materialized(self) -> None:
-        """Raise if any parameter has no values yet.
-
-        Raises:
-            StateError: some are on the meta device.
-        """
+        """Raise `StateError` if any parameter has no values yet."""
         names = [param.fqn for param in self.params if param.local.is_meta]
         if names:
             raise StateError(

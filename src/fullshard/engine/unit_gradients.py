@@ -11,15 +11,9 @@ from fullshard.engine.unit_parts import UnitParts
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Phase, acting_for, active
 
-__all__ = ["UnitGradients"]
-
 
 class UnitGradients:
-    """The gradients of the parameter groups of a unit.
-
-    Args:
-        unit: the unit.
-    """
+    """The gradients of the parameter groups of a unit."""
 
     def __init__(self, unit: UnitParts) -> None:
         self._unit = unit

@@ -20,17 +20,6 @@ from fullshard.layout.offsets import align
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import DtypeContract
 
-__all__ = [
-    "are_on_meta",
-    "by_kind",
-    "check_one_dtype",
-    "contract_for",
-    "device_of",
-    "nbytes_of",
-    "plan_for",
-    "regions_of",
-]
-
 _STORAGE_STEP = 256  # bytes: a parameter group starts where its first parameter may, see MessageRule.start_step_bytes
 
 
@@ -89,11 +78,7 @@ def regions_of(slot: Slot, plans: Sequence[GroupPlan]) -> list[Region]:
 
 
 def device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
-    """Return the device of unsharded parameters: `device`, or meta while the sources are on it.
-
-    Raises:
-        ConfigError: only some sources are on the meta device.
-    """
+    """Return the device of unsharded parameters: `device`, or meta while the sources are on it."""
     meta = [source.fqn for source in sources if source.param.is_meta]
     if meta and len(meta) < len(sources):
         real = next(source.fqn for source in sources if not source.param.is_meta)
@@ -105,11 +90,7 @@ def device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
 
 
 def check_one_dtype(param_group: ParamGroup) -> None:
-    """Raise if the parameters of one group have several dtypes in the modules now.
-
-    Raises:
-        ConfigError: the dtypes differ.
-    """
+    """Raise `ConfigError` if the parameters of one group have several dtypes in the modules now."""
     values = [param for param in param_group.params if not param.shown.is_meta]
     odd = [param for param in values if param.shown.dtype != values[0].shown.dtype]
     if odd:

@@ -28,16 +28,9 @@ from fullshard.policy.offload import OffloadPolicy, StatePlacement
 from fullshard.policy.options import ShardOptions
 from fullshard.tape.recorder import allocating
 
-__all__ = ["UnitShards", "collectives_along", "note_made"]
-
 
 class UnitShards:
-    """The memory of a unit's shards.
-
-    Args:
-        unit: the unit.
-        sources: its parameters.
-    """
+    """The memory of a unit's shards."""
 
     def __init__(self, unit: UnitParts, sources: Sequence[Source]) -> None:
         self._unit = unit
@@ -101,7 +94,7 @@ class UnitShards:
 
     @property
     def disk_failures(self) -> list[DiskFailures]:
-        """Failures of the disk that stores it, see `engine/disks.py`."""
+        """Failures of the disk that stores it, see `engine/root_state.py`."""
         return [disk_failure for param_group in self._unit.param_groups for disk_failure in param_group.disk_failures]
 
     def offload_as(self, policy: OffloadPolicy) -> None:

@@ -12,16 +12,9 @@ from fullshard.engine.slot_sharing import SlotSharing
 from fullshard.engine.unit import Unit
 from fullshard.tape.recorder import Phase
 
-__all__ = ["UnshardScheduler"]
-
 
 class UnshardScheduler:
-    """Decides when the units of a root are gathered and freed, and what their gathers wait for.
-
-    Args:
-        units: The units of the root, by number.
-        reductions: The reductions of the units.
-    """
+    """Decides when the units of a root are gathered and freed, and what their gathers wait for."""
 
     def __init__(self, units: Sequence[Unit], reductions: ReductionQueue) -> None:
         self._units = units

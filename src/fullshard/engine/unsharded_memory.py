@@ -14,17 +14,9 @@ from fullshard.engine.unit_parts import UnitParts
 from fullshard.engine.unit_plans import nbytes_of, regions_of
 from fullshard.errors import StateError
 
-__all__ = ["UnshardedMemory"]
-
 
 class UnshardedMemory:
-    """A slot, and the regions of the unit's parameter groups in it.
-
-    Args:
-        unit: the unit, as the occupant of the slot.
-        device: the device of the slot.
-        keeps: whether the unit keeps its memory between steps.
-    """
+    """A slot, and the regions of the unit's parameter groups in it."""
 
     def __init__(self, unit: UnitParts, device: torch.device, *, keeps: bool) -> None:
         self._unit = unit
@@ -70,11 +62,7 @@ class UnshardedMemory:
             self.slot.count_references()
 
     def move(self, slot: Slot, groups: Sequence[ParamGroup]) -> None:
-        """Use `slot` instead of the current one, of which no pending graph may have a view.
-
-        Raises:
-            StateError: A graph with a pending backward still has views of the current storage.
-        """
+        """Use `slot` instead of the current one, of which no pending graph may have a view."""
         if self.slot.is_referenced:
             raise StateError(
                 f"{self._unit.name} and {self.slot.occupant!r} share one buffer because they were never unsharded at "

@@ -27,8 +27,6 @@ from torch import Tensor
 
 from fullshard._compat import holds_tensors, inner_names, set_versions
 
-__all__ = ["Counters", "Validity", "owner_of_version"]
-
 _log = logging.getLogger(__name__)
 
 _INVALID = 1 << 31  # plus the number of the parameter; torch counts with 32 bits
@@ -43,9 +41,7 @@ _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def owner_of_version(version: int) -> Any | None:
-    """Return the `ShardedParam` whose counters show `version` because it has no valid values, or other values than
-    saved.
-    """
+    """Return the `ShardedParam` at `version` that has no valid values, or other values than saved."""
     return _owners.get(version)
 
 
@@ -55,11 +51,7 @@ def is_invalid(version: int) -> bool:
 
 
 class Counters:
-    """The version counters of one unsharded parameter.
-
-    Args:
-        param: the `ShardedParam`.
-    """
+    """The version counters of one unsharded parameter."""
 
     def __init__(self, param: Any) -> None:
         self._param = weakref.ref(param)

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import StateError
 
-__all__ = ["checked_methods"]
-
 
 @cache
 def checked_methods(cls: type) -> dict[str, Callable[..., Any]]:
@@ -31,11 +29,7 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(module: nn.Module, name: str, arguments: dict[str, Any]) -> None:
-    """Raise if `module.name`, called with `arguments`, needs whole parameters while the module is sharded.
-
-    Raises:
-        StateError: It needs whole parameters.
-    """
+    """Raise `StateError` if `module.name`, called with `arguments`, needs whole parameters of a sharded module."""
     if any(isinstance(param, DTensor) for param in module.parameters()):
         _CHECKS[name](module, {**arguments, **arguments.get("kwargs", {})})
 

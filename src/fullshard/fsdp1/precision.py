@@ -12,8 +12,6 @@ from fullshard.errors import ConfigError
 from fullshard.policy.arguments import check_flags, check_iterable
 from fullshard.policy.precision import MixedPrecisionPolicy, check_encoding, check_floating
 
-__all__ = ["MixedPrecision"]
-
 
 @dataclass(frozen=True)
 class MixedPrecision:

@@ -41,11 +41,7 @@ from fullshard.policy.strategy import Placements, ShardingStrategy, resolve_plac
 from fullshard.sharding import copy_sharded, shard_unit
 from fullshard.state import optim_state
 from fullshard.state.state_dict import (
-    OptimStateDictConfig,
     OptimStateKeyType,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
     as_configured,
     get_state_dict_type,
     set_state_dict_type,
@@ -53,8 +49,6 @@ from fullshard.state.state_dict import (
 )
 from fullshard.state.summon import summon_full_params
 from fullshard.wrap import AutoWrapPolicy, wrapped_modules
-
-__all__ = ["BackwardPrefetch", "FullyShardedDataParallel"]
 
 _WRAPPED = "_fsdp_wrapped_module"
 _SHARDED = "_sharded_module"
@@ -430,48 +424,9 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- state dicts --------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Set the kind of state dicts of `module` and below, and return its previous settings.
-
-        Args:
-            module: The module whose state dicts change, with all modules below.
-            state_dict_type: The kind: full or sharded.
-            state_dict_config: The options of model state dicts; None for the defaults of the kind.
-            optim_state_dict_config: The options of optimizer state dicts; None for the defaults of the kind.
-        """
-        return set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return the kind of state dicts of `module`.
-
-        Args:
-            module: A module that contains wrapped modules.
-        """
-        return get_state_dict_type(module)
-
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[None]:
-        """Context manager that sets the kind of state dicts of `module` and below.
-
-        Args:
-            module: The module whose state dicts change, with all modules below.
-            state_dict_type: The kind: full or sharded.
-            state_dict_config: The options of model state dicts; None for the defaults of the kind.
-            optim_state_dict_config: The options of optimizer state dicts; None for the defaults of the kind.
-        """
-        return _state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    set_state_dict_type = staticmethod(set_state_dict_type)
+    get_state_dict_type = staticmethod(get_state_dict_type)
+    state_dict_type = staticmethod(state_dict_type)
 
     @staticmethod
     def optim_state_dict(
@@ -638,15 +593,8 @@ class FullyShardedDataParallel(nn.Module):
         return optim_state.rekeyed(optim_state_dict, optim_state_key_type, model, optim)
 
 
-_state_dict_type = state_dict_type
-
-
 def _check_group(group: dist.ProcessGroup | None, model: nn.Module) -> None:
-    """Raise an error if the model is not sharded over `group`, because states are gathered over its own groups.
-
-    Raises:
-        ConfigError: The model is not sharded over `group`.
-    """
+    """Raise `ConfigError` if the model is not sharded over `group`, because states are gathered over its own groups."""
     if group is not None:
         check_type("group", group, dist.ProcessGroup, "a process group, or None")
     check_type("model", model, nn.Module, "the sharded nn.Module")
@@ -707,11 +655,7 @@ def _check(
 
 
 def _dtype_of_hook(hook: Callable[..., Any]) -> torch.dtype | None:
-    """Return the dtype in which `hook` sums gradients; None for the gradients' own dtype.
-
-    Raises:
-        ConfigError: It is not a hook of torch.
-    """
+    """Return the dtype in which `hook` sums gradients; None for the gradients' own dtype."""
     known = comm_hook_dtypes()
     found = [dtype for each, dtype in known.items() if each is hook]
     if not found:
@@ -726,11 +670,7 @@ def _dtype_of_hook(hook: Callable[..., Any]) -> torch.dtype | None:
 
 
 def _check_hook_state(state: Any, group: dist.ProcessGroup, units: Iterable[Unit]) -> None:
-    """Raise an error if the state of a hook has other ranks, or another dtype for gradients.
-
-    Raises:
-        ConfigError: The state is not supported.
-    """
+    """Raise `ConfigError` if the state of a hook has other ranks, or another dtype for gradients."""
     ranks = getattr(state, "process_group", None)
     if not isinstance(ranks, dist.ProcessGroup):
         raise ConfigError(

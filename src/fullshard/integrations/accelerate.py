@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.required import require
+from fullshard.versions import require
 
 TESTED_ACCELERATE = "1.15"
 require("accelerate", TESTED_ACCELERATE, extra="accelerate")
@@ -49,8 +49,8 @@ from fullshard.integrations.plugin import (  # noqa: E402
 from fullshard.integrations.preparing import shard  # noqa: E402
 from fullshard.integrations.reporting import numbers_of  # noqa: E402
 from fullshard.integrations.waiting_weights import read_waiting  # noqa: E402
+from fullshard.optim.before_step import point_to_shards  # noqa: E402
 from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_  # noqa: E402
-from fullshard.optim.rebinding import point_to_shards  # noqa: E402
 from fullshard.report.recording import RunReport, report  # noqa: E402
 from fullshard.state.state_dict import FullStateDictConfig, StateDictSettings, StateDictType, as_configured  # noqa: E402
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["trained_part"]
-
 
 def trained_part(model: nn.Module) -> nn.Module:
     """Return `model`, or for a model with peft adapters, a module with only its trained parameters and its buffers.

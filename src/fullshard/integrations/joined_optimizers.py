@@ -11,15 +11,9 @@ from torch.optim import Optimizer
 
 from fullshard.errors import ConfigError
 
-__all__ = ["joined"]
-
 
 def joined(optimizers: Sequence[Optimizer]) -> Optimizer | None:
-    """Return one optimizer that represents all `optimizers`; None if there are none.
-
-    Raises:
-        ConfigError: Two of them update the same parameter.
-    """
+    """Return one optimizer that represents all `optimizers`; None if there are none."""
     if len(optimizers) < 2:
         return optimizers[0] if optimizers else None
     return cast(Optimizer, _Joined(optimizers))

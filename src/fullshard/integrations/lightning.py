@@ -29,13 +29,13 @@ from fullshard.fsdp_module import FSDPModule, Strategy
 from fullshard.integrations.joined_optimizers import joined
 from fullshard.integrations.placing import layers_and_children, repeated_layers, shard_model
 from fullshard.integrations.reporting import numbers_of
+from fullshard.optim.before_step import point_to_shards
 from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
-from fullshard.optim.rebinding import point_to_shards
 from fullshard.policy.offload import OffloadPolicy
 from fullshard.policy.precision import MixedPrecisionPolicy
 from fullshard.report.recording import RunReport, report
-from fullshard.required import require
 from fullshard.state.optim_state import optim_state_dict_to_load, params_by_fqn, sharded_optim_state_dict
+from fullshard.versions import require
 from fullshard.wrap import AutoWrapPolicy
 
 require("lightning", "2.6", extra="lightning")

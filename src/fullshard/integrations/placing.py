@@ -20,8 +20,6 @@ from fullshard.fsdp_module import fully_shard
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.wrap import AutoWrapPolicy, CustomPolicy, wrapped_modules
 
-__all__ = ["layers_and_children", "repeated_layers", "shard_model", "take_from_first"]
-
 _ORIGIN = Origin("starting values", Phase.IDLE)
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

@@ -24,8 +24,6 @@ from fullshard.policy.strategy import Placements, ShardingStrategy, resolve_plac
 from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 from fullshard.wrap import AutoWrapPolicy
 
-__all__ = ["HONOURED", "REFUSED", "ShardingPlugin", "plugin_from_config_file", "plugin_from_environment"]
-
 TRANSFORMER, SIZE, NONE = "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 
@@ -245,11 +243,7 @@ _DTYPES = {
 
 
 def plugin_from_environment() -> ShardingPlugin | None:
-    """Return the plugin for the options or the configuration file of `accelerate launch`; None without sharding.
-
-    Raises:
-        ConfigError: The value of a variable is not supported.
-    """
+    """Return the plugin for the options or the configuration file of `accelerate launch`; None without sharding."""
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in ("true", "1"):
         return None
     stated = {key.removeprefix("FSDP_").lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}

@@ -27,8 +27,6 @@ from fullshard.policy.precision import MixedPrecisionPolicy, is_castable
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.wrap import AutoWrapPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy, wrapped_modules
 
-__all__ = ["shard"]
-
 logger = logging.getLogger(__name__)
 
 

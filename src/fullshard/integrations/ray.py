@@ -25,7 +25,7 @@ from fullshard.checkpoint.contents import HasState
 from fullshard.checkpoint.loading import Restored, load
 from fullshard.checkpoint.saving import save_own_files
 from fullshard.errors import ConfigError
-from fullshard.required import require
+from fullshard.versions import require
 
 require("ray", "2.51", extra="ray")
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["numbers_of"]
-
 _NAMES = {"grad_norm": "gradient_norm", "lr": "learning_rate", "train_loss": "loss"}
 
 

@@ -35,8 +35,8 @@ from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError, StateError
 from fullshard.fsdp_module import FSDPModule
 from fullshard.liveness.rank_progress import here
-from fullshard.required import require
 from fullshard.tape.recorder import Origin, Phase
+from fullshard.versions import require
 
 require("torchft", "0.2", extra="torchft")
 

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.required import require
+from fullshard.versions import require
 
 TESTED_TRANSFORMERS = "5.23"
 require("transformers", TESTED_TRANSFORMERS, extra="transformers")
@@ -404,11 +404,7 @@ def _stated(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _newest_complete(folder: Path) -> Path:
-    """Return the newest complete checkpoint of the Trainer in `folder`.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the newest complete checkpoint of the Trainer in `folder`."""
     found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdigit()]
     newest = sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
     for path in newest:

@@ -12,8 +12,6 @@ from torch import nn
 from fullshard.checkpoint import Merged, load_safetensors
 from fullshard.errors import ConfigError
 
-__all__ = ["is_waiting", "read_waiting", "wait_for", "wait_for_others"]
-
 _WAITING = "_fullshard_waiting"  # the attribute of a model with the path of its weights
 
 

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-__all__ = ["uncovered"]
-
 _MOST_DIMS = 8  # that a tensor is cut along; a mesh has fewer
 
 Box = tuple[Sequence[int], Sequence[int]]

@@ -34,18 +34,6 @@ from functools import cached_property
 from fullshard.layout.offsets import align, aligned_offsets
 from fullshard.layout.shard_spec import ShardSpec, choose_spec
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "FEW_OPERATIONS",
-    "ON_A_QUEUE",
-    "PAIRWISE",
-    "GroupLayout",
-    "MessageRule",
-    "ParamLayout",
-    "lay_out",
-    "region_numel",
-]
-
 ALIGNMENT_BYTES = 16
 """Every shard starts on such a boundary: NCCL moves packs of 16 bytes, and falls to single elements otherwise."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-__all__ = ["align", "aligned_offsets", "contiguous_strides"]
-
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides, in elements, of a contiguous tensor of `shape`."""

@@ -9,8 +9,6 @@ from math import prod
 
 from fullshard.errors import LayoutError
 
-__all__ = ["ShardSpec", "choose_spec", "owned"]
-
 
 def owned(size: int, world: int, rank: int) -> range:
     """Return the positions of `size` that `rank` owns: equal ranges in rank order; the last may be short or empty."""
@@ -69,9 +67,7 @@ class ShardSpec:
         return 0 if self.dim is None else self.world * self.part_numel - self.numel
 
     def consists_of_blocks(self, block: int) -> bool:
-        """Return True if every shard starts where a block of `block` elements does, counted through the tensor in
-        memory.
-        """
+        """Return True if every shard starts at a multiple of `block` elements of the tensor in memory."""
         if self.dim is None or self.part_numel == self.numel:
             return True
         return prod(self.shape[: self.dim]) == 1 and self.part_numel % block == 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Interval", "assign_slots"]
-
 
 @dataclass(frozen=True)
 class Interval:

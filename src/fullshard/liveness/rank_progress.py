@@ -27,8 +27,6 @@ import torch
 from fullshard.errors import FullshardError
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["End", "GroupProgress", "RankProgress", "Task", "Wait", "here"]
-
 
 class End(Protocol):
     """The end of asynchronous work of a device, such as an event of torch."""
@@ -244,9 +242,7 @@ class RankProgress:
 
     @property
     def is_waiting(self) -> bool:
-        """True if the host waits, in a collective of this package or of torch. It is not known whether a GPU computes
-        or waits.
-        """
+        """True if the host waits in a collective of this package or torch. Whether a GPU waits is not known."""
         task = self.task
         return task is not None and (task.ended is None or self._torch_call() is not None)
 

@@ -21,8 +21,6 @@ from time import monotonic
 
 from fullshard.liveness.store import PatientStore
 
-__all__ = ["Ring", "host_identity"]
-
 _FAREWELL = b"."
 _PATIENCE_S = 5.0  # for one connection to be made, and for its token
 _MOST_STRANGERS = 64  # connections without a token at a time; the oldest is closed for the next one
@@ -33,11 +31,7 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # the result
 
 
 def host_identity() -> str:
-    """Return a text that identifies the kernel and network namespace: processes with the same one share a loopback.
-
-    Raises:
-        OSError: the system does not provide it.
-    """
+    """Return a text that identifies the kernel and network namespace: processes with the same one share a loopback."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/net').readlink()}"
 
@@ -74,11 +68,7 @@ class Ring:
         store.set(_host_key(rank), self._host)
 
     def join(self) -> bool:
-        """Connect as far as possible now. Return True once both neighbours are connected.
-
-        Raises:
-            OSError: a neighbour's address cannot be reached.
-        """
+        """Connect as far as possible now. Return True once both neighbours are connected."""
         if self._server is None and self._store.check([_host_key(self.previous)]):
             self._listen(self._store.get(_host_key(self.previous)).decode())
         if self._to_next is None and self._store.check([_key(self._next)]):

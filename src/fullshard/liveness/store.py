@@ -15,8 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["PatientStore"]
-
 
 class PatientStore:
     """A few calls of `store`. Each returns or raises within `patience_s` seconds.

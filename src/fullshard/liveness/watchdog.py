@@ -43,8 +43,6 @@ from fullshard.liveness.store import PatientStore
 from fullshard.policy.arguments import is_number
 from fullshard.policy.switches import switches
 
-__all__ = ["EXIT_CODE", "PeerGoneError", "lost", "set_collective_timeout", "watch"]
-
 EXIT_CODE = os.EX_TEMPFAIL  # 75: a temporary failure, worth another start
 """The exit code of a process that the watchdog ends."""
 

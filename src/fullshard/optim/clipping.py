@@ -17,11 +17,9 @@ from fullshard.device.current import usual_device_type
 from fullshard.engine.managed import in_model_order
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import choose_spec
-from fullshard.optim.rebinding import point_to_shards
+from fullshard.optim.before_step import point_to_shards
 from fullshard.policy.arguments import check_flags, check_iterable, check_type, is_number
 from fullshard.tape.recorder import Origin, Phase, acting_for
-
-__all__ = ["ShardedGradScaler", "clip_grad_norm_", "part_of_rank", "total_norm"]
 
 _NORM = Origin("gradient norm", Phase.STEP)
 _OVERFLOW = Origin("overflow check", Phase.STEP)

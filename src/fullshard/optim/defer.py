@@ -26,8 +26,6 @@ from fullshard._compat import held_twice, in_backward, local_tensor, set_local_t
 from fullshard.device.awaited import Awaited
 from fullshard.engine.unit import Unit
 
-__all__ = ["can_defer", "defer"]
-
 
 def can_defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter]) -> bool:
     """Return True if a step of `params`, which are the unit's, can be deferred without being visible."""

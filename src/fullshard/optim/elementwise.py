@@ -23,8 +23,6 @@ from fullshard._compat import outside_of_modes
 from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
 
-__all__ = ["StepComparison", "check_elementwise", "check_name", "trials"]
-
 _log = logging.getLogger(__name__)
 
 trials: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -48,11 +46,7 @@ _TOLERANCE = 1e-4  # of the largest change of an element of the parameter
 
 
 def check_name(optimizer: Optimizer) -> None:
-    """Raise if `optimizer`, or one of its base classes, is known to need whole parameters.
-
-    Raises:
-        ConfigError: it needs whole parameters.
-    """
+    """Raise `ConfigError` if `optimizer`, or one of its base classes, is known to need whole parameters."""
     for kind in type(optimizer).__mro__:
         name = _known_name(kind.__name__)
         if name is not None:
@@ -248,11 +242,7 @@ class StepComparison:
     made: Optimizer | None = None
 
     def begin(self, args: Any, kwargs: Any) -> None:
-        """Gather parameters and gradients, and step the whole ones. A collective.
-
-        Raises:
-            ConfigError: it cannot be compared.
-        """
+        """Gather parameters and gradients, and step the whole ones. A collective."""
         optimizer = self._optimizer
         if args or kwargs:
             raise ConfigError(

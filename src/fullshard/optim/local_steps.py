@@ -39,18 +39,14 @@ from fullshard.disk.tensors import OnDisk
 from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
+from fullshard.optim.before_step import check_modules, check_same_order, note_outside, point_to_shards
 from fullshard.optim.defer import can_defer, defer
 from fullshard.optim.elementwise import StepComparison, check_elementwise, check_name, trials
-from fullshard.optim.outside import check_modules, note_outside
-from fullshard.optim.rebinding import point_to_shards
-from fullshard.optim.same_order import check_same_order
 from fullshard.policy.arguments import check_type
 from fullshard.state.block_states import block_states
 from fullshard.state.on_disk import ChunkedSteps, StatesOnDisk, states_on_disk
 from fullshard.state.optim_state import OWN
 from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
-
-__all__ = ["step_shards", "watch_optimizers"]
 
 # Exactly these classes: a derived class may do anything.
 _ELEMENTWISE = frozenset(
@@ -191,11 +187,7 @@ def _has_wholes_only(optimizer: Optimizer) -> bool:
 
 
 def _check_steps_shards(optimizer: Optimizer) -> None:
-    """Refuse optimizers that cannot step `DTensor`s, while they would.
-
-    Raises:
-        ConfigError: `optimizer` needs whole parameters, or has its own kernels.
-    """
+    """Refuse optimizers that cannot step `DTensor`s, while they would."""
     kind, sharded, blocks = type(optimizer), _cut_params(optimizer), block_states(optimizer)
     if blocks is not None and blocks.draws:  # replicas must also draw identical numbers
         sharded = [item for item in _params(optimizer) if isinstance(item, DTensor)]

@@ -55,8 +55,6 @@ from fullshard.state.on_disk import ChunkedSteps, bring_to_memory, states_on_dis
 from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 
-__all__ = ["Muon"]
-
 BATCH_NBYTES = 16 * 2**20
 """Maximum bytes of whole matrices that a rank orthogonalises in one batch, unless it is one larger matrix."""
 
@@ -667,9 +665,7 @@ _alongside: Kept[tuple[DeviceMesh, tuple[int, ...]], _Alongside] = Kept("ranks a
 
 
 def _along(mesh: DeviceMesh, axes: Sequence[int]) -> _Alongside:
-    """Return one process group of this rank and all its neighbours along `axes` of `mesh`, and the coordinates of its
-    ranks on these axes.
-    """
+    """Return a process group of this rank along `axes` of `mesh`, and the coordinates of its ranks on these axes."""
     own_part = mesh.get_coordinate()
     assert own_part is not None, "a rank of the mesh steps"
     alongside = mesh.mesh[tuple(slice(None) if axis in axes else at for axis, at in enumerate(own_part))]

@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from fullshard.layout.offsets import align
 from fullshard.tape.tape import HOST, Allocation, Entry, Free, Tape
 
-__all__ = ["AllocatorUse", "CachingAllocator", "TapeAllocator", "allocator_use"]
-
 _MIB = 1 << 20
 _STEP = 512
 _SMALL, _SMALL_SEGMENT = _MIB, 2 * _MIB

@@ -30,8 +30,6 @@ from fullshard.plan.memory_used import PeakMemory, memory_for_a_rank
 from fullshard.plan.prediction import predict
 from fullshard.tape.recorder import Event, Recorder, recording
 
-__all__ = ["STEPS", "FirstSteps", "predict_beside", "warn_if_too_large"]
-
 STEPS = 3
 """The number of steps before predictions are compared with measurements. The last of them is measured."""
 _WAITING = Path("/proc/thread-self/schedstat")  # nanoseconds running and waiting for a core; see sched-stats

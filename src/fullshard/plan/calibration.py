@@ -18,8 +18,6 @@ from fullshard.plan.hardware import HERE, hardware, known_hardware
 from fullshard.plan.link_speeds import link_speeds
 from fullshard.regular_files import writing
 
-__all__ = ["calibrate", "write_description"]
-
 Report = Callable[[str], None]
 """Called with the name of the next measurement."""
 
@@ -42,7 +40,7 @@ def calibrate(
         like: The known hardware to take from what cannot be measured here, such as peak rates and links to other hosts.
             If None, it is chosen by the name of the GPU.
         seconds: The approximate duration. With less time, sizes are measured less often.
-        tell: Called with the name of the next measurement.
+        on_progress: Called with the name of the next measurement.
 
     Raises:
         ConfigError: No known hardware matches the GPU, `like` is given for a CPU, or there is too little time.
@@ -63,11 +61,7 @@ def calibrate(
 
 
 def write_description(stated: dict[str, Any], path: Path) -> None:
-    """Write a description as TOML and create missing folders.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write a description as TOML and create missing folders."""
     import tomli_w  # late: only needed for writing
 
     with writing(path):
@@ -174,11 +168,7 @@ def _link(sizes: list[dict[str, float]], ranks: int, base_s: float) -> dict[str,
 
 
 def _like(gpu: str, memory_bytes: int) -> str:
-    """Return the known hardware that matches a GPU with this name and memory.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the known hardware that matches a GPU with this name and memory."""
     words = re.split(r"[^a-z0-9]+", gpu.lower())
     known = {name: hardware(name) for name in known_hardware()}
     named = {name: item for name, item in known.items() if item.kind == "gpu" and name.split("-")[0] in words}

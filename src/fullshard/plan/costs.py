@@ -26,8 +26,6 @@ from types import MappingProxyType
 from fullshard.plan.hardware import AttentionRates, Hardware, Link
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation
 
-__all__ = ["Costs", "costs_of"]
-
 _TILES = ((256, 128), (128, 256), (128, 128))
 _INNER_CUTS = (1, 2, 3, 4, 6, 8)
 _PARTIAL_SUM_BYTES = 4
@@ -207,9 +205,7 @@ class Costs:
 def _tiled_s(
     rows: int, inner: int, columns: int, multiprocessors: int, flops_per_s: float, memory_bytes_per_s: float
 ) -> float:
-    """Return the seconds of a product that is cut into tiles, in waves over the multiprocessors: by the fastest of its
-    cuts.
-    """
+    """Return the seconds of a product cut into tiles, in waves over the multiprocessors, by the fastest of its cuts."""
     each = flops_per_s / multiprocessors
 
     def most_flops(tile: int, tiles: int, cuts: int) -> float:

@@ -23,8 +23,6 @@ from fullshard.plan.hardware import Hardware
 from fullshard.plan.process import ProcessHeap, threshold_set
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation
 
-__all__ = ["CoreTime", "CpuCosts", "core_seconds", "step_seconds"]
-
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # in a trace they read or write a whole table
 _IDENTICAL = {"aten.mul": "aten.mul", "aten.div": "aten.mul", "aten.sub": "aten.add", "aten.ones_like": "aten.zero_"}
@@ -206,11 +204,7 @@ class CpuCosts(Costs):
 
     @classmethod
     def of(cls, here: Hardware, *, dtype: str, ranks: int) -> CpuCosts:
-        """Return the costs for this number of ranks on a measured machine.
-
-        Raises:
-            ConfigError: The machine was not measured, or not completely.
-        """
+        """Return the costs for this number of ranks on a measured machine."""
         if missing := sorted(_NEEDED - here.measured.keys()):
             raise ConfigError(
                 f"{here.name}: its description lacks the measured costs of {', '.join(missing)}. Run `fullshard "
@@ -224,18 +218,15 @@ class CpuCosts(Costs):
     def note_memory(self, entry: Allocation | Free) -> None:
         self.time.note(entry)
 
-    def of_operation(self, operation: Operation) -> float:
+    def of_operation(self, operation: Operation | Collective) -> float:
         """Return the seconds of an operation, and of pages allocated since the previous one."""
-        return self._noted(operation)
-
-    def of_collective(self, collective: Collective) -> float:
-        return self._noted(collective)
-
-    def _noted(self, entry: Operation | Collective) -> float:
-        self.time.note(entry)
+        self.time.note(operation)
         seconds = sum(self.time.spent.values())
         self.time.spent.clear()
         return self.turns * seconds
+
+    def of_collective(self, collective: Collective) -> float:
+        return self.of_operation(collective)
 
 
 def _identical(operation: Operation, kernels: Mapping[str, _Sizes]) -> str:

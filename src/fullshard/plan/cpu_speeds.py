@@ -35,8 +35,6 @@ from fullshard.plan.operations import counted
 from fullshard.plan.speeds_of_ranks import as_rank, found_by_ranks
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["DIMS", "OWN_CACHE", "cpu_speeds"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DIMS = (16, 64, 256, 1024, 4096)  # rows, inner and columns of products; fewer if there is little time
 SLOW_FLOPS_PER_S = 25e9  # to estimate how many there is time for

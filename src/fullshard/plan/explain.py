@@ -21,8 +21,6 @@ from fullshard.plan.stored import offloaded_activations, predict_travel
 from fullshard.policy.arguments import check_type
 from fullshard.policy.offload import Offload, StatePlacement
 
-__all__ = ["explain", "offload_lines"]
-
 _SMALL_UNIT = 2**20  # bytes of unsharded parameters below which host overhead outweighs the benefit of a unit
 
 

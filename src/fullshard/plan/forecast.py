@@ -20,17 +20,6 @@ from fullshard.tape.tape import Collective
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = [
-    "Forecast",
-    "ForecastComparison",
-    "Forecasting",
-    "Measured",
-    "Row",
-    "compare",
-    "comparison_table",
-    "forecast_of",
-]
-
 T = TypeVar("T")
 
 _PATIENCE_S = 300.0
@@ -96,13 +85,7 @@ class Forecast:
 
 
 def forecast_of(prediction: Prediction, *, limit_bytes: int, times: bool = True) -> Forecast:
-    """Return the forecast for a prediction.
-
-    Args:
-        prediction: The prediction of one rank.
-        limit_bytes: The memory of one rank.
-        times: Whether the machine is described, so that times are meaningful.
-    """
+    """Return the forecast for a prediction."""
     collectives = [item for item in prediction.step.placed if isinstance(item.entry, Collective)]
     gathers = sum(collective.end - collective.start for collective in collectives if "gather" in collective.entry.name)
     every = sum(collective.end - collective.start for collective in collectives)
@@ -127,11 +110,7 @@ def forecast_of(prediction: Prediction, *, limit_bytes: int, times: bool = True)
 
 
 def check_importable(arguments: Iterable[Any]) -> None:
-    """Raise if another process could not import a function.
-
-    Raises:
-        ConfigError: A function is defined in the running script.
-    """
+    """Raise `ConfigError` if another process could not import a function."""
     of_script = [argument for argument in arguments if getattr(argument, "__module__", "") == "__main__"]
     if of_script:
         raise ConfigError(
@@ -141,12 +120,7 @@ def check_importable(arguments: Iterable[Any]) -> None:
 
 
 class Forecasting(Generic[T]):
-    """A forecast that is computed in a separate process with low priority.
-
-    Args:
-        forecast: An importable function, such as one that returns a `Forecast`.
-        arguments: Its arguments; they are pickled.
-    """
+    """A forecast that is computed in a separate process with low priority."""
 
     def __init__(self, forecast: Callable[..., T], *arguments: Any) -> None:
         check_importable(arguments)
@@ -165,11 +139,7 @@ class Forecasting(Generic[T]):
         self._process.stdin = None
 
     def result(self) -> T:
-        """Wait for the result and return it.
-
-        Raises:
-            ConfigError: The process failed. The message contains its last line of output.
-        """
+        """Wait for the result and return it."""
         try:
             out, stated = self._process.communicate(timeout=_PATIENCE_S)
         except subprocess.TimeoutExpired as error:

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["gpu_speeds"]
-
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PRODUCTS = (  # rows, inner, columns: squares, and transformer layers with 8192 and 512 tokens
     *((n, n, n) for n in (1024, 2048, 4096, 8192)),

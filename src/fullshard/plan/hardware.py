@@ -27,19 +27,6 @@ from typing import Any
 from fullshard.errors import ConfigError
 from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 
-__all__ = [
-    "HERE",
-    "AttentionRates",
-    "Fitted",
-    "Hardware",
-    "Link",
-    "described",
-    "hardware",
-    "hardware_named_like",
-    "here_path",
-    "known_hardware",
-]
-
 HERE = "here"
 """The name of the machine that `fullshard calibrate` has measured."""
 
@@ -173,11 +160,7 @@ def hardware(name: str) -> Hardware:
 
 
 def described(stated: Mapping[str, Any], name: str = HERE) -> Hardware:
-    """Return the machine of a description that is not in a file.
-
-    Raises:
-        ConfigError: It is not a valid description.
-    """
+    """Return the machine of a description that is not in a file."""
     return _made(_with_base(dict(stated), (name,)), name)
 
 

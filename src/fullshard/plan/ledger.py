@@ -45,21 +45,6 @@ from fullshard.policy.strategy import Placements as StrategyPlacements
 from fullshard.state.on_disk import BUFFERS, chunks_on_disk, states_on_disk
 from fullshard.tape.recorder import recording
 
-__all__ = [
-    "TIERS",
-    "Ledger",
-    "OnDiskCost",
-    "OptimizerCost",
-    "measure_ledger",
-    "peak_during",
-    "plans_without_offload",
-    "predict_activations",
-    "predict_error_feedback",
-    "predict_ledger",
-    "predict_on_disk",
-    "predict_tiers",
-]
-
 TIERS = ("device", "cpu", "disk")
 """The tiers: the device that computes, the CPU alongside it, and disk."""
 
@@ -105,9 +90,6 @@ def predict_ledger(
         strategy: The strategy to predict for. If None, that of the model. The number of ranks on the shard axis stays.
         optimizer: The optimizer state per parameter. If None, that of AdamW.
         activations: Bytes that forward saves for backward, for example those of `predict_activations`.
-
-    Raises:
-        ConfigError: The model has no units.
     """
     return predict_tiers(model, strategy=strategy, optimizer=optimizer, activations={"device": activations})["device"]
 
@@ -129,9 +111,6 @@ def predict_tiers(
         strategy: See `predict_ledger`.
         optimizer: See `predict_ledger`.
         activations: Bytes that forward saves for backward, by tier.
-
-    Raises:
-        ConfigError: The model has no units.
     """
     units, size, placements = _under(model, strategy)
     cost, kept = optimizer or OptimizerCost(), activations or {}
@@ -193,11 +172,7 @@ def predict_on_disk(
     strategy: str | ShardingStrategy | StrategyPlacements | None = None,
     optimizer: OptimizerCost | None = None,
 ) -> OnDiskCost:
-    """Return the bytes on disk if a single optimizer updates all of `model`. For arguments see `predict_ledger`.
-
-    Raises:
-        ConfigError: The model has no units.
-    """
+    """Return the bytes on disk if a single optimizer updates all of `model`. For arguments see `predict_ledger`."""
     units, size, placements = _under(model, strategy)
     cost = optimizer or OptimizerCost()
     nbytes: dict[int, int] = {}
@@ -228,21 +203,13 @@ def predict_on_disk(
 
 
 def plans_without_offload(model: nn.Module) -> Iterator[tuple[Unit, GroupPlan, bool]]:
-    """Yield the units of `model`, their parameter group plans with their final placement, and whether they are trained.
-
-    Raises:
-        ConfigError: The model has no units.
-    """
+    """Yield units of `model`, their parameter group plans with their final placement, and whether they are trained."""
     units, size, placements = _under(model, None)
     yield from ((group.unit, group.plan, group.is_trained) for group in _groups(units, size, placements))
 
 
 def predict_error_feedback(model: nn.Module) -> int:
-    """Return the bytes of quantization error feedback, which the gradients in this rank's ledger include.
-
-    Raises:
-        ConfigError: The model has no units.
-    """
+    """Return the bytes of quantization error feedback, which the gradients in this rank's ledger include."""
     units, size, placements = _under(model, None)
     return sum(group.error_feedback for group in _groups(units, size, placements))
 
@@ -328,9 +295,6 @@ def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: 
         model: A module with units, whose optimizer has taken a step and so has its state.
         optimizer: The optimizer of the model's sharded parameters, which have no gradients at this time.
         forward: Returns the loss of one microbatch.
-
-    Raises:
-        ConfigError: The model has no units.
     """
     units = _units(model)
     with recording() as record:

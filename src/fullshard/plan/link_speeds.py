@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from fullshard.plan.speeds_of_ranks import as_rank, found_by_ranks
 
-__all__ = ["link_speeds"]
-
 SIZES = tuple(4**power for power in range(5, 14))  # bytes of the unsharded tensor: 1 KiB to 64 MiB
 CALLS, ROUNDS = 5, 5
 

@@ -21,8 +21,6 @@ from collections import defaultdict
 
 from fullshard.layout.offsets import align
 
-__all__ = ["Malloc"]
-
 _PAGE = 4096
 _OWN, _LEAST = 16, 32  # bytes of the header of a chunk; the smallest chunk
 _THRESHOLD, _MOST = 128 << 10, 32 << 20

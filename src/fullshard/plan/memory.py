@@ -11,16 +11,6 @@ from types import MappingProxyType
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import HOST, Allocation, Collective, Entry, Free, Operation, Tape
 
-__all__ = [
-    "MemoryPeak",
-    "MemoryTurn",
-    "State",
-    "memory_curve",
-    "memory_holders",
-    "memory_peak",
-    "memory_turns",
-]
-
 
 class State(Enum):
     """The states of a run that take memory, in the order of a stacked plot from the bottom."""

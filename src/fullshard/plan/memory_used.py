@@ -9,8 +9,6 @@ import torch
 
 from fullshard.device.host_memory import bytes_by_name, host_room
 
-__all__ = ["PeakBytes", "PeakMemory", "memory_for_a_rank", "process_bytes"]
-
 _PROCESS = Path("/proc/self")
 _RESET_PEAK = "5"  # see proc(5), clear_refs
 
@@ -69,12 +67,7 @@ def process_bytes(*, at_peak: bool = False) -> int | None:
 
 
 def memory_for_a_rank(device: torch.device, local_world: int) -> int:
-    """Return the bytes that one rank can use: its accelerator's memory, or its share of the machine's or container's.
-
-    Args:
-        device: The device that the rank computes on.
-        local_world: The number of ranks on the machine.
-    """
+    """Return the bytes that one rank can use: its accelerator's memory, or its share of the machine or container."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[1])
     room = host_room()

@@ -18,8 +18,6 @@ from fullshard.dry.run import taped
 from fullshard.plan.timeline import Placed
 from fullshard.tape.tape import Operation
 
-__all__ = ["counted", "is_unknown", "unknown_seconds"]
-
 _OF_LIBRARIES = ("prim", "prims", "fsdp", "fullshard", "profiler")  # whose operations copy or query
 _OF_MEMORY = re.compile(
     "|".join(
@@ -88,11 +86,7 @@ def counted(call: Callable[[], object]) -> list[Operation]:
 
 
 def is_unknown(name: str) -> bool:
-    """Return True if the bytes of an operation may not determine its time, and there is no formula for its FLOPs.
-
-    Args:
-        name: The name as in a trace, such as `"aten.mm"`.
-    """
+    """Return True if the bytes of an operation may not determine its time, and there is no formula for its FLOPs."""
     namespace, _, operator = name.partition(".")
     packet = getattr(torch.ops.aten, operator, None)
     if packet is None or namespace != "aten":

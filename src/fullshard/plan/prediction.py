@@ -23,8 +23,6 @@ from fullshard.plan.timeline import Timeline, lay_out
 from fullshard.tape.recorder import Phase
 from fullshard.tape.tape import Collective, Entry, Operation, Recorded, Tape
 
-__all__ = ["Prediction", "model_flops", "predict", "read_off", "steps_of"]
-
 COMPUTE = "compute"
 
 
@@ -131,11 +129,7 @@ def predict(
 
 
 def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | None = None) -> Prediction:
-    """Return the prediction from a trace of at least two steps. By default, hosts are as large as in `hardware`.
-
-    Raises:
-        ConfigError: The trace has fewer steps.
-    """
+    """Return the prediction from a trace of at least two steps. By default, hosts are as large as in `hardware`."""
     begins = steps_of(tape.entries)
     if len(begins) < 2:
         raise ConfigError(

@@ -20,19 +20,6 @@ from fullshard.plan.malloc import Malloc
 from fullshard.tape.recorder import Phase
 from fullshard.tape.tape import Allocation, Entry, Free, Operation, Tape
 
-__all__ = [
-    "FIRST_STEPS_NBYTES",
-    "MARGIN",
-    "MARGIN_NBYTES",
-    "PRODUCTS_NBYTES",
-    "ProcessHeap",
-    "ProcessMemory",
-    "compute_dtype",
-    "fixed_nbytes",
-    "process_memory",
-    "threshold_set",
-]
-
 _BEFORE_DATA, _AFTER_DATA = (96,), (176, 24)  # bytes before and after a tensor's data
 # Bytes of a node of the autograd graph, which lives from an operation's forward to its backward.
 _NODE = (496, 312, *(24,) * 8, 40, 64)
@@ -90,11 +77,7 @@ def fixed_nbytes(dtype: str) -> int:
 
 
 class ProcessHeap:
-    """The simulated `malloc` of the process of a trace's rank, entry by entry.
-
-    Args:
-        threshold: See `Malloc`.
-    """
+    """The simulated `malloc` of the process of a trace's rank, entry by entry."""
 
     def __init__(self, threshold: int | None = None) -> None:
         self.malloc = Malloc(threshold)
@@ -138,12 +121,7 @@ def threshold_set() -> int | None:
 
 
 def process_memory(tape: Tape, *, threshold: int | None = None) -> ProcessMemory:
-    """Return the peak memory of a rank's process, for a trace of whole steps of CPU ranks (`streams="cpu"`).
-
-    Args:
-        tape: A trace that starts before the model is created.
-        threshold: See `Malloc`.
-    """
+    """Return the peak memory of a rank's process, for a trace of whole steps of CPU ranks (`streams="cpu"`)."""
     heap = ProcessHeap(threshold)
     tensors = in_common = mapped_in_common = 0.0
     most_tensors = most_held = most_addresses = 0.0

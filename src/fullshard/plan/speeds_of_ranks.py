@@ -14,8 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["as_rank", "found_by_ranks"]
-
 
 def found_by_ranks(module: str, world: int, arguments: Sequence[str], *, patience_s: float) -> dict[str, Any]:
     """Run `python -m module FOLDER WORLD RANK *arguments` for each rank, and return the results of rank 0.

@@ -36,8 +36,6 @@ from fullshard.plan.ledger import (
     storage_bytes,
 )
 
-__all__ = ["measure_tiers", "offloaded_activations", "predict_travel"]
-
 
 def measure_tiers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Ledger]:
     """Return the ledgers of this rank by tier, like `predict_tiers`, for a running model with its actual states.
@@ -48,9 +46,6 @@ def measure_tiers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
     Args:
         model: The root.
         optimizers: The optimizers of the model, which have taken a step.
-
-    Raises:
-        ConfigError: The model has no units.
     """
     states: dict[str, list[Tensor]] = {tier: [] for tier in TIERS}
     for optimizer in optimizers:
@@ -90,9 +85,6 @@ def predict_travel(
         clips: Whether gradients are clipped.
         optimizer: The optimizer state per parameter. If None, that of AdamW.
         activations: The bytes that one forward offloads, by tier.
-
-    Raises:
-        ConfigError: The model has no units.
     """
     found: dict[tuple[str, str], Travelled] = {}
     for key, more in _transfers(model, microbatches, clips, optimizer, activations or {}):

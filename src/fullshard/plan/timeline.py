@@ -23,8 +23,6 @@ from fullshard.plan.allocator import TapeAllocator
 from fullshard.plan.costs import Costs
 from fullshard.tape.tape import HOST, Allocation, Collective, Entry, Free, Operation, Recorded, Waited
 
-__all__ = ["Placed", "Stall", "Timeline", "lay_out", "lay_out_parts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -188,13 +186,7 @@ class _Layout:
         self.now += self._costs.segment_s * (memory.requested + memory.given_back - calls)
 
     def _run(self, entry: Operation | Collective, seconds: float, communicator: _Point) -> Placed:
-        """Place `entry` on its stream, after earlier work, the events it waits for, and its communicator.
-
-        Args:
-            entry: The entry to place.
-            seconds: Its duration.
-            communicator: The time at which the communicator is free.
-        """
+        """Place `entry` on its stream, after earlier work, the events it waits for, and its communicator."""
         stream = self._streams[entry.stream]
         last = communicator if communicator.time > stream.ready.time else stream.ready
         could = max(self.now, stream.done.time)

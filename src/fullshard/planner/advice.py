@@ -14,8 +14,6 @@ from fullshard.planner.shorten import block_lists
 from fullshard.planner.sketch import SketchFigures
 from fullshard.planner.subject import Subject
 
-__all__ = ["python_lines", "train_flags", "trainer_arguments"]
-
 
 def python_lines(
     subject: Subject, program: Program, figures: SketchFigures, cluster: Cluster, max_norm: float | None = 1.0

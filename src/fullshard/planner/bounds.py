@@ -16,8 +16,6 @@ from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Collective
 
-__all__ = ["NO_MATTER", "Bounds", "leanness", "states_bytes"]
-
 NO_MATTER = 0.97
 """A program whose time is at least this share of the best time is not simulated: predictions are not more accurate."""
 _LEAST = 3
@@ -177,7 +175,8 @@ class Bounds:
         known = (
             {kind: identical[kind]} if kind in identical else identical or self._beyond or {(("none", ""), ""): guess}
         )
-        share, rows = _KEPT.get(program.checkpointing, 1.0), self._least_rows(program)
+        share = _KEPT.get(program.checkpointing, 1.0)
+        rows = min(rows for rows, _ in self._question.shapes_of(program))
         likely = min(item.of(rows) * share / _KEPT.get(kept, 1.0) for ((kept, _), _), item in known.items())
         return states_bytes(self._question, program, unsure * likely) > self._question.cluster.usable_bytes
 
@@ -217,9 +216,6 @@ class Bounds:
         made = self._first.get(_like(program))
         activations = 0.0 if made is None or not made.can_report(rows) else _SURELY * made.activations_bytes(rows)
         return states_bytes(self._question, program, activations) <= self._question.cluster.usable_bytes
-
-    def _least_rows(self, program: Program) -> int:
-        return min(rows for rows, _ in self._question.shapes_of(program))
 
     def _note_busy(self, figures: SketchFigures) -> None:
         candidate = figures.candidate

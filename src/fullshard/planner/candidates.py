@@ -24,21 +24,6 @@ from fullshard.policy.strategy import Placement, Placements, resolve_placements
 from fullshard.train.model import GPT
 from fullshard.wrap import wrapped_modules
 
-__all__ = [
-    "CHECKPOINTING",
-    "PRECISIONS",
-    "STRATEGIES",
-    "Candidate",
-    "Cluster",
-    "Program",
-    "checkpointed",
-    "programs",
-    "sharded",
-    "share_rows",
-    "units_of",
-    "usual_precision",
-]
-
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hpz", "hsdp", "hsdp_zero2", "hfsdp")
 """The named strategies. hpz is zero3 with secondary shards within a host, hfsdp gathers across hosts once per step."""
 
@@ -296,11 +281,7 @@ def usual_precision(hardware: Hardware) -> str:
 
 
 def share_rows(global_batch: int, world: int) -> list[int]:
-    """Return the possible rows per microbatch and rank for a global batch.
-
-    Raises:
-        ConfigError: The global batch is not divisible by the number of ranks.
-    """
+    """Return the possible rows per microbatch and rank for a global batch."""
     if global_batch < 1 or global_batch % world:
         below, above = global_batch // world * world, (global_batch // world + 1) * world
         near = f"{below} or {above}" if below > 0 else f"{above}"

@@ -37,8 +37,6 @@ from fullshard.planner.settings import PlanSettings
 from fullshard.planner.workers import Workers
 from fullshard.regular_files import writing
 
-__all__ = ["run"]
-
 FITS, FITS_NOT, INTERRUPTED = 0, 1, 130
 
 _DESCRIPTION = (
@@ -50,11 +48,7 @@ COMMAND = Command(PlanSettings, "fullshard plan", _DESCRIPTION)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run `fullshard plan` with the arguments `argv` and return the exit code.
-
-    Raises:
-        ConfigError: An option is invalid, or the model cannot be planned.
-    """
+    """Run `fullshard plan` with the arguments `argv` and return the exit code."""
     settings = COMMAND.parse(argv)
     answer = settings.answer
     settings.check()

@@ -9,8 +9,6 @@ from fullshard.planner.candidates import Cluster
 from fullshard.planner.question import Question
 from fullshard.planner.sketch import Sketch, SketchFigures
 
-__all__ = ["IDENTICAL", "FoundProgram", "Plan", "answer", "fastest", "host_fits", "largest_rows"]
-
 IDENTICAL = 1.005
 """Times with a smaller ratio count as equal."""
 _PLENTY = 0.5

@@ -18,8 +18,6 @@ from fullshard.report.run import Span, StepMemory
 from fullshard.tape.recorder import Phase
 from fullshard.tape.tape import Tape
 
-__all__ = ["page"]
-
 _PARTS = {
     Phase.FORWARD: "forward",
     Phase.PRE_BACKWARD: "backward",

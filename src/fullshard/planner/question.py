@@ -11,8 +11,6 @@ from fullshard.planner.sketch import Sketch, sketch
 from fullshard.planner.steps import MakeOptimizer
 from fullshard.planner.subject import Subject
 
-__all__ = ["Question", "with_cpu", "with_disk"]
-
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # without a global batch
 
 
@@ -52,11 +50,7 @@ class Question:
     largest: bool = False
 
     def shapes(self) -> list[tuple[int, int]]:
-        """Return the possible rows per microbatch and microbatches per step.
-
-        Raises:
-            ConfigError: The global batch is not divisible by the number of ranks.
-        """
+        """Return the possible rows per microbatch and microbatches per step."""
         if self.global_batch is None:
             return [(rows, 1) for rows in (_ROWS if self.subject.any_rows else (1,))]
         local = self.global_batch // self.cluster.world

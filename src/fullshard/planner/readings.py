@@ -16,8 +16,6 @@ from fullshard.planner.tapes import Tapes
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Collective, Entry, Operation, Tape
 
-__all__ = ["LIMITS", "held_of", "region_peaks", "times_of"]
-
 COMPUTE, GATHER = "compute", "gather"
 LIMITS = ("compute", "memory bandwidth", "host", "gathers", "reductions", "waits", "disk")
 """The possible causes of a second on the compute stream."""

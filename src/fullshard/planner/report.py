@@ -22,22 +22,6 @@ from fullshard.planner.sketch import Sketch, SketchFigures
 from fullshard.planner.workers import Workers
 from fullshard.versions import versions
 
-__all__ = [
-    "WIDTH",
-    "ChangedMachine",
-    "as_dict",
-    "columns",
-    "head",
-    "nearest_lines",
-    "paste",
-    "predict_load",
-    "row",
-    "stated",
-    "table",
-    "what_ifs",
-    "why",
-]
-
 WIDTH = 140
 _SHOWN = 12
 
@@ -216,11 +200,7 @@ def predict_load(plan: Plan, ask: Workers) -> None:
 
 
 def _twice(plan: Plan) -> tuple[Question, Program]:
-    """Return the best program on twice the hosts.
-
-    Raises:
-        ConfigError: The global batch is not divisible by the number of ranks.
-    """
+    """Return the best program on twice the hosts."""
     assert plan.best is not None
     cluster, program = plan.question.cluster, plan.best.sketch.program
     twice = replace(plan.question, cluster=cluster.with_hosts(2 * cluster.hosts))

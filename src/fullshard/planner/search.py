@@ -20,8 +20,6 @@ from fullshard.planner.sketch import Sketch, SketchFigures
 from fullshard.planner.steps import fractions_on_cpu
 from fullshard.planner.workers import Workers
 
-__all__ = ["least_hosts", "nearest", "search"]
-
 
 def search(
     question: Question, workers: Workers | None = None, predict_load: Callable[[Plan], None] = lambda element: None
@@ -31,7 +29,7 @@ def search(
     Args:
         question: The input of the search.
         workers: The workers that simulate.
-        foresee: Called with the plan so far as soon as a worker is idle.
+        predict_load: Called with the plan so far as soon as a worker is idle.
 
     Raises:
         ConfigError: The model cannot be run dry, or the global batch is not divisible by the number of ranks.

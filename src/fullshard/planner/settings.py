@@ -18,8 +18,6 @@ from fullshard.policy.precision import GATHER_ENCODINGS, REDUCE_ENCODINGS
 from fullshard.testing.parity.named import function_named
 from fullshard.train.settings import ModelSettings
 
-__all__ = ["PlanSettings"]
-
 _DEFAULT_SEQ = 1024
 _MEASURING_S = 3.0  # of a disk
 
@@ -128,11 +126,7 @@ class PlanSettings:
     answer: AnswerSettings = field(default_factory=AnswerSettings)
 
     def check(self) -> None:
-        """Raise an error for options that have no effect in combination with others.
-
-        Raises:
-            ConfigError: there are some.
-        """
+        """Raise `ConfigError` for options that have no effect in combination with others."""
         answer = self.answer
         requested = [name for name in ("fits_on", "largest_batch", "why", "against") if getattr(answer, name)]
         if len(requested) > 1:
@@ -162,11 +156,7 @@ class PlanSettings:
                 raise ConfigError(f"--{name} {number:g}: must be 0 or more.")
 
     def question(self) -> Question:
-        """The question, with the user's functions imported and the model made.
-
-        Raises:
-            ConfigError: an option is not sound.
-        """
+        """The question, with the user's functions imported and the model made."""
         search, cluster = self.search, self.cluster()
         chosen = search.precision or usual_precision(cluster.hardware)
         for name, encoding, known in (
@@ -197,11 +187,7 @@ class PlanSettings:
         return question
 
     def cluster(self) -> Cluster:
-        """The machines.
-
-        Raises:
-            ConfigError: the hardware is unknown, or a number is not positive.
-        """
+        """The machines."""
         requested = self.machines
         machine = hardware(requested.hardware)
         per_host = machine.ranks_per_host if requested.per_host is None else requested.per_host
@@ -228,11 +214,7 @@ class PlanSettings:
         )
 
     def made_subject(self) -> Subject:
-        """The model and its data.
-
-        Raises:
-            ConfigError: not exactly one model is named, or it cannot be made.
-        """
+        """The model and its data."""
         requested = self.subject
         named = [name for name in ("model", "config", "size") if getattr(requested, name) is not None]
         if len(named) != 1:

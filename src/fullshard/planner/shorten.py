@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["LEAST", "BlockList", "block_lists", "shortened"]
-
 LEAST = 6
 """The minimum number of blocks of a list that is shortened. Shorter lists are not changed."""
 

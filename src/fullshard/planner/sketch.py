@@ -30,8 +30,6 @@ from fullshard.planner.tapes import Tapes, with_one_more_row
 from fullshard.state.on_disk import BUFFERS, CHUNK_NBYTES
 from fullshard.tape.tape import Entry, Tape
 
-__all__ = ["Sketch", "SketchFigures", "sketch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SketchFigures:
@@ -184,10 +182,6 @@ class Sketch:
 
     def figures(self, rows: int, microbatches: int) -> SketchFigures:
         """Return the predictions for a candidate.
-
-        Args:
-            rows: The rows per microbatch.
-            microbatches: The microbatches per step.
 
         Raises:
             ConfigError: The operations depend on the number of rows, so this number cannot be predicted.

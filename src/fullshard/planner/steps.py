@@ -30,8 +30,6 @@ from fullshard.planner.tapes import Tapes
 from fullshard.tape.recorder import Origin, Phase, note_origin
 from fullshard.tape.tape import Entry, Operation
 
-__all__ = ["MakeOptimizer", "fractions_on_cpu", "take_steps", "users_mistake"]
-
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 _BETWEEN = Origin("", Phase.IDLE)

@@ -26,15 +26,6 @@ from fullshard.testing.parity.named import function_named
 from fullshard.train.model import GPT, VOCABULARY, byte_losses, shape_of
 from fullshard.train.settings import ModelSettings
 
-__all__ = [
-    "Subject",
-    "gpt_subject",
-    "library_line",
-    "named_subject",
-    "transformers_subject",
-    "user_line",
-]
-
 Loss = Callable[[nn.Module, Any], Tensor]
 _MOST_SEQ = 4096  # limit for configurations that allow more
 _STORED = torch.float32  # by the lines to paste, too; a configuration can name the dtype of a checkpoint
@@ -98,15 +89,12 @@ def named_subject(model: str, batch: str | None, loss: str | None, *, measure: b
         loss: A function of model and batch. If None, the model returns the loss, an object with the loss as `.loss`, or
             a tensor whose mean is the loss.
         measure: Whether steps run on real tensors.
-
-    Raises:
-        ConfigError: A function does not exist or returns something else.
     """
     if batch is None:
         raise ConfigError("--batch is missing. Pass a function of the number of rows, such as --batch my:make_batch.")
     make_model, make_batch = function_named(model, "--model"), function_named(batch, "--batch")
     made, make_sharded = _plain_or_sharded(make_model, model, measure)
-    any_rows = _takes_rows(make_batch)
+    any_rows = mismatch(make_batch, (1,), {}) is None
     if any_rows:
         _check_heeds_rows(make_batch, batch)
     given = make_batch if any_rows else lambda rows: make_batch()
@@ -131,11 +119,7 @@ def named_subject(model: str, batch: str | None, loss: str | None, *, measure: b
 
 
 def gpt_subject(size: ModelSettings, seq: int) -> Subject:
-    """Return the trainer's GPT with its loss.
-
-    Raises:
-        ConfigError: See `shape_of`.
-    """
+    """Return the trainer's GPT with its loss."""
     shape = shape_of(size)
     with torch.device("meta"):
         model = GPT(shape)
@@ -159,11 +143,7 @@ def gpt_subject(size: ModelSettings, seq: int) -> Subject:
 
 
 def transformers_subject(config: Path, seq: int | None) -> Subject:
-    """Return a transformers model that a `config.json` describes, trained on all tokens of its rows.
-
-    Raises:
-        ConfigError: The file does not exist or does not describe such a model, or transformers is not installed.
-    """
+    """Return a transformers model that a `config.json` describes, trained on all tokens of its rows."""
     try:
         with _uncollected():
             import transformers
@@ -322,10 +302,6 @@ def _loss_named(spec: str) -> Loss:
     if (why := mismatch(found, (None, None), {})) is not None:
         raise ConfigError(f"--loss {spec}: {why}. It is called with the model and a batch, and returns the loss.")
     return found
-
-
-def _takes_rows(make_batch: Callable[..., Any]) -> bool:
-    return mismatch(make_batch, (1,), {}) is None
 
 
 def _check_heeds_rows(make_batch: Callable[[int], Any], name: str) -> None:

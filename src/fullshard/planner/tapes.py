@@ -11,8 +11,6 @@ from typing import Any
 from fullshard.plan.memory import State, memory_curve
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation, Tape
 
-__all__ = ["Tapes", "with_one_more_row"]
-
 
 @dataclass
 class Tapes:

@@ -18,8 +18,6 @@ from fullshard.planner.found import answer
 from fullshard.planner.question import Question
 from fullshard.planner.sketch import Sketch
 
-__all__ = ["Workers"]
-
 
 class Workers:
     """A pool of forked processes that create sketches, as far as there are cores. They share the subject.
@@ -30,7 +28,7 @@ class Workers:
 
     Args:
         question: The input of the search. Calls can change the machines.
-        tell: Called with the program that is simulated.
+        on_progress: Called with the program that is simulated.
     """
 
     def __init__(self, question: Question, on_progress: Callable[[str], None] = lambda element: None) -> None:
@@ -63,12 +61,7 @@ class Workers:
             _REQUESTED.pop()
 
     def __call__(self, question: Question, program: Program) -> Future[Any]:
-        """Start to create a sketch, with all derived values that a search needs.
-
-        Args:
-            question: The same subject, possibly with other machines.
-            program: The program to sketch.
-        """
+        """Start to create a sketch, with all derived values that a search needs."""
         if self._pool is not None:
             ready = (future for requested, what, future in self._ahead if requested == question and what == program)
             return next(ready, None) or self._submit(self._pool, question, program)

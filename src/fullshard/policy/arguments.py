@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from fullshard.errors import ConfigError
-
-__all__ = ["check_callable", "check_flags", "check_iterable", "check_type", "is_number", "mismatch"]
 
 
 def is_number(value: object) -> bool:
@@ -48,11 +47,7 @@ def check_iterable(name: str, value: object, expected: str) -> None:
 
 
 def check_flags(**flags: object) -> None:
-    """Raise if an argument is neither True nor False (1 and 0 are accepted).
-
-    Raises:
-        ConfigError: It is something else, such as the string "False".
-    """
+    """Raise `ConfigError` if an argument is neither True nor False (1 and 0 are accepted)."""
     for name, value in flags.items():
         if not isinstance(value, bool) and not (type(value) is int and value in (0, 1)):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. Pass True or False.")
@@ -69,3 +64,29 @@ def mismatch(function: Callable[..., Any], given: Sequence[Any], named: Mapping[
     except TypeError as error:
         return str(error)
     return None
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_size(size: int | str, name: str, of: str) -> int:
+    """Return the size in bytes, given as a number or as a string such as "5GB".
+
+    Args:
+        size: The size.
+        name: The name of the argument, for the error message.
+        of: What has that size, for the error message.
+
+    Raises:
+        ConfigError: It is not a size, or it is less than 1.
+    """
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]B)?\s*", str(size), re.IGNORECASE)
+    try:
+        nbytes = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
+    except ValueError:
+        nbytes = 0
+    if nbytes < 1:
+        raise ConfigError(
+            f"{name}={size!r} is not a size of {of}. Pass a number of bytes, or a string such as '500MB' or '5GB'."
+        )
+    return nbytes

@@ -11,8 +11,6 @@ from torch.distributed.tensor import Shard
 from fullshard.errors import ConfigError
 from fullshard.policy.arguments import check_iterable, check_type
 
-__all__ = ["DataParallelMeshDims", "FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult"]
-
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:

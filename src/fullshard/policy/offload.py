@@ -11,18 +11,7 @@ from os import PathLike
 from pathlib import Path
 
 from fullshard.errors import ConfigError
-from fullshard.policy.arguments import check_flags
-from fullshard.policy.sizes import parse_size
-
-__all__ = [
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "Offload",
-    "OffloadPolicy",
-    "StatePlacement",
-    "check_policy",
-    "policies_by_name",
-]
+from fullshard.policy.arguments import check_flags, parse_size
 
 
 class StatePlacement(Enum):

@@ -10,8 +10,6 @@ from fullshard.policy.offload import OffloadPolicy, check_policy
 from fullshard.policy.precision import MixedPrecisionPolicy, check_encodings
 from fullshard.policy.strategy import Placement, Placements, ShardingStrategy, resolve_placements
 
-__all__ = ["ShardOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:

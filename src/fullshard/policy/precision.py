@@ -12,17 +12,6 @@ from fullshard.errors import ConfigError
 from fullshard.policy.arguments import check_flags
 from fullshard.policy.strategy import Placement, Placements
 
-__all__ = [
-    "GATHER_ENCODINGS",
-    "REDUCE_ENCODINGS",
-    "DtypeContract",
-    "MixedPrecisionPolicy",
-    "check_encoding",
-    "check_encodings",
-    "check_floating",
-    "is_castable",
-]
-
 GATHER_ENCODINGS = ("int8", "fp8")
 """Encodings of parameters in an all-gather, besides their compute dtype."""
 
@@ -164,11 +153,7 @@ class _Encoded(Protocol):
 
 
 def check_encoding(policy: _Encoded) -> None:
-    """Raise if `policy` names an unknown encoding, or one that does not go with its `reduce_dtype`.
-
-    Raises:
-        ConfigError: See above.
-    """
+    """Raise `ConfigError` if `policy` names an unknown encoding, or one that does not go with its `reduce_dtype`."""
     for name, known in (("gather_wire", GATHER_ENCODINGS), ("reduce_wire", REDUCE_ENCODINGS)):
         encoding = getattr(policy, name)
         if encoding is not None and encoding not in known:
@@ -184,11 +169,7 @@ def check_encoding(policy: _Encoded) -> None:
 
 
 def check_encodings(policy: MixedPrecisionPolicy, placements: Placements) -> None:
-    """Raise if an encoding is set for parameters that are never gathered.
-
-    Raises:
-        ConfigError: Parameters are never gathered.
-    """
+    """Raise `ConfigError` if an encoding is set for parameters that are never gathered."""
     if policy.gather_wire is not None and placements.optimizer is Placement.WHOLE:
         raise ConfigError(
             f"gather_wire={policy.gather_wire!r}, but every rank keeps and updates whole parameters (as under "

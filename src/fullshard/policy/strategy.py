@@ -12,8 +12,6 @@ from enum import Enum
 from fullshard.errors import ConfigError
 from fullshard.policy.arguments import check_flags, check_type
 
-__all__ = ["Placement", "Placements", "ShardingStrategy", "resolve_placements"]
-
 
 class Placement(Enum):
     """How a state is distributed over the ranks of the shard axis."""
@@ -142,10 +140,6 @@ _PLACEMENTS = {
 
 def resolve_placements(strategy: str | ShardingStrategy | Placements, argument: str = "strategy") -> Placements:
     """Return the placements for a short name, a `ShardingStrategy` or placements.
-
-    Args:
-        strategy: The name, strategy or placements.
-        argument: The name of the user's argument, for the error message.
 
     Raises:
         ConfigError: The strategy is unknown.

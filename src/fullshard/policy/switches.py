@@ -10,15 +10,6 @@ from dataclasses import dataclass
 
 from fullshard.policy.arguments import check_flags
 
-__all__ = [
-    "Switches",
-    "check_finite_gradients",
-    "compare_ranks",
-    "share_memory_between_ranks",
-    "share_memory_between_units",
-    "switches",
-]
-
 
 @dataclass
 class Switches:

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Tier", "least_that_fits"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
@@ -36,11 +34,6 @@ def least_that_fits(needed: int, budget: int, tiers: Sequence[Tier]) -> tuple[li
     """Return the tiers to use with their fractions, and the bytes needed with them.
 
     The bytes exceed `budget` if all tiers together free too little.
-
-    Args:
-        needed: The bytes needed without offload.
-        budget: The bytes available.
-        tiers: The tiers, cheapest first.
     """
     chosen: list[tuple[Tier, float]] = []
     for tier in tiers:

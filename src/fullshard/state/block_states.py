@@ -30,8 +30,6 @@ from fullshard._compat import make_dtensor
 from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
 
-__all__ = ["FORM", "BlockStates", "block_states", "is_part"]
-
 FORM = "blocks"
 """The name of the state that describes the encoding of other states."""
 
@@ -55,12 +53,7 @@ def is_part(name: str) -> bool:
 
 
 class BlockStates:
-    """The encoding of one optimizer's states.
-
-    Args:
-        optimizer: the optimizer.
-        block: elements of a block.
-    """
+    """The encoding of one optimizer's states."""
 
     draws: bool = False
     """True if steps draw random numbers."""
@@ -93,22 +86,13 @@ class BlockStates:
         raise NotImplementedError
 
     def deciding_by_wholes(self, params: Mapping[int, nn.Parameter]) -> AbstractContextManager[None]:
-        """Return a context that makes the optimizer, which has shards instead of parameters, create states by the
-        wholes.
-
-        Args:
-            params: the parameter of each shard, by its id.
-        """
+        """Return a context in which the optimizer creates states for shards as for whole parameters."""
         raise NotImplementedError
 
     # -- cuts ---------------------------------------------------------------------------------------------------------
 
     def check(self, params: Iterable[Any]) -> None:
-        """Refuse shards that do not consist of whole blocks.
-
-        Raises:
-            ConfigError: there are some.
-        """
+        """Refuse shards that do not consist of whole blocks."""
         for param in params:
             managed = managed_by(param)
             if managed is None or not self.encodes(param):

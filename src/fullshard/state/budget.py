@@ -69,8 +69,6 @@ from fullshard.policy.tiers import Tier, least_that_fits
 from fullshard.state import on_disk
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["choose_for_budget"]
-
 _log = logging.getLogger(__name__)
 _ORIGIN = Origin("budget", Phase.STEP)
 _ANY = 1 << 62  # bytes, if the available memory is unknown
@@ -330,11 +328,7 @@ def _decided(policy: Offload, chosen: Iterable[tuple[Tier, float]]) -> Offload:
 
 
 def _move(runtime: Runtime, units: Sequence[Unit], decided: Offload) -> None:
-    """Move `units` to their tiers in `decided`: a collective, if any of them is read from a disk.
-
-    Raises:
-        DiskError: a unit cannot be read on some rank.
-    """
+    """Move `units` to their tiers in `decided`: a collective, if any of them is read from a disk."""
     if not any(unit.shards.is_on_disk for unit in units):
         place_as_requested(units, decided)
         return

@@ -26,8 +26,6 @@ from fullshard.errors import StateError
 from fullshard.state.block_states import BlockStates, block_states
 from fullshard.state.optim_state import placed_like
 
-__all__ = ["accept_whole_states", "prepare_to_save"]
-
 _accepting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -136,12 +134,7 @@ def _name(managed: Managed) -> str:
 
 
 def _own(name: str, param: DTensor, value: Tensor, blocks: BlockStates | None) -> Tensor:
-    """Return the state `value` of `param` as this rank keeps it.
-
-    Raises:
-        CheckpointError: it is another rank's.
-        StateError: it is whole, and encoded in blocks.
-    """
+    """Return the state `value` of `param` as this rank keeps it."""
     if isinstance(value, DTensor):
         check_own_part(name, value, param.device_mesh)
         return value

@@ -50,17 +50,6 @@ from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
 from fullshard.policy.offload import Offload, StatePlacement
 
-__all__ = [
-    "BUFFERS",
-    "CHUNK_NBYTES",
-    "ChunkedSteps",
-    "StatesOnDisk",
-    "bring_to_memory",
-    "choose_chunks_again",
-    "chunks_on_disk",
-    "states_on_disk",
-]
-
 CHUNK_NBYTES = 64 * 2**20
 """Maximum bytes of states of a portion, unless it has a single larger parameter."""
 BUFFERS = 3
@@ -243,11 +232,7 @@ class StatesOnDisk:
             self._drop_buffers()
 
     def expect(self, dtypes: Mapping[tuple[int, str], torch.dtype]) -> None:
-        """Allocate space for states that will be loaded: their dtypes by id of the parameter and name.
-
-        Raises:
-            DiskError: the disk is full.
-        """
+        """Allocate space for states that will be loaded: their dtypes by id of the parameter and name."""
         for chunk in self._chunks:
             forms = {
                 (number, name): _DiskForm(local_tensor(param).shape, dtype, local_tensor(param).device)
@@ -335,11 +320,7 @@ class StatesOnDisk:
             self._empty(chunk, optimizer)
 
     def _write(self, chunk: _Chunk, optimizer: Optimizer, number: int) -> None:
-        """Start to write like `_begin_to_write`.
-
-        Raises:
-            DiskError: the disk is full, or an earlier write failed.
-        """
+        """Start to write like `_begin_to_write`."""
         states = chunk.states(optimizer)
         if not states:
             return
@@ -366,11 +347,7 @@ class StatesOnDisk:
         chunk.buffer, chunk.block, chunk.views = no_buffer(), no_buffer(), {}
 
     def _make_room(self, chunk: _Chunk, forms: Mapping[Key, _DiskForm]) -> bool:
-        """Allocate space for states of `forms` of `chunk`. Return False if it is allocated already.
-
-        Raises:
-            DiskError: the disk is full.
-        """
+        """Allocate space for states of `forms` of `chunk`. Return False if it is allocated already."""
         if {key: _form(stored) for key, stored in chunk.disk_tensors.items()} == forms:
             return False
         starts, end = aligned_offsets([form.nbytes for form in forms.values()], ALIGNMENT_BYTES)
@@ -510,11 +487,7 @@ class ShardsInMemory:
         return self._buffer.data[region.offset :][: region.end - region.start]
 
     def fill(self) -> None:
-        """Set their local tensors to memory with their values, which are undefined after a failed read.
-
-        Raises:
-            DiskError: they cannot be read.
-        """
+        """Set their local tensors to memory with their values, which are undefined after a failed read."""
         for tensor, stored in self._held:
             around = (region for region in self._regions if region.extent is stored.extent)
             inside = next(item for item in around if item.start <= stored.start <= item.end)
@@ -522,11 +495,7 @@ class ShardsInMemory:
         self._reading.wait()
 
     def end(self, *, writes: bool) -> None:
-        """Drop the memory, after starting to write the present shards if `writes`.
-
-        Raises:
-            DiskError: an earlier write failed.
-        """
+        """Drop the memory, after starting to write the present shards if `writes`."""
         for tensor, stored in self._held:
             set_local_tensor(tensor, stored)
         works = [item.extent.write(self._place(item), item.start) for item in (self._written if writes else ())]

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["SavedOptions", "kinds_of_groups", "misfit_of_kind"]
-
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 _NAMES = frozenset({"params", "param_names"})
 

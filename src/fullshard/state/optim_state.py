@@ -41,16 +41,6 @@ from fullshard.state.state_dict import (
 )
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = [
-    "StateTemplate",
-    "full_optim_state_dict",
-    "optim_state_dict",
-    "optim_state_dict_to_load",
-    "params_by_fqn",
-    "placed_like",
-    "sharded_optim_state_dict",
-]
-
 OWN = "_fullshard_own"  # marks tensors in optimizer states that belong to this rank's shard, and have not its shape
 
 _ORIGIN = Origin("optimizer state", Phase.IDLE)
@@ -139,7 +129,7 @@ def optim_state_dict_to_load(
     found = optim_state_dict or {}
     if "state" in found:
         found = {**found, "state": _in_model_order(model, found["state"])}
-    given, fetch = _sent_by_first(found, model) if from_first_rank else (found, _here)
+    given, fetch = _sent_by_first(found, model) if from_first_rank else (found, lambda value: value)
     optim = optim or _as_saved(model, given)
     params = params_by_fqn(model, optim)
     _check_names(given, params)
@@ -172,11 +162,7 @@ def optim_state_dict_to_load(
 
 
 def _as_saved(model: nn.Module, named: StateDict) -> torch.optim.Optimizer:
-    """Return an optimizer of `model` that has the parameters and groups of `named`, and steps nothing.
-
-    Raises:
-        ConfigError: `named` has no groups.
-    """
+    """Return an optimizer of `model` that has the parameters and groups of `named`, and steps nothing."""
     if "param_groups" not in named:
         raise ConfigError(
             f"optim_state_dict has the keys {list(named)} and no param_groups. Pass the result of optim_state_dict(), "
@@ -208,11 +194,7 @@ def params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, n
 def rekeyed(
     state_dict: Mapping[str, Any], keys: OptimStateKeyType, model: nn.Module, optim: torch.optim.Optimizer
 ) -> StateDict:
-    """Return `state_dict`, whose keys are FQNs or the parameter numbers of `optim`, with the kind `keys` of keys.
-
-    Raises:
-        ConfigError: it has parameters that `optim` does not have.
-    """
+    """Return `state_dict`, whose keys are FQNs or the parameter numbers of `optim`, with the kind `keys` of keys."""
     fqns = list(params_by_fqn(model, optim))
     pairs: list[tuple[Any, Any]] = list(enumerate(fqns))
     if keys is OptimStateKeyType.PARAM_ID:
@@ -263,11 +245,7 @@ def _in_model_order(model: nn.Module, state: Mapping[Any, Any]) -> dict[Any, Any
 
 
 def _meet(model: nn.Module, named: StateDict, doing: str) -> None:
-    """Wait until every rank is about to gather the same states as in `named`.
-
-    Raises:
-        RankMismatchError: ranks have states of different parameters, or in different forms (on gloo).
-    """
+    """Wait until every rank is about to gather the same states as in `named`."""
     forms: list[str] = []
 
     def note(fqn: str, value: Any) -> None:
@@ -318,10 +296,6 @@ class _Absent:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-def _here(value: Any) -> Any:
-    return value
 
 
 def _sent_by_first(state_dict: StateDict | None, model: nn.Module) -> tuple[StateDict, Callable[[Any], Any]]:
@@ -408,11 +382,7 @@ class StateTemplate:
         self._counters |= {name for fqn, name in scalars if self._params[fqn].shape}
 
     def make_room(self, states: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]) -> None:
-        """Allocate space for `states`, given by FQN and name with shape and dtype, if they are on a disk.
-
-        Raises:
-            DiskError: the disk is full.
-        """
+        """Allocate space for `states`, given by FQN and name with shape and dtype, if they are on a disk."""
         if self._disk is None:
             return
         dtypes = {

@@ -35,30 +35,6 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
 from fullshard.policy.arguments import check_type
 
-__all__ = [
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "as_configured",
-    "copy_settings",
-    "device_of",
-    "get_state_dict_type",
-    "groups_of",
-    "is_first_rank",
-    "register_hooks",
-    "set_state_dict_type",
-    "shard_of",
-    "state_dict_type",
-]
-
 
 class StateDictType(Enum):
     """The kinds of state dicts of a `FullyShardedDataParallel` module."""
@@ -186,7 +162,11 @@ _settings: WeakKeyDictionary[nn.Module, StateDictSettings] = WeakKeyDictionary()
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Return the settings of `module`; by default, full state dicts on every rank."""
+    """Return the kind of state dicts of `module`; by default, full state dicts on every rank.
+
+    Args:
+        module: A module that contains sharded modules.
+    """
     return _settings.get(module) or StateDictSettings()
 
 
@@ -196,10 +176,16 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set the kind of state dicts of `module` and of every module below, and return the previous settings of `module`.
+    """Set the kind of state dicts of `module` and every module below. Return the previous settings of `module`.
+
+    Args:
+        module: The module whose state dicts change, with all modules below.
+        state_dict_type: The kind: full or sharded.
+        state_dict_config: The options of model state dicts; None for the defaults of the kind.
+        optim_state_dict_config: The options of optimizer state dicts; None for the defaults of the kind.
 
     Raises:
-        ConfigError: the kind is not supported, or a config belongs to another kind.
+        ConfigError: The kind is not supported, or a config belongs to another kind.
     """
     check_type("module", module, nn.Module, "an nn.Module")
     check_type("state_dict_type", state_dict_type, StateDictType, "a fullshard.StateDictType")
@@ -235,7 +221,14 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Context manager that sets the kind of state dicts of `module` and of every module below."""
+    """Context manager that sets the kind of state dicts of `module` and of every module below.
+
+    Args:
+        module: The module whose state dicts change, with all modules below.
+        state_dict_type: The kind: full or sharded.
+        state_dict_config: The options of model state dicts; None for the defaults of the kind.
+        optim_state_dict_config: The options of optimizer state dicts; None for the defaults of the kind.
+    """
     before = {child: _settings.get(child) for child in module.modules()}
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:

@@ -24,8 +24,6 @@ from fullshard.policy.arguments import check_callable, check_type, is_number
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["stream_weights"]
-
 _STEP = 256  # bytes: where a tensor may start in a bucket, whatever its dtype
 
 

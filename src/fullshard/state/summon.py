@@ -22,8 +22,6 @@ from fullshard.errors import ConfigError, StateError
 from fullshard.policy.arguments import check_flags, check_type
 from fullshard.state.state_dict import is_first_rank
 
-__all__ = ["summon_full_params"]
-
 
 @dataclass(frozen=True)
 class _Wish:

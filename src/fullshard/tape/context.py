@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from fullshard._compat import forget_shardings
 
-__all__ = ["Kept", "drop_if_stale", "kept"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 

@@ -21,22 +21,6 @@ from typing import NamedTuple, TypeVar
 from fullshard.device.current import stamp_here
 from fullshard.device.streams import Stamp, Stream
 
-__all__ = [
-    "Event",
-    "Origin",
-    "Phase",
-    "Recorder",
-    "acting_for",
-    "active",
-    "active_recorder",
-    "allocating",
-    "note_origin",
-    "note_wait",
-    "noting",
-    "recording",
-    "recording_to",
-]
-
 
 class Phase(Enum):
     """The phases of a step, for uses of a unit."""

@@ -13,21 +13,6 @@ from typing import NamedTuple, TypeVar
 
 from fullshard.tape.recorder import Origin, Recorder
 
-__all__ = [
-    "HOST",
-    "Access",
-    "Allocation",
-    "Collective",
-    "DiskTransfer",
-    "Entry",
-    "Free",
-    "Operation",
-    "Recorded",
-    "Tape",
-    "Waited",
-]
-
-
 HOST = "host"
 """The stream of the host, which has memory separate from an accelerator's."""
 

@@ -36,8 +36,6 @@ from fullshard.device.current import count_devices, set_current_device, usual_de
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.policy.arguments import check_callable, check_type, is_number
 
-__all__ = ["RankFailure", "RankPool", "RanksFailed", "loopback_store", "run_ranks"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["assert_same", "differing", "gaps"]
-
 
 def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
     """Raise an error unless both are the same nesting of dicts, lists and tuples with bitwise identical tensors.

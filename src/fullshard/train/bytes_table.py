@@ -8,8 +8,6 @@ from rich.table import Table
 
 from fullshard.plan.ledger import Ledger
 
-__all__ = ["RunLedgers", "bytes_table", "in_bytes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunLedgers:

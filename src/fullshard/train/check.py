@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from fullshard.errors import ConfigError, near_matches
+from fullshard.policy.arguments import parse_size
 from fullshard.policy.precision import GATHER_ENCODINGS, REDUCE_ENCODINGS
-from fullshard.policy.sizes import parse_size
 from fullshard.policy.strategy import ShardingStrategy
 from fullshard.report.destinations import check_destination
 from fullshard.train.model import shape_of
@@ -37,11 +37,7 @@ STRATEGIES = tuple(strategy.value for strategy in ShardingStrategy)
 
 
 def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
-    """Check all settings for `world` ranks on `machines` machines, and return the text that the run reads.
-
-    Raises:
-        ConfigError: A setting is invalid.
-    """
+    """Check all settings for `world` ranks on `machines` machines, and return the text that the run reads."""
     _check_parallelism(settings.parallelism, world, machines)
     _check_optimization(settings.optimization, world)
     _check_memory(settings.memory, settings.parallelism)

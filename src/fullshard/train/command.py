@@ -28,11 +28,7 @@ PATIENCE_S = 600  # seconds that stopped ranks get to save
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train with the options `argv` and return the exit code: 75 if SIGTERM stopped the run, which can be resumed.
-
-    Raises:
-        ConfigError: The settings are invalid. No process group has started then.
-    """
+    """Train with the options `argv` and return the exit code: 75 if SIGTERM stopped the run, which can be resumed."""
     return train_on_this_rank(argv) if runs_under_torchrun() else _start_ranks(argv)
 
 

@@ -43,8 +43,6 @@ from fullshard.train.text import Text, TextSource, training_batch, write_text
 from fullshard.train.what_ifs import simulate_changes
 from fullshard.versions import versions
 
-__all__ = ["Trained", "TrainingLoop", "train"]
-
 T = TypeVar("T")
 
 
@@ -415,11 +413,7 @@ class TrainingLoop:
         self.pending = None
 
     def check_saved(self) -> None:
-        """Raise the error of the last save if none has succeeded.
-
-        Raises:
-            CheckpointError: no checkpoint could be saved since this run started. On every rank.
-        """
+        """Raise the error of the last save if none has succeeded."""
         if self.unsaved is not None and not self.has_saved:
             raise CheckpointError(
                 f"no checkpoint could be saved since this run started. The last attempt: {self.unsaved}. The trained "
@@ -515,11 +509,7 @@ class TrainingLoop:
         do_together(self.folder.check, self.rank.world)
 
     def write_weights(self) -> None:
-        """Write the trained weights.
-
-        Raises:
-            CheckpointError: They cannot be written. Raised on every rank.
-        """
+        """Write the trained weights."""
         try:
             write_safetensors(self.model.state_dict(), self.folder.weights)
         except CheckpointError as error:

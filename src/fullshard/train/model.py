@@ -19,8 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.errors import ConfigError
 from fullshard.train.settings import ModelSettings
 
-__all__ = ["GPT", "SIZES", "VOCABULARY", "Shape", "byte_losses", "initialize", "shape_of"]
-
 VOCABULARY = 256
 
 
@@ -51,11 +49,7 @@ SIZES = {
 
 
 def shape_of(settings: ModelSettings) -> Shape:
-    """Return the dimensions of the named size, overridden by those that are given explicitly.
-
-    Raises:
-        ConfigError: The size is unknown, or the dimensions are inconsistent.
-    """
+    """Return the dimensions of the named size, overridden by those that are given explicitly."""
     if settings.size not in SIZES:
         raise ConfigError(f"--size {settings.size}: unknown. Take one of {', '.join(SIZES)}.")
     given = {name: getattr(settings, name) for name in ("layers", "heads", "width", "mlp_ratio")}

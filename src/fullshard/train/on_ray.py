@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from fullshard.errors import ConfigError
-from fullshard.required import require
+from fullshard.versions import require
 
 require("ray", "2.51", extra="ray")
 
@@ -17,8 +17,6 @@ import ray  # noqa: E402
 from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
 from ray.train.torch import TorchTrainer  # noqa: E402
 from ray.train.v2.api.exceptions import TrainingFailedError  # noqa: E402
-
-__all__ = ["run_on_ray"]
 
 _RESTARTS = 3  # of all ranks after a loss
 

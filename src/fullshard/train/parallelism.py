@@ -40,11 +40,7 @@ def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> in
 
 
 def rows_of(settings: OptimizationSettings, world: int) -> int:
-    """Return the sequences of one microbatch over all ranks: as set, else the smallest default for `world` ranks.
-
-    Raises:
-        ConfigError: The ranks cannot share them evenly.
-    """
+    """Return the sequences of one microbatch over all ranks: as set, else the smallest default for `world` ranks."""
     if settings.batch is None:
         return -(-DEFAULT_ROWS // world) * world
     if settings.batch < 1 or settings.batch % world:
@@ -57,11 +53,7 @@ def rows_of(settings: OptimizationSettings, world: int) -> int:
 
 
 def sequences_of(settings: OptimizationSettings, world: int) -> int:
-    """Return the training sequences per step, over all ranks and microbatches.
-
-    Raises:
-        ConfigError: The last microbatch would have none of them, or there are too many.
-    """
+    """Return the training sequences per step, over all ranks and microbatches."""
     return _sequences_in(settings, rows_of(settings, world))
 
 

@@ -35,22 +35,6 @@ from fullshard.train.run_folder import lines_of
 from fullshard.train.settings import MemorySettings, TrainSettings
 from fullshard.train.sharding import mesh_of, offload_of, shard
 
-__all__ = [
-    "DiskUse",
-    "Machine",
-    "RunPrediction",
-    "by_state",
-    "comparison_of",
-    "described_here",
-    "disk_lines",
-    "disk_traffic",
-    "forecast_run",
-    "machine_of",
-    "predicted",
-    "start_forecast",
-]
-
-
 MEASURING_S = 3.0  # of a disk measurement, while other ranks wait
 
 
@@ -111,9 +95,6 @@ class DiskUse:
     """The bytes of a rank on disks and its disk traffic per step, by dry steps that call `loss` per microbatch.
 
     Dry steps include the choice of a budget, and the activations that forward offloads.
-
-    Args:
-        microbatches: The number of microbatches per step.
     """
 
     def __init__(self, microbatches: int) -> None:
@@ -159,13 +140,6 @@ def disk_traffic(model: nn.Module, settings: TrainSettings) -> Traffic:
 
 def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: float, traffic: Traffic) -> list[str]:
     """Return the cost of the disk for the ranks of this machine, each with as many bytes there as `rank`.
-
-    Args:
-        model: The sharded model.
-        settings: Settings that put part of it on a disk.
-        rank: This rank.
-        step_s: seconds of a step without the disk; 0 if that is not known.
-        traffic: The traffic of this rank.
 
     Raises:
         DiskError: The folder is not writable, or too small. The message has the options that fit.

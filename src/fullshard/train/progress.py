@@ -17,8 +17,6 @@ from fullshard.plan.forecast import Forecast, ForecastComparison, comparison_tab
 from fullshard.train.bytes_table import RunLedgers, bytes_table, in_bytes
 from fullshard.train.run_folder import METRICS, SAMPLES, WEIGHTS
 
-__all__ = ["BarDisplay", "Display", "Heading", "LineDisplay", "Result", "StepReport", "display_for", "restore_terminal"]
-
 LINE_EVERY_S = 5.0  # without a terminal, the minimum time between two lines of loss
 Progress = Callable[[int, int], None]  # called with the amount done and the total
 PATIENCE_S = 1.0  # work that finishes earlier is shown without progress
@@ -62,62 +60,6 @@ class Result:
 
 
 class Display:
-    """A display without output, for every rank except the first. Subclasses show the events."""
-
-    def start(self, heading: Heading) -> None:
-        """Called when the run starts."""
-
-    def remember_memory(self, ledgers: RunLedgers) -> None:
-        """Called when the memory of a rank is known, which later lines show."""
-
-    def show_forecast(self, forecast: Forecast) -> None:
-        """Called when the needs of a rank have been predicted."""
-
-    def show_disk(self, lines: Sequence[str]) -> None:
-        """Called when the cost of the disk for offloaded data is known."""
-
-    def show_comparison(self, comparison: ForecastComparison) -> None:
-        """Called when the needs of a rank have been measured."""
-
-    def advance(self, step: int) -> None:
-        """Called after each step, with the number of completed steps."""
-
-    def report(self, report: StepReport) -> None:
-        """Called when the loss and the speed of a step are known."""
-
-    def show_validation(self, step: int, bits_per_byte: float) -> None:
-        """Called after a validation."""
-
-    def show_sample(self, step: int, content: bytes) -> None:
-        """Called when the model has generated a sample."""
-
-    def show_resumed(self, step: int, path: Path) -> None:
-        """Called when the run resumes from a checkpoint."""
-
-    def show_problem(self, message: str) -> None:
-        """Called for an error that does not end the run."""
-
-    def show_stopped(self, step: int, path: Path) -> None:
-        """Called when the run was stopped and can resume from a checkpoint."""
-
-    @contextmanager
-    def watching(self, what: str) -> Iterator[Progress | None]:
-        """Show the progress of a long operation. The context manager returns a function of the amount done and the
-        total.
-        """
-        yield None
-
-    def close(self) -> None:
-        """Called after the last step, possibly twice."""
-
-    def show_result(self, result: Result) -> None:
-        """Called when the run has succeeded."""
-
-    def show_page(self, page: Path) -> None:
-        """Called when the report of time and memory has been written."""
-
-
-class LineDisplay(Display):
     """Plain lines, with at most one line of loss every few seconds."""
 
     def __init__(self, console: Console) -> None:
@@ -138,6 +80,7 @@ class LineDisplay(Display):
         )
 
     def remember_memory(self, ledgers: RunLedgers) -> None:
+        """Show the memory of a rank in later lines."""
         own, ddp = in_bytes(ledgers.measured.total), in_bytes(ledgers.ddp.total)
         self._memory = f"  {own} a rank (ddp {ddp})"
 
@@ -149,6 +92,9 @@ class LineDisplay(Display):
         self.console.print(comparison_table(comparison))
         for cause in comparison.causes:
             self.log(cause)
+
+    def advance(self, step: int) -> None:
+        """Show the number of completed steps, if there is a bar."""
 
     def report(self, report: StepReport) -> None:
         now = time.monotonic()
@@ -189,7 +135,8 @@ class LineDisplay(Display):
         self.log(f"Stopped after step {step}, saved in {path}. Resume with --resume auto.")
 
     @contextmanager
-    def watching(self, what: str) -> Iterator[Progress | None]:
+    def watching(self, what: str) -> Iterator[Progress]:
+        """Return a context manager for a long operation. It yields a function of the amount done and the total."""
         shown_at = time.monotonic() - LINE_EVERY_S + PATIENCE_S
 
         def advance(done: int, total: int) -> None:
@@ -204,6 +151,9 @@ class LineDisplay(Display):
         """Show the progress of a long operation."""
         self.log(line)
 
+    def close(self) -> None:
+        """Remove the bar, if there is one. This may be called twice."""
+
     def numbers_of(self, report: StepReport) -> str:
         """Return loss, speed, remaining time and memory in one line."""
         return (
@@ -216,7 +166,7 @@ class LineDisplay(Display):
         self.console.print(Styled(line), soft_wrap=True)
 
 
-class BarDisplay(LineDisplay):
+class BarDisplay(Display):
     """A bar at the foot of a terminal, numbers below it; validations and samples scroll above."""
 
     def __init__(self, console: Console) -> None:
@@ -259,8 +209,8 @@ class _BarWithNumbers(Bars):
 def display_for(console: Console, *, shows: bool) -> Display:
     """Return the display for the kind of output; one without output for ranks other than the first."""
     if not shows:
-        return Display()
-    return BarDisplay(console) if console.is_terminal else LineDisplay(console)
+        return Display(Console(quiet=True))
+    return BarDisplay(console) if console.is_terminal else Display(console)
 
 
 def restore_terminal(console: Console) -> None:

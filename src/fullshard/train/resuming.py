@@ -10,8 +10,6 @@ from fullshard.train.run_folder import lines_of
 from fullshard.train.schedule import peak_lr
 from fullshard.train.settings import OptimizationSettings, TrainSettings
 
-__all__ = ["AUTO", "going_on"]
-
 AUTO = "auto"
 # Settings that determine a run's numbers, in addition to those of the step size.
 _FIXED = (

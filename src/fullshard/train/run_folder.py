@@ -20,22 +20,6 @@ from fullshard.regular_files import UNPARSED, open_regular, writing
 from fullshard.train.ranks import Rank, do_together
 from fullshard.train.settings import TrainSettings
 
-__all__ = [
-    "ANOTHER_OUT",
-    "CHECKPOINTS",
-    "METRICS",
-    "SAMPLES",
-    "SETTINGS",
-    "STOPPED",
-    "WEIGHTS",
-    "RunFolder",
-    "check_out",
-    "check_shared",
-    "free_folder",
-    "has_stopped",
-    "lines_of",
-]
-
 METRICS, SETTINGS, SAMPLES, WEIGHTS = "metrics.jsonl", "settings.yaml", "samples.txt", "model.safetensors"
 CHECKPOINTS = "checkpoints"
 ANOTHER_OUT = "another --out"

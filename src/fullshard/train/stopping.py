@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from fullshard.liveness.rank_progress import here
 
-__all__ = ["PREEMPTED", "StopRequest", "heeding_sigterm"]
-
 PREEMPTED = os.EX_TEMPFAIL  # exit code 75: the run can be resumed
 
 

@@ -90,9 +90,6 @@ def find_text(text: Path | None) -> TextSource:
 
     Files of a folder are sorted. Hidden files, files with a NUL byte near the start, and the output of earlier runs are
     skipped. About one file in twenty is used for validation; for a single file, or a small folder, the last twentieth.
-
-    Raises:
-        ConfigError: The text is empty or missing.
     """
     if text is None:
         return _source_of_folder(Path(sysconfig.get_path("stdlib")), suffix=".py")
@@ -115,9 +112,6 @@ def write_text(source: TextSource, cache: Path) -> Text:
     """Return the source as one mapped file: the file itself, or a copy of the folder in `cache` with an index.
 
     A cache of the same source is reused.
-
-    Raises:
-        ConfigError: The cache cannot be written, or a file has changed meanwhile.
     """
     if not source.files:
         return Text(source.root, source.training_bytes, source.validation_bytes)

@@ -13,8 +13,6 @@ from fullshard.train.ranks import Rank
 from fullshard.train.run_folder import SETTINGS
 from fullshard.train.settings import TrainSettings
 
-__all__ = ["simulate_changes", "what_ifs_of"]
-
 _STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
@@ -22,9 +20,6 @@ def simulate_changes(settings: TrainSettings, rank: Rank, folder: str) -> tuple[
     """Return the gains of other settings for the run in `folder`; none without a description of this machine.
 
     It takes some seconds, in a separate process.
-
-    Raises:
-        ConfigError: The simulation is not possible.
     """
     machine = replace(machine_of(rank), host_bytes=None)  # the run itself has of the host's memory what it needs
     return Forecasting(what_ifs_of, settings, machine, folder).result() if described_here(machine) else ()

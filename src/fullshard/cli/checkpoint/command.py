@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from fullshard.checkpoint.exporting import export_stored
 from fullshard.checkpoint.folder import Entry, entries, unfinished
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, damage_in, step_of
 from fullshard.checkpoint.stored import Stored, holds_tensor_files, open_stored
 from fullshard.checkpoint.tensor_files import CHECKSUMS, Description, open_tensor_files
 from fullshard.cli.checkpoint.differences import TensorDifference, differences
-from fullshard.cli.checkpoint.display import SlowBar, in_bytes, print_json, print_line, print_table
+from fullshard.cli.checkpoint.display import SlowBar, print_json, print_line, print_table
 from fullshard.cli.checkpoint.settings import ExportSettings, ShowSettings
 from fullshard.command_line import Command
 from fullshard.errors import CheckpointError, ConfigError, near_matches, shown
 from fullshard.integrations.deepspeed.importing import import_deepspeed
-
-__all__ = ["run"]
 
 GOOD, BAD, NOT_DONE, INTERRUPTED = 0, 1, 2, 130
 _PROG = "fullshard checkpoint"
@@ -38,11 +38,7 @@ class _Action:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the subcommand in `argv` and return the exit code: 1 for damage or differences, 2 for failure.
-
-    Raises:
-        ConfigError: An argument or an option is invalid.
-    """
+    """Run the subcommand in `argv` and return the exit code: 1 for damage or differences, 2 for failure."""
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(_usage() + "\n")
         return GOOD
@@ -85,7 +81,7 @@ def _list(folder: Path, settings: ShowSettings) -> int:
             row["name"],
             str(row["step"]),
             *(str(row[name] or "?") for name in ("world", "strategy", "saved_at")),
-            "?" if row["bytes"] is None else in_bytes(row["bytes"]),
+            "?" if row["bytes"] is None else decimal(row["bytes"]),
             "complete" if row["intact"] else "damaged",
         ]
         for row in rows
@@ -149,13 +145,13 @@ def _inspect(path: Path, settings: ShowSettings) -> int:
             row["name"],
             str(tuple(row["shape"])),
             row["dtype"],
-            f"= {row['tied_to']}" if row["tied_to"] else in_bytes(row["bytes"]),
+            f"= {row['tied_to']}" if row["tied_to"] else decimal(row["bytes"]),
         ]
         for row in rows
     ]
     print_table(
         ("name", "shape", "dtype", "bytes"),
-        [*shown, [f"{len(rows)} tensors", "", "", in_bytes(total)]],
+        [*shown, [f"{len(rows)} tensors", "", "", decimal(total)]],
         right=("bytes",),
     )
     return GOOD
@@ -205,7 +201,7 @@ def _verify(path: Path, settings: ShowSettings) -> int:
         print_json(rows)
     else:
         for row in rows:
-            stated = "damaged" if row["damage"] else f"intact ({row['files']} files, {in_bytes(row['bytes'])})"
+            stated = "damaged" if row["damage"] else f"intact ({row['files']} files, {decimal(row['bytes'])})"
             print_line(f"{row['path']}: {stated}")
             for line in row["damage"]:
                 print_line(f"  {line}")
@@ -213,11 +209,7 @@ def _verify(path: Path, settings: ShowSettings) -> int:
 
 
 def _accounts(path: Path) -> list[tuple[Path, Mapping[str, StoredFile], list[str]]]:
-    """Return folders, each with its expected files and the damage found so far.
-
-    Raises:
-        CheckpointError: The folder has no checkpoint, or the checkpoint has no checksums.
-    """
+    """Return folders, each with its expected files and the damage found so far."""
     if holds_tensor_files(path):
         try:
             files = open_tensor_files(path)
@@ -257,7 +249,7 @@ def _export(checkpoint: Path, out: Path, settings: ExportSettings) -> int:
     if settings.output.json:
         print_json({"from": str(stored.path), "to": str(out), "files": files})
     else:
-        print_line(f"{stored.path} -> {out}: {len(files)} files, {in_bytes(sum(files.values()))}")
+        print_line(f"{stored.path} -> {out}: {len(files)} files, {decimal(sum(files.values()))}")
     return GOOD
 
 

@@ -13,8 +13,6 @@ from fullshard.checkpoint.manifest import Progress
 from fullshard.checkpoint.stored import Stored
 from fullshard.checkpoint.tensor_files import Description
 
-__all__ = ["TensorDifference", "differences"]
-
 _PIECE = 1 << 20  # elements to compare at a time, in double precision
 
 

@@ -9,7 +9,6 @@ from time import monotonic
 from typing import Any, Self
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -17,15 +16,8 @@ from rich.text import Text
 from fullshard.checkpoint.manifest import Progress as Report
 from fullshard.errors import shown
 
-__all__ = ["SlowBar", "in_bytes", "print_json", "print_line", "print_table"]
-
 _WIDTH = 200  # columns, for output without a terminal
 _BAR_AFTER_S = 1.0
-
-
-def in_bytes(nbytes: int) -> str:
-    """Format a number of bytes, such as "1.5 MB"."""
-    return decimal(nbytes)
 
 
 def print_json(value: Any) -> None:

@@ -9,8 +9,6 @@ import torch
 from fullshard.command_line import MaybeStr
 from fullshard.errors import ConfigError
 
-__all__ = ["ExportSettings", "OutputSettings", "ShowSettings"]
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -47,11 +45,7 @@ class ExportSettings:
     output: OutputSettings = field(default_factory=OutputSettings)
 
     def dtype(self) -> torch.dtype | None:
-        """The dtype to cast to.
-
-        Raises:
-            ConfigError: The name is not one of those above.
-        """
+        """The dtype to cast to."""
         name = self.files.dtype
         if name is not None and name not in _DTYPES:
             raise ConfigError(f"--dtype {name}: unknown. Take one of {', '.join(_DTYPES)}.")

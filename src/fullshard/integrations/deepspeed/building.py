@@ -15,9 +15,7 @@ from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
 from fullshard.integrations.deepspeed.configuration import ConfigPart
 from fullshard.integrations.deepspeed.schedules import SCHEDULES
-from fullshard.optim.rebinding import point_to_shards
-
-__all__ = ["ModelParameters", "make_loader", "make_optimizer", "make_scheduler"]
+from fullshard.optim.before_step import point_to_shards
 
 ModelParameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[Any], Optimizer]

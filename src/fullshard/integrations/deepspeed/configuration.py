@@ -19,8 +19,6 @@ from fullshard.policy.offload import Offload, OffloadPolicy
 from fullshard.policy.precision import MixedPrecisionPolicy
 from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 
-__all__ = ["BatchSizes", "ConfigPart", "Configuration", "explain_config", "read"]
-
 STRATEGIES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
@@ -251,11 +249,7 @@ def _together(size: Any, stage: int) -> int | None:
 
 
 def _offload(found: Mapping[str, Any]) -> OffloadPolicy:
-    """Return the offload policy of the shards and the optimizer state.
-
-    Raises:
-        ConfigError: The combination is not supported.
-    """
+    """Return the offload policy of the shards and the optimizer state."""
     zero = "zero_optimization."
     devices, pins = {}, found.get(zero + "cpu_offload_use_pin_memory", True)
     for which, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):

@@ -31,8 +31,6 @@ from fullshard.integrations.deepspeed.importing import LATEST, read_tag
 from fullshard.optim.clipping import clip_grad_norm_, total_norm
 from fullshard.policy.precision import is_castable
 
-__all__ = ["Engine"]
-
 logger = logging.getLogger(__name__)
 
 

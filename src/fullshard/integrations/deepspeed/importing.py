@@ -30,8 +30,6 @@ from fullshard.checkpoint.saving import save_contents
 from fullshard.errors import CheckpointError, shown
 from fullshard.regular_files import is_plain_name, read_text, reopened
 
-__all__ = ["LATEST", "import_deepspeed", "read_tag"]
-
 LATEST = "latest"
 """The file that names the newest tag."""
 
@@ -344,7 +342,7 @@ def _optimizer(read: _Read, layout: _PartitionLayout) -> dict[str, Any]:
     present = states[0]["state"]
     for name in dict.fromkeys(name for values in present.values() for name in values):
         values = [[state["state"][number][name] for number in range(len(layout.shapes))] for state in states]
-        if _is_flat(values[0][0]):
+        if isinstance(values[0][0], Tensor) and values[0][0].ndim > 0:
             for fqn, whole in _moments(read, layout, values).items():
                 named[fqn][name] = whole
         else:
@@ -366,10 +364,6 @@ def _moments(read: _Read, layout: _PartitionLayout, values: Sequence[Sequence[Te
                     "imported."
                 )
     return layout.whole(values)
-
-
-def _is_flat(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _counter(step: Any) -> Tensor:

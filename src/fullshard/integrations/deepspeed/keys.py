@@ -9,8 +9,6 @@ from typing import Any
 
 from fullshard.errors import ConfigError, near_matches
 
-__all__ = ["KEYS", "Fate", "Key", "check", "leaves", "settings_of", "table"]
-
 
 class Fate(Enum):
     """The fate of a key."""
@@ -22,14 +20,7 @@ class Fate(Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """One key, named by its path.
-
-    Args:
-        path: the sections and the key, with dots. One that ends in `.*` matches everything in a section.
-        fate: honoured, needless or refused.
-        said: what it becomes; why it is needless; or what to use instead.
-        idle: of a refused one, the values that ask for nothing, and so are accepted.
-    """
+    """One key, named by its path."""
 
     path: str
     fate: Fate
@@ -369,11 +360,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(path: str, value: Any) -> Key:
-    """Return the key at `path`.
-
-    Raises:
-        ConfigError: it is unknown, or refused and its value asks for something.
-    """
+    """Return the key at `path`."""
     key = _find(path)
     if key is None:
         raise ConfigError(

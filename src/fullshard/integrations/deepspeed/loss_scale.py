@@ -7,8 +7,6 @@ from typing import Any
 
 from fullshard.errors import StateError
 
-__all__ = ["LossScale"]
-
 
 @dataclass
 class LossScale:

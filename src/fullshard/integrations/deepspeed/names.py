@@ -13,8 +13,6 @@ import torch.distributed as dist
 from fullshard.errors import ConfigError
 from fullshard.integrations.deepspeed.configuration import read
 
-__all__ = ["DeepSpeedConfig", "OnDevice"]
-
 
 class DeepSpeedConfig:
     """The meaning of a DeepSpeed configuration, with the attributes of DeepSpeed's class.

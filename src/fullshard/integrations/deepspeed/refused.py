@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from fullshard.errors import ConfigError
 
-__all__ = ["MissingNameError", "missing"]
-
 
 class MissingNameError(ConfigError, AttributeError):
     """A name of DeepSpeed's that has no counterpart here. An `AttributeError` too, so that `hasattr` says no."""

@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from fullshard.errors import ConfigError
 
-__all__ = ["SCHEDULES", "LRRangeTest", "OneCycle", "Schedule", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
-
 Rate = float | Sequence[float]
 
 

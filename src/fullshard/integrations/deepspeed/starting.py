@@ -23,8 +23,6 @@ from fullshard.integrations.placing import shard_model
 from fullshard.policy.precision import is_castable
 from fullshard.wrap import AutoWrapPolicy
 
-__all__ = ["add_config_arguments", "init_distributed", "initialize"]
-
 Config = str | PathLike[str] | Mapping[str, Any]
 
 

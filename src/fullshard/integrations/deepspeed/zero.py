@@ -115,11 +115,7 @@ def _write(item: Managed, whole: Tensor, source: int) -> None:
 
 
 def _coordinates(item: Managed, source: int) -> list[int]:
-    """Return the place of rank `source` on each axis of the mesh that `it` is sharded over.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Return the place of rank `source` on each axis of the mesh that `it` is sharded over."""
     found = (item.param.dtensor.device_mesh.mesh == source).nonzero().tolist()
     if not found:
         raise ConfigError(

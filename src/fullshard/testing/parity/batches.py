@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 from fullshard.errors import ConfigError
 from fullshard.policy.arguments import mismatch
 
-__all__ = ["BatchArgument", "argument_of", "check_has_rows", "shapes_of"]
-
 _TRIED = (1, 2, 3)
 
 
@@ -56,11 +54,7 @@ def shapes_of(batch: Any) -> list[tuple[int, ...]]:
 
 
 def check_has_rows(batch: Any, call: str) -> None:
-    """Raise an error if a tensor in `batch` has no rows.
-
-    Raises:
-        ConfigError: A tensor has no rows.
-    """
+    """Raise `ConfigError` if a tensor in `batch` has no rows."""
     empty = next((shape for shape in shapes_of(batch) if shape and not shape[0]), None)
     if empty is not None:
         raise ConfigError(

@@ -12,8 +12,6 @@ from fullshard.errors import ConfigError
 from fullshard.policy.strategy import ShardingStrategy, resolve_placements
 from fullshard.testing.parity.parallel import NO_AXES, ParallelAxes
 
-__all__ = ["NOT_SHARDED", "Case", "cases_of"]
-
 NOT_SHARDED = "none"  # in place of a strategy
 
 
@@ -82,11 +80,7 @@ class Case:
 def cases_of(
     ranks: Sequence[int], strategies: Sequence[str] | None, replicas: int, axes: ParallelAxes = NO_AXES
 ) -> list[Case]:
-    """Return the strategies for each number of ranks, grouped by mesh shape; all possible ones if None.
-
-    Raises:
-        ConfigError: A named strategy is unknown or not possible, or the comparison is empty.
-    """
+    """Return the strategies for each number of ranks, grouped by mesh shape; all possible ones if None."""
     if not ranks or min(ranks) < 1:
         raise ConfigError(f"ranks={_listed(ranks)}: at least one rank is needed.")
     if replicas < 1:

@@ -25,8 +25,6 @@ from fullshard.testing.parity.unsharded import train_unsharded
 from fullshard.testing.ranks import RanksFailed, run_ranks
 from fullshard.wrap import AutoWrapPolicy
 
-__all__ = ["check_parity", "rows_of"]
-
 
 def check_parity(
     make_model: Callable[[], nn.Module],

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fullshard.command_line import Command, check_writable, dumps_with_options
 from fullshard.regular_files import writing
+from fullshard.testing.parity.cases import Case
 from fullshard.testing.parity.check import rows_of
-from fullshard.testing.parity.progress import shown
-from fullshard.testing.parity.report import WIDTH, ParityReport
+from fullshard.testing.parity.report import WIDTH, ParityReport, ParityRow
 from fullshard.testing.parity.settings import ParitySettings
 from fullshard.testing.ranks import RanksFailed
-
-__all__ = ["run"]
 
 EQUAL, DIFFERENT, NOT_COMPARED, INTERRUPTED = 0, 1, 2, 130
 
@@ -28,11 +27,7 @@ COMMAND = Command(ParitySettings, "fullshard parity", _DESCRIPTION)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Compare with the options `argv` and return the exit code.
-
-    Raises:
-        ConfigError: An option is invalid.
-    """
+    """Compare with the options `argv` and return the exit code."""
     settings = COMMAND.parse(argv)
     recipe, cases, tolerance = settings.recipe(), settings.cases(), settings.tolerance()
     if settings.verdict.json is not None:
@@ -54,3 +49,23 @@ def run(argv: Sequence[str]) -> int:
         with writing(settings.verdict.json, option="--json"):
             settings.verdict.json.write_text(dumps_with_options(settings, report.as_dict()))
     return EQUAL if report.is_equal else DIFFERENT
+
+
+def shown(rows: Iterable[ParityRow], cases: Sequence[Case], console: Console) -> Iterator[ParityRow]:
+    """Yield `rows` as they arrive, one for each of `cases`, in order."""
+    return _with_bar(rows, cases, console) if console.is_terminal else _with_lines(rows, console)
+
+
+def _with_bar(rows: Iterable[ParityRow], cases: Sequence[Case], console: Console) -> Iterator[ParityRow]:
+    columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True, expand=True) as progress:
+        task = progress.add_task(str(cases[0]), total=len(cases))
+        for done, row in enumerate(rows, start=1):
+            progress.update(task, completed=done, description=str(cases[min(done, len(cases) - 1)]))
+            yield row
+
+
+def _with_lines(rows: Iterable[ParityRow], console: Console) -> Iterator[ParityRow]:
+    for row in rows:
+        console.print(str(row), markup=False, highlight=False, soft_wrap=True)
+        yield row

@@ -20,8 +20,6 @@ from fullshard.engine.nested import map_tensors
 from fullshard.errors import ConfigError
 from fullshard.testing.parity.parallel import CutContext
 
-__all__ = ["attention_over", "cut_batch"]
-
 _mesh: list[DeviceMesh] = []  # of this process, while it trains with a part of each sequence
 _calls: list[int] = [0]
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from fullshard.errors import ConfigError
 from fullshard.testing.same import differing, gaps
 
-__all__ = ["NO_DIFFERENCE", "Compared", "Difference", "Kind", "ParityFinding", "Tolerance"]
-
 _STRANGERS = inf  # the difference of two tensors if one is missing, or has another shape or dtype
 
 

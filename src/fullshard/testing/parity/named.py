@@ -11,15 +11,9 @@ from typing import Any
 
 from fullshard.errors import ConfigError, near_matches
 
-__all__ = ["function_named"]
-
 
 def function_named(spec: str, option: str) -> Callable[..., Any]:
-    """Return the function, or other callable, named by `spec`. Modules are also searched in the current folder.
-
-    Raises:
-        ConfigError: The module or function does not exist, or the import fails.
-    """
+    """Return the function, or other callable, named by `spec`. Modules are also searched in the current folder."""
     where, _, name = spec.rpartition(":")
     if not where or not name:
         raise ConfigError(f"{option} {spec}: expected a function as package.module:function or file.py:function.")

@@ -11,17 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import ConfigError
 
-__all__ = [
-    "NO_AXES",
-    "SCHEDULES",
-    "V_SHAPED",
-    "CutContext",
-    "ParallelAxes",
-    "Parallelism",
-    "PlaceExperts",
-    "TensorParallelPlan",
-]
-
 TensorParallelPlan = Callable[[nn.Module], Mapping[str, Any]]
 PlaceExperts = Callable[[nn.Module, DeviceMesh], Any]
 CutContext = Callable[[Any], Sequence[tuple[Tensor, int]]]

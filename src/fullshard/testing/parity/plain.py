@@ -23,8 +23,6 @@ from fullshard.testing.parity.recipe import Recipe, trained
 from fullshard.testing.parity.stages import find_cut
 from fullshard.testing.parity.trace import Step, Trace
 
-__all__ = ["train_plain"]
-
 
 def train_plain(recipe: Recipe, ranks: int, shards: int, trace: Trace) -> None:
     """Train as `ranks` ranks, with `shards` ranks on the shard axis, and write the numbers to `trace`."""
@@ -35,13 +33,7 @@ def train_plain(recipe: Recipe, ranks: int, shards: int, trace: Trace) -> None:
 
 
 class Plain:
-    """The model that the optimizer steps, and the copies that compute, one for each rank.
-
-    Args:
-        recipe: The training to run.
-        ranks: the number of ranks.
-        shards: the number of ranks on the shard axis.
-    """
+    """The model that the optimizer steps, and the copies that compute, one for each rank."""
 
     def __init__(self, recipe: Recipe, ranks: int, shards: int) -> None:
         self._recipe = recipe
@@ -77,11 +69,7 @@ class Plain:
         return Step(self.parameters, gradients, norm, losses)
 
     def _check_finite(self, step: int, gradients: Mapping[str, Tensor | None], losses: Mapping[int, Tensor]) -> None:
-        """Raise an error if the step gave numbers that are not finite, which cannot be compared.
-
-        Raises:
-            ConfigError: A number is not finite.
-        """
+        """Raise `ConfigError` if the step gave numbers that are not finite, which cannot be compared."""
         found: dict[str, Tensor] = {f"the loss of microbatch {number}": loss for number, loss in losses.items()}
         found |= {f"the gradient of {name}": grad for name, grad in gradients.items() if grad is not None}
         found |= {name: param.detach() for name, param in self._model.named_parameters() if param.requires_grad}

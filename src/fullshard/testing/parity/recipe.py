@@ -20,8 +20,6 @@ from fullshard.testing.parity.context import cut_batch
 from fullshard.testing.parity.parallel import Parallelism
 from fullshard.wrap import AutoWrapPolicy, WrapPolicy, size_based_auto_wrap_policy, wrapped_modules
 
-__all__ = ["ClassNames", "Loss", "MakeOptimizer", "Recipe", "trained"]
-
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -31,11 +29,7 @@ _UNITS = 10  # by default a unit has at least this fraction of the parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A model, its data and its training. The arguments are those of `check_parity`.
-
-    Raises:
-        ConfigError: An argument is invalid.
-    """
+    """A model, its data and its training. The arguments are those of `check_parity`."""
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[..., Any]
@@ -90,11 +84,7 @@ class Recipe:
         return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.reduce_dtype or lowered)
 
     def model(self) -> nn.Module:
-        """Return a new model, with the same values if the user's function uses the usual random generators.
-
-        Raises:
-            ConfigError: The user's function does not return a model.
-        """
+        """Return a new model, with the same values if the user's function uses the usual random generators."""
         _seed(self.seed)
         model = self.make_model()
         if not isinstance(model, nn.Module):
@@ -117,11 +107,7 @@ class Recipe:
         return partial(size_based_auto_wrap_policy, min_num_params=max(1, numel // _UNITS))
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer of `model`'s trained parameters.
-
-        Raises:
-            ConfigError: the user's function returns something else.
-        """
+        """Return the optimizer of `model`'s trained parameters."""
         if isinstance(self.optimizer, str):
             lr = _LEARNING_RATES[self.optimizer] if self.lr is None else self.lr
             if self.optimizer == "adamw":
@@ -144,9 +130,6 @@ class Recipe:
         """Return the loss of a microbatch.
 
         Random numbers depend only on the microbatch, not on the process or its previous computations.
-
-        Raises:
-            ConfigError: The loss is not one number with a gradient.
         """
         batch = cut_batch(self._batch(number), self.parallelism.context)
         loss = _own_loss(model, batch) if self.loss is None else self.loss(model, batch)
@@ -167,11 +150,7 @@ class Recipe:
         return batch
 
     def backward(self, model: nn.Module, number: int) -> Tensor:
-        """Add a microbatch's share of the step's gradients to those of `model` and return its loss.
-
-        Raises:
-            ConfigError: see `loss_of`.
-        """
+        """Add a microbatch's share of the step's gradients to those of `model` and return its loss."""
         loss = self.loss_of(model, number)
         (loss / self.count).backward()
         return loss.detach()
@@ -207,11 +186,7 @@ class ClassNames(WrapPolicy):
         return {} if not _names(module).isdisjoint(self.names) else None
 
     def check(self, model: nn.Module) -> None:
-        """Raise an error for names that match no module of `model`.
-
-        Raises:
-            ConfigError: A name has no match.
-        """
+        """Raise `ConfigError` for names that match no module of `model`."""
         below = list(model.modules())[1:]
         missing = [name for name in self.names if not any(name in _names(module) for module in below)]
         if missing:

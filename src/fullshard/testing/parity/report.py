@@ -15,8 +15,6 @@ from fullshard.testing.parity.parallel import NO_AXES, ParallelAxes
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["WIDTH", "ParityReport", "ParityRow"]
-
 WIDTH = 120  # of the table, without a terminal
 
 

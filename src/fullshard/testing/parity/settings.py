@@ -16,9 +16,6 @@ from fullshard.testing.parity.parallel import Parallelism
 from fullshard.testing.parity.recipe import ClassNames, Recipe
 from fullshard.wrap import AutoWrapPolicy, size_based_auto_wrap_policy
 
-__all__ = ["ParitySettings"]
-
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -115,11 +112,7 @@ class ParitySettings:
     verdict: VerdictSettings = field(default_factory=VerdictSettings)
 
     def recipe(self) -> Recipe:
-        """Return the recipe, with the user's functions imported.
-
-        Raises:
-            ConfigError: An option is invalid.
-        """
+        """Return the recipe, with the user's functions imported."""
         subject, training = self.subject, self.training
         given = training.optimizer
         return Recipe(
@@ -141,11 +134,7 @@ class ParitySettings:
         )
 
     def parallelism(self) -> Parallelism:
-        """Return the parallelisms other than sharding.
-
-        Raises:
-            ConfigError: The mesh is invalid, or a function for an axis is missing.
-        """
+        """Return the parallelisms other than sharding."""
         given = self.ranks
         sizes = {} if given.mesh is None else sizes_of_mesh(given.mesh)
         return Parallelism(
@@ -158,11 +147,7 @@ class ParitySettings:
         )
 
     def cases(self) -> list[Case]:
-        """Return the strategies and numbers of ranks to compare.
-
-        Raises:
-            ConfigError: A list is invalid, or a strategy is not possible.
-        """
+        """Return the strategies and numbers of ranks to compare."""
         strategies = None if self.ranks.strategies == "all" else _words(self.ranks.strategies)
         if self.ranks.mesh is not None:
             sizes = sizes_of_mesh(self.ranks.mesh)
@@ -182,11 +167,7 @@ _AXES = ("pp", "dp", "cp", "ep", "tp")
 
 
 def sizes_of_mesh(text: str) -> dict[str, int]:
-    """Return the sizes of the axes in `--mesh`.
-
-    Raises:
-        ConfigError: The mesh is invalid.
-    """
+    """Return the sizes of the axes in `--mesh`."""
     sizes: dict[str, int] = {}
     for word in _words(text):
         name = word.rstrip("0123456789")

@@ -23,8 +23,6 @@ from fullshard.testing.parity.trace import Step, Trace
 from fullshard.testing.parity.unsharded import Divided, is_expert
 from fullshard.wrap import wrapped_modules
 
-__all__ = ["train_sharded"]
-
 
 def train_sharded(recipe: Recipe, case: Case, trace: Trace, tolerance: Tolerance) -> Compared:
     """Train on this rank under `case`, and compare with `trace`. Every rank compares its own shards."""

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from fullshard.errors import ConfigError
 from fullshard.testing.parity.recipe import Recipe
 
-__all__ = ["Cut", "Stage", "clip", "find_cut", "norm_of_all"]
-
 Units = Mapping[nn.Module, Mapping[str, Any]]  # with separate options
 
 
@@ -57,11 +55,7 @@ def clip(grads: Sequence[Tensor], norm: Tensor, largest: float) -> None:
 
 
 def find_cut(recipe: Recipe, model: nn.Module) -> Cut:
-    """Return the division of `model` into pipeline stages, if any. `model` must not be used afterwards.
-
-    Raises:
-        ConfigError: The model cannot be divided.
-    """
+    """Return the division of `model` into pipeline stages, if any. `model` must not be used afterwards."""
     names = [name for name, _ in model.named_parameters()]
     if recipe.parallelism.pp == 1:
         return Cut([0], dict.fromkeys(names, 0), [None], returns_tuples=False)

@@ -13,8 +13,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from fullshard.errors import ConfigError
 from fullshard.testing.parity.parallel import TensorParallelPlan
 
-__all__ = ["cut"]
-
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -24,11 +22,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def cut(model: nn.Module, plan_of: TensorParallelPlan | None, mesh: DeviceMesh) -> None:
-    """Divide matrices of `model` over the one axis of `mesh`, by `plan_of(model)` or by its own plan.
-
-    Raises:
-        ConfigError: The model has no plan, or the plan has an unknown entry.
-    """
+    """Divide matrices of `model` over the one axis of `mesh`, by `plan_of(model)` or by its own plan."""
     plan = _own_plan(model) if plan_of is None else plan_of(model)
     if not isinstance(plan, Mapping) or not plan:
         raise ConfigError(

@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["Step", "Trace"]
-
 
 @dataclass(frozen=True)
 class Step:

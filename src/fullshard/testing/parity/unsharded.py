@@ -30,18 +30,11 @@ from fullshard.testing.parity.stages import clip, find_cut
 from fullshard.testing.parity.tensor import cut as cut_matrices
 from fullshard.testing.parity.trace import Step, Trace
 
-__all__ = ["Divided", "train_unsharded"]
-
 _ROUNDING = Tolerance(of_largest=1e-5)  # float32 sums in a different order
 
 
 class Divided:
-    """The meshes of a case, and the user's model on them.
-
-    Args:
-        recipe: The model, and its division.
-        case: The sizes.
-    """
+    """The meshes of a case, and the user's model on them."""
 
     def __init__(self, recipe: Recipe, case: Case) -> None:
         self._recipe, self.case = recipe, case
@@ -53,11 +46,7 @@ class Divided:
         self.context_rank = dist.get_rank() % axes.cp
 
     def model(self) -> nn.Module:
-        """Return a new model with divided experts and matrices.
-
-        Raises:
-            ConfigError: The model cannot be divided.
-        """
+        """Return a new model with divided experts and matrices."""
         recipe, model = self._recipe.parallelism, self._recipe.model()
         if self.sparse is not None and recipe.experts is not None:
             recipe.experts(model, self.sparse["ep"])
@@ -109,13 +98,7 @@ def train_unsharded(recipe: Recipe, case: Case, trace: Trace, plain: Trace) -> C
 
 
 class _Means:
-    """Gradients averaged over all data, in the engine's order.
-
-    Args:
-        recipe: The training.
-        divided: The division of the model.
-        model: The model.
-    """
+    """Gradients averaged over all data, in the engine's order."""
 
     def __init__(self, recipe: Recipe, divided: Divided, model: nn.Module) -> None:
         self.model, self._recipe, self._divided = model, recipe, divided

@@ -1,0 +1,132 @@
+"""What an optimizer needs before it steps: the sharded parameters instead of those from before sharding, a check of
+parameters that no unit has, and the same order of parameters on all ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard.engine.comparison import check_same_names
+from fullshard.engine.late_params import number_of_registrations, refuse_changed_modules
+from fullshard.engine.managed import in_model_order, is_ignored, managed_by
+from fullshard.engine.root_state import state_of_last_backward
+from fullshard.engine.runtime import runtime_or_none
+from fullshard.errors import StateError
+
+
+def point_to_shards(optimizer: Optimizer) -> None:
+    """Replace parameters of `optimizer` that were sharded since it was made by the sharded ones.
+
+    This is called automatically before each `step()`.
+
+    Raises:
+        StateError: the optimizer has state for a parameter from before it was sharded, or state that was loaded while
+            it was unsharded.
+    """
+    for group in optimizer.param_groups:
+        pointed = [_sharded(param, optimizer) for param in group["params"]]
+        if any(new is not old for new, old in zip(pointed, group["params"], strict=True)):
+            group["params"] = list(dict.fromkeys(pointed))  # tied weights are one
+
+
+def _sharded(param: Any, optimizer: Optimizer) -> Any:
+    managed = managed_by(param) if isinstance(param, nn.Parameter) else None
+    if managed is None:
+        return param
+    unit, sharded = managed.unit, managed.param
+    if param is not sharded.sharded and optimizer.state.get(param):
+        what = f"{type(optimizer).__name__} has state for {sharded.fqn} of {unit.name or 'the root'}"
+        names = ", ".join(optimizer.state[param])
+        if param is sharded.unsharded:  # loading has cast the states to the compute dtype
+            raise StateError(
+                f"{what} that was loaded while the parameters were unsharded: {names}. Create the optimizer and load "
+                "its state while parameters are sharded: call reshard() after unshard(), and abandon_step() after an "
+                "exception in a step."
+            )
+        raise StateError(
+            f"{what} from before sharding: {names}. Create the optimizer after sharding, and load the old state by "
+            "FQN with FullyShardedDataParallel.optim_state_dict_to_load."
+        )
+    return sharded.sharded
+
+
+_noted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""The number of parameters of each optimizer at the last check."""
+_found_unchanged: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""The number of registrations at the last check of the units of each optimizer."""
+
+
+def check_modules(optimizer: Optimizer) -> None:
+    """Raise if modules that `optimizer` steps got other or further parameters after sharding.
+
+    The check runs only after something was registered in a module.
+
+    Raises:
+        StateError: a parameter was replaced by one that no unit has, or a trained one was added.
+    """
+    if _found_unchanged.get(optimizer) != number_of_registrations():
+        found = (managed_by(param) for group in optimizer.param_groups for param in group["params"])
+        refuse_changed_modules(list(dict.fromkeys(managed.unit for managed in found if managed is not None)))
+        _found_unchanged[optimizer] = number_of_registrations()
+
+
+def note_outside(optimizer: Optimizer) -> None:
+    """Make ranks compare the parameters of `optimizer` that no unit has, whose gradients might not be averaged.
+
+    They are compared if the optimizer trains units too, or if their gradients may come from a backward through units.
+    """
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _noted.get(optimizer) == count:
+        return
+    _noted[optimizer] = count
+    params: list[nn.Parameter] = [param for group in optimizer.param_groups for param in group["params"]]
+    managed = next(filter(None, map(managed_by, params)), None)
+    outside = [param for param in params if param.requires_grad and not _is_looked_after(param)]
+    if managed is None:
+        state = state_of_last_backward()
+        outside = [param for param in outside if param.grad is not None]
+    else:
+        runtime = runtime_or_none(managed.unit)
+        state = None if runtime is None else runtime.state
+    if state is not None and outside:
+        state.microbatches.late_params.check(again=True)
+        state.microbatches.compare_outside(outside)
+
+
+def _is_looked_after(param: nn.Parameter) -> bool:
+    return isinstance(param, DTensor) or managed_by(param) is not None or is_ignored(param)
+
+
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def check_same_order(optimizer: Optimizer) -> None:
+    """Compare the order of the sharded parameters of `optimizer` between ranks, once. A collective.
+
+    Raises:
+        RankMismatchError: ranks have them in different orders, so that collectives would mix parameters.
+    """
+    if optimizer in _checked:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
+    params = [param for param in params if managed_by(param) is not None]
+    if len(params) < 2:
+        return
+    found = [managed_by(param) for param in params]
+    first = managed_by(in_model_order(params)[0])
+    if first is None or runtime_or_none(first.unit) is None:
+        return  # it has not run yet, so gradients do not exist
+    _checked.add(optimizer)
+    names = [f"{item.unit.name}.{item.param.fqn}".removeprefix(".") for item in found if item is not None]
+    check_same_names(
+        names,
+        first.unit,
+        type(optimizer).__name__,
+        reason="It steps DTensors one parameter at a time in this order, and DTensor operations can run collectives.",
+        instead="If it treats each element separately, call fullshard.optim.step_shards(optimizer).",
+    )
