@@ -602,7 +602,7 @@ def test_what_is_logged_in_the_steps_of_a_line_is_its_mean(monkeypatch, tmp_path
                 optimizer.step()
                 optimizer.zero_grad()
                 report.log(loss=number, **({"score": number} if number % 7 == 0 else {}))
-        assert not report._reported and not report._told
+        assert not report._reported and not report._logged
         return read_run(tmp_path)
 
     run = run_alone(one)

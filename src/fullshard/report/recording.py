@@ -134,7 +134,7 @@ class RunReport:
         self._lines, self._group_size = 0, 1
         self._output_nbytes = 0
         self._reported: dict[int, dict[str, float | Tensor]] = {}  # by step: not read yet
-        self._told: dict[str, list[float]] = {}  # what the loop has logged for the steps of the next line
+        self._logged: dict[str, list[float]] = {}  # what the loop has logged for the steps of the next line
         self._is_open = True
         self._guard = MemoryGuard(model, self._optimizers, self._device)
         self._file = RankFile(path_of(path, self._rank), goes_on=first_step > 1)
@@ -381,7 +381,7 @@ class RunReport:
             self._file.add("told", n=step, v=finite(numbers))
         else:
             for name, value in numbers.items():
-                self._told.setdefault(name, []).append(value)
+                self._logged.setdefault(name, []).append(value)
         if self._destination is not None:
             self._destination.write(step, numbers)
 
@@ -400,10 +400,10 @@ class RunReport:
             h=max(item.usage.held for item in group),
             w=sum(item.work for item in group) / of,
         )
-        if self._told:
-            means = {name: sum(values) / len(values) for name, values in self._told.items()}
+        if self._logged:
+            means = {name: sum(values) / len(values) for name, values in self._logged.items()}
             self._file.add("told", n=group[-1].number, v=finite(means))
-            self._told.clear()
+            self._logged.clear()
         self._lines += 1
         if self._lines % _LINES == 0:
             self._group_size *= 2
