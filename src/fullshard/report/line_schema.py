@@ -135,7 +135,7 @@ def _is_model(line: Any) -> bool:
     return (
         _MODEL(line)
         and sum(shard["world"] for shard in shards) <= 16 * _MOST_RANKS
-        and all((shard["dim"] or 0) < max(1, len(shard["shape"])) for shard in shards)
+        and all(shard["dim"] is None or shard["dim"] < len(shard["shape"]) for shard in shards)
     )
 
 
