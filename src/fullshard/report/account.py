@@ -19,8 +19,6 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GROUPS", "Loss", "Pattern", "find_losses", "pattern_of"]
-
 Seconds = NDArray[np.float64]
 Steps = NDArray[np.bool_]
 

@@ -12,8 +12,6 @@ from fullshard.report.figures import ENOUGH_STEPS, RunFigures, amount, milliseco
 from fullshard.report.rules import RULES, Rule
 from fullshard.report.run import PARTS, Finding, Run
 
-__all__ = ["find_causes", "step_lines", "tier_lines", "verdict"]
-
 
 def find_causes(run: Run) -> tuple[Finding, ...]:
     """Return the causes of lost time and memory in `run`, the most costly first; none if it is healthy."""

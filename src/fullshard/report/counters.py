@@ -18,8 +18,6 @@ import torch
 
 from fullshard.report.run import COUNTERS
 
-__all__ = ["HardwareCounters", "gpu_counters"]
-
 _EVERY_S = 1.0
 _MOST = 4096  # samples, before the time between two of them doubles
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from fullshard.errors import ConfigError, MissingLibraryError
 
-__all__ = ["DESTINATIONS", "Destination", "check_destination", "open_destination"]
-
 
 class Destination(ABC):
     """A destination for numbers of steps."""

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from fullshard.regular_files import replacing
 from fullshard.report.run import PARTS, Finding, Run
 
-__all__ = ["export"]
-
 
 def export(run: Run, findings: Sequence[Finding], folder: Path) -> list[Path]:
     """Write the numbers of `run` into `folder` as CSV files, and return their paths.

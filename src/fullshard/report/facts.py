@@ -21,8 +21,6 @@ from fullshard.plan.hardware import HERE, hardware
 from fullshard.policy.strategy import ShardingStrategy
 from fullshard.versions import versions
 
-__all__ = ["facts_of", "link_bytes_per_s", "rank_facts", "shards_of", "strategy_of", "units_of"]
-
 _FLAGS = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
 
 

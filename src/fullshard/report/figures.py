@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from fullshard.report.account import GROUPS, Loss, find_losses
 from fullshard.report.run import PARTS, Finding, RankFacts, Run, UnitTimes
 
-__all__ = ["ENOUGH_STEPS", "RunFigures", "Waits", "amount", "listed", "milliseconds", "named", "ordinal", "percent"]
-
 Seconds = NDArray[np.float64]
 
 ENOUGH_STEPS = 4

@@ -14,8 +14,6 @@ from markupsafe import Markup, escape
 
 from fullshard.versions import versions
 
-__all__ = ["framed", "stamped"]
-
 
 def framed(template: str, known: Mapping[str, Any], drawn: Mapping[str, Any]) -> str:
     """Return the page that `template`, which extends `frame.html`, creates from `known`.

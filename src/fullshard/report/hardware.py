@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from fullshard.report.account import Loss
 from fullshard.report.figures import RunFigures, amount, percent
 
-__all__ = ["SWAPPED", "HardwareReason", "reason_of", "slow_link_of", "slowed_by", "swaps"]
-
 Cells = NDArray[np.bool_]
 Values = NDArray[np.float64]
 

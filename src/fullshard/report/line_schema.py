@@ -14,8 +14,6 @@ from fullshard.disk.pace import Moved
 from fullshard.report.run import COUNTERS, PARTS
 from fullshard.report.steps import UnitCounts
 
-__all__ = ["is_valid_line"]
-
 _Check = Callable[[Any], bool]
 
 _MOST = 1 << 62  # fits an int64, also when two are added

@@ -28,8 +28,6 @@ from fullshard.report.operations import OperationTimes, tensor_text
 from fullshard.tape.recorder import Event, Phase, Recorder
 from fullshard.tape.tape import Allocation, Free, Operation, Tape
 
-__all__ = ["Held", "MemoryWatch", "WatchedStep", "can_be_watched", "held_between_steps"]
-
 _MOST_MOMENTS = 600
 _SHOWN = 10
 _SLOTS = 1 << 40  # storages of units are numbered from here
@@ -85,7 +83,7 @@ class MemoryWatch(TorchDispatchMode):
         self._units = {unit.name: unit for unit in units_in(model)}
         self._slots: dict[tuple[str, int], int] = {}
         self._base = list(held_between_steps(model, optimizers))
-        self._made: dict[int, tuple[str, str]] = {}  # by storage: the operation that allocated it, with its result
+        self._made: dict[int, str] = {}  # by storage: the operation that allocated it, with its result
         self._is_on = False
         self.operations = OperationTimes(model, accelerator)
         self.questions: dict[str, tuple[int, float]] = {}  # by site: number of host waits and total seconds
@@ -139,7 +137,8 @@ class MemoryWatch(TorchDispatchMode):
                 storages.note_allocated(storage, "compute")
                 module = self.operations.module or tape.origin.unit or "the root"
                 name = str(func.overloadpacket).removeprefix("aten.")
-                self._made[storages.access(made).storage] = f"{name} in {module}", tensor_text(made)
+                what = f"{self.operations.part(tape.origin)}: {name} in {module}, {tensor_text(made)}"
+                self._made[storages.access(made).storage] = what
 
     def _note_question(self, seconds: float) -> None:
         """Record that the program has waited for a value."""
@@ -198,10 +197,9 @@ class MemoryWatch(TorchDispatchMode):
         )
 
     def _what(self, held: Allocation) -> str:
-        if held.purpose or held.storage not in self._made:
-            return f"{held.purpose or held.origin.phase.value} of {held.origin.unit or 'the root'}"
-        name, tensor = self._made[held.storage]
-        return f"{held.origin.phase.value}: {name}, {tensor}"
+        if not held.purpose and held.storage in self._made:
+            return self._made[held.storage]
+        return f"{held.purpose or held.origin.phase.value} of {held.origin.unit or 'the root'}"
 
 
 _OF_STEP = {State.PARAMETERS: State.TEMPORARIES}  # created within a step and kept: the next batch

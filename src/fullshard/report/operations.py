@@ -26,8 +26,6 @@ from fullshard.engine.nested import tensors_in
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["OperationTimes", "tensor_text"]
-
 _MOST_ROWS = 200
 _SHAPES = 4  # of an operation
 _NONE = -1  # the number of no backward
@@ -84,6 +82,14 @@ class OperationTimes:
         created_in = self._creators.setdefault(backward_number(), self._last)
         return self._modules.get(created_in, {}).get(node._sequence_nr(), "")
 
+    def part(self, origin: Origin) -> str:
+        """Return the part of the step that the current operation, attributed to `origin`, belongs to."""
+        if origin.phase is Phase.STEP:
+            return "optimizer"
+        if not in_backward():
+            return "forward" if origin.phase is Phase.FORWARD else "backward"
+        return "forward again" if self._running else "backward"
+
     def run(self, func: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
         """Return `func(*args, **kwargs)`, and record its time."""
         if self._running:
@@ -92,7 +98,7 @@ class OperationTimes:
             return func(*args, **kwargs)
         module = self.module
         row = _Row(
-            self._part(origin),
+            self.part(origin),
             self._unit_of(module) if module else origin.unit,
             module,
             str(func.overloadpacket).removeprefix("aten."),
@@ -119,13 +125,6 @@ class OperationTimes:
         found = [(*row, len(times), sum(map(_seconds, times))) for row, times in self._times.items()]
         self._times.clear()
         return sorted(found, key=lambda row: -row[-1])[:_MOST_ROWS]
-
-    def _part(self, origin: Origin) -> str:
-        if origin.phase is Phase.STEP:
-            return "optimizer"
-        if not in_backward():
-            return "forward" if origin.phase is Phase.FORWARD else "backward"
-        return "forward again" if self._running else "backward"
 
     def _unit_of(self, module: str) -> str:
         """Return the FQN of the innermost unit that contains a module."""

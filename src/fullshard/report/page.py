@@ -14,8 +14,6 @@ from fullshard.report.run import Finding, Run
 from fullshard.report.shown import shown
 from fullshard.report.trace import write_trace
 
-__all__ = ["DATA", "PAGE", "TRACE", "write"]
-
 PAGE, DATA, TRACE = "report.html", "report.json", "trace.json.gz"
 
 _CHARTED_UNITS = 14

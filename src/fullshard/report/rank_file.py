@@ -36,8 +36,6 @@ from fullshard.errors import ConfigError, shown
 from fullshard.regular_files import open_regular
 from fullshard.report.line_schema import is_valid_line
 
-__all__ = ["FOLDER", "RankFile", "finite", "is_closed", "lines_in", "parsed", "path_of", "rank_files"]
-
 _log = logging.getLogger(__name__)
 
 FOLDER = "report"

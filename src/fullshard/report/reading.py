@@ -35,8 +35,6 @@ from fullshard.report.run import (
 )
 from fullshard.report.steps import WATCHED_STEP, UnitCounts
 
-__all__ = ["DROPPED", "is_recorded", "read_run"]
-
 _NAMES = {"tokens_per_s": "tokens/s", "mfu": "MFU"}  # names that loops log; for others, underscores become spaces
 _OPERATION = tuple(item.name for item in fields(OperationTime))
 _WAITS = {"gradient norm": "clipping"}

@@ -41,8 +41,6 @@ from fullshard.report.usage import UsageMeter
 from fullshard.report.writing import write_report
 from fullshard.tape.recorder import Event, recording_to
 
-__all__ = ["RunReport", "report"]
-
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 

@@ -12,24 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "COUNTERS",
-    "PARTS",
-    "Finding",
-    "HostWait",
-    "OperationTime",
-    "OutOfMemory",
-    "RankFacts",
-    "Run",
-    "Shard",
-    "Span",
-    "StepMemory",
-    "TensorHeld",
-    "TierBytes",
-    "UnitTimes",
-    "WhatIf",
-]
-
 PARTS = ("input", "forward", "backward", "gather", "reduce", "optimizer", "checkpoint", "other")
 """The parts of a step, which add up to it. `gather` and `reduce` are exposed time."""
 

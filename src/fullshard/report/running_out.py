@@ -30,8 +30,6 @@ from fullshard.report.memory_watch import Held, held_between_steps
 from fullshard.report.run import OutOfMemory, TensorHeld
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["MemoryGuard", "holders_text", "is_out_of_memory", "requested_bytes"]
-
 NEAR = 0.95
 """The fraction of a container's limit at which it is reported: writing a page takes a few dozen MB."""
 

@@ -31,8 +31,6 @@ from fullshard.report.run import (
     UnitTimes,
 )
 
-__all__ = ["in_order", "memory_curve", "plain", "shown", "timeline"]
-
 _POINTS = 400  # of a curve over steps, or over one step
 _ROWS = 64  # of the map of ranks and steps
 _COLUMNS = 160

@@ -31,8 +31,6 @@ from fullshard.report.run import PARTS
 from fullshard.report.usage import Usage
 from fullshard.tape.recorder import Event, Origin, Phase, Recorder
 
-__all__ = ["PAUSE", "WATCHED_STEP", "Piece", "StepRecorder", "StepTaken", "UnitCounts", "is_kept_whole"]
-
 WATCHED_STEP = 2
 """The step during which memory is observed: the first one with a known order. Steps up to it are not timed."""
 PAUSE = "pause"

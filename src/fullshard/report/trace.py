@@ -13,8 +13,6 @@ from fullshard.regular_files import replacing
 from fullshard.report.run import Run
 from fullshard.report.shown import in_order
 
-__all__ = ["write_trace"]
-
 
 def write_trace(run: Run, path: Path) -> None:
     """Write the spans of all ranks to `path`, compressed with gzip. Times start at the start of the step."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["Usage", "UsageMeter"]
-
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

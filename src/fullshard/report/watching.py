@@ -12,8 +12,6 @@ from typing import Any
 
 from fullshard.report.page import DATA, PAGE, TRACE
 
-__all__ = ["follow", "serving"]
-
 HERE = "127.0.0.1"
 _KINDS = {
     f"/{PAGE}": "text/html; charset=utf-8",

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from fullshard.report.reading import read_run
 
-__all__ = ["write_report"]
-
 
 def write_report(folder: Path) -> Path:
     """Write the page of the run that is recorded in `folder`, and return its path.
