@@ -164,6 +164,13 @@ def a_lazy_module() -> Steps:
     fully_shard(nn.LazyLinear(6))
 
 
+@mistake(ConfigError, "0.weight and 1.weight are different parameters in the same memory", "Make them one parameter")
+def parameters_tied_by_their_data() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight.data = model[0].weight.data
+    fully_shard(model)
+
+
 @mistake(ConfigError, "0 was made by torch.jit.script, which allows no hooks", "Shard the original module")
 def a_scripted_module() -> Steps:
     with warnings.catch_warnings():

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fullshard._compat import dtensor_like, without_weak_references
+from fullshard._compat import dtensor_like, has_values, is_wrapper_type, without_weak_references
 from fullshard.comm.mesh import Axes
 from fullshard.engine.hooks import changing_shards
 from fullshard.engine.managed import is_ignored, managed_by
@@ -47,7 +48,8 @@ def find_parameters(
         place: returns the axes and the dim to shard a new parameter along, given its FQN and the parameter.
 
     Raises:
-        ConfigError: a parameter is a `DTensor` that cannot be sharded over these axes as well, or has no shape yet.
+        ConfigError: a parameter is a `DTensor` that cannot be sharded over these axes as well, has no shape yet, or
+            shares the memory of another one.
     """
     skip = {id(param) for param in ignored}
     new: dict[int, Source] = {}
@@ -82,7 +84,26 @@ def find_parameters(
             source = new[id(param)]
             if owner not in source.owners:
                 source.owners.append(owner)
+    _check_memory(list(new.values()))
     return NewParameters(list(new.values()), borrowed)
+
+
+def _check_memory(sources: Sequence[Source]) -> None:
+    """Refuse different parameters in the same memory, which would have shards of their own without an error."""
+    spans = sorted(
+        (str(param.device), param.data_ptr(), param.nbytes, source.fqn)
+        for source in sources
+        if not is_wrapper_type(type(param := source.param))
+        and has_values(param)
+        and param.is_contiguous()
+        and param.numel()
+    )
+    for (device, start, nbytes, first), (other_device, other_start, _, second) in pairwise(spans):
+        if device == other_device and other_start < start + nbytes:
+            raise ConfigError(
+                f"{first} and {second} are different parameters in the same memory, as after second.data = first.data. "
+                "Sharding would give each its own copy. Make them one parameter: assign it to both modules."
+            )
 
 
 def _check_inner_first(modules: Sequence[nn.Module], module: nn.Module, name: str, unit: Unit) -> None:
