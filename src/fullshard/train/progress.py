@@ -209,7 +209,7 @@ class _BarWithNumbers(Bars):
 def display_for(console: Console, *, shows: bool) -> Display:
     """Return the display for the kind of output; one without output for ranks other than the first."""
     if not shows:
-        return Display(Console(quiet=True))
+        return Display(Console(quiet=True, emoji=False))
     return BarDisplay(console) if console.is_terminal else Display(console)
 
 
