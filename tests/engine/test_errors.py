@@ -991,7 +991,7 @@ def save_the_state_of_a_shard() -> Steps:
 def an_unknown_backend() -> Steps:
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(routes._routes, "gloo")
+        patch.delitem(routes._on_host, "gloo")
         yield
         routes.collectives_for(group, torch.device("cpu"))
 

@@ -542,7 +542,7 @@ def is_common(scenario: Scenario) -> bool:
 REDUNDANT = {
     "MatrixBatch.take_back: self._wait()": "the reduce stream sends its own result; on a CPU the host must wait",
     "Residency.hand_over_shards: self.reshard()": "the next gather waits for compute; the next forward need not",
-    "Residency.notice_step: self.finish_gather()": "compute has waited for that gather, which began between steps",
+    "Residency.invalidate_if_stepped: self.finish_gather()": "compute has waited for that gather, begun between steps",
     "Buffers.take: small.settle()": "its memory is freed, which torch and the work in progress keep",
     "Store._buffer: self._free[size] = [item for item in given if not item.is_free]": "its memory is freed, as above",
     "Store._drop: self._leave_buffer(offloaded)": "the write is over; its error is raised there",
@@ -728,7 +728,7 @@ RECEIVERS = {
 }
 """Receivers of calls of functions that wait, if other classes have functions of the same name."""
 NOT_MET = {
-    "Residency.notice_step by UnshardScheduler.start_unshard": "the unit is sharded there, and no gather is pending",
+    "Residency.invalidate_if_stepped by UnshardScheduler.start_unshard": "it is sharded there; no gather is pending",
     "Residency.wait_unshard by ManualDriver.wait_for_all": "see `test_a_gather_is_repeated_after_the_write`",
     "Residency.wait_unshard by UnshardScheduler.unshard": "see `test_a_gather_is_repeated_after_the_write`",
     "Residency.finish_gather by Residency.finish_gather": "the method of a group",

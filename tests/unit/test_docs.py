@@ -127,11 +127,15 @@ def test_rooms_are_those_of_the_tree():
 
 def state_of_modules() -> set[tuple[str, str]]:
     """Return the file and name of each value that a module keeps and that is neither a constant nor a class nor a
-    logger. Constants have names in capitals. `Kept` mappings are left out, since `kept()` lists them.
+    logger, and of each that a function rebinds. Constants have names in capitals. `Kept` mappings are left out, since
+    `kept()` lists them.
     """
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+        tree = ast.parse(path.read_text())
+        rebound = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+        found |= {(path.relative_to(PACKAGE).as_posix(), name) for name in rebound}
+        for node in tree.body:
             target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
             name = target.id if isinstance(target, ast.Name) else ""
             if not name or name != name.lower() or name.startswith("__") or not made_here(node.value):

@@ -12,8 +12,8 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.errors import ConfigError
 from fullshard.tape.context import Kept
 
-# On devices without streams. On devices with streams, all of these backends queue their own collectives.
-_routes: dict[str, type[Collectives]] = {
+# On devices without streams. With streams, all of these backends queue their own collectives: see `_kind`.
+_on_host: dict[str, type[Collectives]] = {
     "gloo": SharedMemoryCollectives,
     **dict.fromkeys(("nccl", "xccl", "ucc", "hccl", "mccl", "fake"), NativeCollectives),
 }
@@ -61,8 +61,8 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
     backend = by_device.get(device.type, by_device.get("cpu", config))
     if backend in _registered:
         return _registered[backend]
-    if backend not in _routes:
-        known = ", ".join([*_routes, *_registered])
+    if backend not in _on_host:
+        known = ", ".join([*_on_host, *_registered])
         raise ConfigError(
             f"process group with backend {backend!r} for {device.type} tensors is not supported. Supported: {known}. "
             "Create the process group with one of these, or call fullshard.comm.routes.register_backend to define "
@@ -75,4 +75,4 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
         from fullshard.comm.pretended import PretendedCollectives  # needed in dry runs only
 
         return PretendedCollectives
-    return _routes[backend]
+    return _on_host[backend]

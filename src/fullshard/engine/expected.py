@@ -1,4 +1,4 @@
-"""Expected events: backwards of forwards that wait for one, and units in the order of an earlier microbatch.
+"""ExpectedOrder events: backwards of forwards that wait for one, and units in the order of an earlier microbatch.
 
 [Note: forwards that wait for their backward]
 A loss that is computed in chunks calls the head many times outside of the model's forward, each time followed by a
@@ -20,7 +20,7 @@ _MOST_OPEN = 256  # forwards that wait for a backward: enough for any loss in ch
 _MOST_ORDERS = 16  # of backwards that are remembered
 
 
-class Expected:
+class ExpectedOrder:
     """Open forwards of a root, which wait for their backward, and the expected order of units."""
 
     def __init__(self, units: Sequence[Unit]) -> None:

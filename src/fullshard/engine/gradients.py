@@ -259,7 +259,7 @@ class Gradients:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def expect_step(self) -> None:
+    def note_delivery(self) -> None:
         """Record that the optimizer has new gradients."""
         self.state.may_have_stepped = True
         self.state.delivered = [
@@ -270,7 +270,7 @@ class Gradients:
             self.state.is_replayed = True
             self.state.written_by_graphs.append(self.flat)
 
-    def take_step_notice(self) -> bool:
+    def take_possible_step(self) -> bool:
         """Return True if shards may have changed since the last call. See [Note: when a step is over]."""
         stepped = self.state.may_have_stepped or self.state.is_replayed or is_capturing(self.plan.device)
         if stepped:

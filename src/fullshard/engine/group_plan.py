@@ -80,7 +80,7 @@ class GroupPlan:
         options = replace(self.options, placements=placements, precision=precision, offload=offload)
         return replace(self, axes=replace(self.axes, group_size=group_size), options=options, memory=memory)
 
-    def needs_transports_of(self, other: GroupPlan) -> bool:
+    def can_use_transports_of(self, other: GroupPlan) -> bool:
         """Return True if both plans can use the same transports: the same layout of messages and the same encodings."""
         local, peer = self.contract, other.contract
         transports = (local.gather_wire, local.reduce_wire) == (peer.gather_wire, peer.reduce_wire)

@@ -107,7 +107,7 @@ class HookDriver:
             self._recover()
         self._scheduler.order_gathers_after_compute()
         for needed in (unit, *unit.borrowed):
-            needed.residency.notice_step()
+            needed.residency.invalidate_if_stepped()
             needed.residency.awaits_backward = needed.residency.awaits_backward or torch.is_grad_enabled()
         self._scheduler.unshard(unit, Phase.FORWARD)
 
@@ -166,7 +166,7 @@ class HookDriver:
 
     def _end_forward(self, top: Unit, *, raised: bool) -> None:
         for unit in self._units:
-            if unit.residency.deferred:
+            if unit.residency.deferred_steps:
                 unit.residency.run_deferred_steps()  # units without a forward
         self._state.await_reads_of_shards()
         self._expected.end_forward(top)

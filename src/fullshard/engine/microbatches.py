@@ -37,7 +37,7 @@ class Microbatches:
     def begin(self, *, counts: bool) -> None:
         """Record that a microbatch begins, with shards after the last optimizer step. Count it if `counts`."""
         for unit in self._units:
-            unit.residency.notice_step()
+            unit.residency.invalidate_if_stepped()
         if counts:
             self._count()
         if torch.is_grad_enabled():

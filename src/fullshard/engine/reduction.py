@@ -167,7 +167,7 @@ class Reduction(ABC):
         """Set the gradients of the sharded parameters, or add to the current ones."""
         if self._finishes:
             self._deliver()
-            self._gradients.expect_step()
+            self._gradients.note_delivery()
             self._kept.clear()
             self._gradients.hand_over()
         else:

@@ -82,7 +82,11 @@ _OCCUPIED = (_KEPT, _DEFERRED_FREE)
 
 
 class Residency:
-    """The state of one unit. See [Note: states of a unit]."""
+    """The state of one unit. See [Note: states of a unit].
+
+    Callers in steps are `UnshardScheduler`, `HookDriver`, `ManualDriver` and `Runtime`; between steps, `FSDPModule`,
+    `state/` and `checkpoint/`.
+    """
 
     def __init__(self, unit: UnitParts, memory: UnshardedMemory) -> None:
         self._unit = unit
@@ -97,7 +101,7 @@ class Residency:
         self._failure: Exception | None = None  # of the pending gather
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
-        self.deferred: list[Callable[[], None]] = []  # steps that change shards, to be run when these are needed
+        self.deferred_steps: list[Callable[[], None]] = []  # steps that change shards, to be run when these are needed
         self._ordered_versions: list[int] = []  # versions of shards that gathers are ordered after
         self.has_secondary = any(param_group.gather.is_two_level for param_group in unit.param_groups)
         """Whether there may be secondary shards."""
@@ -326,10 +330,10 @@ class Residency:
 
     # -- changes of shards --------------------------------------------------------------------------------------------
 
-    def notice_step(self) -> None:
+    def invalidate_if_stepped(self) -> None:
         """Gather parameters again that are kept, or were unsharded manually, if they may have changed since."""
         groups = self._unit.param_groups
-        stepped = [param_group for param_group in groups if param_group.gradients.take_step_notice()]
+        stepped = [param_group for param_group in groups if param_group.gradients.take_possible_step()]
         if stepped and self.state in _UNDER_WAY:
             self.finish_gather()
             streams = self._unit.streams
@@ -350,9 +354,9 @@ class Residency:
 
     def run_deferred_steps(self) -> None:
         """Run all deferred steps."""
-        if not self.deferred:
+        if not self.deferred_steps:
             return
-        steps, self.deferred = self.deferred, []
+        steps, self.deferred_steps = self.deferred_steps, []
         for step in steps:
             step()
         self.note_writes_ordered()  # the CPU's own work comes before whatever it queues

@@ -16,7 +16,7 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.device.streams import Streams
 from fullshard.engine.activations import Activations
 from fullshard.engine.call import ForwardCall
-from fullshard.engine.expected import Expected
+from fullshard.engine.expected import ExpectedOrder
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.finite import Tally
 from fullshard.engine.microbatches import Microbatches
@@ -102,7 +102,7 @@ class RootState:
         self.units = units
         self.phase = Phase.IDLE
         self.stack: list[tuple[Unit, ForwardCall | None]] = []  # forwards that are executing, outermost first
-        self.expected = Expected(units)
+        self.expected = ExpectedOrder(units)
         self.reductions = ReductionQueue(units)
         self.scheduler = UnshardScheduler(units, self.reductions)
         self.microbatches = Microbatches(units)

@@ -211,7 +211,7 @@ class UnitShards:
         others = 0 if is_new else slot.others
         regions = memory.occupy(slot, plans)
         for i, (param_group, plan, region) in enumerate(zip(self._unit.param_groups, plans, regions, strict=True)):
-            is_same = self._unit.collectives == collectives and plan.needs_transports_of(param_group.plan)
+            is_same = self._unit.collectives == collectives and plan.can_use_transports_of(param_group.plan)
             bound = param_group.transports if is_same else GroupTransports.bind(plan, self._unit.collectives[plan.axes])
             if is_new:
                 bound.forget_errors()

@@ -21,7 +21,7 @@ class UnshardScheduler:
         self._reductions = reductions
         self.after_optimizer: Mark | None = None  # the next forward waits for it
         self.slots = SlotSharing(units)
-        self._deferred: list[tuple[Unit, Phase]] = []  # to be freed once the next gather has started
+        self._deferred_frees: list[tuple[Unit, Phase]] = []  # to be freed once the next gather has started
         self._clock = 0
 
     @property
@@ -64,14 +64,14 @@ class UnshardScheduler:
         is_stream = unit.streams.gather.is_stream
         # Asked before deferred steps, which are not the user's writes.
         are_writes_ordered = not is_stream or residency.are_writes_ordered
-        if residency.deferred:
+        if residency.deferred_steps:
             residency.run_deferred_steps()
         if unit in self._reductions.under_way and self._reductions.has_hooks(
             unit
         ):  # they may step with an earlier use's gradients before this use
             self._reductions.finish()
         if phase is Phase.IDLE:
-            residency.notice_step()
+            residency.invalidate_if_stepped()
             self.order_gathers_after_compute()
         elif is_stream:
             if not are_writes_ordered:
@@ -85,7 +85,7 @@ class UnshardScheduler:
         residency.start_unshard(phase)
         if not self.slots.are_assigned:
             self.slots.note_unsharded(unit, self.tick())
-        if self._deferred:
+        if self._deferred_frees:
             self._free_deferred()
 
     def prefetch(self, units: Iterable[Unit], phase: Phase) -> None:
@@ -136,13 +136,13 @@ class UnshardScheduler:
         self.reshard(unit, phase, keep=is_deferred)
         if is_deferred:
             unit.residency.defer_free()
-            self._deferred.append((unit, phase))
+            self._deferred_frees.append((unit, phase))
 
     def forget_deferred_frees(self) -> None:
         """Forget the units that wait for the next gather. The caller frees them."""
-        for unit, _ in self._deferred:
+        for unit, _ in self._deferred_frees:
             unit.residency.keep()
-        self._deferred.clear()
+        self._deferred_frees.clear()
 
     def _is_next_under_way(self, order: OrderTracker) -> bool:
         """True if the next unit is unsharded or being gathered, or there is none."""
@@ -150,7 +150,7 @@ class UnshardScheduler:
         return self._units[coming[0]].residency.state in ACTIVE if coming else order.is_at_end
 
     def _free_deferred(self) -> None:
-        deferred, self._deferred = self._deferred, []
+        deferred, self._deferred_frees = self._deferred_frees, []
         for unit, phase in deferred:
             if unit.residency.state not in ACTIVE:
                 self.reshard(unit, phase)

@@ -112,7 +112,7 @@ def defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter], run:
     """Defer `run`, the step of `params`, until `unit` is needed or a parameter is accessed. The `optimizer` has
     no other parameters in that step.
     """
-    unit.residency.deferred.append(_Deferred(optimizer, params, run).take)
+    unit.residency.deferred_steps.append(_Deferred(optimizer, params, run).take)
 
 
 def _own(value: Any) -> Any:
