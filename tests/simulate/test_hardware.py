@@ -155,13 +155,14 @@ def seconds_of(machine: Hardware) -> list[float]:
 @given(st.dictionaries(FIGURES, NUMBERS, min_size=1, max_size=3))
 @example({("", "collective_multiprocessors"): 132})
 @example({("", "multiprocessors"): 24})
+@example({("", "multiprocessors"): 1.0})
 @example({("link", "bytes_per_s"): 1e-300})
 @example({("", "memory_bytes"): math.nan})
 def test_a_description_gives_finite_times_or_names_the_number_and_its_range(figures):
     try:
         machine = changed(figures)
     except ConfigError as error:
-        pattern = r"ours.toml: ([\w.]+) = (\S+): must be (a .* from \S+ to \S+|less than multiprocessors = \d+)\. "
+        pattern = r"ours.toml: ([\w.]+) = (\S+): must be (a .* from \S+ to \S+|less than multiprocessors = [\d.]+)\. "
         found = re.match(pattern, str(error))
         assert found, str(error)
         names = {".".join(filter(None, name)): value for name, value in figures.items()}
