@@ -176,7 +176,7 @@ def _check_least(name: str, value: int, least: int) -> None:
 
 def _one_of(option: str, name: str, known: Iterable[str]) -> str:
     if name not in known:
-        raise ConfigError(f"--{option} {name}: unknown. Take one of {', '.join(known)}.")
+        raise ConfigError(f"--{option} {name}: unknown. Choose one of {', '.join(known)}.")
     return name
 
 

@@ -6,7 +6,7 @@ every rank and before the first collective, so that no rank waits for another.
     FullshardError
     ├── ConfigError         an argument, or a combination of arguments, that is invalid or not supported
     ├── LayoutError         a tensor that cannot be divided over the ranks as requested
-    ├── NonFiniteError      NaN or infinity in gradients, if users asked for the check
+    ├── NonFiniteError      NaN or infinity in gradients, if users requested the check
     ├── StateError          a call that is not allowed in the present phase
     ├── RankMismatchError   ranks that do not agree on the model, on the order of its units or on hosts
     ├── RankLostError       another rank's process is gone
@@ -66,7 +66,7 @@ class NonFiniteError(FullshardError, ArithmeticError):
 
 
 class RankMismatchError(FullshardError, RuntimeError):
-    """Ranks that do not agree on the model, on its units, on their order or on how many of them share a host."""
+    """Ranks that have different models, units, orders of units or numbers of ranks per host."""
 
 
 class RankLostError(FullshardError, RuntimeError):
@@ -82,7 +82,7 @@ class DiskError(FullshardError, OSError):
 
 
 class MissingLibraryError(FullshardError, ImportError):
-    """A library that an integration needs is not installed, or older than the tested ones."""
+    """A library that an integration needs is not installed, or is older than the tested versions."""
 
 
 def same_calls() -> str:

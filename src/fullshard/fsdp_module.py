@@ -61,43 +61,46 @@ def fully_shard(
 
     The module becomes a unit: its parameters are this rank's shards, and are unsharded only while compute needs them.
     Call this function on inner modules first (for example each transformer block), and on the outermost module last: a
-    unit takes the parameters that no unit below it has. Between steps every parameter is a `DTensor`, so optimizers,
-    gradient clipping and checkpoints of torch work on it. The module gains the methods of `FSDPModule`.
+    unit contains the parameters that are not in a unit below it. Between steps every parameter is a `DTensor`, so
+    optimizers, gradient clipping and checkpoints of torch work on it. The module gains the methods of `FSDPModule`.
 
     Args:
         module: the module to shard. Several modules in a list are one unit, which is unsharded from the forward of the
             first one to that of the last one.
-        mesh: the ranks to shard over, on its only axis or the last of two. The first of two axes replicates. All ranks,
-            if None.
+        mesh: the ranks to shard over. A mesh with one axis shards over this axis. A mesh with two axes replicates over
+            the first and shards over the second. If None, all ranks are on one axis.
         strategy: `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"`, `"hsdp"`, `"hsdp_zero2"`, a `ShardingStrategy` or
             `Placements`.
         reshard_after_forward: whether to free the unsharded parameters between forward and backward. None uses the
-            setting of the strategy (a root keeps them, since its backward follows immediately). A number is the size of
-            groups of consecutive ranks, which must divide the number of ranks. After forward, each group keeps another
-            copy of the parameters, sharded over its ranks, and backward gathers within the group only.
+            setting of the strategy (a root keeps its parameters, since its backward follows immediately). A number is
+            the size of groups of consecutive ranks, which must divide the number of ranks. After forward, each group
+            keeps an additional copy of the parameters, sharded over its ranks, and backward gathers within the group
+            only.
         mp_policy: the dtypes of compute, of the reduction and of outputs.
         offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU. `Offload`
-            sets the fractions that are offloaded, over all units with the same policy. With `auto_wrap_policy`, also a
-            mapping from patterns (`{"lm_head": ..., "layers.*": ...}`) to policies: for each unit, the first that
-            matches its FQN relative to `module`, whose own FQN is `""`.
-        ignored_params: parameters to leave as they are, whole and unsynchronised.
-        dp_mesh_dims: the names of the axes of `mesh` to shard and to replicate over; several are flattened to one. The
-            other axes belong to other parallelisms. Parameters may be `DTensor`s on all axes of `mesh` (`Replicate()`
-            on the named ones), and modules still see them like this; or on the other axes only; or plain.
+            sets the fractions that are offloaded, over all units with the same policy. With `auto_wrap_policy`, a
+            mapping from patterns (`{"lm_head": ..., "layers.*": ...}`) to policies is also accepted. The first pattern
+            that matches a unit's FQN relative to `module` applies to it. The FQN of `module` is `""`.
+        ignored_params: parameters that are neither sharded nor synchronised.
+        dp_mesh_dims: the names of the axes of `mesh` to shard and to replicate over. Several axes are flattened to one.
+            The other axes belong to other parallelisms. Parameters may be `DTensor`s on all axes of `mesh`, with
+            `Replicate()` on the named axes, and modules still see such `DTensor`s. Parameters may also be `DTensor`s
+            on the other axes only, or plain tensors.
         auto_wrap_policy: selects the submodules that become separate units first; see `fullshard.wrap`.
         shard_placement_fn: for each parameter, returns `Shard(dim)` to shard it along that dim, or None for the
             default. A parameter that is not sharded along dim 0 needs a copy, since its gathered shards are not
-            contiguous. A `ShardPlacementResult` of one of these and a mesh shards it over the ranks of that mesh, for
-            example experts over fewer ranks than the rest of their block. All are gathered together.
-        broadcast_buffers: whether the first forward after a step begins with the buffers (such as statistics of batch
-            norms) of the mesh's first rank, as under DDP. Otherwise each rank keeps its own.
-        shard_alignment: the number of elements of a block. Shards then consist of whole blocks, such as those that
-            8-bit optimizers encode their states in, so that results by block are the same on any number of ranks. A
-            trained parameter of 4096 elements or more that cannot be cut into whole blocks stays whole on every rank,
-            with its gradient and its states, and its gradients are all-reduced.
+            contiguous. To shard a parameter over a different mesh, return a `ShardPlacementResult` of one of these
+            values and the mesh, for example to shard experts over fewer ranks than the rest of their block. All
+            parameters of a unit are gathered together.
+        broadcast_buffers: whether the first forward after a step broadcasts the buffers (such as batch norm statistics)
+            of the mesh's first rank, like DDP. Otherwise each rank keeps its own buffers.
+        shard_alignment: the number of elements per block. Shards then consist of whole blocks, such as the blocks in
+            which 8-bit optimizers encode their states, so that results per block are the same on any number of ranks.
+            A trained parameter of 4096 elements or more that cannot be split into whole blocks is not sharded, nor are
+            its gradient and its states, and its gradients are all-reduced.
 
     Raises:
-        ConfigError: an argument is invalid or not supported, or the module is sharded already.
+        ConfigError: an argument is invalid or not supported, or the module is already sharded.
         StateError: the default process group is not initialised.
 
     Example:
@@ -204,11 +207,11 @@ def shard_in_place(
 
 
 def _whole_everywhere(strategy: Strategy) -> Strategy:
-    """Return the strategy for replicas only. The default strategy, which shards, is accepted, too."""
+    """Return the strategy for replicas only. The default strategy, which shards, is also accepted."""
     if strategy not in ("zero3", "ddp"):
         raise ConfigError(
-            f"dp_mesh_dims names axes to replicate over and none to shard over, but strategy={strategy!r} was asked "
-            'for. Leave it out, or pass "ddp"; or name the axes to shard over, by DataParallelMeshDims(shard=...).'
+            f"dp_mesh_dims names axes to replicate over and none to shard over, but strategy={strategy!r} was "
+            'passed. Leave it out, or pass "ddp"; or name the axes to shard over, by DataParallelMeshDims(shard=...).'
         )
     return "ddp"
 
@@ -231,7 +234,7 @@ def replicate(
         mesh: the ranks.
         mp_policy: dtypes.
         offload_policy: the placement of parameters, gradients and the optimizer's step.
-        ignored_params: parameters to leave as they are.
+        ignored_params: parameters that are neither sharded nor synchronised.
         dp_mesh_dims: the names of the axes of `mesh` to replicate over.
 
     Raises:
@@ -358,7 +361,7 @@ class FSDPModule:
 
         Args:
             requires_gradient_sync: True to reduce in each backward; False to accumulate whole gradients on this rank.
-            recurse: Whether to set it for the units below, too.
+            recurse: Whether to also set it for the units below.
         """
         check_flags(requires_gradient_sync=requires_gradient_sync)
         for unit in self._units(recurse):
@@ -369,7 +372,7 @@ class FSDPModule:
 
         Args:
             requires_all_reduce: True to all-reduce over the replicate axis in each backward.
-            recurse: Whether to set it for the units below, too.
+            recurse: Whether to also set it for the units below.
         """
         check_flags(requires_all_reduce=requires_all_reduce)
         for unit in self._units(recurse):
@@ -383,7 +386,7 @@ class FSDPModule:
 
         Args:
             reduce_scatter_unused_params: True to reduce parameters without a gradient as zeros.
-            recurse: Whether to set it for the units below, too.
+            recurse: Whether to also set it for the units below.
         """
         check_flags(reduce_scatter_unused_params=reduce_scatter_unused_params)
         for unit in self._units(recurse):
@@ -394,7 +397,7 @@ class FSDPModule:
 
         Args:
             reshard_after_forward: True to free the unsharded parameters after forward.
-            recurse: Whether to set it for the units below, too.
+            recurse: Whether to also set it for the units below.
         """
         check_flags(reshard_after_forward=reshard_after_forward)
         for unit in self._units(recurse):
@@ -405,7 +408,7 @@ class FSDPModule:
 
         Args:
             reshard_after_backward: True to free the unsharded parameters after backward.
-            recurse: Whether to set it for the units below, too.
+            recurse: Whether to also set it for the units below.
         """
         check_flags(reshard_after_backward=reshard_after_backward)
         for unit in self._units(recurse):
@@ -457,7 +460,7 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients by `factor` instead of the number of the root's ranks.
 
-        Without it, units on fewer ranks than the root are divided by the number of the root's ranks, too. This is
+        Without it, units on fewer ranks than the root are also divided by the number of the root's ranks. This is
         right for experts, which have seen the tokens of all these ranks. torch divides by the number of the unit's
         ranks. A warning is logged for such units, unless their parameters are `DTensor`s that expert parallelism made.
 
@@ -515,7 +518,7 @@ class FSDPModule:
         unit.settings.all_reduce_hook = hook if stream is None else functools.partial(on_stream, stream, hook)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Raise an error, because torch's interface is for one send and one receive buffer, which do not exist here.
+        """Raise an error, because torch's interface requires a single send and receive buffer, which do not exist here.
 
         Args:
             comm: An implementation of torch's interface.
@@ -526,7 +529,7 @@ class FSDPModule:
         raise _custom_refused("set_custom_all_gather", comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Raise an error, because torch's interface is for one send and one receive buffer, which do not exist here.
+        """Raise an error, because torch's interface requires a single send and receive buffer, which do not exist here.
 
         Args:
             comm: An implementation of torch's interface.
@@ -626,7 +629,7 @@ class FSDPModule:
 
         Every rank of the mesh calls it on the outermost module, at any point of the step: after a forward, between
         microbatches, after an exception in forward or backward, on all ranks or on one. A rank that waits in a
-        collective for a rank that calls this gets a `RankMismatchError`: catch it, and call this method, too. (This is
+        collective for a rank that calls this gets a `RankMismatchError`: catch it, and also call this method. (This is
         not supported on NCCL, which cannot detect it. There all ranks must get the same exception.) Gradients of all
         microbatches are dropped, including those that the optimizer would see, and so is error feedback of encoded
         gradients. Weights and the optimizer's state are as before the step, if the optimizer had not stepped yet. The

@@ -249,8 +249,8 @@ class CapturedStep(Generic[ResultT]):
                 result = self._graph.record(lambda: self._step(*self._buffers.arguments))
             if self._parts.calls != self._calls:
                 raise ConfigError(
-                    f"{_OTHER_CALLS} A CUDA graph does the same in each replay. Let the step depend on its arguments "
-                    "only. To accumulate gradients, run all microbatches in one step."
+                    f"{_OTHER_CALLS} A CUDA graph does the same in each replay. Make the step depend only on its "
+                    "arguments. To accumulate gradients, run all microbatches in one step."
                 )
         except Exception as error:
             self._written = _added(lists, before)
@@ -506,13 +506,13 @@ class _StepParts:
         """Raise if the step cannot be captured."""
         if not self.units:
             raise ConfigError(
-                "The step called no module that is sharded, so there is nothing to capture. Call fully_shard first. "
+                "The step did not call a sharded module, so there is nothing to capture. Call fully_shard first. "
                 "For other modules, see make_graphed_callables of torch."
             )
         if not self.optimizers:
             raise ConfigError(
-                "The step called no optimizer, so a replay would not accumulate gradients as eager calls do. Call "
-                "optimizer.step() and optimizer.zero_grad() within the step."
+                "The step did not call an optimizer, so a replay would not accumulate gradients as eager calls do. "
+                "Call optimizer.step() and optimizer.zero_grad() within the step."
             )
         if switches.checks_finite:
             raise ConfigError(

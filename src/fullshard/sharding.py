@@ -65,7 +65,7 @@ def shard_unit(
         modules: see `fully_shard`, also for all arguments with the same names.
         options: how to shard them.
         mesh: the ranks; or the axes themselves.
-        ignored_params: parameters to leave as they are.
+        ignored_params: parameters that are neither sharded nor synchronised.
         shard_placement_fn: the dim to shard each parameter along, and the ranks, if they differ from the unit's.
         device: the device that computes; if None, that of the mesh's type with the current index.
         param_init_fn: initialises one module that is on the meta device.
@@ -107,7 +107,7 @@ def shard_unit(
 
 
 def _mark(modules: Iterable[nn.Module]) -> None:
-    """Mark `modules` as torch marks sharded modules: transformers then generates on all ranks to the last token."""
+    """Mark `modules` as torch marks sharded modules, so that transformers generates as many tokens on each rank."""
     for module in modules:
         vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # whatever __setattr__ accepts
 
@@ -115,9 +115,9 @@ def _mark(modules: Iterable[nn.Module]) -> None:
 def _place(
     axes: Axes, options: ShardOptions, choose: ShardPlacementFn | None, fqn: str, param: nn.Parameter
 ) -> tuple[Axes, int | None]:
-    """Return the axes to shard a parameter over, and the dim to shard it along, None for the default.
+    """Return the axes to shard a parameter over, and the dim to shard it along (None for the default).
 
-    They are those of its unit, unless `choose`, a user's `shard_placement_fn`, or an alignment requires others.
+    These are the axes of its unit, unless `choose`, a user's `shard_placement_fn`, or an alignment requires other axes.
     """
     axes, dim = _chosen_place(axes, choose, fqn, param)
     aligns = options.shard_alignment > 1 and options.placements.optimizer is Placement.SHARDED
@@ -209,13 +209,13 @@ def _check(modules: Sequence[nn.Module]) -> None:
     for name, module in own_modules(modules):
         if isinstance(module, torch.jit.RecursiveScriptModule):
             raise ConfigError(
-                f"{name or 'the module'} was made by torch.jit.script, which allows no hooks, so it would never be "
-                "gathered. Shard the original module, and compile it with torch.compile or torch.jit.trace."
+                f"{name or 'the module'} was created by torch.jit.script, which does not support hooks, so it would "
+                "never be gathered. Shard the original module, and compile it with torch.compile or torch.jit.trace."
             )
     if torch.is_inference_mode_enabled():
         raise StateError(
-            "fully_shard was called within torch.inference_mode(). Tensors made there cannot be trained, and their "
-            "changes are not counted. Shard the model outside of it, and run the forward within it."
+            "fully_shard was called within torch.inference_mode(). Tensors created there cannot be trained, and their "
+            "changes are not tracked. Shard the model outside of it, and run the forward within it."
         )
 
 
@@ -230,7 +230,7 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """Implement `copy.deepcopy` of a sharded module: the copy has the same sharding and values. No communication.
 
     Raises:
-        StateError: it is in forward or backward, or shares a unit with modules that are not copied.
+        StateError: The module is in forward or backward, or shares a unit with modules that are not copied.
     """
     module = _module_being_copied(module)
     if _COPYING in memo:
@@ -351,7 +351,7 @@ def _copy_by(method: Callable[..., nn.Module], module: nn.Module, memo: dict[Any
 
 
 def _on_meta(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
-    """Return a parameter like the original of `param`, without values."""
+    """Return a parameter on the meta device with the shape and the attributes of the original of `param`."""
     local = torch.empty(param.layout.spec.shape, dtype=param.local.dtype, device="meta")
     made = nn.Parameter(param.view.make_unsharded(local), requires_grad=param.sharded.requires_grad)
     if param.grad_dtype is not None:

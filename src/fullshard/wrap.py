@@ -59,13 +59,13 @@ class WrapPolicy(ABC):
     """A rule that decides for each submodule whether it becomes a unit, and with which arguments."""
 
     def descends(self, module: nn.Module, numel: int) -> bool:
-        """Return True if modules below `module` may become units; `numel` elements in it belong to no unit so far.
+        """Return True if modules below `module` may become units; `numel` elements in it are not in a unit yet.
 
         If not, `module` does not become one either: it stays, undivided, in the unit above it.
 
         Args:
             module: The module to decide about.
-            numel: The number of elements in `module` that belong to no unit yet.
+            numel: The number of elements in `module` that are not in a unit yet.
         """
         return True
 
@@ -77,7 +77,7 @@ class WrapPolicy(ABC):
 
         Args:
             module: The module to decide about.
-            numel: The number of elements in `module` that belong to no unit yet.
+            numel: The number of elements in `module` that are not in a unit yet.
 
         Raises:
             ConfigError: The function of a `CustomPolicy` returned neither a bool nor a dict.
@@ -167,8 +167,8 @@ def lambda_auto_wrap_policy(
 
     Args:
         module: The module that the policy decides about.
-        recurse: True to ask whether to look at the children of `module`; False to ask whether `module` becomes a unit.
-        nonwrapped_numel: The number of elements of parameters in `module` that belong to no unit yet.
+        recurse: If True, return whether to visit the children of `module`; otherwise, whether `module` becomes a unit.
+        nonwrapped_numel: The number of elements of parameters in `module` that are not in a unit yet.
         lambda_fn: Returns True for modules that become units.
     """
     return recurse or bool(lambda_fn(module))
@@ -183,8 +183,8 @@ def transformer_auto_wrap_policy(
 
     Args:
         module: The module that the policy decides about.
-        recurse: True to ask whether to look at the children of `module`; False to ask whether `module` becomes a unit.
-        nonwrapped_numel: The number of elements of parameters in `module` that belong to no unit yet.
+        recurse: If True, return whether to visit the children of `module`; otherwise, whether `module` becomes a unit.
+        nonwrapped_numel: The number of elements of parameters in `module` that are not in a unit yet.
         transformer_layer_cls: The classes of the blocks.
     """
     return recurse or isinstance(
@@ -235,8 +235,8 @@ def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies:
 
     Args:
         module: The module that the policy decides about.
-        recurse: True to ask whether to look at the children of `module`; False to ask whether `module` becomes a unit.
-        nonwrapped_numel: The number of elements of parameters in `module` that belong to no unit yet.
+        recurse: If True, return whether to visit the children of `module`; otherwise, whether `module` becomes a unit.
+        nonwrapped_numel: The number of elements of parameters in `module` that are not in a unit yet.
         policies: The policies.
     """
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)

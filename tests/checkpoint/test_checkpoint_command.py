@@ -338,7 +338,7 @@ def test_two_steps_differ(command, written):
         (["ls", "x", "--jsno"], "Did you mean json?"),
         (["inspect", "no/such/folder"], "found no complete checkpoint"),
         (["inspect", "no.safetensors"], "No such file"),
-        (["export", "a", "b", "--dtype", "float8"], "--dtype float8: unknown. Take one of float32"),
+        (["export", "a", "b", "--dtype", "float8"], "--dtype float8: unknown. Choose one of float32"),
         (["export", "a", "--dtype"], "PATH and OUT must be given, but found a"),
         (["export", "{run}", "b", "--max-shard-size", "5 apples"], "is not a size of a file"),
     ],

@@ -245,7 +245,7 @@ def test_the_newest_intact_one_is_loaded_and_the_damaged_one_named(folder):
     assert second[1] == []
     (warning,) = first[1]
     assert f"{path}: expected " in warning
-    assert "Falling back to the next older one" in warning
+    assert "Falling back to the previous checkpoint" in warning
     assert_same([first[2], second[2]], [expected, expected])
 
 

@@ -303,9 +303,9 @@ def test_a_dry_run_states_what_it_cannot_do():
         with pytest.raises(ConfigError, match="rank from 0 to size - 1"):
             dry.run(make_chain, inputs, **arguments)
     for arguments in ({"steps": 0}, {"microbatches": 0}):
-        with pytest.raises(ConfigError, match="positive numbers are needed"):
+        with pytest.raises(ConfigError, match="both must be positive"):
             dry.run(make_chain, inputs, world=2, **arguments)
-    with pytest.raises(ConfigError, match=r"streams='tpu'.*\"gpu\" or \"cpu\" is needed"):
+    with pytest.raises(ConfigError, match=r"streams='tpu'.*expected \"gpu\" or \"cpu\""):
         dry.run(make_chain, inputs, world=2, streams="tpu")
     with dry.world(2), pytest.raises(StateError, match="but a real one exists"):
         dry.run(make_chain, inputs, world=2)

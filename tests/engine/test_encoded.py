@@ -462,9 +462,9 @@ def test_what_is_kept_of_messages_is_counted_by_the_formula_as_it_is_measured():
 
 @pytest.mark.parametrize("policy", [MixedPrecision, MixedPrecisionPolicy])
 def test_unknown_encodings_are_refused_by_name(policy):
-    with pytest.raises(ConfigError, match=rf"{policy.__name__}\(gather_wire='int4'\): one of 'int8', 'fp8' expected"):
+    with pytest.raises(ConfigError, match=rf"{policy.__name__}\(gather_wire='int4'\): expected one of 'int8', 'fp8'"):
         policy(gather_wire="int4")
-    with pytest.raises(ConfigError, match=r"\(reduce_wire=torch.bfloat16\): one of 'bf16', 'int8', 'int4' expected"):
+    with pytest.raises(ConfigError, match=r"\(reduce_wire=torch.bfloat16\): expected one of 'bf16', 'int8', 'int4'"):
         policy(reduce_wire=torch.bfloat16)
     with pytest.raises(ConfigError, match="encoded gradients are summed in float32"):
         policy(reduce_wire="int8", reduce_dtype=torch.bfloat16)

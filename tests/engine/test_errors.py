@@ -171,7 +171,7 @@ def parameters_tied_by_their_data() -> None:
     fully_shard(model)
 
 
-@mistake(ConfigError, "0 was made by torch.jit.script, which allows no hooks", "Shard the original module")
+@mistake(ConfigError, "0 was created by torch.jit.script, which does not support hooks", "Shard the original module")
 def a_scripted_module() -> Steps:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -339,7 +339,10 @@ class OtherForm(Weight):
 
 
 @mistake(
-    ConfigError, r"fsdp_post_all_gather of OtherForm gave a Tensor of shape \(6,\)", "the whole parameter", sends=True
+    ConfigError,
+    r"fsdp_post_all_gather of OtherForm returned a Tensor of shape \(6,\)",
+    "the whole parameter",
+    sends=True,
 )
 def payloads_made_into_another_shape() -> Steps:
     layer = fully_shard(LowLinear(8, 6, OtherForm))
@@ -347,7 +350,7 @@ def payloads_made_into_another_shape() -> Steps:
     layer(torch.ones(2, 8))
 
 
-@mistake(StateError, "fsdp_pre_all_gather of Moody gave .* before", "must keep their shapes and dtypes", sends=True)
+@mistake(StateError, "fsdp_pre_all_gather of Moody returned .* before", "must keep their shapes and dtypes", sends=True)
 def payloads_that_change() -> Steps:
     layer = fully_shard(LowLinear(8, 6, Moody))
     layer(torch.ones(2, 8))
@@ -371,7 +374,7 @@ def a_copy_of_payloads() -> Steps:
     copy.deepcopy(layer)
 
 
-@mistake(StateError, "stream_weights: 0.weight is a Codes, which encodes its values", "Skip it")
+@mistake(StateError, "stream_weights: 0.weight is a Codes, which encodes its values", "To skip it")
 def a_stream_of_codes() -> Steps:
     layer = fully_shard(linear_with(Codes.of(torch.ones(6, 8))))
     yield
@@ -487,7 +490,7 @@ def two_budgets() -> Steps:
     optimizer.step()
 
 
-@mistake(ConfigError, "on the CPU wherever parameters are, which is 0.75 of it", "no more than 0.25 can be on a disk")
+@mistake(ConfigError, "is also on the CPU. This is 0.75 of the state", "at most 0.25 can be on a disk")
 def one_state_on_the_cpu_and_on_a_disk() -> None:
     Offload(optimizer={"cpu": 0.5, "disk": 0.5}, parameters={"cpu": 0.75}, folder="nowhere")
 
@@ -537,7 +540,7 @@ def a_budget_that_nothing_fits_in() -> Steps:
 @mistake(
     ConfigError,
     r"need \d+ more bytes of host memory per rank, but 0 are available",
-    r"Pass a folder on a disk, so that states can be there, too, give budget=\d+, free host memory; or shard over more",
+    r"Pass a folder on a disk, so that states can also be stored there, give budget=\d+, free host memory; or shard",
     sends=True,
 )
 def a_budget_for_which_the_host_has_no_room() -> Steps:
@@ -1014,7 +1017,7 @@ def no_process_group() -> None:
     fully_shard(linear())
 
 
-@mistake(StateError, "no process group is initialized", "One process is a valid world, too", ranks=0)
+@mistake(StateError, "no process group is initialized", "A single process also works", ranks=0)
 def no_process_group_for_the_wrapper() -> None:
     wrapped()
 
@@ -1247,14 +1250,14 @@ def placements(**states: Placement) -> Placements:
 
 
 @mistake(
-    ConfigError, "parameters_in_step is sharded but parameters is whole", "Set parameters to sharded, too", ranks=0
+    ConfigError, "parameters_in_step is sharded but parameters is whole", "Also set parameters to sharded", ranks=0
 )
 def freed_within_a_step_only() -> None:
     placements(parameters=Placement.WHOLE)
 
 
 @mistake(
-    ConfigError, "optimizer is whole but parameters or gradients are not", "Set optimizer to sharded, too", ranks=0
+    ConfigError, "optimizer is whole but parameters or gradients are not", "Also set optimizer to sharded", ranks=0
 )
 def step_what_is_not_there() -> None:
     placements(optimizer=Placement.WHOLE)
@@ -1288,7 +1291,7 @@ def low_precision_gradients() -> None:
     MixedPrecision(keep_low_precision_grads=True)
 
 
-@mistake(ConfigError, r"MixedPrecisionPolicy\(gather_wire='int3'\)", "one of 'int8', 'fp8' expected", ranks=0)
+@mistake(ConfigError, r"MixedPrecisionPolicy\(gather_wire='int3'\)", "expected one of 'int8', 'fp8'", ranks=0)
 def unknown_transport() -> None:
     MixedPrecisionPolicy(gather_wire="int3")
 
@@ -1384,7 +1387,9 @@ def a_hook_without_its_state() -> Steps:
 
 
 @mistake(
-    ConfigError, "process group has 1 ranks, but parameters are sharded over other ones \\(2 ranks\\)", "Pass the wrap"
+    ConfigError,
+    "process group has 1 ranks, but the parameters are sharded over a different group of 2 ranks",
+    "Pass the wrap",
 )
 def a_hook_over_other_ranks() -> Steps:
     model, groups = wrapped(), [dist.new_group([rank]) for rank in range(2)]
@@ -1479,7 +1484,7 @@ def initialise_what_cannot() -> None:
     FullyShardedDataParallel(nn.Sequential(Mute()))
 
 
-@mistake(ConfigError, "param_init_fn left 'weight' of Linear on the meta device", r"Let it call module\.to_empty\(")
+@mistake(ConfigError, "param_init_fn left 'weight' of Linear on the meta device", r"It must call module\.to_empty\(")
 def initialise_by_nothing() -> None:
     FullyShardedDataParallel(nn.Linear(4, 4, device="meta"), param_init_fn=lambda module: None)
 
@@ -1652,21 +1657,21 @@ def assign_data_after_sharding() -> Steps:
     model(inputs())
 
 
-@mistake(StateError, "asked for the gradient of head.weight of the root, a sharded", "without inputs=", sends=True)
+@mistake(StateError, "called for the gradient of head.weight of the root, a sharded", "without inputs=", sends=True)
 def backward_to_sharded_parameters() -> Steps:
     model = sharded()
     yield
     model(inputs()).sum().backward(inputs=[model.head.weight])
 
 
-@mistake(StateError, "asked for the gradient of head.weight of the root, a sharded", "list the parameters", sends=True)
+@mistake(StateError, "called for the gradient of head.weight of the root, a sharded", "list the parameters", sends=True)
 def gradient_of_sharded_parameters() -> Steps:
     model = sharded()
     yield
     torch.autograd.grad(model(inputs()).sum(), list(model.head.parameters()))
 
 
-@mistake(StateError, "asked for the gradient of head.weight of the root, a sharded", "list the parameters", sends=True)
+@mistake(StateError, "called for the gradient of head.weight of the root, a sharded", "list the parameters", sends=True)
 def gradient_of_sharded_parameters_that_may_be_unused() -> Steps:
     model = sharded()
     yield
@@ -1675,7 +1680,7 @@ def gradient_of_sharded_parameters_that_may_be_unused() -> Steps:
 
 @mistake(
     ConfigError,
-    "up.weight is of torch.float32 now, but norm.weight of torch.float64",
+    "up.weight now has dtype torch.float32, but norm.weight has torch.float64",
     "Change the dtype of all of them",
 )
 def cast_a_part_only() -> Steps:
@@ -1805,7 +1810,7 @@ def reshape_while_summoned() -> Steps:
 @mistake(
     StateError,
     r"the shards of weight were modified within summon_full_params",
-    "Step outside, or pass writeback=False",
+    "Run the step outside of it, or pass writeback=False",
 )
 def step_while_summoned() -> Steps:
     model = fully_shard(linear())
@@ -1816,7 +1821,7 @@ def step_while_summoned() -> Steps:
             shards[0].zero_()
 
 
-@mistake(ConfigError, r"clip_grad_norm_\(max_norm=-1, norm_type=2.0\)", "positive numbers are needed")
+@mistake(ConfigError, r"clip_grad_norm_\(max_norm=-1, norm_type=2.0\)", "both must be positive")
 def clip_below_zero() -> Steps:
     model = sharded()
     yield
@@ -2039,7 +2044,7 @@ def a_loss_of_many_numbers() -> None:
     loss_of(linear(), torch.ones(6, 5))
 
 
-@mistake(ConfigError, "the loss of microbatch 3 has no gradient: it depends on no trained parameter", ranks=0)
+@mistake(ConfigError, "the loss of microbatch 3 has no gradient: it does not depend on any trained parameter", ranks=0)
 def a_loss_of_nothing() -> None:
     loss_of(linear(), torch.ones(()))
 
@@ -2121,7 +2126,7 @@ def a_mesh_with_a_pipeline_of_nothing() -> None:
     parity(mesh="pp2,dp2")
 
 
-@mistake(ConfigError, "schedule='2F2B': unknown. Take one of GPipe, 1F1B", ranks=0)
+@mistake(ConfigError, "schedule='2F2B': unknown. Choose one of GPipe, 1F1B", ranks=0)
 def an_unknown_schedule() -> None:
     parity(mesh="pp2,dp2", blocks="layers", schedule="2F2B")
 
@@ -2295,7 +2300,7 @@ def ranks_that_are_no_numbers() -> None:
     parity(ranks="2-4")
 
 
-@mistake(ConfigError, "--dtype float8: unknown", "Take one of float32, bfloat16, float16", ranks=0)
+@mistake(ConfigError, "--dtype float8: unknown", "Choose one of float32, bfloat16, float16", ranks=0)
 def an_unknown_dtype() -> None:
     parity(dtype="float8")
 
@@ -2352,7 +2357,7 @@ class Twins(torch.optim.SGD):
         return {**state, "state": {0: {"table": {1: torch.ones(2), "1": torch.ones(2)}}}}
 
 
-@mistake(CheckpointError, "two values are named optimizer.state.weight.table.1", "Give the keys", ranks=0)
+@mistake(CheckpointError, "two values are named optimizer.state.weight.table.1", "Rename the keys", ranks=0)
 def save_names_that_are_the_same_as_strings() -> Steps:
     model = linear()
     yield
@@ -2502,7 +2507,7 @@ def load_from_files_elsewhere() -> Steps:
     load(peer(pickle.dumps(metadata)), model=linear())
 
 
-@mistake(CheckpointError, "expected the metadata of a checkpoint, found none", "Name the folder", ranks=0)
+@mistake(CheckpointError, "expected the metadata of a checkpoint, found none", "Pass the folder", ranks=0)
 def load_without_metadata() -> Steps:
     checkpoint = saved()
     yield
@@ -2562,7 +2567,7 @@ def described_by(text: str) -> Steps:
         hardware.hardware(str(path))
 
 
-@mistake(ConfigError, "abacus: neither known hardware", "Expected one of .*h100-80", ranks=0)
+@mistake(ConfigError, "abacus: is neither known hardware", "Expected one of .*h100-80", ranks=0)
 def unknown_hardware() -> None:
     hardware.hardware("abacus")
 
@@ -2597,7 +2602,7 @@ def a_description_that_is_no_toml() -> Steps:
     yield from described_by("=")
 
 
-@mistake(ConfigError, "ours.toml: is like itself", "Leave one `like` out", ranks=0)
+@mistake(ConfigError, "ours.toml: refers to itself by `like`", "Remove one `like`", ranks=0)
 def a_description_like_itself() -> Steps:
     yield from described_by('like = "{path}"')
 

@@ -88,7 +88,7 @@ def test_results_are_equal_without_any_of_the_features_and_one_line_says_so():
             assert all(map(torch.equal, values, expected)), features
             shares = {"memfd_create", "/proc"}.isdisjoint(features)
             assert [line.partition(":")[0] for line in lines] == (
-                [] if shares else ["ranks (0, 1) exchange messages by gloo and share no memory"]
+                [] if shares else ["ranks (0, 1) communicate over gloo without shared memory"]
             ), features
 
 

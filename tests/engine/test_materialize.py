@@ -359,7 +359,7 @@ def test_what_cannot_be_initialised_is_named():
             ConfigError, match=r"0 \(Mute\) has parameters on the meta device, such as 'weight', but no"
         ):
             FullyShardedDataParallel(mute)
-        with pytest.raises(ConfigError, match=r"param_init_fn left 'weight' of 0 on the meta device\. Let it call"):
+        with pytest.raises(ConfigError, match=r"param_init_fn left 'weight' of 0 on the meta device\. It must call"):
             FullyShardedDataParallel(left, param_init_fn=lambda module: None)
         assert left[0].weight.is_meta  # as it was
     assert record.names() == []

@@ -113,7 +113,7 @@ def test_parameters_outside_units_that_diverge_are_reported_once(care):
     assert second == []
     assert len(first) == (care == "none")
     if first:
-        assert "2 parameters belong to no unit (the first has shape (1, 5))" in first[0]
+        assert "2 parameters do not belong to any unit (the first has shape (1, 5))" in first[0]
         assert "outermost module" in first[0]
         assert "after 3 steps" in first[0]
 
@@ -387,4 +387,4 @@ def test_adapters_in_hooks_that_diverge_are_reported_once(how):
     assert second == []
     assert len(first) == (how != "averaged")
     if first:
-        assert "2 parameters belong to no unit (the first has shape (48, 48))" in first[0]
+        assert "2 parameters do not belong to any unit (the first has shape (48, 48))" in first[0]

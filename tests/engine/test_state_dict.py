@@ -532,7 +532,7 @@ def test_a_dtype_is_assigned_to_all_parameters_that_shared_one():
         assert_same(tensors_of(whole_state(net)), tensors_of(plain.state_dict()))
         mixed = {**state, "cells.1.norm.weight": torch.ones(WIDTH)}
         with pytest.raises(
-            ConfigError, match=r"norm.weight is of torch.float32 now, but scale of torch.bfloat16. They"
+            ConfigError, match=r"norm.weight now has dtype torch.float32, but scale has torch.bfloat16. They"
         ):
             net.load_state_dict(mixed, assign=True)
 

@@ -716,7 +716,7 @@ def test_parts_of_a_unit_can_be_cast_one_after_another():
 def test_parts_of_a_unit_of_different_dtypes_are_refused():
     model = chain(fully_shard)
     model.layers[0].norm.double()
-    with pytest.raises(ConfigError, match=r"up.weight is of torch.float32 now, but norm.weight of torch.float64"):
+    with pytest.raises(ConfigError, match=r"up.weight now has dtype torch.float32, but norm.weight has torch.float64"):
         model(inputs())
 
 

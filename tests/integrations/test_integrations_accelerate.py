@@ -419,7 +419,7 @@ def test_units_of_any_model_run_again_in_backward():
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "not flattened"),
         ({"strategy": "zero4"}, "zero4"),
         ({"strategy": "zero1", "reshard_after_forward": True}, "Leave one of them out"),
-        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "the number of elements from which"),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "the minimum number of elements"),
         ({"min_num_params": 100}, "requires auto_wrap_policy=SIZE_BASED_WRAP"),
         (
             {"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": "A"},

@@ -59,25 +59,25 @@ def cases() -> dict[str, Case]:
         "healthy": Case(
             made_run(report_every=5),
             says=("No cause of lost time",),
-            leaves_out=("wait longest", "Out of memory", "Beside", "Where it rests", "Offload"),
+            leaves_out=("wait longest", "Out of memory", "Compared with", "by tier", "Offload"),
         ),
         "faulty": Case(
             faulty, findings_of(faulty), says=("one unit too large", "Simulated gain: 140 ms", "rank 3 on node-0")
         ),
         "out of memory": Case(exhausted(faulty), says=("Rank 1 held 7.17 GB of 7.52 GB", "--activation-checkpointing")),
-        "64 ranks and 500 units": Case(large, findings_of(large), says=("rank 17", "Shown are 3 of 64 ranks")),
+        "64 ranks and 500 units": Case(large, findings_of(large), says=("rank 17", "Showing 3 of 64 ranks")),
         "hostile names": Case(hostile(faulty), findings_of(faulty)),
         "hardly anything": Case(bare_run(), says=("Not measured: memory by state",)),
         "offloaded": Case(
             offloaded(faulty),
             findings_of(faulty),
-            says=("Where it rests", "from the disk, a step", "to the CPU, a step", "598 MB"),
+            says=("Memory and traffic by tier", "from the disk, per step", "to the CPU, per step", "598 MB"),
         ),
         "two runs": Case(
             faulty,
             findings_of(faulty),
             made_run(name="runs/other"),
-            says=("Beside runs/other", "22\xa0% longer", "8 ranks"),
+            says=("Compared with runs/other", "22\xa0% longer", "8 ranks"),
         ),
     }
 
@@ -151,8 +151,8 @@ def test_rows_of_tiers_add_up_to_what_there_is() -> None:
     assert list(bytes_of)[:3] == ["on the device", "on the CPU", "on the disk"]
     for tier in run.tiers:
         assert bytes_of[f"on the {tier.name}"] == sum(tier.at_rest.values())
-        assert bytes_of.get(f"from the {tier.name}, a step", 0) == pytest.approx(sum(tier.comes.values()), rel=1e-5)
-        assert bytes_of.get(f"to the {tier.name}, a step", 0) == pytest.approx(sum(tier.goes.values()), rel=1e-5)
+        assert bytes_of.get(f"from the {tier.name}, per step", 0) == pytest.approx(sum(tier.comes.values()), rel=1e-5)
+        assert bytes_of.get(f"to the {tier.name}, per step", 0) == pytest.approx(sum(tier.goes.values()), rel=1e-5)
     assert reported["away_bytes"] == bytes_of["on the CPU"] + bytes_of["on the disk"]
     assert reported["moved_bytes"] == pytest.approx(
         sum(row["nbytes"] for row in reported["rows"] if row["moves"]), rel=1e-5
@@ -462,7 +462,7 @@ def test_the_command_writes_the_page_and_states_the_verdict(
         assert f"steps of {run.name}: p50 {p50}, p95 {p95}, p99 {p99}" in reported.splitlines()
     other = runs[tmp_path / "y"]
     assert f"compared with runs/other: {verdict(other, find_causes(other))}" in reported.splitlines()
-    assert "Beside runs/other" in (tmp_path / "x" / PAGE).read_text(encoding="utf-8")
+    assert "Compared with runs/other" in (tmp_path / "x" / PAGE).read_text(encoding="utf-8")
 
 
 def test_the_page_has_the_percentiles_of_all_steps_and_of_each_rank(

@@ -86,7 +86,7 @@ def test_hosts_of_another_size_are_otherwise_the_same():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"h100: neither known hardware.*a100-80.*h100-80.*`here`.*TOML file"):
+    with pytest.raises(ConfigError, match=r"h100: is neither known hardware.*a100-80.*h100-80.*`here`.*TOML file"):
         hardware("h100")
 
 
@@ -96,7 +96,7 @@ def test_an_unknown_name_lists_the_known_ones():
         ('name = "ours"', r"lacks kind.*link.*like = "),
         ('like = "h100-80"\nflops = 1', r"flops: unknown"),
         ('like = "h100-80"\n[link]\nspeed = 1', r"speed.*docs/plan.md"),
-        ('like = "h100-81"', r"h100-81: neither known hardware"),
+        ('like = "h100-81"', r"h100-81: is neither known hardware"),
         ("like = ", r"not valid TOML"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_description_cannot_be_like_itself(tmp_path):
     first, second = tmp_path / "first.toml", tmp_path / "second.toml"
     written(first, f'like = "{second}"')
     written(second, f'like = "{first}"')
-    with pytest.raises(ConfigError, match=r"is like itself.*Leave one `like` out"):
+    with pytest.raises(ConfigError, match=r"refers to itself.*Remove one `like`"):
         hardware(str(first))
 
 

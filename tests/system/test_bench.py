@@ -416,13 +416,13 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--size", "35m"], "--size 35m: unknown. Take one of tiny, 34m"),
+        (["--size", "35m"], "--size 35m: unknown. Choose one of tiny, 34m"),
         (["--layers", "0"], "--layers 0: must be at least 1"),
         (["--mlp-ratio", "-1"], "--mlp-ratio -1: must be at least 1"),
         (["--width", "100", "--heads", "3"], "Take --width 102"),
-        (["--dtype", "fp16"], "Take one of fp32, bf16"),
-        (["--optimizer", "adam"], "Take one of adamw, adamw-default, sgd"),
-        (["--device", "tpu"], "Take one of cpu, cuda"),
+        (["--dtype", "fp16"], "Choose one of fp32, bf16"),
+        (["--optimizer", "adam"], "Choose one of adamw, adamw-default, sgd"),
+        (["--device", "tpu"], "Choose one of cpu, cuda"),
         (["--ranks", "0"], "--ranks 0: must be at least 1"),
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
         (["--steps", "0"], "--steps 0: must be at least 1"),

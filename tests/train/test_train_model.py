@@ -78,7 +78,7 @@ def test_computing_blocks_again_changes_no_gradient() -> None:
 def test_single_dimensions_win_over_the_size() -> None:
     shape = shape_of(ModelSettings(size="nano", layers=5, width=48))
     assert (shape.layers, shape.width, shape.heads) == (5, 48, SIZES["nano"].heads)
-    for wrong, words in (({"size": "huge"}, "Take one of"), ({"layers": 0}, "at least 1"), ({"heads": 3}, "--width")):
+    for wrong, words in (({"size": "huge"}, "Choose one of"), ({"layers": 0}, "at least 1"), ({"heads": 3}, "--width")):
         with pytest.raises(ConfigError, match=words):
             shape_of(ModelSettings(**wrong))
 

@@ -234,9 +234,9 @@ def test_auto_needs_to_know_where():
         (["--keep", "0"], "at least 1"),
         (["--checkpoint-every", "-1"], "at least 0"),
         (["--resume", "no/where"], "the folder does not exist"),
-        (["--gather-wire", "int4"], "Take one of int8 or fp8"),
+        (["--gather-wire", "int4"], "Choose one of int8 or fp8"),
         (["--gather-wire", "int8", "--strategy", "ddp"], "does not gather parameters"),
-        (["--reduce-wire", "fp8"], "Take one of bf16, int8 or int4"),
+        (["--reduce-wire", "fp8"], "Choose one of bf16, int8 or int4"),
         (["--reduce-wire", "bf16", "--reduce-dtype", "bfloat16"], "summed in float32"),
         (["--offload-optimizer", "1.5"], "--offload-optimizer 1.5: must be a fraction from 0 to 1"),
         (

@@ -58,5 +58,5 @@ def test_placements_that_no_optimizer_could_step_are_refused(states):
     if possible:
         Placements(**options)
     else:
-        with pytest.raises(ConfigError, match=r"Set (parameters|optimizer) to sharded, too"):
+        with pytest.raises(ConfigError, match=r"Also set (parameters|optimizer) to sharded"):
             Placements(**options)

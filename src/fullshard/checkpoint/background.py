@@ -29,7 +29,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Return True once it has ended, successfully or not."""
+        """Return True if the save has ended, successfully or not."""
         return self._future.done()
 
     def wait(self) -> Path:

@@ -237,7 +237,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
         return metadata_file.loads(read_regular(path, limit=_MOST_METADATA_NBYTES))
     except OSError as error:
         raise CheckpointError(
-            f"{path}: expected the metadata of a checkpoint, found none ({error.strerror}). Name the folder that "
+            f"{path}: expected the metadata of a checkpoint, found none ({error.strerror}). Pass the folder that "
             "torch.distributed.checkpoint or fullshard.checkpoint wrote."
         ) from error
     except CheckpointError as error:
@@ -292,7 +292,7 @@ def read_values(
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads files whose metadata is known already.
+    """A storage reader for files whose metadata was read before.
 
     In files written by `write`, contiguous rows are read directly into their target. torch would first create a tensor
     of the whole entry and copy from it.

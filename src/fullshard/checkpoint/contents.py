@@ -55,7 +55,7 @@ class Contents:
     def put(self, path: Path, leaf: Any) -> str:
         """Add `leaf` and return its key in the checkpoint."""
         if path in self.sharded or path in self.plain or path in self.values:
-            raise CheckpointError(f"two values are named {'.'.join(path)}. Give the keys of the state other names.")
+            raise CheckpointError(f"two values are named {'.'.join(path)}. Rename the keys of the state.")
         if isinstance(leaf, DTensor):
             self.sharded[path] = _without_partial_sums(leaf)
         elif isinstance(leaf, Tensor):

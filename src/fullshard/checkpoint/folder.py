@@ -35,7 +35,7 @@ class Entry:
 
     @property
     def step(self) -> int:
-        """The step in its name."""
+        """The step in the name of the folder."""
         return step_of(self.path) or 0
 
     @cached_property

@@ -150,8 +150,8 @@ class _WeightReader:
             type(placement) not in (Shard, Replicate) for placement in value.placements
         ):
             raise CheckpointError(
-                f"{fqn} has placements {value.placements}, which do not say which rows each rank has. Redistribute it "
-                "to Shard(dim) or Replicate() first."
+                f"{fqn} has placements {value.placements}, which do not determine the rows of each rank. Redistribute "
+                "it to Shard(dim) or Replicate() first."
             )
         if there.shape != value.shape:
             misfit.misshapen.append(f"{fqn} ({there.shape} in it, {tuple(value.shape)} in the model)")

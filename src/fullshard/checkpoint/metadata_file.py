@@ -137,7 +137,7 @@ class _Interpreter:
     def _take(self, nbytes: int) -> bytes:
         found = self._data[self._at : self._at + nbytes]
         if len(found) != nbytes:
-            raise CheckpointError("it is cut off")
+            raise CheckpointError("it is truncated")
         self._at += nbytes
         return found
 
@@ -148,7 +148,7 @@ class _Interpreter:
     def _line(self) -> str:
         end = self._data.find(b"\n", self._at)
         if end < 0:
-            raise CheckpointError("it is cut off")
+            raise CheckpointError("it is truncated")
         return self._take(end + 1 - self._at)[:-1].decode()
 
     # the stack
@@ -205,7 +205,7 @@ class _Interpreter:
     def _remember(self, place: int) -> None:
         value = self._stack[-1]
         if value is _MARK:
-            raise CheckpointError("a mark is remembered")
+            raise CheckpointError("a mark is stored in the memo")
         self._memo[place] = value
 
     def _global(self, module: str, name: str) -> None:
@@ -376,7 +376,7 @@ def _properties(value: Any) -> TensorProperties:
         raise CheckpointError("a tensor has no properties")
     dtype, layout, requires_grad, memory_format, pin_memory = value.state
     if type(dtype) is not _Global or dtype not in _DTYPES:
-        raise CheckpointError("a tensor has no dtype")
+        raise CheckpointError("a tensor has an unknown dtype")
     if type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise CheckpointError("a tensor has invalid properties")
     return TensorProperties(

@@ -102,7 +102,7 @@ def open_checkpoint(
                 raise
             refused.append(str(error))
             if ranks.leads:
-                logger.warning("%s Falling back to the next older one.", shown(str(error), lines=True))
+                logger.warning("%s Falling back to the previous checkpoint.", shown(str(error), lines=True))
         else:
             return opened
     raise CheckpointError(f"{doing}: none of its {len(found)} checkpoints is intact. {' '.join(refused)}")

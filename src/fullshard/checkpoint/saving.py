@@ -143,11 +143,11 @@ def async_save(
     Raises:
         CheckpointError: A rank could not copy or save something, or the previous save failed.
         ConfigError: `step` is below 0, or `keep` below 1.
-        RankMismatchError: A rank does something else meanwhile.
+        RankMismatchError: A rank makes a different call meanwhile.
     """
     order = _Order(Path(folder), step, keep)
     checkpoints.wait()
-    default_ranks().meet("async_save")  # the ranks below talk over a group of their own, where nothing is compared
+    default_ranks().meet("async_save")  # the ranks below use a separate group, where calls are not compared
     ranks = checkpoints.ranks()
     memory = _memory.get_or_make(None, HostMemory)
     contents = ranks.do(order.doing, lambda: memory.copy(collect(model, optimizer, scheduler, data, extra)))

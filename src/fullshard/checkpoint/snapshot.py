@@ -122,7 +122,7 @@ def restore_snapshot(
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's part of every parameter and persistent buffer, by FQN; tied ones by their first name."""
+    """Return this rank's part of every parameter and persistent buffer, by FQN (for tied parameters, the first)."""
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, Tensor] = {}
     owned: set[tuple[int, str]] = set()  # parameters of units, by module and name

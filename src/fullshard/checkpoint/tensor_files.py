@@ -299,7 +299,9 @@ def _index_of(path: Path) -> Path | None:
         return path
     found = sorted(path.glob(f"*{INDEX_SUFFIX}"))
     if len(found) > 1:
-        raise CheckpointError(f"{path}: expected one index, found {', '.join(item.name for item in found)}. Name one.")
+        raise CheckpointError(
+            f"{path}: expected one index, found {', '.join(item.name for item in found)}. Pass the path of one of them."
+        )
     return found[0] if found else None
 
 

@@ -63,7 +63,7 @@ class GroupRanks:
         """Return the first rank's result of `action()`, on every rank. Only the first rank calls it.
 
         Raises:
-            CheckpointError: it raised there; the same error on every rank.
+            CheckpointError: It raised on the first rank. The same error is raised on every rank.
         """
         return self.share(doing, lambda: action() if self.leads else None)[0]  # type: ignore[return-value]  # 0 leads
 

@@ -55,7 +55,7 @@ def _script(shell: str) -> str:
 
 
 def _one_of(found: dict[str, Any]) -> Any:
-    """Return the type of a choice between subcommands."""
+    """Return the union type of the subcommands in `found`."""
     return Union[tuple(_subcommand(name, command) for name, command in found.items())]  # noqa: UP007
 
 

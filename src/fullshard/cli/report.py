@@ -36,7 +36,7 @@ _DESCRIPTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings:
-    """The output."""
+    """Output options."""
 
     against: MaybePath = None
     """The folder of a second run to compare with."""

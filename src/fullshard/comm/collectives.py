@@ -111,7 +111,7 @@ class Collectives(GroupProgress, ABC):
         return tag
 
     def common_storages(self, sizes: Sequence[int], plan: str | None) -> list[torch.UntypedStorage] | None:
-        """Return storages that all ranks write and read, of `sizes` in bytes; an empty list if ranks share no memory.
+        """Return storages that all ranks write and read, of `sizes` bytes; an empty list if ranks do not share memory.
 
         A collective, unless ranks cannot share memory. The list is also empty if `plan`, which describes the use of the
         storages, differs between ranks. Return None if `plan` is None on any rank.

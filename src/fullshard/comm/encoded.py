@@ -152,7 +152,7 @@ class EncodedSums(Sums):
         origin: Origin,
         names: Sequence[TermName],
     ) -> None:
-        """Gather every rank's sums to `tensors`. This rank's sums are encoded and decoded, too, as on its peers."""
+        """Gather every rank's sums to `tensors`. This rank's sums are also encoded and decoded, as on its peers."""
         transport, codec = self._transport, self._codec
         sizes = [codec.nbytes(n) for n in part_numels]
         flat = self._scratch.take(transport.world * sum(sizes), torch.uint8)

@@ -59,7 +59,7 @@ class Axes:
     def group_ranks(self) -> tuple[list[int], list[int]]:
         """The ranks of this rank's group on the shard axis, and those with the same position in every group.
 
-        Numbered as in the default process group, and in order.
+        Both are global ranks, in the order of the mesh.
         """
         assert self.group_size is not None, "the shard axis has one level"
         ranks = dist.get_process_group_ranks(self.shard_group)
@@ -93,7 +93,7 @@ class Axes:
 
 
 def own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> Tensor:
-    """Return this rank's part of `whole`, cut along one axis of `mesh` after the other: a view."""
+    """Return this rank's part of `whole`, sharded along each axis of `mesh` in order, as a view."""
     for dim, span in enumerate(own_spans(whole.shape, mesh, placements)):
         whole = whole.narrow(dim, span.start, len(span))
     return whole
@@ -102,8 +102,8 @@ def own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[TensorPlaceme
 def check_own_part(name: str, tensor: DTensor, target: DeviceMesh | None) -> None:
     """Raise an error if a `DTensor` holds another rank's shard, as after loading the file of another rank.
 
-    A pickled `DTensor` keeps its mesh, and the mesh keeps the coordinate of the rank that pickled it. Meshes compare
-    equal whatever their coordinate is, so torch takes such a part for this rank's own.
+    A pickled `DTensor` keeps its mesh, and the mesh keeps the coordinate of the rank that pickled it. Meshes are
+    equal regardless of their coordinate, so torch treats such a shard as that of this rank.
 
     Args:
         name: The name of the tensor, for the message.
@@ -111,8 +111,8 @@ def check_own_part(name: str, tensor: DTensor, target: DeviceMesh | None) -> Non
         target: the mesh of the parameter that it is for; None if there is none.
 
     Raises:
-        CheckpointError: it was pickled by a rank at another coordinate of an axis along which the tensor is cut, or by
-            another number of ranks.
+        CheckpointError: `tensor` was pickled by a rank at a different coordinate of an axis that the tensor is sharded
+            over, or by a different number of ranks.
     """
     mesh = tensor.device_mesh
     if mesh is target:
@@ -326,8 +326,8 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
     """Return a mesh of all ranks on one shard axis; if `replicated`, with hosts as replicas, each on a shard axis."""
     if not dist.is_initialized():
         raise StateError(
-            "no process group is initialized. Call torch.distributed.init_process_group() first, under torchrun. One "
-            "process is a valid world, too."
+            "no process group is initialized. Call torch.distributed.init_process_group() first, under torchrun. A "
+            "single process also works."
         )
     world = dist.get_world_size()
     shape: tuple[int, ...] = (world,)

@@ -59,7 +59,7 @@ _BLOCK, _DROP, _PUBLISH, _READ, _SIGNAL = range(5)  # new block; dropped block; 
 
 
 def nbytes_end_to_end(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of `tensors` laid out contiguously, as by `MappedMemory.tensors_like`."""
+    """Return the bytes that `tensors` need in one contiguous buffer, laid out as by `MappedMemory.tensors_like`."""
     return sum(align(tensor.nbytes, _ALIGNMENT) for tensor in tensors)
 
 
@@ -303,7 +303,7 @@ class HostPeers:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def end_wait(self, failure: FullshardError) -> None:
-        """Make the waiting thread raise `failure` soon, and all later waits, too. Called by another thread."""
+        """Make the current wait, in another thread, and all later waits raise `failure`."""
         self._failure = failure
 
     def _wait_for_all(self, has_arrived: Callable[[_HostPeer], bool]) -> None:

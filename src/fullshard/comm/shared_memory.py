@@ -75,7 +75,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
             try:
                 return self._meet()
             except CannotShareError as obstacle:
-                _log.info("ranks %s exchange messages by gloo and share no memory: %s", self.ranks, obstacle)
+                _log.info("ranks %s communicate over gloo without shared memory: %s", self.ranks, obstacle)
                 return None
 
     def _meet(self) -> HostPeers:

@@ -28,7 +28,7 @@ class CudaGraph:
 
     def check(self) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError("capture() needs a CUDA device, and torch finds none. Call the step itself.")
+            raise ConfigError("capture() needs a CUDA device, but torch does not find one. Call the step itself.")
 
     @contextmanager
     def queueing_warm_up(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ import torch
 
 
 class Mark(Protocol):
-    """A point in the work of a stream: an event."""
+    """An event: a point in the work of a stream."""
 
     def query(self) -> bool:
         """Return True if the stream has reached this point."""
@@ -41,7 +41,7 @@ class Mark(Protocol):
 
 
 class Stamp(Protocol):
-    """A point in the work of a stream whose time can be read once the stream has reached it."""
+    """A timed event: a point in the work of a stream whose time can be read after the stream has reached it."""
 
     def query(self) -> bool:
         """Return True, since work of the program is never pending."""
@@ -76,11 +76,11 @@ class Stream:
         return self.queueing()
 
     def mark(self) -> Mark | None:
-        """Return a mark after all work queued on this stream so far; None if work is not queued."""
+        """Record an event after all work queued on this stream so far. Return None if work is not queued."""
         return None
 
     def stamp(self) -> Stamp | None:
-        """Return a stamp after all work queued on this stream so far; None if work is not queued."""
+        """Record a timed event after all work queued on this stream so far. Return None if work is not queued."""
         return None
 
     def wait(self, mark: Mark | None) -> None:

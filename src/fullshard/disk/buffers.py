@@ -38,7 +38,7 @@ class Buffer:
         return self.work is None and self.read_by is None
 
     def settle(self) -> None:
-        """Wait until no work uses it."""
+        """Wait until all work that uses this buffer has finished."""
         if self.work is not None:
             self.work.settle()
         if self.read_by is not None:

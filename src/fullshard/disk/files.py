@@ -311,7 +311,7 @@ class _Kind:
             if done + count < nbytes:
                 count -= count % ALIGNMENT
             if count <= 0:
-                raise OSError(errno.EIO, f"only {done} of {nbytes} bytes, and then no more")
+                raise OSError(errno.EIO, f"only {done} of {nbytes} bytes were transferred")
             done += count
 
 

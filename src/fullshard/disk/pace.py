@@ -150,8 +150,8 @@ class DiskPace:
             self._stated = True
             _log.warning(
                 "the disk of %s has become slow: %.3g GB/s now, %.3g GB/s %s. A step moves %.3g GB, which takes %.3g "
-                "s instead of %.3g s, and the step waits %.3g s for it. Check the temperature of the disk and its "
-                "other users, or offload less.",
+                "s instead of %.3g s, and the step waits %.3g s for it. Check the temperature of the disk and "
+                "other programs that use it, or offload less.",
                 self.folder,
                 nbytes / moved.busy_s / 1e9,
                 nbytes / expected_s / 1e9,

@@ -155,7 +155,7 @@ class _Measuring:
         return filled / max(self._clock() - start, 1e-9)
 
     def _search(self, bytes_per_s: float) -> tuple[int, int]:
-        """Return the requests with the smallest buffers that are nearly as fast as the fastest."""
+        """Return the request size and depth that need the smallest buffers and nearly reach the maximum rate."""
         each_s = self._seconds * _SEARCH / (len(REQUESTS) * len(DEPTHS))
         rates = {
             (request, depth): self._rate(BOTH, request, depth, each_s)

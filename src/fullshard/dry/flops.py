@@ -1,4 +1,4 @@
-"""Floating-point operations of operations of torch, by torch's formulas and those that it lacks.
+"""FLOPs of torch operations, by torch's formulas and by additional formulas.
 
 As in torch's formulas, a multiplication with an addition counts as two, and only products of matrices, of matrices with
 vectors, and attention count: other operations are limited by the memory that they access. `register_flop_formula` of

@@ -94,7 +94,7 @@ def taped(
         ConfigError: `streams` is invalid, or the result of an operation depends on values but tensors are fake.
     """
     if streams not in ("gpu", "cpu"):
-        raise ConfigError(f'streams={streams!r}: "gpu" or "cpu" is needed.')
+        raise ConfigError(f'streams={streams!r}: expected "gpu" or "cpu".')
     accelerator = DryAccelerator(Tape(), has_streams=streams == "gpu", host_bytes=host_bytes, lag=LAG if values else 0)
     with ExitStack() as stack:
         stack.callback(accelerator.storages.forget)
@@ -156,7 +156,7 @@ def run(
         StateError: A default process group exists in this process.
     """
     if steps < 1 or microbatches < 1:
-        raise ConfigError(f"dry.run(steps={steps}, microbatches={microbatches}): positive numbers are needed.")
+        raise ConfigError(f"dry.run(steps={steps}, microbatches={microbatches}): both must be positive.")
     with _world(world, rank=rank, ranks_per_host=ranks_per_host):
         mesh = () if make_mesh is None else (make_mesh(),)
         with taped(streams=streams, values=values, host_bytes=host_bytes) as tape:

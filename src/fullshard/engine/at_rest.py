@@ -72,9 +72,9 @@ def read_while_sharded(fqn: str, unit: str) -> StateError:
 
 @cache
 def explain_reads() -> None:
-    """Name the parameter in all later errors of backwards that read a saved one without valid values.
+    """Name the parameter in all later errors of backwards that read a saved parameter without valid values.
 
-    Refuse gradients of sharded parameters by `autograd.grad` and `backward(inputs=...)`, too.
+    Also refuse gradients of sharded parameters by `autograd.grad` and `backward(inputs=...)`.
     """
     explain_backwards(_explain_version, _refuse_unreached)
 
@@ -86,7 +86,7 @@ def _refuse_unreached(inputs: Sequence[Any], unreached: Sequence[Any]) -> None:
     if sharded and missed == len(sharded):
         fqn, unit = sharded[0].param.fqn, sharded[0].unit.name or "the root"
         raise StateError(
-            f"backward was asked for the gradient of {fqn} of {unit}, a sharded parameter, but the graph of a forward "
+            f"backward was called for the gradient of {fqn} of {unit}, a sharded parameter, but the graph of a forward "
             "has the unsharded parameter. Call loss.backward() without inputs=, and read param.grad. To choose "
             "parameters, set requires_grad before the forward. For torch.autograd.grad, call unshard() on the units, "
             "list the parameters, and then run the forward: the gradients are those of this rank, not averaged."
@@ -102,7 +102,7 @@ def check_saved(tensor: Tensor) -> Tensor:
     """Check and return `tensor`, which backward is about to read.
 
     Raises:
-        StateError: it is a view of an unsharded parameter that has no valid values.
+        StateError: `tensor` is a view of an unsharded parameter without valid values.
     """
     if is_invalid(tensor._version):
         raise _explain_version(tensor._version) or StateError("backward reads a parameter of a model that was deleted.")

@@ -30,8 +30,8 @@ T = TypeVar("T")
 def check_ranks_agree(units: Sequence[Unit]) -> None:
     """Raise on every rank if the ranks do not have the same units with the same parameters.
 
-    Ranks that built the model with different values, for example without a common seed, are reported, too: with an
-    error if ranks would keep different values for ever, else with one warning.
+    Ranks that built the model with different values, for example without a common seed, are also reported: with an
+    error if ranks would keep different values forever, else with one warning.
 
     Ranks exchange hashes, which are a few bytes for any model. If these differ, one rank for each hash sends details.
     """
@@ -77,7 +77,7 @@ def _digests(unit: Unit, axes: Axes) -> list[int | None]:
 
 
 def are_identical(params: Sequence[nn.Parameter], unit: Unit) -> bool:
-    """Return True on all ranks of `unit` if `params`, which belong to no unit, have the same values on all of them."""
+    """Return True on all ranks of `unit` if `params`, which are not in a unit, have the same values on all of them."""
     local = _hash([digest(param) for param in params])
     return len(set(_of_all_ranks(local, unit, "comparison of parameters in no unit").values())) == 1
 
@@ -86,8 +86,8 @@ def check_same_names(names: Sequence[str], unit: Unit, optimizer: str, *, reason
     """Raise on every rank of `unit` if the parameters of `optimizer` do not have the same `names` on all of them.
 
     Args:
-        reason: the sentence of the error message that says why the order matters.
-        instead: the sentence that states another remedy than the same order.
+        reason: a sentence of the error message that states why the order matters.
+        instead: a sentence of the error message that states an alternative to using the same order.
 
     Raises:
         RankMismatchError: the names or their order differ.

@@ -56,7 +56,7 @@ class Gather:
 
     @property
     def disk_failures(self) -> DiskFailures | None:
-        """Failures of the disk that stores the shards; None if they are not on a disk."""
+        """The failures of the disk that stores the shards; None if the shards are not on a disk."""
         return self._storage.failures
 
     @property
@@ -91,7 +91,7 @@ class Gather:
 
     @property
     def joint_channel(self) -> Channel | None:
-        """A channel that sends the messages of several groups at once; None if this gather needs a separate call."""
+        """A channel that sends the messages of several groups together; None if this gather needs a separate call."""
         transport = self._transport
         if type(self) is not Gather or not isinstance(transport, Channel):
             return None
@@ -133,7 +133,7 @@ class TwoLevelGather(Gather):
         self._secondary_version = -1
 
     def note_changed_shards(self) -> None:
-        """See `Gather.note_changed_shards`. Secondary shards are invalid, too."""
+        """See `Gather.note_changed_shards`. Secondary shards also become invalid."""
         super().note_changed_shards()
         self._secondary_version = -1
 

@@ -1,7 +1,7 @@
 """Gradients of a parameter group that are stored on a disk from their reduction to the optimizer's step.
 
-They are summed in a buffer, which is written asynchronously. The optimizer sees `OnDisk` tensors. The code that steps
-them gives them memory first.
+They are summed in a buffer, which is written asynchronously. The optimizer sees `OnDisk` tensors. The code that runs
+the step reads them into memory first.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class GroupPlan:
 
     @cached_property
     def encodes_gathers(self) -> bool:
-        """True if gathers are encoded. This rank's own shard is then decoded, too."""
+        """True if gathers are encoded. In this case, this rank's own shard is also decoded."""
         return self.contract.gather_wire is not None and self.shards_optimizer and self.layout.world > 1
 
     @cached_property

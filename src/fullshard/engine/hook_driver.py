@@ -206,7 +206,8 @@ class HookDriver:
         """Return the number of the backward that is executing. The first call in one registers the callback at its end.
 
         Raises:
-            StateError: it computes gradients of inputs only; those of parameters would follow later, without hooks.
+            StateError: The backward computes gradients of inputs only. Those of parameters would be computed later,
+                without hooks.
         """
         if self._state.phase is not Phase.BACKWARD:
             if in_backward_of_inputs() and any(unit.trainable for unit in self._units):

@@ -102,7 +102,7 @@ def abandon_step(module: nn.Module) -> None:
 
 
 def is_in_use(unit: Unit) -> bool:
-    """Return True if a running forward or backward needs `unit`. The state of a failed one is cleaned up first."""
+    """Return True if a running forward or backward needs `unit`. The state of a failed pass is cleaned up first."""
     runtime = runtime_or_none(unit)
     if runtime is not None and runtime.state.is_interrupted:
         runtime.recover()
@@ -154,7 +154,7 @@ def changing_shards(unit: Unit, function: Callable[..., Any] | None = None) -> I
 
     Raises:
         StateError: the unit is in forward or backward, its parameters are summoned, or `function` is that of
-            `Module.share_memory`; or a parameter was replaced by another one before.
+            `Module.share_memory`; or a parameter was replaced earlier.
     """
     check_idle(unit, "to be moved or cast")
     if function is not None and is_share_memory(function):
@@ -197,5 +197,5 @@ def refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:
     """Raise an error, because a module loaded from a file would have shards of a nonexistent mesh, and no unit."""
     raise StateError(
         f"pickle, torch.save or copy.copy of {type(module).__name__}, which is sharded: the restored module would "
-        "belong to no unit. Save its state_dict(), and load it into a new sharded module."
+        "not belong to a unit. Save its state_dict(), and load it into a new sharded module."
     )

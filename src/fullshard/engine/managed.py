@@ -74,7 +74,7 @@ _by_id: weakref.WeakValueDictionary[int, Managed] = weakref.WeakValueDictionary(
 
 
 def managed_by(param: Tensor) -> Managed | None:
-    """Return the entry of `param`, in any of its forms or before it was sharded; None if it belongs to no unit."""
+    """Return the entry of `param`, in any of its forms or before it was sharded; None if it is not in a unit."""
     managed = _by_id.get(id(param))
     if managed is None:
         return None

@@ -168,7 +168,7 @@ def initialise(
         left = _on_meta(module, skip)
         if left:
             raise ConfigError(
-                f"param_init_fn left {left[0]!r} of {fqn} on the meta device. Let it call "
+                f"param_init_fn left {left[0]!r} of {fqn} on the meta device. It must call "
                 "module.to_empty(device=..., recurse=False) and initialise the module's own parameters."
             )
 
@@ -184,10 +184,10 @@ def _reset(module: Any, device: torch.device) -> None:
 
 @contextmanager
 def _keeping_identity(module: nn.Module) -> Iterator[None]:
-    """Return a context to initialise `module` in. It may replace parameters, and has its original ones again after it.
+    """Return a context to initialise `module` in, which restores its original parameter objects at the end.
 
-    Parameters on the meta device then have the values of their replacements. Parameters that have values already, since
-    they are tied to another module's, keep them: a stand-in for them is initialised instead.
+    Parameters on the meta device then have the values of their replacements. Parameters that already have values, since
+    they are tied to those of another module, keep them: a placeholder is initialised instead.
     """
     own = {name: param for name, param in module._parameters.items() if param is not None}
     for name, param in own.items():

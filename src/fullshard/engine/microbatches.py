@@ -95,10 +95,10 @@ class Microbatches:
             self.outside = []
             if unit.axes.shard_rank == 0:
                 _log.warning(
-                    "%d parameters belong to no unit (the first has shape %s), so each rank trains them separately: "
-                    "ranks have different values after %d steps. Call fully_shard on the outermost module, which "
-                    "manages all remaining parameters; or call it on the module that owns these; or average their "
-                    "gradients yourself and list them in ignored_params.",
+                    "%d parameters do not belong to any unit (the first has shape %s), so each rank trains them "
+                    "separately: ranks have different values after %d steps. Call fully_shard on the outermost module, "
+                    "which manages all remaining parameters; or call it on the module that owns these; or average "
+                    "their gradients yourself and list them in ignored_params.",
                     *(len(params), tuple(params[0].shape), age),
                 )
         elif age + 1 >= _LAST_COMPARISON:

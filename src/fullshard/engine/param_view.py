@@ -120,7 +120,7 @@ class TensorParallelView(ParamView):
         cut = [name for name, placement in zip(names, param.placements, strict=True) if placement.is_shard()]
         if own.intersection(cut):
             raise ConfigError(
-                f"{found}, so it is already sharded over {cut}, which dp_mesh_dims={sorted(own)} names, too. Place it "
+                f"{found}, so it is already sharded over {cut}, which dp_mesh_dims={sorted(own)} also names. Place it "
                 "Replicate() there, and list only data parallel axes in dp_mesh_dims."
             )
         self._found = param._spec
@@ -222,8 +222,8 @@ def _check_annotations(fqn: str, param: nn.Parameter, axes: Axes) -> None:
     if others:
         raise ConfigError(
             f"{fqn} is a plain tensor whose placement on the axes {', '.join(others)} is annotated by spmd_types. "
-            "These annotations are read for data only. Make it a DTensor, as torchtitan does with "
-            "--parallelism.spmd_backend partial_dtensor."
+            "These annotations are supported for data parallelism only. Make it a DTensor, as torchtitan "
+            "does with --parallelism.spmd_backend partial_dtensor."
         )
 
 

@@ -136,9 +136,9 @@ class PayloadParam(ShardedParam):
         form, inner = hook(whole, metadata, self._param_dtype)
         if tuple(form.shape) != self._spec.shape:
             raise ConfigError(
-                f"{self.fqn}: fsdp_post_all_gather of {type(self._padded).__name__} gave a {type(form).__name__} of "
-                f"shape {tuple(form.shape)}, but the parameter has shape {self._spec.shape}. It must build the whole "
-                "parameter from the gathered tensors."
+                f"{self.fqn}: fsdp_post_all_gather of {type(self._padded).__name__} returned a {type(form).__name__} "
+                f"of shape {tuple(form.shape)}, but the parameter has shape {self._spec.shape}. It must build the "
+                "whole parameter from the gathered tensors."
             )
         given = {tensor.untyped_storage()._cdata for tensor in gathered}
         self._inner = [item for item in inner if item.untyped_storage()._cdata not in given]
@@ -212,7 +212,7 @@ class _Form:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of it on one rank."""
+        """The bytes of the payload on one rank."""
         return int(prod(self.shape)) * self.dtype.itemsize
 
     def of_all(self, world: int) -> tuple[int, ...]:
@@ -246,7 +246,7 @@ class PayloadStorage(ShardStorage):
         if odd:
             param = self._params[odd[0]]
             raise StateError(
-                f"{param.fqn}: fsdp_pre_all_gather of {type(param.local).__name__} gave {forms[odd[0]]}, but "
+                f"{param.fqn}: fsdp_pre_all_gather of {type(param.local).__name__} returned {forms[odd[0]]}, but "
                 f"{self.buffer.forms[odd[0]]} before. The all-gather inputs of a class must keep their shapes and "
                 "dtypes."
             )

@@ -170,7 +170,7 @@ class WholeClassGroup(ParamGroup):
 
 
 def group_type(plan: GroupPlan) -> type[ParamGroup]:
-    """Return the class of group for `plan`."""
+    """Return the class of the parameter group for `plan`."""
     if not isinstance(plan, PayloadPlan):
         return ParamGroup
     return PayloadGroup if plan.shards_optimizer else WholeClassGroup

@@ -41,7 +41,10 @@ class ReductionQueue:
                 self.incomplete.append(reduction)
 
     def start_before_end(self, unit: Unit) -> None:
-        """Start to reduce `unit` even without local gradients: other ranks may have some. `finish_all` skips it."""
+        """Start to reduce `unit` even without local gradients, since other ranks may have some.
+
+        `finish_all` skips the unit.
+        """
         self._early.add(unit)
         self.start(unit)
 

@@ -35,7 +35,7 @@ def unregister(module: nn.Module) -> Unit | None:
 
 
 def unit_of(module: nn.Module) -> Unit:
-    """Return the unit that the forward of `module`, or of the module in this wrapper, unshards."""
+    """Return the unit of `module`. If `module` is a wrapper, return the unit of the module in it."""
     found = module.__dict__.get(_UNIT)
     unit = found if type(found) is Unit else _unit_or_none(unwrapped(module))
     if unit is None:

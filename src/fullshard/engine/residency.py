@@ -121,7 +121,7 @@ class Residency:
         return _KEPT if self.memory.is_occupied else _SHARDED
 
     def note_layout(self) -> None:
-        """Note that shards or unsharded parameters have other memory now. The unit is at rest."""
+        """Record that the memory of shards or unsharded parameters was replaced. The unit is not in use."""
         self.has_secondary = any(param_group.gather.is_two_level for param_group in self._unit.param_groups)
         if self.state is not _SUMMONED and (found := self._found_at_rest()) is not self.state:
             self._become(found)

@@ -225,7 +225,7 @@ def attribute_to(unit: Unit, phase: Phase) -> None:
 
 
 def cast_outputs(unit: Unit, output: Any) -> Any:
-    """Return the output of `unit` in its output dtype."""
+    """Cast the output of `unit` to its output dtype and return it."""
     dtype = unit.options.precision.output_dtype
     if dtype is None:
         return output

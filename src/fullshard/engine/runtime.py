@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Driver(Protocol):
-    """What hooks of modules and parameters call in a step."""
+    """The interface that hooks of modules and parameters call in a step."""
 
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Unshard `unit`, and return the inputs for its forward."""
@@ -90,7 +90,7 @@ class Runtime:
 
     @property
     def phase(self) -> Phase:
-        """What the root does at the moment."""
+        """The current phase of the root."""
         return self.state.phase
 
     @property
@@ -192,7 +192,7 @@ def runtime_or_none(unit: Unit) -> Runtime | None:
 
 
 def _warn_of_divisors(units: Sequence[Unit], data_ranks: frozenset[int]) -> None:
-    """Log a warning if the user has set no gradient divisor and may expect another one than is used."""
+    """Log a warning if the user has not set a gradient divisor and may expect a different one."""
     found = [
         (unit, group)
         for unit in units

@@ -78,7 +78,7 @@ class ShardedParam:
 
     `sharded` is what optimizers, checkpoints and users see between steps: an `nn.Parameter` around a `DTensor` whose
     local tensor is this rank's shard. `unsharded` is what compute sees: an `nn.Parameter` of the whole shape in the
-    compute dtype, over storage that is freed and filled again. With tensor parallelism it is a `DTensor` there, too.
+    compute dtype, over storage that is freed and filled again. With tensor parallelism it is also a `DTensor`.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class ShardedParam:
         return self.sharded.grad is not None
 
     def take_own(self, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a whole tensor: a view."""
+        """Return this rank's shard of a whole tensor, as a view."""
         return own_part(whole, self.dtensor.device_mesh, self.dtensor.placements)
 
     def point_to(self, whole: Tensor) -> None:
@@ -210,7 +210,7 @@ class ShardedParam:
             f"{owner.name} of {type(owner.module).__name__} ({self.fqn}) was replaced by "
             f"{'nothing' if found is None else f'another parameter, {tuple(found.shape)}'} after it was sharded, "
             "which would be ignored. Replace, tie or reparametrize it before sharding. To change its values, use "
-            "load_state_dict or summon_full_params. Torch's replicate and fully_shard replace parameters, too: shard "
+            "load_state_dict or summon_full_params. torch's replicate and fully_shard also replace parameters: shard "
             "a model with one library only. For replicas of shards, pass strategy='hsdp'."
         )
 
@@ -257,11 +257,11 @@ class ShardedParam:
         self.sharded.requires_grad_(self.is_unsharded_trained)
 
     def renew_unsharded(self, compute: torch.dtype, device: torch.device) -> None:
-        """Replace the unsharded form by an empty one of another dtype or on another device."""
+        """Replace the unsharded parameter by an empty one with this dtype and device."""
         self.replace_unsharded(torch.empty(0, dtype=compute, device=device))
 
     def replace_unsharded(self, whole: Tensor) -> None:
-        """Replace the unsharded form by a new object around `whole`."""
+        """Replace the unsharded parameter by a new one with the data of `whole`."""
         self.is_unsharded_trained = self.sharded.requires_grad
         self.unsharded = self.view.make_param(whole, requires_grad=self.is_unsharded_trained)
         self._ask_for_grads(self.unsharded)
@@ -287,7 +287,7 @@ class Assignments:
         """Raise an error if `data` of a parameter was assigned.
 
         Raises:
-            StateError: it was.
+            StateError: `data` was assigned.
         """
         storages = [*map(Tensor.untyped_storage, self._sharded)]
         if storages == self._storages:
@@ -300,7 +300,7 @@ class Assignments:
                     f"the data of {param.fqn} was assigned (param.data = ...) after it was sharded. torch ignores this "
                     "for a DTensor, so the parameter still has its old values. Write them in place instead: "
                     "param.data.copy_(values) with a DTensor of the same placement, load_state_dict, or "
-                    "summon_full_params. vector_to_parameters of torch assigns data, too."
+                    "summon_full_params. torch's vector_to_parameters also assigns data."
                 )
 
 

@@ -200,7 +200,7 @@ class Unit:
         self.device, self.streams = device, accelerator_for(device).streams
 
     def check_replacements(self) -> None:
-        """Adopt weights that were tied after sharding, and refuse parameters that were replaced by others.
+        """Adopt weights that were tied after sharding, and refuse parameters that were replaced by other parameters.
 
         Call it while modules show sharded parameters, before these are read or written.
 
@@ -216,7 +216,7 @@ class Unit:
                     self._adopt_tie(param, owner)
 
     def refuse_replacements(self) -> None:
-        """Refuse parameters that were replaced by others while modules show unsharded ones. Changes nothing."""
+        """Refuse parameters that were replaced while modules show unsharded parameters. Changes nothing."""
         for param in self.params:
             for owner in param.owners:
                 found = owner.module._parameters.get(owner.name)
@@ -227,7 +227,7 @@ class Unit:
         """Record `owner` as an owner of the managed parameter that is now in place of `param`, and borrow its unit.
 
         Raises:
-            StateError: it is not a managed parameter of the same shape, or it is used in another tree.
+            StateError: The new parameter is not a managed parameter of the same shape, or is used in another tree.
         """
         found = owner.module._parameters.get(owner.name)
         managed = None if found is None else managed_by(found)

@@ -1,4 +1,4 @@
-"""A unit, as the objects that it is composed of see it, and the settings that users change between steps."""
+"""The interface of a unit for its parts, and the settings that users change between steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class UnitSettings:
 
 
 class UnitParts(Protocol):
-    """What the parts of a unit need of it. See `Unit`, which is defined after them."""
+    """The interface of a unit that its parts use. See `Unit`, which is defined after them."""
 
     name: str
     device: torch.device

@@ -84,7 +84,7 @@ def device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
         real = next(source.fqn for source in sources if not source.param.is_meta)
         raise ConfigError(
             f"{meta[0]} is on the meta device, but {real} in the same unit is not. Build all modules of a unit under "
-            'torch.device("meta"), or none.'
+            'torch.device("meta"), or none of them.'
         )
     return torch.device("meta") if meta else device
 
@@ -95,7 +95,7 @@ def check_one_dtype(param_group: ParamGroup) -> None:
     odd = [param for param in values if param.shown.dtype != values[0].shown.dtype]
     if odd:
         raise ConfigError(
-            f"{odd[0].fqn} is of {odd[0].shown.dtype} now, but {values[0].fqn} of {values[0].shown.dtype}. They had "
-            "one dtype when their module was sharded and share a buffer. Change the dtype of all of them, or change "
-            "it before sharding."
+            f"{odd[0].fqn} now has dtype {odd[0].shown.dtype}, but {values[0].fqn} has {values[0].shown.dtype}. They "
+            "had the same dtype when their module was sharded, and share a buffer. Change the dtype of all of them, or "
+            "change it before sharding."
         )

@@ -66,7 +66,7 @@ class UnitShards:
 
     @property
     def destination(self) -> StatePlacement:
-        """Where the shards are between uses."""
+        """The placement of the shards between uses."""
         return self._destination
 
     @destination.setter
@@ -273,7 +273,7 @@ def note_made(unit: UnitParts) -> None:
 
 
 def _let_unused_follow(params: Sequence[ShardedParam]) -> None:
-    """Cast and move parameters that no module has any more, since it was tied to another one, as the others were."""
+    """Cast and move parameters that no module has any more after tying, like the other parameters of the unit."""
     used = next((param.shown for param in params if param.owners), None)
     for param in params:
         shard = param.sharded

@@ -119,7 +119,7 @@ class UnshardScheduler:
                 unit.residency.note_writes_ordered()
 
     def reshard(self, unit: Unit, phase: Phase, *, keep: bool = False) -> None:
-        """Free `unit`; or `keep` it in memory for its next use."""
+        """Reshard `unit`: free its unsharded parameters, or `keep` them in memory for the next use."""
         unit.residency.is_unsharded_manually = unit.residency.awaits_backward = False
         unit.residency.reshard(phase, keep=keep)
         if not (keep or self.slots.are_assigned):

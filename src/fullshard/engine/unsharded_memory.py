@@ -62,7 +62,7 @@ class UnshardedMemory:
             self.slot.count_references()
 
     def move(self, slot: Slot, groups: Sequence[ParamGroup]) -> None:
-        """Use `slot` instead of the current one, of which no pending graph may have a view."""
+        """Use `slot` instead of the current slot, which must not have views in a pending graph."""
         if self.slot.is_referenced:
             raise StateError(
                 f"{self._unit.name} and {self.slot.occupant!r} share one buffer because they were never unsharded at "
@@ -78,7 +78,7 @@ class UnshardedMemory:
             group.gather.invalidate()
 
     def drop_views(self, groups: Sequence[ParamGroup]) -> None:
-        """Take the views of the slot from the groups."""
+        """Make the groups drop their views of the slot."""
         with self.slot.dropping_views():
             self._give(groups, [None] * len(groups))
 

@@ -9,7 +9,7 @@ with whatever is in memory. When the values are valid again, the counters are se
 
 A counter that has changed since it was set back shows an in-place write to the parameter. Such a write is lost when
 the memory is freed. The counter then continues from a new number, so that a graph that saved the written values is
-refused, too: the next all-gather does not bring them back.
+also refused: the next all-gather does not bring them back.
 
 Autograd does not compare versions of what saved-tensor hooks return; `activations.py` does it there.
 """

@@ -1,6 +1,6 @@
 """The interface of torch's first FSDP: the wrapper class, and the classes that its arguments and state dicts take.
 
-All of these names can be imported from `fullshard`, too.
+All of these names can also be imported from `fullshard`.
 """
 
 from fullshard.fsdp1.precision import MixedPrecision

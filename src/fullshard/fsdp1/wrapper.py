@@ -57,7 +57,7 @@ _HOOKED = "_has_comm_hook"
 
 
 class BackwardPrefetch(Enum):
-    """When to start the gather of the next unit in backward."""
+    """The time in backward at which the gather of the next unit starts."""
 
     BACKWARD_PRE = "pre"  # before this unit's backward: most overlap, two units unsharded at once
     BACKWARD_POST = "post"  # after it, when this unit is freed: less memory
@@ -78,7 +78,7 @@ class FullyShardedDataParallel(nn.Module):
         auto_wrap_policy: selects the submodules that become separate units; see `fullshard.wrap`.
         backward_prefetch: when the next unit's gather starts in backward; if None, when the unit is needed.
         mixed_precision: the dtypes of compute, of the reduction and of buffers.
-        ignored_modules: modules whose parameters stay as they are, whole and unsynchronised.
+        ignored_modules: modules whose parameters are neither sharded nor synchronised.
         param_init_fn: initialises one module that is on the meta device; `reset_parameters()`, if None.
         device_id: the device that computes; if None, that of `device_mesh`, else the current GPU if there is one, else
             the CPU.
@@ -207,13 +207,13 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | Placements:
-        """The strategy, or the placements if no strategy has that name."""
+        """The strategy, or the placements if no strategy has the same placements."""
         placements = self._unit.options.placements
         return next((each for each in ShardingStrategy if each.placements == placements), placements)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks of the shard axis, or all ranks of a mesh of one axis."""
+        """The process group of the shard axis, which is all ranks if the mesh has one axis."""
         return self._unit.axes.shard_group
 
     @property
@@ -327,8 +327,8 @@ class FullyShardedDataParallel(nn.Module):
                 `torch.distributed.algorithms._comm_hooks`. The first two change nothing.
 
         Raises:
-            ConfigError: The hook is another one, or `state` does not fit.
-            StateError: A hook is registered already, or there are gradients.
+            ConfigError: The hook is not supported, or `state` does not match it.
+            StateError: A hook is already registered, or there are gradients.
         """
         wrappers, units = self.fsdp_modules(self), self._units()
         dtype = _dtype_of_hook(hook)
@@ -404,7 +404,7 @@ class FullyShardedDataParallel(nn.Module):
             writeback: Whether to keep changes to the parameters.
             rank0_only: Whether only the first rank gets whole parameters. Not with `writeback`.
             offload_to_cpu: Whether whole parameters are moved to the CPU.
-            with_grads: Whether gradients are unsharded, too.
+            with_grads: Whether to unshard gradients as well.
         """
         return summon_full_params(
             module,
@@ -586,7 +586,7 @@ class FullyShardedDataParallel(nn.Module):
             optim: numbers them; `model.parameters()` in their order, if neither is given.
 
         Raises:
-            ConfigError: it has other parameters.
+            ConfigError: The state dict has different parameters.
         """
         optim = optim or _optimizer_of(optim_input) or _optimizer_of(model.parameters())
         assert optim is not None
@@ -670,7 +670,7 @@ def _dtype_of_hook(hook: Callable[..., Any]) -> torch.dtype | None:
 
 
 def _check_hook_state(state: Any, group: dist.ProcessGroup, units: Iterable[Unit]) -> None:
-    """Raise `ConfigError` if the state of a hook has other ranks, or another dtype for gradients."""
+    """Raise `ConfigError` if the state of a hook has different ranks, or a different dtype for gradients."""
     ranks = getattr(state, "process_group", None)
     if not isinstance(ranks, dist.ProcessGroup):
         raise ConfigError(
@@ -680,8 +680,8 @@ def _check_hook_state(state: Any, group: dist.ProcessGroup, units: Iterable[Unit
         )
     if dist.get_process_group_ranks(ranks) != dist.get_process_group_ranks(group):
         raise ConfigError(
-            f"register_comm_hook: the state's process group has {ranks.size()} ranks, but parameters are sharded over "
-            f"other ones ({group.size()} ranks). Pass the wrapper's process_group."
+            f"register_comm_hook: the state's process group has {ranks.size()} ranks, but the parameters are sharded "
+            f"over a different group of {group.size()} ranks. Pass the wrapper's process_group."
         )
     given = getattr(state, "parameter_type", None)
     trained = [each for unit in units for each in unit.param_groups if each.is_trained]

@@ -98,9 +98,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             super().__init__(**given)
         if int(os.environ.get("WORLD_SIZE", "1")) != self.num_processes:
             raise StateError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but accelerate counts {self.num_processes}. It was "
-                "initialized for GPUs before. On CPUs set TrainingArguments(use_cpu=True), or the environment "
-                "variable ACCELERATE_USE_CPU=true."
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but accelerate counts {self.num_processes} "
+                "processes, because it was initialized for GPUs earlier. On CPUs set TrainingArguments(use_cpu=True), "
+                "or the environment variable ACCELERATE_USE_CPU=true."
             )
         if self.sharding.cpu_ram_efficient_loading:
             os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
@@ -149,7 +149,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
-        """See accelerate's `init_trackers`. A `ReportTracker` starts on each rank once a model is sharded, too."""
+        """See accelerate's `init_trackers`. A `ReportTracker` also starts on each rank once a model is sharded."""
         super().init_trackers(project_name, config, *args, **kwargs)  # on the first rank only
         self._starts_reports = True
         self._start_reports()
@@ -186,7 +186,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         """
         if self.shards and any(isinstance(each_tensor, DTensor) for each_tensor in tensors_in(tensor)):
             raise StateError(
-                "reduce of a DTensor is not possible: each rank has a different shard. LocalSGD, which averages "
+                "cannot reduce a DTensor: each rank has a different shard. LocalSGD, which averages "
                 "whole parameters, cannot be used with a sharded model. Use gradient accumulation."
             )
         return super().reduce(tensor, reduction, scale)

@@ -78,8 +78,8 @@ class FullShardStrategy(DDPStrategy):
         trainer = Trainer(strategy=FullShardStrategy(), devices=2, ...)
 
     Modules that `configure_model` creates on the meta device are initialized unit by unit, by `reset_parameters`.
-    Checkpoints are folders in the format of `fullshard.checkpoint`. Files that other strategies have saved can be
-    loaded, too.
+    Checkpoints are folders in the format of `fullshard.checkpoint`. Files that other strategies have saved can also be
+    loaded.
 
     Args:
         strategy: See `fullshard.fully_shard`.

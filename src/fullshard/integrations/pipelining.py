@@ -35,7 +35,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     From the first use of the stage in a step, its units are unsharded, and unsharded gradients accumulate on each rank.
     They are reduced at the end of the schedule. Schedules with one stage per rank (`ScheduleGPipe`, `Schedule1F1B`)
-    need no more. Others can free a stage while it waits, see `with_actions`.
+    need nothing else. Other schedules can free a stage while it waits, see `with_actions`.
     """
 
     @cached_property

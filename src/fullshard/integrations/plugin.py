@@ -109,8 +109,8 @@ class ShardingPlugin:
             _check_choice("backward_prefetch", self.backward_prefetch, tuple(PREFETCHES))
         if policy == SIZE and self.min_num_params < 1:
             raise ConfigError(
-                f"auto_wrap_policy={SIZE} with min_num_params={self.min_num_params}: set the number of elements from "
-                "which a module becomes a unit."
+                f"auto_wrap_policy={SIZE} with min_num_params={self.min_num_params}: set it to "
+                "the minimum number of elements of a unit."
             )
         if policy != SIZE and self.min_num_params:
             raise ConfigError(

@@ -10,7 +10,7 @@ or, for scripts with a trainer of another library, such as trl, before any other
     import fullshard.integrations.transformers
     fullshard.integrations.transformers.enable()
 
-If neither `fsdp` nor `accelerate launch` requests sharding, these are the classes of transformers.
+If neither `fsdp` nor `accelerate launch` requests sharding, these classes behave like those of transformers.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def read_waiting(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if is_waiting(part):
             raise ConfigError(
-                f"the weights of {name} ({type(part).__name__}) wait in {vars(part)[_WAITING].path} until it is "
+                f"the weights of {name} ({type(part).__name__}) are loaded from {vars(part)[_WAITING].path} when it is "
                 f"sharded, but it is part of a {type(model).__name__} with other weights. Load it with its class's "
                 "from_pretrained before adding adapters or heads around it."
             )

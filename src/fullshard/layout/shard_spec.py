@@ -19,7 +19,7 @@ def owned(size: int, world: int, rank: int) -> range:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The division of one tensor of `shape` over `world` ranks: along `dim`, or not at all where `dim` is None.
+    """The division of one tensor of `shape` over `world` ranks: along `dim`, or not at all if `dim` is None.
 
     A tensor that is not divided (a scalar) is whole on every rank.
     """

@@ -158,7 +158,7 @@ class RankProgress:
     def enter(
         self, name: str, origin: Origin | None = None, group: GroupProgress | None = None, number: int = 0
     ) -> None:
-        """Record that this thread starts to wait for a collective: that of `number` in `group`, if given."""
+        """Record that this thread starts to wait for a collective, if given for collective `number` of `group`."""
         thread = get_ident()
         self._waiting[thread] = self._new_task(name, origin, None, group, number)
         if thread not in self._trains and thread not in self._behind:
@@ -236,7 +236,7 @@ class RankProgress:
         line = _line_of(main_thread().ident)
         joining = self._joining.copy()
         if joining:
-            return f"waiting for a thread of its own{step}, {line}", monotonic() - min(joining.values())
+            return f"waiting for one of its threads{step}, {line}", monotonic() - min(joining.values())
         last = f"the last was {self._last}{step}" if self._last is not None else "there has been none"
         return f"in no collective ({last}), {line}", monotonic() - self._left
 
@@ -248,8 +248,9 @@ class RankProgress:
 
     @property
     def wait(self) -> Wait | None:
-        """The wait of this process for a numbered collective, during which it starts no other one. None if it does not
-        wait for such a collective, or if more than one of its threads trains.
+        """The wait of this process for a numbered collective, during which it does not start another collective.
+
+        None if it does not wait for such a collective, or if more than one of its threads trains.
         """
         trains = self._trains.copy()
         task = self._waiting.get(trains.pop()) if len(trains) == 1 else None

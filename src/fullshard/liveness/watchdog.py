@@ -371,7 +371,7 @@ class _Watchdog:
         return _Loss(self._ring.previous, self._own_board.end_of(self._ring.previous, otherwise))
 
     def _collect(self, question: _Question, verdict: str) -> str:
-        """Return the report of all ranks, below a head that ends with `verdict`. Ranks may end once it is collected."""
+        """Return the report of all ranks, after a header that ends with `verdict`. Ranks may exit after this call."""
         head = f"rank {self._rank} is {here}, {verdict}. Progress of all ranks:"
         self._await_answers(question)
         lines = [f"  {line}" for line in self._own_board.answers(question, self._world)]

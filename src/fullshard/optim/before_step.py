@@ -1,5 +1,7 @@
-"""What an optimizer needs before it steps: the sharded parameters instead of those from before sharding, a check of
-parameters that no unit has, and the same order of parameters on all ranks.
+"""Preparation of an optimizer before it steps.
+
+Its parameters from before sharding are replaced by sharded ones. Parameters that do not belong to any unit are checked,
+and so is the order of parameters, which must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from fullshard.errors import StateError
 
 
 def point_to_shards(optimizer: Optimizer) -> None:
-    """Replace parameters of `optimizer` that were sharded since it was made by the sharded ones.
+    """Replace parameters of `optimizer` that were sharded after its creation by the sharded parameters.
 
     This is called automatically before each `step()`.
 

@@ -56,7 +56,7 @@ def clip_grad_norm_(
     check_flags(error_if_nonfinite=error_if_nonfinite)
     numbers = all(is_number(item) or isinstance(item, Tensor) for item in (norm_type, max_norm))
     if not numbers or not norm_type > 0 or not max_norm >= 0:
-        raise ConfigError(f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): positive numbers are needed.")
+        raise ConfigError(f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): both must be positive.")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for param in params:
         if not isinstance(param, Tensor):

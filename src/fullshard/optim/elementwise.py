@@ -268,7 +268,7 @@ class StepComparison:
         """Gather parameters again and compare. Return True after the last step to compare. A collective.
 
         Raises:
-            ConfigError: they differ; raised on every rank.
+            ConfigError: The results differ. The error is raised on every rank.
         """
         self.steps_left -= 1
         params = [param for group in self._optimizer.param_groups for param in group["params"]]

@@ -83,7 +83,7 @@ def _budgets() -> ModuleType:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Prepare a step, or take it. Return other arguments for the optimizer's own step, or None for those given."""
+    """Prepare a step, or run it. Return changed arguments for the optimizer's own step; None if they do not change."""
     if optimizer in trials:
         return None
     replaced = None
@@ -353,9 +353,9 @@ def _shard_of(param: nn.Parameter, swapped: list[tuple[Any, Tensor]]) -> Tensor:
 
 
 def _local_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `state`, of a parameter, with plain tensors for its shard, and those of them with the memory of `state`.
+    """Return the `state` of a parameter with plain tensors, and those tensors of it that share memory with `state`.
 
-    What a step writes to the latter in place, it writes to `state`.
+    In-place writes to the latter also change `state`.
     """
     local, shared = dict[str, Any](), dict[str, Any]()
     for name, value in state.items():

@@ -125,7 +125,7 @@ def predict_beside(
     loss: Callable[[nn.Module, Any], Any] | None = None,
     tell: Callable[[Any], None] | None = None,
 ) -> None:
-    """Predict the needs of the following loop, and compare them with measurements after its third step.
+    """Predict memory and time of the training loop that follows, and compare them with measurements.
 
     Call it on every rank after the model is sharded and the optimizer is created. The first rank runs two steps dry in
     a separate process, and reports immediately if a rank will need more memory than is available. After the third step

@@ -33,7 +33,7 @@ def calibrate(
     seconds: float = 30.0,
     on_progress: Report = lambda _: None,
 ) -> dict[str, Any]:
-    """Return a description of this machine, as in a TOML file and for `fullshard.plan.hardware.described`.
+    """Return a description of this machine, in the format of the TOML files, see `fullshard.plan.hardware.described`.
 
     Args:
         device: The device to describe. If None, the current accelerator if there is one, otherwise the CPU.

@@ -48,7 +48,7 @@ _REREAD = frozenset(("aten.native_layer_norm_backward",))
 
 @dataclass(frozen=True)
 class _Protocol:
-    """How NCCL sends over the links within a host and between hosts."""
+    """The constants of an NCCL protocol on the links within a host and between hosts."""
 
     ring_base_s: float
     tree_base_s: float
@@ -63,32 +63,34 @@ class _Protocol:
 class Costs:
     """The speeds of a machine. The defaults are a host of 8 NVIDIA H100 SXM, each with its own network card.
 
-    Peaks are those of NVIDIA's data sheet of the H100 SXM: 989e12 dense bf16 FLOP/s, 3.35e12 B/s of HBM3, and 900e9 B/s
-    of NVLink both ways together, so 450e9 one way. A card of 400 Gb/s carries 50e9 B/s. The shares of these peaks that
-    kernels reach (65 % and 80 %), the launch, the latency and the host's times are assumptions: of eager PyTorch an
-    operation takes the host some 6 us. Ratios between two tapes depend on them little, seconds do.
+    Peaks are from NVIDIA's data sheet of the H100 SXM: 989e12 dense bf16 FLOP/s, 3.35e12 B/s of HBM3, and 900e9 B/s of
+    NVLink in both directions together, so 450e9 B/s one way. A 400 Gb/s network card transfers 50e9 B/s. The fractions
+    of these peaks that kernels reach (65 % and 80 %), the launch time, the latency and the host times are assumptions.
+    In eager PyTorch, an operation takes about 6 us of host time. Ratios between two tapes hardly depend on these
+    assumptions, but absolute times do.
 
     Args:
         flops_per_s: The rate of large matrix products for dtypes not in `flops_by_dtype`.
-        flops_by_dtype: the same by the dtype of what they give.
+        flops_by_dtype: The rate of large matrix products by the dtype of their result.
         memory_bytes_per_s: The bandwidth of memory-bound kernels.
         launch_s: The time between two kernels of a stream.
-        multiprocessors: that tiles of products are spread over; 0 if they are not cut.
-        attention: see `AttentionRates`, of `peak_by_dtype`; as other products, if None.
-        peak_by_dtype: the peak rates.
-        latency_s: The latency of a collective under the protocol Simple, before its first step.
-        ranks_per_host: ranks are numbered host by host.
-        link_bytes_per_s: bus bandwidth of one rank to others of its host, one way.
+        multiprocessors: The number of multiprocessors that compute the tiles of a matrix product; 0 to ignore tiles.
+        attention: See `AttentionRates`, relative to `peak_by_dtype`. If None, attention is like other matrix products.
+        peak_by_dtype: The peak rates.
+        latency_s: The latency of a collective with the Simple protocol, before its first step.
+        ranks_per_host: The number of ranks per host. Ranks are numbered host by host.
+        link_bytes_per_s: The bus bandwidth of one rank to other ranks of its host, one way.
         network_bytes_per_s: The bandwidth of one rank to other hosts, one way.
-        link: for its steps and protocols; without it, and without `network`, steps take no time.
-        network: likewise.
-        slowdown: Relative increase of compute time during a collective: 0.1 is a tenth.
-        host_s: to ask for an operation.
-        host_collective_s: to ask for a collective, with the engine's own work around it.
-        host_tensor_s: additional seconds for each tensor of a collective.
-        host_mark_s: to set a mark, or to let a stream wait for one.
-        segment_s: to ask the device for a segment of memory, or to give one back; assumed.
-        host_memory_bytes_per_s: that the CPU reads and writes for this rank, while others of its host do so, too.
+        link: The steps and protocols of the links within a host. If `link` and `network` are None, steps take no time.
+        network: The same for links between hosts.
+        slowdown: The relative increase of compute time during a collective. 0.1 is 10 %.
+        host_s: The host time to queue an operation.
+        host_collective_s: The host time to queue a collective, including the engine's work around it.
+        host_tensor_s: The additional host time for each tensor of a collective.
+        host_mark_s: The host time to record an event, or to make a stream wait for one.
+        segment_s: The assumed time to request a segment of device memory, or to return one.
+        host_memory_bytes_per_s: The rate at which the CPU reads and writes for this rank, while it does so for all
+            ranks of the host.
         host_link_bytes_per_s: The bandwidth of copies between host and accelerator memory.
     """
 
@@ -125,7 +127,7 @@ class Costs:
         return self.launch_s + max(self._flops_s(operation), self._bytes_s(operation))
 
     def alongside(self, operation: Operation) -> float:
-        """Return the same while a collective runs, which takes some of the multiprocessors, and leaves memory alone."""
+        """Return the seconds while a collective runs, which uses some multiprocessors but no memory bandwidth."""
         return self.launch_s + max((1 + self.slowdown) * self._flops_s(operation), self._bytes_s(operation))
 
     def of_collective(self, collective: Collective) -> float:
@@ -209,7 +211,7 @@ def _tiled_s(
     each = flops_per_s / multiprocessors
 
     def most_flops(tile: int, tiles: int, cuts: int) -> float:
-        """Those of the multiprocessor that has most, one after the other."""
+        """Return the FLOPs of the multiprocessor with the most tiles, which it computes sequentially."""
         return ceil(tiles * cuts / multiprocessors) * 2 * tile * inner / cuts
 
     return min(
@@ -221,10 +223,11 @@ def _tiled_s(
 
 
 def _dims(operation: Operation, flops: float) -> tuple[int, int, int] | None:
-    """Rows, inner dimension and columns of a product of two matrices, from their bytes; None if it is no such product.
+    """Return rows, inner dimension and columns of a product of two matrices; None if `operation` is not such a product.
 
-    Of A (m, k), B (k, n) and their product the bytes are a = s m k, b = s k n and c = s m n with s bytes per element,
-    and FLOPs are 2 m k n: four equations for four unknown. Products of many pairs at once are not of that kind.
+    They are computed from bytes. With s bytes per element, the bytes of A (m, k), B (k, n) and their product are
+    a = s m k, b = s k n and c = s m n, and the FLOPs are 2 m k n: four equations with four unknowns. Batched products
+    are not supported.
     """
     if operation.name not in ("aten.mm", "aten.addmm"):
         return None
@@ -239,7 +242,7 @@ def _dims(operation: Operation, flops: float) -> tuple[int, int, int] | None:
 
 @lru_cache(maxsize=64)
 def _places(ranks: tuple[int, ...], ranks_per_host: int) -> tuple[int, int, int]:
-    """How many ranks there are, on how many hosts, and how many on the host of the first."""
+    """Return the number of ranks, of their hosts, and of ranks on the host of the first rank."""
     hosts = [rank // ranks_per_host for rank in ranks]
     return len(ranks), len(set(hosts)), hosts.count(hosts[0])
 
@@ -247,7 +250,8 @@ def _places(ranks: tuple[int, ...], ranks_per_host: int) -> tuple[int, int, int]
 def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None = None) -> Costs:
     """Return the costs of a tape on `hardware`. Matrix products without a recorded dtype count as `dtype`.
 
-    Of a CPU they go with one tape, from its beginning; `ranks` of them share its cores, one for each if None.
+    The costs of a CPU can be used for one tape only, from its beginning. `ranks` ranks share its cores. If None, each
+    core has one rank.
     """
     if hardware.kind == "cpu":
         from fullshard.plan.cpu_costs import CpuCosts  # which is one of these

@@ -59,7 +59,7 @@ def cpu_speeds(cores: int, seconds: float) -> dict[str, Any]:
 
 
 def measure(world: int, seconds: float) -> dict[str, Any]:
-    """Take all measurements on this rank."""
+    """Run all measurements on this rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dims = _dims(PRODUCTS_SHARE * seconds)

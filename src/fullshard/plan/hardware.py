@@ -233,7 +233,7 @@ _ALLOWED = {
     "backward": _SHARE,
     "_s": ("a number of seconds", 0.0, 10.0),
 }
-"""What numbers whose names end like this must be, and their least and greatest values."""
+"""The kind of number and the minimum and maximum for names with each suffix."""
 
 
 def _figures(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -247,7 +247,7 @@ def _figures(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _read(name: str, visited: tuple[str, ...]) -> dict[str, Any]:
     """Return a description merged with those that it is like."""
     if name in visited:
-        raise ConfigError(f"{name}: is like itself ({' -> '.join((*visited, name))}). Leave one `like` out.")
+        raise ConfigError(f"{name}: refers to itself by `like` ({' -> '.join((*visited, name))}). Remove one `like`.")
     if name in known_hardware():
         text = (_MACHINES / f"{name}.toml").read_text()
     elif name == HERE:
@@ -258,7 +258,7 @@ def _read(name: str, visited: tuple[str, ...]) -> dict[str, Any]:
         text = _text_of(Path(name))
     else:
         raise ConfigError(
-            f"{name}: neither known hardware nor a file. Expected one of {', '.join(known_hardware())}, `here` for "
+            f"{name}: is neither known hardware nor a file. Expected one of {', '.join(known_hardware())}, `here` for "
             "this machine, or the path of a TOML file."
         )
     try:

@@ -87,7 +87,8 @@ def predict_ledger(
 
     Args:
         model: A module with units. Nothing is executed, and no values are read.
-        strategy: The strategy to predict for. If None, that of the model. The number of ranks on the shard axis stays.
+        strategy: The strategy to predict for. If None, that of the model. The number of ranks on the shard axis does
+            not change.
         optimizer: The optimizer state per parameter. If None, that of AdamW.
         activations: Bytes that forward saves for backward, for example those of `predict_activations`.
     """
@@ -101,10 +102,10 @@ def predict_tiers(
     optimizer: OptimizerCost | None = None,
     activations: Mapping[str, int] | None = None,
 ) -> dict[str, Ledger]:
-    """Return the predicted ledgers of this rank for each of TIERS: "device", "cpu" alongside it, and "disk".
+    """Return the predicted ledger of this rank for each of TIERS: "device", "cpu" (host memory), and "disk".
 
-    Each byte is in one of them. When computing on the CPU, the CPU is the device. Buffers for states on disk are in the
-    tier whose processor updates these states.
+    Each byte is counted in exactly one tier. When computing on the CPU, all of its memory is in the tier "device".
+    Buffers for states on disk are in the tier whose processor updates these states.
 
     Args:
         model: See `predict_ledger`.

@@ -26,7 +26,7 @@ def link_speeds(world: int, device_type: str = "cuda") -> list[dict[str, float]]
 
 
 def measure(device: torch.device) -> dict[str, Any]:
-    """Take all measurements on this rank."""
+    """Run all measurements on this rank."""
     return {"sizes": [_of_size(nbytes, device) for nbytes in SIZES]}
 
 

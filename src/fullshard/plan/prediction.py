@@ -70,7 +70,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if they fit."""
+        """True if `needed_bytes` fit into the memory."""
         return self.needed_bytes <= self.hardware.memory_bytes
 
     @property

@@ -71,7 +71,7 @@ class ProcessMemory:
 
 
 def fixed_nbytes(dtype: str) -> int:
-    """Return the bytes that a process takes for its steps independently of the model size, with products in `dtype`."""
+    """Return the bytes that a process needs for steps of any model, with matrix products in `dtype`."""
     pages, _ = PRODUCTS_NBYTES.get(dtype, (0, 0))
     return FIRST_STEPS_NBYTES + pages
 

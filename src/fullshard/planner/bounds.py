@@ -1,4 +1,4 @@
-"""Bounds on programs before they are simulated: the memory they need at least, and the time they take at least."""
+"""Lower bounds on the memory and the time of programs, computed before they are simulated."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ class Bounds:
         return 6 * numel * rows * self._question.subject.per_row / self._costs.flops_per_s
 
     def _transport_s(self, program: Program) -> float:
-        """Return the minimum communication seconds per step: all bytes without latency, by docs/strategies.md."""
+        """Return the minimum communication seconds per step, without latency, for the bytes of docs/strategies.md."""
         model = self._question.subject.model
         cluster = self._question.cluster
         if model is None or cluster.world < 2:

@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
         return _report_drawbacks(answer.against, answer.json)
     if answer.why is not None and answer.why not in STRATEGIES:
         raise ConfigError(
-            f"--why {answer.why}: unknown.{near_matches(answer.why, STRATEGIES)} Take one of {', '.join(STRATEGIES)}."
+            f"--why {answer.why}: unknown.{near_matches(answer.why, STRATEGIES)} Choose one of {', '.join(STRATEGIES)}."
         )
     question = settings.question()
     console = Console(emoji=False)

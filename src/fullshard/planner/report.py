@@ -1,4 +1,4 @@
-"""A plan as text: the table, the recommendation with its reason, and all of it as a dict."""
+"""A plan as text (the table, and the recommendation with its reason) and as a dict."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ def _add_larger_units(plan: Plan, ask: Workers) -> None:
 def _with_memory_of(found: FoundProgram, single: FoundProgram, model: nn.Module) -> FoundProgram:
     """Return `found` with at least the memory of `single`, in which a block is a unit, and that of larger units.
 
-    Two units are unsharded at once, and one has whole gradients. Peaks of larger units with few rows say little about
-    those with many.
+    Two units are unsharded at the same time, and one has whole gradients. Peaks of larger units with few rows do not
+    predict those with many rows.
     """
     program, count = found.sketch.program, found.figures.candidate
     compute, reduce = (dtype or torch.float32 for dtype in PRECISIONS[program.precision])

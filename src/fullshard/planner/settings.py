@@ -164,7 +164,7 @@ class PlanSettings:
             ("reduce-wire", search.reduce_wire, REDUCE_ENCODINGS),
         ):
             if encoding is not None and encoding not in known:
-                raise ConfigError(f"--{name} {encoding}: unknown. Take one of {', '.join(known)}.")
+                raise ConfigError(f"--{name} {encoding}: unknown. Choose one of {', '.join(known)}.")
         subject = self.made_subject()
         if self.subject.optimizer is not None:
             subject = subject.with_optimizer(self.subject.optimizer)
@@ -198,7 +198,7 @@ class PlanSettings:
             raise ConfigError(f"--gpu-memory {requested.gpu_memory:g}: must be a fraction, such as 0.95.")
         if requested.disk is not None and not requested.disk.is_dir():
             raise ConfigError(
-                f"--disk {requested.disk}: the folder does not exist. Pass one on a disk like that of the hosts."
+                f"--disk {requested.disk}: the folder does not exist. Pass a folder on a disk like those of the hosts."
             )
         if per_host > machine.ranks_per_host and machine.kind == "gpu":
             raise ConfigError(
@@ -228,7 +228,9 @@ class PlanSettings:
         if requested.model is not None:
             return named_subject(requested.model, requested.batch, requested.loss, measure=requested.measure)
         if requested.measure:
-            raise ConfigError("--measure: only for models of --model. Leave it out: this model needs no values.")
+            raise ConfigError(
+                "--measure: only supported with --model. Leave it out, since this model does not need values."
+            )
         if requested.config is not None:
             return transformers_subject(requested.config, requested.seq)
         assert requested.size is not None

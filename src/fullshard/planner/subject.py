@@ -1,4 +1,4 @@
-"""The model to plan for, on the meta device, with its batches and its loss. It takes no memory, whatever its size."""
+"""The model to plan for, on the meta device, with its batches and its loss. It never uses memory."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         ) from error
     kind = stated.pop("model_type", None) if isinstance(stated, dict) else None
     if kind is None:
-        raise ConfigError(f"--config {config}: has no model_type, so it is not a configuration of transformers.")
+        raise ConfigError(f"--config {config}: has no model_type, so it is not a transformers configuration.")
     try:
         described = transformers.AutoConfig.for_model(kind, **stated)
         described.use_cache = False
@@ -288,7 +288,7 @@ def _plain_or_sharded(
         )
         on = "" if measure else " on the meta device"
         raise ConfigError(
-            f"--model {name}: cannot be made{on}{where}: {type(error).__name__}: {_line(error)}.{remedy}"
+            f"--model {name}: cannot be created{on}{where}: {type(error).__name__}: {_line(error)}.{remedy}"
         ) from error
     if not isinstance(made, nn.Module):
         raise ConfigError(f"--model {name}: returned {type(made).__name__}, but must return the model, an nn.Module.")

@@ -1,4 +1,4 @@
-"""Sketches created by worker processes, as far as there are cores."""
+"""Worker processes that create sketches, as many as there are cores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.planner.sketch import Sketch
 
 
 class Workers:
-    """A pool of forked processes that create sketches, as far as there are cores. They share the subject.
+    """A pool of forked processes that create sketches, as many as there are cores. They share the subject.
 
     If a forked process cannot run backward, this process makes the sketches sequentially. A fork lacks the autograd
     threads for devices, which start with the first backward alongside a GPU, or after fake tensors with a CUDA build of

@@ -1,1 +1,1 @@
-"""Values that a user chooses, checked where they are made."""
+"""The settings that a user chooses, validated when they are created."""

@@ -125,9 +125,9 @@ class Offload(OffloadPolicy):
         _check_fractions("activations", self.activations, ("cpu", "disk"))
         if self.cpu_fraction + max(self.disk_fraction, self.parameters.get("disk", 0.0)) > 1:
             raise ConfigError(
-                f"Offload(optimizer={dict(self.optimizer)}, parameters={dict(self.parameters)}): the optimizer state "
-                f"is on the CPU wherever parameters are, which is {self.cpu_fraction:g} of it, so no more than "
-                f"{1 - self.cpu_fraction:g} can be on a disk."
+                f"Offload(optimizer={dict(self.optimizer)}, parameters={dict(self.parameters)}): the "
+                "optimizer state of parameters on the CPU is also on the CPU. This is "
+                f"{self.cpu_fraction:g} of the state, so at most {1 - self.cpu_fraction:g} can be on a disk."
             )
         named = {name: dict(getattr(self, name)) for name in ("optimizer", "parameters", "activations")}
         if any(fractions.get("disk") for fractions in named.values()) and self.folder is None:

@@ -158,7 +158,7 @@ def check_encoding(policy: _Encoded) -> None:
         encoding = getattr(policy, name)
         if encoding is not None and encoding not in known:
             raise ConfigError(
-                f"{type(policy).__name__}({name}={encoding!r}): one of {', '.join(map(repr, known))} expected, or "
+                f"{type(policy).__name__}({name}={encoding!r}): expected one of {', '.join(map(repr, known))}, or "
                 "None to send unencoded values."
             )
     if policy.reduce_wire is not None and policy.reduce_dtype not in (None, torch.float32):

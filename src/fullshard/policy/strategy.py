@@ -14,7 +14,7 @@ from fullshard.policy.arguments import check_flags, check_type
 
 
 class Placement(Enum):
-    """How a state is distributed over the ranks of the shard axis."""
+    """The distribution of a state over the ranks of the shard axis."""
 
     WHOLE = "whole"  # every rank has all of it
     GROUPED = "grouped"  # every group of adjacent ranks has all of it; each rank has a shard
@@ -60,13 +60,13 @@ class Placements:
         if self.parameters_in_step.spread > self.parameters.spread:
             raise ConfigError(
                 f"parameters_in_step is {self.parameters_in_step.value} but parameters is {self.parameters.value}: "
-                "parameters that are kept between steps are not freed within a step. Set parameters to "
-                f"{self.parameters_in_step.value}, too."
+                "parameters that are kept between steps are not freed within a step. Also set parameters to "
+                f"{self.parameters_in_step.value}."
             )
         if self.optimizer is whole and not self.parameters is self.gradients is whole:
             raise ConfigError(
                 "optimizer is whole but parameters or gradients are not: a rank can only step parameters and "
-                "gradients that it holds. Set optimizer to sharded, too."
+                "gradients that it holds. Also set optimizer to sharded."
             )
         if self.optimizer is Placement.GROUPED:
             raise ConfigError(

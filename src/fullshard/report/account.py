@@ -1,13 +1,13 @@
 """The account of a run's total time: which part of a step loses time, on which ranks, and in which steps.
 
 [Note: where the time of a run goes]
-A step takes the work of the rank that comes last, plus transport, the exposed communication of that rank. Other ranks
-wait for it meanwhile. The work is accounted in groups of parts. For each group, the account states
+The time of a step is the work of the rank that finishes last, plus transport, the exposed communication of that rank.
+Other ranks wait for it meanwhile. The work is accounted in groups of parts. For each group, the account states
 - the time that all ranks lose: input, checkpoints and other code entirely, compute and transport only beyond their
   typical step;
-- the time by which one or more ranks are behind the others in every step, in some steps, or since some step;
-- the time by which another rank is behind in each step.
-Noise is measured by the differences between steps. What noise of that size may cause by chance is not a loss.
+- the time by which one or more particular ranks are late in every step, in some steps, or since some step;
+- the time by which the last rank is late, if it is a different rank in each step.
+Noise is measured by the differences between steps. Differences that noise of that size may explain are not a loss.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def find_losses(work: Mapping[str, Seconds], transport: Seconds, step_s: Seconds
 
     Args:
         work: The seconds of each group of `GROUPS`; each of shape (ranks, steps).
-        transport: The exposed communication of the rank that comes last; shape (steps,).
+        transport: The exposed communication of the rank that finishes last; shape (steps,).
         step_s: The wall time of steps; shape (steps,).
     """
     found = [loss for group, seconds in work.items() for loss in _of_group(group, seconds, work, step_s)]
@@ -162,7 +162,7 @@ def _late_ranks(seconds: Seconds, step_s: float) -> tuple[int, ...]:
 
 
 def _behind_in_turn(seconds: Seconds) -> Seconds:
-    """Return how long the last rank of each step is behind the others; 0 where it may be by chance."""
+    """Return the delay of the last rank of each step; 0 for steps in which it may be due to chance."""
     last, at = seconds.argmax(0), np.arange(seconds.shape[1])
     behind = seconds[last, at] - _median(np.sort(seconds, axis=0)[:-1])
     noise, count = _noise(seconds), len(seconds)
@@ -194,7 +194,7 @@ def _expected(count: int, place: int) -> float:
 def _noise(series: Seconds) -> float:
     """Return the standard deviation of one or more series without their levels, their trends, and slow steps.
 
-    It is that of differences between steps of which half may be larger for other reasons.
+    It is estimated from differences between steps. Up to half of these may be larger for other reasons.
     """
     count = series.shape[-1]
     quartiles = [_quartile_of_differences(series, lag) for lag in (1, 2, 3) if count > 3 * lag]

@@ -1,4 +1,4 @@
-"""What hardware counters say about slow ranks or steps: reduced clocks, other processes, swapping, idle GPUs."""
+"""Explanations of slow ranks or steps by hardware counters: reduced clocks, other processes, swapping, idle GPUs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class HardwareReason:
 
 
 def reason_of(figures: RunFigures, loss: Loss) -> HardwareReason | None:
-    """Return what the counters say about a loss; None if they say nothing.
+    """Return the reason for a loss according to the counters; None if they do not show any.
 
-    Slow ranks are compared with the others in the same steps. If all ranks are slow, slow steps are compared with the
-    other steps.
+    Slow ranks are compared with the other ranks in the same steps. If all ranks are slow, slow steps are compared with
+    the other steps.
     """
     slow = _cells(figures, loss)
     if not slow.any() or slow.all():

@@ -357,7 +357,7 @@ def _tiers(tiers: Sequence[TierBytes]) -> dict[str, Any] | None:
     rows = [_row(f"on the {tier.name}", tier.at_rest) for tier in tiers]
     for tier in tiers:
         for way, moved in (("from", tier.comes), ("to", tier.goes)) if tier.comes or tier.goes else ():
-            rows.append({**_row(f"{way} the {tier.name}, a step", moved), "moves": True})
+            rows.append({**_row(f"{way} the {tier.name}, per step", moved), "moves": True})
     found = {state for tier in tiers for each in (tier.at_rest, tier.comes, tier.goes) for state in each}
     return {
         "states": in_order(found, STATES),

@@ -259,7 +259,7 @@ class StepRecorder(Recorder):
 
 
 def _stamps(step: _Unread) -> Iterator[Stamp | None]:
-    """Yield the stamps of a step, except for the last one, with which the next step begins."""
+    """Yield the stamps of a step, except for the last stamp, which is the first of the next step."""
     for turn in step.turns[:-1]:
         yield turn.stamp
     for event in step.events:
@@ -287,7 +287,7 @@ _SUMS = ("reduce_scatter", "all_reduce", "all_to_all")
 
 
 def _read(step: _Unread, reads_streams: bool) -> StepTaken:
-    """Split a step whose times are all known."""
+    """Split a step, all of whose stamps have been reached, into its parts."""
     zero, first = step.turns[0].at, step.turns[0].stamp
 
     def seconds(at: float, stamp: Stamp | None) -> float:

@@ -77,9 +77,9 @@ _observed: WeakSet[Optimizer] = WeakSet()
 
 
 def choose_for_budget(optimizer: Optimizer) -> None:
-    """Choose the fractions of a budget, if units of `optimizer`, which is about to step, have one. A collective then.
+    """Choose the fractions of a budget before `optimizer` steps. This is a collective call if its units have a budget.
 
-    Nothing is chosen in a backward, whose hooks may step, if units could move: everything stays offloaded then.
+    If hooks step within backward, units cannot move. Then nothing is chosen, and everything stays offloaded.
 
     Raises:
         ConfigError: offloading everything is not enough, and the message contains a sufficient budget. Or host memory
@@ -157,17 +157,17 @@ class _Needs:
 
     @property
     def gradients(self) -> int:
-        """Of all units."""
+        """Bytes of the gradients of all units."""
         return sum(unit.gradients for unit in self.units)
 
     @property
     def states(self) -> int:
-        """Of all units."""
+        """Bytes of the optimizer states of all units."""
         return sum(unit.states for unit in self.units)
 
     @property
     def kept(self) -> int:
-        """By forward for backward, of all units."""
+        """Bytes that forward keeps for backward, of all units."""
         return sum(unit.kept for unit in self.units)
 
     @property
@@ -363,7 +363,7 @@ def _needs(runtime: Runtime, optimizer: Optimizer) -> _Needs:
 
 
 def _needs_of(unit: Unit, runtime: Runtime, optimizer: Optimizer) -> _UnitNeeds:
-    """Return the bytes of `unit` that can be offloaded. States are 0 if its policy makes the CPU step it already."""
+    """Return the bytes of `unit` that can be offloaded. States count as 0 if the CPU already steps it by its policy."""
     each = [(param, local_tensor(param).nbytes) for param in _trained(unit)] if _is_stepped_here(unit) else []
     here = [_plan_on_device(unit, param_group) for param_group in unit.param_groups]
     there = [replace(plan, memory=unit.shards.memory_at(StatePlacement.STEPPED_ON_CPU)) for plan in here]
@@ -445,7 +445,7 @@ def _values(optimizer: Optimizer, param: nn.Parameter) -> int:
 
 
 def _on_host(optimizer: Optimizer, param: nn.Parameter) -> int:
-    """Return the bytes of states of `param` that were loaded to host memory, where its shard is."""
+    """Return the bytes of the loaded states of `param` that are in host memory, together with its shard."""
     managed = managed_by(param)
     if managed is None or not managed.unit.shards.is_offloaded:
         return 0
@@ -546,8 +546,9 @@ def _room_on_host(units: Sequence[Unit]) -> int:
 
 
 def _that_fit(needs: _Needs, numbers: Sequence[int], room: int, *, to_disk: bool) -> Sequence[int] | None:
-    """Return the first units of `numbers` whose states fit in `room` bytes, while those of the others go `to_disk`;
-    None if not even the buffers of these fit.
+    """Return the first units of `numbers` whose states fit in `room` bytes.
+
+    The states of the other units go `to_disk`. None if not even the buffers for these fit.
     """
     states = [needs.units[number].states for number in numbers]
     passing = [sum(states[count:]) if to_disk else 0 for count in range(len(numbers) + 1)]
@@ -562,7 +563,7 @@ def _count_on_cpu(chosen: Iterable[tuple[Tier, float]]) -> int:
 
 
 def _tiers_alongside(budget: _Budget, numbers: Sequence[int], *, to_disk: bool = False) -> list[Tier]:
-    """Return the tiers, cheapest first: states of the units of `numbers` on the CPU, and of others `to_disk`."""
+    """Return the tiers, cheapest first: states of the units `numbers` on the CPU, and of other units `to_disk`."""
     states = _states_on_cpu(budget, numbers)
     most = max((freed for _, freed in states.steps), default=0)
     there = numbers[: next((count for count, (_, freed) in enumerate(states.steps, 1) if freed == most > 0), 0)]
@@ -627,7 +628,7 @@ def _too_small(budget: _Budget, least: int) -> ConfigError:
 
 
 def _host_too_small(policy: Offload, requested: int, room: int, least: int) -> ConfigError:
-    folder = ["Pass a folder on a disk, so that states can be there, too"] if policy.folder is None else []
+    folder = ["Pass a folder on a disk, so that states can also be stored there"] if policy.folder is None else []
     remedies = [*folder, f"give budget={least}", "free host memory", "shard over more hosts"]
     stated = f"{', '.join(remedies[:-1])}; or {remedies[-1]}."
     return ConfigError(

@@ -51,8 +51,9 @@ def prepare_to_save(optimizer: Optimizer) -> None:
     `torch.distributed.checkpoint` looks for their parameters in the model. This is called before each `state_dict()`.
 
     Raises:
-        StateError: that has called it to load full states, and the optimizer has none.
-        RankMismatchError: that has called it to load full states, and ranks have parameters in different orders.
+        StateError: `torch.distributed.checkpoint` loads full states, and the optimizer does not have states.
+        RankMismatchError: `torch.distributed.checkpoint` loads full states, and ranks have different orders of
+            parameters.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found = [managed for managed in map(_sharded, params) if managed is not None]

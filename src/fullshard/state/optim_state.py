@@ -119,8 +119,8 @@ def optim_state_dict_to_load(
             `rank0_only` of `model`'s settings, if None.
 
     Raises:
-        ConfigError: a parameter of `optim` is not in `model`, or the state dict is of other parameters than `optim`, or
-            of states in another shape.
+        ConfigError: a parameter of `optim` is not in `model`, or the state dict has different parameters than `optim`,
+            or of states in another shape.
     """
     _check_arguments(model, optim, optim_state_dict)
     config = get_state_dict_type(model).optim_state_dict_config
@@ -342,7 +342,7 @@ def _check_names(given: StateDict, params: Mapping[str, nn.Parameter]) -> None:
     missing = [fqn for fqn in params if fqn not in saved]
     if unknown or missing:
         raise ConfigError(
-            f"the optimizer state dict belongs to other parameters than the optimizer (unknown: {_some(unknown)}; "
+            f"the optimizer state dict has different parameters than the optimizer (unknown: {_some(unknown)}; "
             f"missing: {_some(missing)}). Load it into an optimizer of the same parameters, and save it "
             "with optim_state_dict(), which uses FQNs."
         )

@@ -288,7 +288,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 class _Hooks:
-    """State dict hooks of the modules of one unit: for all of it, or for one module in it."""
+    """The state dict hooks of one unit, for the whole unit or for a single module in it."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit

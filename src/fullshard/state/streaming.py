@@ -49,7 +49,8 @@ def stream_weights(
         bucket_bytes: bytes of whole weights in `dtype` that are gathered together.
         dtype: The dtype for floating-point weights; None keeps the dtype of each.
         rename: returns the new name for a name; None leaves the weight out, and it is not gathered.
-        to_rank: the only global rank that gets weights. The others call this function, too, and get none.
+        to_rank: the only global rank that gets weights. The other ranks must also call this function, and get no
+            weights.
 
     Raises:
         ConfigError: `bucket_bytes` is not a positive number, or two weights would have the same name.
@@ -89,7 +90,7 @@ def stream_weights(
         if value.is_encoded:
             raise StateError(
                 f"stream_weights: {name} is a {type(value.local).__name__}, which encodes its values in several "
-                "tensors and cannot be streamed. Skip it: let rename return None for it."
+                "tensors and cannot be streamed. To skip it, return None for it from rename."
             )
     if units:
         meet(units, "stream_weights")

@@ -174,7 +174,7 @@ def _write_back(param: ShardedParam, whole: nn.Parameter, version: int, with_gra
     if param.version != version:
         raise StateError(
             f"the shards of {param.fqn} were modified within summon_full_params (for example by an optimizer step), "
-            "which would be overwritten when the context exits. Step outside, or pass writeback=False."
+            "which would be overwritten when the context exits. Run the step outside of it, or pass writeback=False."
         )
     param.write(whole)
     param.sharded.requires_grad_(whole.requires_grad)

@@ -180,7 +180,7 @@ def _check_backend(backend: object) -> None:
     """Raise if the ranks could not create a process group with `backend`.
 
     Raises:
-        ConfigError: it has an unknown name, or needs a device that this machine does not have.
+        ConfigError: `backend` has an unknown name, or needs a device that this machine does not have.
     """
     check_type("backend", backend, str, "the name of a backend, such as 'gloo'")
     names = _backends_in(str(backend))
@@ -435,7 +435,7 @@ def _failure(rank: int, error: BaseException) -> RankFailure:
 
 
 def _below_this_file(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback from the user's own code on; all of it for failures of this package."""
+    """Return the part of a traceback that starts at the user's code; all of it for failures of this package."""
     below = trace
     while below is not None and below.tb_frame.f_code.co_filename == __file__:
         below = below.tb_next

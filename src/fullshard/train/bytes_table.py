@@ -25,7 +25,7 @@ class RunLedgers:
 
 def bytes_table(ledgers: RunLedgers, strategy: str) -> Table:
     """Return the table: one row per state, and one for the sum."""
-    table = Table(title=f"Bytes a rank, strategy {strategy}")
+    table = Table(title=f"Bytes per rank, strategy {strategy}")
     table.add_column("state")
     for heading in ("measured", "formula", "ddp by formula"):
         table.add_column(heading, justify="right")

@@ -108,7 +108,7 @@ def _check_memory(settings: MemorySettings, parallelism: ParallelSettings) -> No
 
 def _check_capture(settings: MemorySettings) -> None:
     if not torch.cuda.is_available():
-        raise ConfigError("--capture: CUDA graphs need a GPU, and torch finds none. Leave it out.")
+        raise ConfigError("--capture: CUDA graphs need a GPU, but torch does not find one. Leave it out.")
     names = [item.name for item in fields(MemorySettings) if item.name.startswith("offload_")]
     used = [name.replace("_", "-") for name in names if getattr(settings, name)]
     if used:
@@ -206,7 +206,7 @@ def _check_text(settings: TextSettings, source: TextSource) -> None:
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f"--{name} {value}: unknown.{near_matches(value, known)} Take one of {_listed(known)}.")
+        raise ConfigError(f"--{name} {value}: unknown.{near_matches(value, known)} Choose one of {_listed(known)}.")
 
 
 def _check_at_least(name: str, value: float, least: int) -> None:

@@ -51,7 +51,7 @@ SIZES = {
 def shape_of(settings: ModelSettings) -> Shape:
     """Return the dimensions of the named size, overridden by those that are given explicitly."""
     if settings.size not in SIZES:
-        raise ConfigError(f"--size {settings.size}: unknown. Take one of {', '.join(SIZES)}.")
+        raise ConfigError(f"--size {settings.size}: unknown. Choose one of {', '.join(SIZES)}.")
     given = {name: getattr(settings, name) for name in ("layers", "heads", "width", "mlp_ratio")}
     for name, value in given.items():
         if value is not None and value < 1:

@@ -85,7 +85,7 @@ class Display:
         self._memory = f"  {own} a rank (ddp {ddp})"
 
     def show_forecast(self, forecast: Forecast) -> None:
-        step = f", {forecast.step_s * 1e3:.3g} ms a step" if forecast.step_s else ""
+        step = f", {forecast.step_s * 1e3:.3g} ms per step" if forecast.step_s else ""
         self.log(f"Predicted: {in_bytes(forecast.needed_bytes)} a rank{step}; most in {forecast.peak_at}")
 
     def show_comparison(self, comparison: ForecastComparison) -> None:

@@ -117,7 +117,7 @@ def do_together(action: Callable[[], T], world: int) -> T:
     """Return the result of `action()` on this rank, once it has succeeded on every rank. Every rank calls it.
 
     Raises:
-        ConfigError: it was raised on some rank. The same error is raised on every rank.
+        ConfigError: `action()` raised it on some rank. The same error is raised on every rank.
     """
     done: list[T] = []
     failure: ConfigError | None = None

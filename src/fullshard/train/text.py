@@ -86,10 +86,10 @@ class Batch:
 
 
 def find_text(text: Path | None) -> TextSource:
-    """Return the text at `text`, a file or a folder; the standard library's Python sources if None.
+    """Return the text of `text`, a file or a folder. If None, return the Python sources of the standard library.
 
     Files of a folder are sorted. Hidden files, files with a NUL byte near the start, and the output of earlier runs are
-    skipped. About one file in twenty is used for validation; for a single file, or a small folder, the last twentieth.
+    skipped. About one file in twenty is used for validation, or the last twentieth of a single file or a small folder.
     """
     if text is None:
         return _source_of_folder(Path(sysconfig.get_path("stdlib")), suffix=".py")

@@ -44,7 +44,9 @@ def run(argv: Sequence[str]) -> int:
         return GOOD
     name, *remaining = argv
     if name not in _ACTIONS:
-        raise ConfigError(f"{_PROG} {name}: unknown.{near_matches(name, _ACTIONS)} Take one of {', '.join(_ACTIONS)}.")
+        raise ConfigError(
+            f"{_PROG} {name}: unknown.{near_matches(name, _ACTIONS)} Choose one of {', '.join(_ACTIONS)}."
+        )
     action, command = _ACTIONS[name], COMMANDS[name]
     words, options = command.take_words(remaining)
     settings = command.parse(options)

@@ -48,5 +48,5 @@ class ExportSettings:
         """The dtype to cast to."""
         name = self.files.dtype
         if name is not None and name not in _DTYPES:
-            raise ConfigError(f"--dtype {name}: unknown. Take one of {', '.join(_DTYPES)}.")
+            raise ConfigError(f"--dtype {name}: unknown. Choose one of {', '.join(_DTYPES)}.")
         return None if name is None else _DTYPES[name]

@@ -21,7 +21,7 @@ def get_accelerator() -> Accelerator:
 
 
 class Accelerator:
-    """The device that computes, with DeepSpeed's names. A CPU is one device, and its memory is not counted.
+    """The compute device, with DeepSpeed's interface. A CPU counts as one device, and its memory is not counted.
 
     Names that are not supported raise a descriptive error, which is also an `AttributeError`.
     """

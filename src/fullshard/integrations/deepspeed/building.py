@@ -64,8 +64,8 @@ def _class_of(part: ConfigPart) -> tuple[Callable[..., Any], dict[str, Any]]:
             arguments = {"weight_decay": 0.0, **arguments}
             if not arguments.pop("bias_correction", True):
                 raise ConfigError(
-                    "optimizer.params.bias_correction=False: torch's Adam always corrects. Pass optimizer= to "
-                    "initialize."
+                    "optimizer.params.bias_correction=False is not supported: torch's Adam always applies bias "
+                    "correction. Pass optimizer= to initialize."
                 )
         return (torch.optim.AdamW if decoupled else torch.optim.Adam), arguments
     if name in ("lamb", "lion", "muon", "muadam", "muadamw", "musgd", "onebitadam", "zerooneadam", "onebitlamb"):

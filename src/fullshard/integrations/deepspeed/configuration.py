@@ -59,7 +59,7 @@ class BatchSizes:
             name: item for name, item in given.items() if item is not None and not (type(item) is int and item > 0)
         }  # a bool is an int
         if odd:
-            raise ConfigError(f"{odd} in the DeepSpeed configuration: batch sizes are whole numbers above 0.")
+            raise ConfigError(f"{odd} in the DeepSpeed configuration: batch sizes must be positive integers.")
         if step is None and microbatch is None:
             raise ConfigError(
                 "the DeepSpeed configuration has neither train_batch_size nor train_micro_batch_size_per_gpu. "
@@ -289,7 +289,9 @@ def _loss_scale(found: Mapping[str, Any]) -> LossScale:
         return LossScale(scale=fixed)
     window, smallest = found.get("fp16.loss_scale_window", 1000), found.get("fp16.min_loss_scale", 1)
     if not (window > 0 and smallest > 0):
-        raise ConfigError(f"fp16 has loss_scale_window={window}, min_loss_scale={smallest}: both must be above 0.")
+        raise ConfigError(
+            f"fp16 has loss_scale_window={window}, min_loss_scale={smallest}: both must be greater than 0."
+        )
     return LossScale(
         scale=2.0 ** found.get("fp16.initial_scale_power", 16),
         adapts=True,

@@ -502,7 +502,7 @@ def _write_weights(path: Path, weights: dict[str, Tensor]) -> None:
 
 
 def _find(folder: Path, tag: str | None) -> Path | None:
-    """Return the checkpoint `tag` in `folder`, or the latest; None without any."""
+    """Return the checkpoint `tag` in `folder`, or the latest; None if there is no checkpoint."""
     if tag is None and (folder / LATEST).exists():
         tag = read_tag(folder)
     place = folder if tag is None else folder / tag

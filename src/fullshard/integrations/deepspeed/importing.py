@@ -145,7 +145,7 @@ class _ZeroFiles:
 
 
 def read_tag(folder: Path) -> str:
-    """Return the tag that the file `latest` of `folder` names.
+    """Return the tag in the file `latest` of `folder`.
 
     Raises:
         CheckpointError: the file cannot be read, or its content is not the name of a folder.

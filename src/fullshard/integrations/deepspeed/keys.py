@@ -294,7 +294,7 @@ _ALL = (
     ),
     _refused("sparse_gradients", "Leave it out: gradients are dense."),
     _refused("compile.deepcompile", "Use torch.compile on the model."),
-    _refused("tensor_parallel.autotp_size", "Use torch.distributed.tensor.parallel beside fully_shard.", None, 0, 1),
+    _refused("tensor_parallel.autotp_size", "Use torch.distributed.tensor.parallel with fully_shard.", None, 0, 1),
     _refused("sequence_parallel_size", "Sequence parallelism is not supported.", None, 1),
     _refused("expert_parallel", "Expert parallelism is not supported.", None, {}),
     *_needless("All ranks are data parallel.", "data_parallel_size", "use_data_before_expert_parallelism"),

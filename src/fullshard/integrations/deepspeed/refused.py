@@ -1,4 +1,4 @@
-"""Names of DeepSpeed's that have no counterpart: an error says for each what comes instead."""
+"""Names of DeepSpeed that have no counterpart. For each name, an error states the alternative."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fullshard.errors import ConfigError
 
 
 class MissingNameError(ConfigError, AttributeError):
-    """A name of DeepSpeed's that has no counterpart here. An `AttributeError` too, so that `hasattr` says no."""
+    """A name of DeepSpeed that has no counterpart. Also an `AttributeError`, so that `hasattr` returns False."""
 
 
 _INSTEAD = {

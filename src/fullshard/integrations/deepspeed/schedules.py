@@ -1,7 +1,7 @@
-"""Learning rates over steps as DeepSpeed's schedulers give them, by their names and arguments.
+"""Learning rate schedules with the names, arguments and values of DeepSpeed's schedulers.
 
-Each says a factor or a rate for a step number; `Schedule` puts it into the optimizer. `last_batch_iteration` counts the
-calls of `step`, from -1 on, and is all the state there is.
+Each schedule computes a factor or a rate from a step number, and `Schedule` sets it in the optimizer. The only state is
+`last_batch_iteration`, which counts the calls of `step`, starting at -1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Rate = float | Sequence[float]
 
 
 class Schedule(ABC):
-    """The base of all schedules: a step number, and rates that are put into the groups of an optimizer."""
+    """The base class of all schedules: a step number, and rates that are set in the groups of an optimizer."""
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
@@ -31,11 +31,11 @@ class Schedule(ABC):
         """Return the rate of each group after `last_batch_iteration`."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the rate that each group has."""
+        """Return the current rate of each group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Count one more step, or this many, and put the rates that belong to it into the optimizer."""
+        """Advance by one step, or to the given step number, and set the rates of this step in the optimizer."""
         advanced = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         self.last_batch_iteration = advanced
         self._put(self.get_lr())
@@ -74,7 +74,7 @@ def _positive(schedule: Schedule, **steps: Any) -> None:
 
 
 class _Warmup(Schedule):
-    """The first steps of the three schedules that warm up."""
+    """The common base class of the three schedules with a warm-up."""
 
     def __init__(
         self, optimizer: Optimizer, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
@@ -95,7 +95,7 @@ class _Warmup(Schedule):
 
 
 class WarmupLR(_Warmup):
-    """From `warmup_min_lr` to `warmup_max_lr` (each group's own rate if None) in the first steps; then it stays."""
+    """A warm-up from `warmup_min_lr` to `warmup_max_lr` (None: the rate of each group), then a constant rate."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """`WarmupLR`, and then down in a straight line to `warmup_min_lr` at `total_num_steps`."""
+    """A `WarmupLR` schedule, followed by a linear decay to `warmup_min_lr` at `total_num_steps`."""
 
     def __init__(
         self,
@@ -182,7 +182,11 @@ class WarmupCosineLR(_Warmup):
 
 
 class LRRangeTest(Schedule):
-    """From `lr_range_test_min_lr` up, by `lr_range_test_step_rate` of it every `lr_range_test_step_size` steps."""
+    """A schedule that increases the learning rate linearly, to search for its upper limit.
+
+    It starts at `lr_range_test_min_lr`, and adds `lr_range_test_step_rate` times this rate every
+    `lr_range_test_step_size` steps.
+    """
 
     def __init__(
         self,
@@ -210,9 +214,10 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """From `cycle_min_lr` up to `cycle_max_lr` and down again, momentum the other way; then it decays.
+    """A cycle from `cycle_min_lr` up to `cycle_max_lr` and down again, followed by a decay.
 
-    Momentum is the first of the optimizer's `betas`; an optimizer without them keeps what it has.
+    Momentum moves in the opposite direction. It is the first value of the optimizer's `betas`. The momentum of an
+    optimizer without `betas` does not change.
     """
 
     def __init__(

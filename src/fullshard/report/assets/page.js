@@ -106,7 +106,7 @@
       tooltip: tooltip({
         formatter: ({ dataIndex: at }) => {
           const it = parts[at];
-          if (!it) return tip("a step", [["sum of the parts", time(run.step.sum_s)], ["by the clock", time(run.step.clock_s)]]);
+          if (!it) return tip("a step", [["sum of the parts", time(run.step.sum_s)], ["measured", time(run.step.clock_s)]]);
           return tip(rows[at], [["mean", time(it.mean_s)], ["of a step", percent(it.share)], ["8 of 10 ranks", `${time(it.low_s)} to ${time(it.high_s)}`]]);
         },
       }),
@@ -318,8 +318,8 @@
         return tip(`rank ${it.rank} on ${it.host}`, [...found.map((one) => [one.seriesName, time(one.value), one.color]), ["busy", it.busy == null ? "–" : percent(it.busy)]]);
       }),
       series: [
-        { name: "waits for others, a step", type: "bar", barMaxWidth: 26, barGap: "8%", itemStyle: { color: color("gather"), borderRadius: [2, 2, 0, 0] }, data: rows.map((it) => it.waits_s) },
-        { name: "others wait for it, a step", type: "bar", barMaxWidth: 26, itemStyle: { color: color("backward"), borderRadius: [2, 2, 0, 0] }, data: rows.map((it) => it.late_s) },
+        { name: "waits for other ranks, per step", type: "bar", barMaxWidth: 26, barGap: "8%", itemStyle: { color: color("gather"), borderRadius: [2, 2, 0, 0] }, data: rows.map((it) => it.waits_s) },
+        { name: "other ranks wait for it, per step", type: "bar", barMaxWidth: 26, itemStyle: { color: color("backward"), borderRadius: [2, 2, 0, 0] }, data: rows.map((it) => it.late_s) },
       ],
     };
   };
@@ -617,7 +617,7 @@
     button.remove();
   });
 
-  // Where `fullshard report --watch` serves the page, it is asked whether there is a newer one.
+  // When `fullshard report --watch` serves the page, poll for a newer version.
   const follow = async () => {
     let seen = null;
     for (;;) {

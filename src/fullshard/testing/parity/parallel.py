@@ -92,7 +92,7 @@ class Parallelism(ParallelAxes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule={self.schedule!r}: unknown. Take one of {', '.join(SCHEDULES)}.")
+            raise ConfigError(f"schedule={self.schedule!r}: unknown. Choose one of {', '.join(SCHEDULES)}.")
         if self.pp > 1 and self.blocks is None:
             raise ConfigError(
                 f"pp={self.pp}: pass the FQN of the list of blocks that is split into stages: blocks='model.layers' "
@@ -106,5 +106,5 @@ class Parallelism(ParallelAxes):
 
     @property
     def stages(self) -> int:
-        """Of a pipeline."""
+        """The number of pipeline stages."""
         return self.pp * SCHEDULES[self.schedule] if self.pp > 1 else 1

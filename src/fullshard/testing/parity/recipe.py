@@ -232,7 +232,7 @@ def _check_loss(loss: Any, number: int) -> None:
         raise ConfigError(f"the loss of microbatch {number} is of shape {shape}, but must be one number. {remedy}")
     if not loss.requires_grad:
         raise ConfigError(
-            f"the loss of microbatch {number} has no gradient: it depends on no trained parameter. {remedy}"
+            f"the loss of microbatch {number} has no gradient: it does not depend on any trained parameter. {remedy}"
         )
 
 

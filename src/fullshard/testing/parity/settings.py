@@ -199,7 +199,7 @@ def _needed(option: str, spec: str | None) -> str:
 
 def _dtype(option: str, name: str | None) -> torch.dtype | None:
     if name is not None and name not in _DTYPES:
-        raise ConfigError(f"--{option} {name}: unknown. Take one of {', '.join(_DTYPES)}.")
+        raise ConfigError(f"--{option} {name}: unknown. Choose one of {', '.join(_DTYPES)}.")
     return None if name is None else _DTYPES[name]
 
 

@@ -52,7 +52,7 @@ def DeepSpeedCPUAdam(  # noqa: N802  # DeepSpeed's name
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Adam:
-    """The same. States have the dtype of shards: float32, also where compute is in 16 bits."""
+    """The same as `FusedAdam`. States have the dtype of the shards: float32, even if compute uses 16 bits."""
     if not fp32_optimizer_states:
         raise ConfigError(
             "fp32_optimizer_states=False is not supported: states have the dtype of the shards. Leave it out."
