@@ -439,7 +439,7 @@ def test_what_cannot_be_read_straight_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no_such_option: unknown values"):
         from_pretrained(AutoModelForCausalLM, tmp_path / "llama", no_such_option=3)
     within = nn.Sequential(from_pretrained(AutoModelForCausalLM, tmp_path / "llama"))
-    with pytest.raises(ConfigError, match=r"the weights of 0 \(LlamaForCausalLM\) wait in"):
+    with pytest.raises(ConfigError, match=r"the weights of 0 \(LlamaForCausalLM\) are loaded from"):
         read_waiting(within)
 
 
