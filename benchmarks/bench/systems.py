@@ -31,7 +31,8 @@ class System:
     @property
     def is_installed(self) -> bool:
         """True if the required module is installed."""
-        return find_spec(self.needs.partition(".")[0]) is not None
+        found = find_spec(self.needs.partition(".")[0])
+        return found is not None and found.origin is not None  # a folder of that name has none
 
 
 _FSDP = "torch.distributed.fsdp"
