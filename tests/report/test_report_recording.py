@@ -571,26 +571,7 @@ def test_a_run_that_goes_on_keeps_what_was_and_counts_what_is_done_again_once(tr
 
 
 def test_lines_of_steps_grow_with_the_logarithm_of_their_number(monkeypatch, tmp_path):
-    monkeypatch.setattr(recording_module, "_LINES", 8)
-
-    def one() -> Run:
-        model = chain(fully_shard)
-        optimizer = sgd(model)
-        with fullshard.report(model, tmp_path) as report:
-            for number in range(60):
-                model(inputs(number)).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert report.page is None or report.page.exists()
-        return read_run(tmp_path)
-
-    run = run_alone(one)
-    assert run.steps.tolist() == [*range(3, 9), *range(10, 26, 2), *range(28, 60, 4), 60][: len(run.steps)]
-    assert len([line for line in lines_in(path_of(tmp_path, 0)) if line["kind"] == "step"]) <= 25
-
-
-def test_what_is_logged_in_the_steps_of_a_line_is_its_mean(monkeypatch, tmp_path):
-    """Of some values in each step, of others in few. Neither the file nor the memory grows with each."""
+    """What is logged in the steps of a line, in each of them or in few, is its mean there."""
     monkeypatch.setattr(recording_module, "_LINES", 8)
 
     def one() -> Run:
@@ -602,14 +583,16 @@ def test_what_is_logged_in_the_steps_of_a_line_is_its_mean(monkeypatch, tmp_path
                 optimizer.step()
                 optimizer.zero_grad()
                 report.log(loss=number, **({"score": number} if number % 7 == 0 else {}))
+        assert report.page is None or report.page.exists()
         assert not report._reported and not report._logged
         return read_run(tmp_path)
 
     run = run_alone(one)
-    assert len([line for line in lines_in(path_of(tmp_path, 0)) if line["kind"] == "told"]) <= 26
-    for start, stop, loss, score in zip(
-        [2, *run.steps], run.steps, *map(run.training.get, ("loss", "score")), strict=False
-    ):
+    assert run.steps.tolist() == [*range(3, 9), *range(10, 26, 2), *range(28, 60, 4), 60][: len(run.steps)]
+    kinds = [line["kind"] for line in lines_in(path_of(tmp_path, 0))]
+    assert kinds.count("step") <= 25 and kinds.count("told") <= 26
+    logged = run.training["loss"], run.training["score"]
+    for start, stop, loss, score in zip([2, *run.steps[:-1]], run.steps, *logged, strict=True):
         covered = range(start + 1, stop + 1)
         assert loss == np.mean(covered)
         scores = [number for number in covered if number % 7 == 0]

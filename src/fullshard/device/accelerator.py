@@ -105,7 +105,7 @@ class Accelerator:
         return share_of_host(ranks)
 
 
-_CYCLES_PER_S = 1.5e9  # of a GPU's clock, or more: a wait may be shorter
+_CYCLES_PER_S = 1.5e9  # about the clock rate of a GPU
 
 
 class StreamAccelerator(Accelerator):

@@ -24,7 +24,7 @@ from fullshard.dry.storages import Storages
 from fullshard.engine.nested import tensors_in
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.plan.memory import State, memory_holders, memory_turns
-from fullshard.report.operations import OperationTimes, tensor_text
+from fullshard.report.operations import OperationTimes, operation_name, tensor_text
 from fullshard.tape.recorder import Event, Phase, Recorder
 from fullshard.tape.tape import Allocation, Free, Operation, Tape
 
@@ -136,8 +136,7 @@ class MemoryWatch(TorchDispatchMode):
             if storage._cdata not in there and not storages.is_known(made):
                 storages.note_allocated(storage, "compute")
                 module = self.operations.module or tape.origin.unit or "the root"
-                name = str(func.overloadpacket).removeprefix("aten.")
-                what = f"{self.operations.part(tape.origin)}: {name} in {module}, {tensor_text(made)}"
+                what = f"{self.operations.part(tape.origin)}: {operation_name(func)} in {module}, {tensor_text(made)}"
                 self._made[storages.access(made).storage] = what
 
     def _note_question(self, seconds: float) -> None:

@@ -29,7 +29,7 @@ from fullshard.tape.recorder import Origin, Phase
 _MOST_ROWS = 200
 _SHAPES = 4  # of an operation
 _NONE = -1  # the number of no backward
-_LAUNCH_S = 100e-6  # longer than any host launches a kernel for
+_LAUNCH_S = 100e-6  # longer than a host takes to launch a kernel
 
 
 class _Row(NamedTuple):
@@ -101,7 +101,7 @@ class OperationTimes:
             self.part(origin),
             self._unit_of(module) if module else origin.unit,
             module,
-            str(func.overloadpacket).removeprefix("aten."),
+            operation_name(func),
             ", ".join(map(tensor_text, tensors_in((args, kwargs))[:_SHAPES])),
         )
         self._accelerator.keep_busy(_LAUNCH_S)
@@ -161,6 +161,11 @@ def _seconds(times: tuple[float, Stamp | None, Stamp | None]) -> float:
         return seconds
     ended.synchronize()
     return began.elapsed_time(ended) / 1e3
+
+
+def operation_name(func: Any) -> str:
+    """Return the name of an operation without its overload, as in "addmm"."""
+    return str(func.overloadpacket).removeprefix("aten.")
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
