@@ -54,6 +54,8 @@ from fullshard.layout.offsets import contiguous_strides
 
 P = ParamSpec("P")
 R = TypeVar("R")
+HookT = TypeVar("HookT", bound=Callable[..., Any])
+_OWN_HOOK = "_is_of_fullshard"
 
 
 def in_backward() -> bool:
@@ -226,6 +228,17 @@ def withhold_step_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             hooks.update(its)
 
     return give_back
+
+
+def own_hook(hook: HookT) -> HookT:
+    """Mark `hook` as one of this package, which copies of modules must not have, and return it."""
+    setattr(hook, _OWN_HOOK, True)
+    return hook
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Return True if `hook`, or the hook that torch has wrapped in it, is marked by `own_hook`."""
+    return hasattr(getattr(hook, "hook", hook), _OWN_HOOK)
 
 
 @contextmanager

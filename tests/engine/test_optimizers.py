@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import unittest.mock
 import weakref
 from collections.abc import Callable, Sequence
@@ -358,6 +359,96 @@ def test_from_the_second_step_on_shards_are_stepped_as_plain_tensors(name):
             assert not isinstance(value, DTensor) or value is before[key]
         assert isinstance(param.grad, DTensor)
         assert param._local_tensor.grad is None
+
+
+# -- changes between steps ---------------------------------------------------------------------------------------------
+
+
+def load_own(optimizer: torch.optim.Optimizer, _: random.Random) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def replace_values(optimizer: torch.optim.Optimizer, draw: random.Random) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in draw.sample(params, len(params) // 2):
+        state = optimizer.state[param]
+        state.update({name: value * 2 for name, value in state.items() if isinstance(value, Tensor) and value.ndim})
+
+
+def write_values(optimizer: torch.optim.Optimizer, _: random.Random) -> None:
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor) and value.ndim:
+                value.mul_(0.5)
+
+
+def forget_states(optimizer: torch.optim.Optimizer, draw: random.Random) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in draw.sample(params, draw.randint(1, len(params))):
+        optimizer.state.pop(param, None)
+
+
+def forget_grads(optimizer: torch.optim.Optimizer, draw: random.Random) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in draw.sample(params, draw.randint(1, len(params) - 1)):
+        param.grad = None
+
+
+def replace_grads(optimizer: torch.optim.Optimizer, _: random.Random) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = None if param.grad is None else param.grad * 3
+
+
+def change_settings(optimizer: torch.optim.Optimizer, draw: random.Random) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = draw.choice((0.001, 0.002))
+        if "momentum" in group:
+            group["momentum"] = draw.choice((0.0, 0.9))
+            group["nesterov"] = group.get("nesterov", False) and group["momentum"] > 0
+
+
+def split_groups(optimizer: torch.optim.Optimizer, _: random.Random) -> None:
+    group = optimizer.param_groups[-1]
+    if len(group["params"]) > 1:
+        moved = group["params"].pop()
+        optimizer.add_param_group({**group, "params": [moved], "lr": 0.003})
+
+
+def drop_a_param(optimizer: torch.optim.Optimizer, _: random.Random) -> None:
+    if len(optimizer.param_groups[0]["params"]) > 2:
+        optimizer.state.pop(optimizer.param_groups[0]["params"].pop(), None)
+
+
+CHANGES = (
+    *(load_own, replace_values, write_values, forget_states, forget_grads),
+    *(replace_grads, change_settings, split_groups, drop_a_param),
+)
+
+
+def changed(shard: Any, name: str, seed: int) -> list[Any]:
+    """Return the parameters after each of some steps, between which something about the optimizer changes."""
+    draw = random.Random(f"{name} {seed}")
+    model = chain(shard)
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.01) if name == "SGD without states" else ELEMENTWISE[name](params)
+    found: list[Any] = []
+    for step in range(10):
+        optimizer.zero_grad()
+        backward(model, step)
+        if step > 2 and draw.random() < 0.6:
+            draw.choice(CHANGES)(optimizer, draw)
+        optimizer.step()
+        found.append(wholes(model))
+    return found
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "ASGD", "SGD", "SGD without states"])
+@on_ranks(2)
+def test_whatever_changes_between_steps_the_bits_are_those_of_plain_training(name):
+    """Most steps exchange parameters and states as the step before did, which is right only if nothing has changed."""
+    for seed in range(4):
+        agree_with_plain(partial(changed, name=name, seed=seed), "zero3", *["ddp"] * (seed == 0))
 
 
 class Careful(torch.optim.SGD):

@@ -42,7 +42,6 @@ ROOMS: dict[str, list[str] | None] = {
     ],
     "engine": [
         "nested",
-        "own_hooks",
         "whole_methods",
         "order",
         "communicating",
@@ -104,7 +103,7 @@ ROOMS: dict[str, list[str] | None] = {
         "summon",
         "streaming",
     ],
-    "optim": ["before_step", "elementwise", "defer", "local_steps", "clipping", "muon"],
+    "optim": ["before_step", "elementwise", "defer", "prepared_step", "local_steps", "clipping", "muon"],
     "checkpoint": None,
     "dry": None,
     "wrap": None,

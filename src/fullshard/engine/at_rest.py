@@ -16,10 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard._compat import explain_backwards, implicitly_replicates
+from fullshard._compat import explain_backwards, implicitly_replicates, own_hook
 from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.nested import tensors_in
-from fullshard.engine.own_hooks import own_hook
 from fullshard.engine.validity import is_invalid, owner_of_version
 from fullshard.errors import StateError
 

@@ -12,12 +12,13 @@ from torch import nn
 from fullshard._compat import (
     in_function_transform,
     in_plain_code,
+    is_own_hook,
     is_share_memory,
     outside_of_function_transforms,
     outside_of_graphs,
     outside_of_selective_checkpoints,
+    own_hook,
 )
-from fullshard.engine.own_hooks import is_own_hook, own_hook
 from fullshard.engine.registry import register, register_as, unit_of, units_in, unregister
 from fullshard.engine.root_state import cast_outputs
 from fullshard.engine.runtime import Runtime, runtime_or_none

@@ -78,7 +78,7 @@ def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the p-norm of all `grads` together, like `clip_grad_norm_`. The order must be the same on every rank."""
     if not grads:
         return torch.tensor(0.0)
-    norms: list[Tensor] = [torch.empty(0)] * len(grads)
+    counted: list[Tensor] = []  # the part of each gradient that this rank counts
     parts: dict[tuple[DeviceMesh, tuple[Placement, ...]], tuple[_Part, list[int]]] = {}
     spread: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
     for i, grad in enumerate(grads):
@@ -90,9 +90,10 @@ def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
                 known = parts[placed] = part, spread.setdefault((placed[0], part.axes), [])
             part, indices = known
             indices.append(i)
-            norms[i] = _norm(grad._local_tensor if part.is_local else part.of(grad), norm_type)
+            counted.append(grad._local_tensor if part.is_local else part.of(grad))
         else:
-            norms[i] = _norm(grad, norm_type)
+            counted.append(grad)
+    norms = _norms(counted, norm_type)
     for (mesh, axes), indices in spread.items():
         combined = _stacked([norms[i] for i in indices], torch.device(mesh.device_type))
         for axis in axes:
@@ -104,14 +105,25 @@ def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     return total
 
 
-def _norm(values: Tensor, norm_type: float) -> Tensor:
-    """Return the norm of `values`, 0-dim, 0 if there are none, in float32 or wider, since float16 squares overflow."""
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    return (
-        torch.linalg.vector_norm(values, norm_type, dtype=dtype)
-        if values.numel()
-        else values.new_zeros((), dtype=dtype)
-    )
+def _norms(values: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Return the norm of each of `values`, 0-dim, 0 if it is empty, in float32 or wider, since float16 squares
+    overflow.
+
+    On a GPU, the norms of all tensors of a dtype take a few kernels.
+    """
+    norms: list[Tensor] = [torch.empty(0)] * len(values)
+    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(values):
+        if tensor.numel():
+            together.setdefault((tensor.device, tensor.dtype), []).append(i)
+        else:
+            norms[i] = tensor.new_zeros((), dtype=torch.promote_types(tensor.dtype, torch.float32))
+    for (_, dtype), indices in together.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        found = torch._foreach_norm([values[i] for i in indices], norm_type, dtype=wide)
+        for i, norm in zip(indices, found, strict=True):
+            norms[i] = norm
+    return norms
 
 
 class _Part:

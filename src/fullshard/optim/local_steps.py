@@ -236,6 +236,8 @@ def _replace_step(optimizer: Optimizer) -> None:
 
 
 def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Callable[..., Any]) -> Any:
+    from fullshard.optim.prepared_step import prepare_steps, prepared_step  # late, too
+
     owner = weakref.ref(optimizer)
 
     def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +257,8 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
             _loaded_states().accept_whole_states(optimizer)
             note_outside(optimizer)  # which may have more parameters since its last step
             _budgets().choose_for_budget(optimizer)  # before tiers are looked up: its hook runs after that
-        disk, on_cpu = states_on_disk(optimizer), _on_cpu(optimizer)
+        prepared = None if args or kwargs or torch.compiler.is_compiling() else prepared_step(optimizer)
+        disk, on_cpu = states_on_disk(optimizer), {} if prepared is not None else _on_cpu(optimizer)
         for unit in on_cpu:
             unit.residency.run_deferred_steps()
         if disk is not None or on_cpu:
@@ -269,9 +272,13 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
         # A closure, or a hook of the user, must see the parameters that the user knows.
         if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
             return inner(optimizer, *args, **kwargs)
+        if prepared is not None:
+            return _step_as_prepared(optimizer, prepared, inner)
         point_to_shards(optimizer)
         with _having_shards(optimizer):
-            return inner(optimizer)
+            result = inner(optimizer)
+        prepare_steps(optimizer)
+        return result
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if all(value is None for value in (*args, *kwargs.values())):  # `closure=None` is no closure
@@ -283,6 +290,15 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
     setattr(step, _MARK, True)
     step.__func__ = step_of  # type: ignore[attr-defined]  # schedulers of torch's take methods apart
     return step
+
+
+def _step_as_prepared(optimizer: Optimizer, prepared: Any, inner: Callable[..., Any]) -> Any:
+    try:
+        with _having(optimizer, None), prepared.exchanged(optimizer):
+            return inner(optimizer)
+    finally:
+        for param, name, value in prepared.replaced_values():
+            optimizer.state[param][name] = _placed_as(param, value)
 
 
 @contextmanager

@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard._compat import dtensor_like
+from fullshard._compat import dtensor_like, own_hook
 from fullshard.comm.mesh import check_own_part
 from fullshard.device.memory import in_separate_storage
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.late_params import LateParams
 from fullshard.engine.managed import Managed, managed_by
-from fullshard.engine.own_hooks import own_hook
 from fullshard.engine.registry import clean_fqn, process_groups_along, units_in
 from fullshard.engine.residency import UnitState
 from fullshard.engine.sharded_param import ShardedParam, full_copy
