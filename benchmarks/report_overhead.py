@@ -3,7 +3,8 @@
     python benchmarks/report_overhead.py --ranks 2 --json report.json
     python benchmarks/report_overhead.py --device cuda        # one rank on a GPU, and the first number only
 
-Three numbers, each of ranks on this machine's CPU and of `fullshard train`'s medium GPT:
+Three numbers, of a GPT with the shape of `fullshard train`'s medium one, on CPU ranks of this machine. On a GPU, the
+GPT is GPT-2's shape with 8 sequences of 1,024 tokens, in bfloat16:
 
     overhead     seconds of a step with a record and without one, in turns of some steps each; the order of the two
                  changes from turn to turn, and the median over pairs of turns counts
@@ -17,6 +18,7 @@ Goals: at most 1 %, within 3 %, and at most 5 MB after 1000 steps.
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -28,28 +30,37 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.bench`
+
 import fullshard
+from benchmarks.bench.model import Model, Shape
+from benchmarks.bench.workload import Workload
 from fullshard.report.rank_file import path_of
 from fullshard.report.reading import read_run
 from fullshard.report.run import PARTS
 from fullshard.testing import run_ranks
-from fullshard.train.model import GPT, SIZES, byte_losses
 
 WAITING = ("comm/transport.py", "wait"), ("comm/collectives.py", "start"), ("comm/collectives.py", "_at_once")
 
 
-def model_and_optimizer(device: str = "cpu") -> tuple[Any, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = GPT(SIZES["medium"]).to(device)
+ON_CPU = Workload(shape=Shape(vocab=256, width=256, layers=6, heads=4, batch=8, seq=128), world=1)
+ON_GPU = Workload(shape=Shape(vocab=50304, width=768, layers=12, heads=12, batch=8, seq=1024), world=1, dtype="bf16")
+
+
+def model_and_optimizer(device: str = "cpu") -> tuple[Model, torch.optim.Optimizer]:
+    workload = ON_CPU if device == "cpu" else ON_GPU
+    model = workload.model(torch.device(device))
+    policy = fullshard.MixedPrecisionPolicy(param_dtype=workload.compute_dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
-        fullshard.fully_shard(block)
-    fullshard.fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), fused=True)
+        fullshard.fully_shard(block, mp_policy=policy)
+    fullshard.fully_shard(model, mp_policy=policy)
+    return model, workload.make_optimizer(model.parameters())
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    batch = torch.randint(0, 256, (8, 128), device=next(model.parameters()).device)
-    byte_losses(model(batch), batch).mean().backward()
+def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    device = next(model.parameters()).device
+    workload = ON_CPU if device.type == "cpu" else ON_GPU
+    workload.loss(model, workload.tokens(0, 0).to(device)).backward()
     fullshard.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
