@@ -18,7 +18,7 @@ compiled        the same with compiled blocks
 pretend         rank 0 of 8, with collectives that do nothing, compared with FSDP2
 threads         ranks as threads: losses compared with the plain loop
 
-By name only (`make gpu-check ARGS="--parts offload"`), and not run on any GPU so far:
+By name only (`make gpu-check ARGS="--parts offload"`); `offload` was not run on any GPU so far:
 
 offload         `offload_to_cpu.py`: the optimizer's state on the CPU, with clipping, by fraction
 report          `report_overhead.py`: steps with and without a recording
@@ -93,17 +93,17 @@ def parts(*, dry: bool) -> list[Part]:
             "late streams",
             "whichever stream is delayed, the bits are the same",
             "tests/engine/test_late_streams.py",
-            185,
+            130,
         ),
         Part("prediction", "the tape tells a step's memory within 5 %", (*one, "prediction"), 60),
         by_pytest("several GPUs", several, "tests/engine/test_gpu_ranks.py", 100),
         *(
             Part(name, claim, (*one, "steps", name, "1" if dry else "2"), limit_s)
             for name, claim, limit_s in (
-                ("eager", "no step takes 5 % longer than FSDP2's", 50),
+                ("eager", "no step takes 5 % longer than FSDP2's", 75),
                 ("captured", "no captured step takes 5 % longer than the plain loop's", 75),
                 ("compiled", "no step with compiled blocks takes 5 % longer than FSDP2's", 65),
-                ("pretend", "no step of one rank of 8 takes 5 % longer than FSDP2's", 50),
+                ("pretend", "no step of one rank of 8 takes 5 % longer than FSDP2's", 80),
                 ("threads", "ranks as threads learn what the plain loop learns", 20),
             )
             if not (dry and name == "captured")

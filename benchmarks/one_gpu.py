@@ -6,7 +6,8 @@
 Parts, one after the other. The first three have a world of one rank over NCCL (gloo on a CPU) and compare the plain
 loop, DDP, FSDP2 and this library:
 
-eager     steps as they are, and with units of four blocks.
+eager     steps as they are, with units of four blocks, and with backwards on the thread that calls `backward`, where
+          hooks in Python take less time than on a thread of autograd (`torch.autograd.set_multithreading_enabled`).
 captured  the whole step in a CUDA graph: by `fullshard.capture`, the others by `torch.cuda.graph`. Each system is a
           process: a capture that fails ends it.
 compiled  each block compiled by `torch.compile`.
@@ -75,7 +76,10 @@ BUILDS = {
 }
 MODES = "eager", "captured", "compiled"
 SYSTEMS = "plain", "DDP", "FSDP2", "fullshard"
-MORE = {"eager": ("fullshard, units of 4 blocks",)}  # systems, in some modes
+ONE_THREAD = ", one thread"
+MORE = {  # systems, in some modes
+    "eager": ("fullshard, units of 4 blocks", f"FSDP2{ONE_THREAD}", f"fullshard{ONE_THREAD}"),
+}
 PRETENDERS = "fullshard", "FSDP2"
 REPORT = "result "  # begins a line with a result as JSON, of a child process
 
@@ -137,6 +141,14 @@ def measure_modes(mode: str, model: str, systems: list[str], rounds: int, steps:
 
 def prepare(mode: str, system: str, workload: Workload, tokens: torch.Tensor) -> Callable[[], object]:
     """Return a training step of `system` after its first steps."""
+    if system.endswith(ONE_THREAD):
+        threaded = prepare(mode, system.removesuffix(ONE_THREAD), workload, tokens)
+
+        def step_on_one_thread() -> None:
+            with torch.autograd.set_multithreading_enabled(False):
+                threaded()
+
+        return step_on_one_thread
     trainer = BUILDS[system](workload, workload.model(DEVICE))
     if mode == "compiled":
         for module in trainer.model.modules():

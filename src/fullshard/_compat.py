@@ -487,14 +487,23 @@ def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
     return tensor
 
 
-def dtensors_like(local: Sequence[Tensor], others: Sequence[Any]) -> list[DTensor]:
-    """Return a `DTensor` around each of `local`, as `dtensor_like` does, without a call for each."""
-    made, one = list[DTensor](), local[0].new_empty(1)
-    for tensor, other in zip(local, others, strict=True):
-        start = one.as_strided(tensor.shape, [0] * len(tensor.shape))  # see `at_start`
+def dtensors_like(local: Sequence[Tensor], others: Sequence[Any], starts: Sequence[Tensor]) -> list[DTensor]:
+    """Return a `DTensor` around each of `local`, as `dtensor_like` does, without a call for each.
+
+    Args:
+        starts: The results of `starts_of` for tensors with the same shapes and dtype.
+    """
+    made = list[DTensor]()
+    for tensor, other, start in zip(local, others, starts, strict=True):
         made.append(DTensor.__new__(DTensor, start, other._spec, requires_grad=False))
         made[-1]._local_tensor = tensor
     return made
+
+
+def starts_of(local: Sequence[Tensor]) -> list[Tensor]:
+    """Return a tensor of one element of memory with the shape of each of `local`, see `at_start`."""
+    one = local[0].new_empty(1)
+    return [one.as_strided(tensor.shape, [0] * len(tensor.shape)) for tensor in local]
 
 
 def at_start(local: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard._compat import dtensors_like, holders, storage_holders
+from fullshard._compat import dtensors_like, holders, starts_of, storage_holders
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_plan import GroupPlan
@@ -65,6 +65,7 @@ class Gradients:
         self.state = state
         self.flat: Tensor | None = None  # the optimizer's gradients, contiguous like the shards
         self._shards: list[DTensor] = []  # as the optimizer sees them, one per parameter
+        self._starts: list[Tensor] = []  # the result of `starts_of` for their local tensors
         self._holders: Any = None  # the result of `holders` for them, without references of other code
         self._flat_holders: Any = None  # the result of `storage_holders` for `flat` then
         shapes = [param_layout.spec.shard_shape(plan.rank) for param_layout in plan.layout.params]
@@ -191,7 +192,9 @@ class Gradients:
             shards = [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in self._strided]
             sharded = [*map(_SHARDED, self.params)]
             if {*map(_DTYPE, sharded)} == {flat.dtype}:
-                self._shards = dtensors_like(shards, sharded)
+                if not self._starts or (self._starts[0].dtype, self._starts[0].device) != (flat.dtype, flat.device):
+                    self._starts = starts_of(shards)
+                self._shards = dtensors_like(shards, sharded, self._starts)
             else:
                 self._shards = [param.placed(shard) for param, shard in zip(self.params, shards, strict=True)]
             del shards

@@ -151,6 +151,7 @@ class Unpacking:
             for pair in _pairs(layout.params[i].spec, wholes[i], rows, rank)
         ]
         self._each = [to for to, _ in pairs], [sent for _, sent in pairs]
+        self._scratch_widths = [n for n, target in zip(self._widths, self._targets, strict=True) if target is None]
         self._at_once = len(pairs) > _FEW_COPIES and accelerator_for(message.device).has_streams
 
     def copy(self) -> None:
@@ -162,8 +163,11 @@ class Unpacking:
 
     def copy_at_once(self) -> None:
         """Copy the message into the parameters in as few kernels as possible."""
-        world = self._message.shape[0]
-        widths = [n for n, target in zip(self._widths, self._targets, strict=True) if target is None]
+        world, widths = self._message.shape[0], self._scratch_widths
+        if not widths:
+            all_targets = [target for target in self._targets if target is not None]
+            torch.split_with_sizes_copy(self._message, self._widths, dim=1, out=all_targets)
+            return
         scratch = self._message.new_empty(world * sum(widths)).split([world * n for n in widths])
         rows = [flat.view(world, n) for flat, n in zip(scratch, widths, strict=True)]
         free = iter(rows)
