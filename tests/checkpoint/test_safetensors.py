@@ -184,7 +184,9 @@ def wrapped_on_meta(strategy: str) -> nn.Module:
     return fully_shard(model, strategy=strategy)
 
 
-def measure(folder: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks("world")
+def test_no_rank_holds_more_than_its_shards_and_one_unit_and_reads_only_what_is_its_own(tmp_path, world):
     read: list[int] = []
     alive: list[weakref.ref[Tensor]] = []
 
@@ -200,12 +202,12 @@ def measure(folder: Path) -> None:
         model = chain(lambda module, strategy=strategy: fully_shard(module, strategy=strategy))
         largest = max(param.nbytes for param in model.parameters())
         unit = max(sum(4 * param.layout.spec.numel for param in unit.params) for unit in units_in(model))
-        _, peak = peak_during(lambda model=model, strategy=strategy: export_safetensors(model, folder / strategy))
+        _, peak = peak_during(lambda model=model, strategy=strategy: export_safetensors(model, tmp_path / strategy))
         assert peak <= unit + 4096
         assert peak <= 2 * largest + 4096  # one of these parts is torch's, if it gathers
         built = wrapped_on_meta(strategy)
         read.clear()
-        _, peak = peak_during(lambda built=built, strategy=strategy: load_safetensors(built, folder / strategy))
+        _, peak = peak_during(lambda built=built, strategy=strategy: load_safetensors(built, tmp_path / strategy))
         offloaded_states = storage_bytes(built.parameters(), [unit.slot.storage for unit in units_in(built)])
         local = max(param.to_local().nbytes for param in built.parameters())
         assert peak <= offloaded_states + unit + 4096
@@ -214,11 +216,6 @@ def measure(folder: Path) -> None:
         total = sum(param.nbytes for param in built.parameters())
         assert sum(read) == sum(param.to_local().nbytes for param in built.parameters())
         assert strategy == "zero1" or sum(read) < 1.1 * total / dist.get_world_size()
-
-
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_no_rank_holds_more_than_its_shards_and_one_unit_and_reads_only_what_is_its_own(tmp_path, world):
-    run_ranks(world, measure, tmp_path)
 
 
 def lay_out_much(path: Path) -> int:

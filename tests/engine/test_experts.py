@@ -154,7 +154,8 @@ def test_a_unit_of_two_meshes_is_as_two_units(strategy, dim):
     assert predict_ledger(models[0]).parameters == predict_ledger(models[1]).parameters
 
 
-def live_with_two_meshes(folder: str) -> None:
+@on_ranks(4)
+def test_a_unit_of_two_meshes_is_copied_cast_saved_and_loaded(tmp_path):
     """Copies, casts, state dicts, whole parameters and checkpoints."""
     mesh = expert_mesh()
     model = joint(place(model_of(), mesh), mesh)
@@ -174,10 +175,10 @@ def live_with_two_meshes(folder: str) -> None:
     found = [step(item, optimizer, 1) for item, optimizer in zip((model, twin, other), optimizers, strict=True)]
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
-    save(folder, model=model, optimizer=optimizers[0], step=1)
+    save(tmp_path, model=model, optimizer=optimizers[0], step=1)
     resumed = nested(place(model_of(), mesh), mesh)
-    load(folder, model=resumed, optimizer=(again := adamw(resumed)))
-    load(folder, model=plain)
+    load(tmp_path, model=resumed, optimizer=(again := adamw(resumed)))
+    load(tmp_path, model=plain)
     assert_same(wholes(plain), wholes(model))
     assert_same(step(resumed, again, 2), step(model, optimizers[0], 2))
     assert_same(wholes(resumed), wholes(model))
@@ -187,10 +188,6 @@ def live_with_two_meshes(folder: str) -> None:
     for item in (model, twin):
         loss_of(item, tokens_of(3, dist.get_rank()).double()).backward()
     assert_same(whole_grads(twin), whole_grads(model))
-
-
-def test_a_unit_of_two_meshes_is_copied_cast_saved_and_loaded(tmp_path):
-    run_ranks(4, live_with_two_meshes, str(tmp_path))
 
 
 # -- the divisor ------------------------------------------------------------------------------------------------------

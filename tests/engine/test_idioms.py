@@ -229,14 +229,11 @@ class Tagged(Registered, tag="tagged"):
     pass
 
 
-def shard_registered() -> None:
+@on_ranks(1)
+def test_sharding_calls_no_hook_of_subclasses():
     module = fully_shard(Tagged(4, 4))
     assert isinstance(module, Tagged) and isinstance(module, FSDPModule)
     assert Registered.tags == ["tagged"]
-
-
-def test_sharding_calls_no_hook_of_subclasses():
-    run_ranks(1, shard_registered)
 
 
 class Closed(nn.Linear):

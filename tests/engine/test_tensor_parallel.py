@@ -333,7 +333,8 @@ def test_norms_of_what_is_placed_and_ignored_are_those_of_one_process():
 # -- what is saved ----------------------------------------------------------------------------------------------------
 
 
-def save_and_load(folder: str) -> None:
+@on_ranks(4)
+def test_state_dicts_hold_whole_values_under_the_user_s_names(tmp_path):
     mesh = mesh_of(2, 2)
     model = shard(parallel(mesh["tp"], sequence=False), mesh["shard"])
     initial, sharded = stack().state_dict(), model.state_dict()
@@ -354,14 +355,10 @@ def save_and_load(folder: str) -> None:
     for other in others:
         assert_same(wholes(other), dict(initial))
 
-    dcp.save(sharded, checkpoint_id=folder)
+    dcp.save(sharded, checkpoint_id=tmp_path)
     plain = {name: torch.empty_like(value) for name, value in initial.items()}
-    dcp.load(plain, checkpoint_id=folder)
+    dcp.load(plain, checkpoint_id=tmp_path)
     assert_same(plain, dict(initial))
-
-
-def test_state_dicts_hold_whole_values_under_the_user_s_names(tmp_path):
-    run_ranks(4, save_and_load, str(tmp_path))
 
 
 def wrapped(mesh: DeviceMesh, model: Stack | None = None) -> FullyShardedDataParallel:
@@ -369,7 +366,9 @@ def wrapped(mesh: DeviceMesh, model: Stack | None = None) -> FullyShardedDataPar
     return FullyShardedDataParallel(placed, device_mesh=mesh["shard"], auto_wrap_policy=ModuleWrapPolicy({Block}))
 
 
-def save_and_go_on(folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_run_goes_on_from_state_dicts_and_from_checkpoints(tmp_path):
     """Save a run and resume it in another model. The results equal those of the saved run."""
     mesh = mesh_of(2, 2)
     data = mesh["shard"]
@@ -404,20 +403,15 @@ def save_and_go_on(folder: str) -> None:
             other.load_state_dict(state or saved[1][2])
             FullyShardedDataParallel.optim_state_dict_to_load(other, again, optim_state, load_directly=True)
         resumed.append((other, again))
-    save(folder, model=model, optimizer=optimizer, step=1)
+    save(tmp_path, model=model, optimizer=optimizer, step=1)
     other = wrapped(mesh, model=Stack())
     resumed.append((other, adamw(other)))
-    load(folder, model=other, optimizer=resumed[-1][1])
-    load(folder, model=(plain := Stack()))  # where nothing is placed or sharded
+    load(tmp_path, model=other, optimizer=resumed[-1][1])
+    load(tmp_path, model=(plain := Stack()))  # where nothing is placed or sharded
     assert_same(wholes(plain), params)
     expected = train(model, data, optimizer=optimizer, steps=range(1, 2))
     for other, again in resumed:
         assert_same(train(other, data, optimizer=again, steps=range(1, 2)), expected)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_from_state_dicts_and_from_checkpoints(tmp_path):
-    run_ranks(4, save_and_go_on, str(tmp_path))
 
 
 @pytest.mark.slow

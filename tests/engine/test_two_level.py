@@ -60,7 +60,9 @@ def by_places(whether: bool) -> AbstractContextManager[object]:
     return mock.patch.object(two_level, "_goes_by_places", lambda *_: whether)
 
 
-def gather_by_either_way(size: int) -> None:
+@pytest.mark.parametrize(("world", "size"), [(4, 2), (6, 2), (6, 3)])
+@on_ranks("world")
+def test_every_part_is_gathered_to_its_place_by_either_way(world, size):
     world, rank, numels = dist.get_world_size(), dist.get_rank(), (1, 4, 7)
     across, within = levels(size)
     send = [torch.arange(n) + 100.0 * rank for n in numels]
@@ -83,11 +85,8 @@ def gather_by_either_way(size: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "size"), [(4, 2), (6, 2), (6, 3)])
-def test_every_part_is_gathered_to_its_place_by_either_way(world, size):
-    run_ranks(world, gather_by_either_way, size)
-
-
-def sum_by_either_way(size: int) -> None:
+@on_ranks("world")
+def test_sums_have_the_same_bits_by_either_way_also_where_last_parts_are_short_or_empty(world, size):
     world, rank, part = dist.get_world_size(), dist.get_rank(), 5
     across, within = levels(size)
     numels = [*range(world * part + 1)]  # all of the last parts short, or empty
@@ -110,11 +109,6 @@ def sum_by_either_way(size: int) -> None:
     assert_same(wholes, kept)
     assert_same(found[1], found[0])
     assert not any(total.isnan().any() for total in found[0])
-
-
-@pytest.mark.parametrize(("world", "size"), [(4, 2), (6, 2), (6, 3)])
-def test_sums_have_the_same_bits_by_either_way_also_where_last_parts_are_short_or_empty(world, size):
-    run_ranks(world, sum_by_either_way, size)
 
 
 @on_ranks(4)

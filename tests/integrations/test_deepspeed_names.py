@@ -82,7 +82,8 @@ def test_a_tutorial_runs_by_its_import_alone():
         assert losses[-1] < losses[0] / 2
 
 
-def gather() -> None:
+@on_ranks(2)
+def test_gathered_parameters_are_whole_and_one_rank_may_change_them():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     plain = [param.detach().clone() for param in model.parameters()]
@@ -118,10 +119,6 @@ def gather() -> None:
     assert_same(deepspeed.utils.safe_get_full_grad(model[1].bias), grads[3])
     with pytest.raises(ConfigError, match="fwd_module"), deepspeed.zero.GatheredParameters([], fwd_module=model):
         pass
-
-
-def test_gathered_parameters_are_whole_and_one_rank_may_change_them():
-    run_ranks(2, gather)
 
 
 @on_ranks(4)

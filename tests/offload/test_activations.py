@@ -286,10 +286,11 @@ class Writing(Layer):
         return z
 
 
-def write_in_place(folder: Path) -> None:
+@on_ranks(1)
+def test_what_was_changed_in_place_before_it_was_copied_is_not_used(tmp_path):
     for smallest, window, fails in ((1 << 30, 1000, True), (1, 1000, False)):
         activations.SMALLEST_BYTES, activations.WINDOW_BYTES = smallest, window
-        model = alone(lambda model: model, folder, Writing)
+        model = alone(lambda model: model, tmp_path, Writing)
         loss = model(rows()).square().mean()
         if fails:
             with pytest.raises(StateError, match="that backward needs was modified in place after forward saved it"):
@@ -300,14 +301,10 @@ def write_in_place(folder: Path) -> None:
     all_travel(window=1 << 30)
     for tier in ("cpu", "disk"):
         with dry.taped(values=True):  # while a copy of it is under way
-            policy = Offload(activations={tier: 1.0}, folder=folder)
+            policy = Offload(activations={tier: 1.0}, folder=tmp_path)
             loss = chain(partial(fully_shard, offload_policy=policy), Chain([Writing()]))(rows()).sum()
             with pytest.raises(StateError, match="that backward needs was modified in place"):
                 loss.backward()
-
-
-def test_what_was_changed_in_place_before_it_was_copied_is_not_used(tmp_path):
-    run_ranks(1, write_in_place, tmp_path)
 
 
 @on_ranks(1)
@@ -393,24 +390,21 @@ def on_streams(
     return given, tape
 
 
-def compare_on_streams(folder: Path) -> None:
+def copies_on_offload(tape: dry.Tape) -> bool:
+    return any(operation.stream == "offload" for operation in tape.of(Operation))
+
+
+@on_ranks(1)
+def test_on_an_accelerator_the_bits_are_the_same_and_no_stream_touches_what_another_uses(tmp_path):
     all_travel()
     for scenario in SCENARIOS:
         if scenario is not with_hooks_of_the_user:
             for tier in ("cpu", "disk"):
                 expected, before = on_streams(None, scenario, Sharing)
-                got, tape = on_streams(Offload(activations={tier: 1.0}, folder=folder), scenario, Sharing)
+                got, tape = on_streams(Offload(activations={tier: 1.0}, folder=tmp_path), scenario, Sharing)
                 assert_same(got, expected, name=f"{scenario.__name__}, {tier}")
                 assert not dry.races(tape), (scenario, tier)
                 assert not copies_on_offload(before) and copies_on_offload(tape)
-
-
-def copies_on_offload(tape: dry.Tape) -> bool:
-    return any(operation.stream == "offload" for operation in tape.of(Operation))
-
-
-def test_on_an_accelerator_the_bits_are_the_same_and_no_stream_touches_what_another_uses(tmp_path):
-    run_ranks(1, compare_on_streams, tmp_path)
 
 
 @pytest.mark.parametrize("streams", ["gpu", "cpu"])

@@ -311,14 +311,15 @@ def test_a_budget_states_what_keeps_parameters_from_the_disk(tmp_path, options, 
             optimizer.step()
 
 
-def resume_from_disk(folder: Path) -> None:
+@on_ranks(2)
+def test_checkpoints_are_of_no_budget(tmp_path):
     """Save shards of a budget from the disk into a checkpoint, and load them to it. Training continues unchanged."""
     activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
     activations.WINDOW_BYTES = offloaded.WINDOW_BYTES = 4096
     with pytest.raises(ConfigError, match="a rank needs") as refused:
-        learn_layers(Offload(budget=1000, folder=folder), 1, None, {})
+        learn_layers(Offload(budget=1000, folder=tmp_path), 1, None, {})
     least, most = needed(refused)
-    policies = {"none": None, "disk": Offload(budget=(3 * least + most) // 4, folder=folder)}
+    policies = {"none": None, "disk": Offload(budget=(3 * least + most) // 4, folder=tmp_path)}
 
     def learn_on(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[Any]:
         for step in steps:
@@ -334,18 +335,14 @@ def resume_from_disk(folder: Path) -> None:
         learn_on(model, optimizer, range(2))
         there = {unit.shards.is_on_disk for unit in units_in(model)}
         assert there == ({True, False} if policy else {False})
-        save(folder / first, model=model, optimizer=optimizer, step=2)
+        save(tmp_path / first, model=model, optimizer=optimizer, step=2)
         for then, other in policies.items():
             model = layers(other)
             optimizer = adamw(model.parameters())
-            load(folder / first, model=model, optimizer=optimizer)
+            load(tmp_path / first, model=model, optimizer=optimizer)
             left[first, then] = learn_on(model, optimizer, range(2, 4))
     for found in left.values():
         assert_same(found, left["none", "none"])
-
-
-def test_checkpoints_are_of_no_budget(tmp_path):
-    run_ranks(2, resume_from_disk, tmp_path)
 
 
 @on_ranks(1)
@@ -680,28 +677,25 @@ def test_ranks_go_by_the_host_with_the_least_room_and_no_bit_changes(tmp_path, s
         assert len(set(map(repr, every_ranks((on_the_cpu(model), decided.optimizer))))) == 1
 
 
-def record(folder: Path) -> None:
+@on_ranks(2)
+def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
     on_disk.CHUNK_NBYTES = 4096
-    model = build(Offload(optimizer={"disk": 1.0}, folder=folder / "scratch"))
+    model = build(Offload(optimizer={"disk": 1.0}, folder=tmp_path / "scratch"))
     optimizer = adamw(trained(model))
-    with fullshard.report(model, folder / "run"):
+    with fullshard.report(model, tmp_path / "run"):
         for step in range(12):
             loss_of(model, my_part(batch(step))).backward()
             optimizer.step()
             optimizer.zero_grad()
     if dist.get_rank() == 0:
-        facts = read_run(folder / "run").facts
+        facts = read_run(tmp_path / "run").facts
         assert "100% of the optimizer state is on a disk" in facts["offload"]
-        stated = facts[f"disk {folder / 'scratch'}"]
+        stated = facts[f"disk {tmp_path / 'scratch'}"]
         held, read, written = map(float, re.findall(r"([\d.e-]+) GB", stated))
         states = 2 * sum(param.numel() * param.element_size() for param in trained(model)) / 1e9
         for moved in (read, written):  # in whole blocks, over as many steps, but for the last one
             assert 0.85 * states < moved < 1.4 * states, (stated, states)
         assert held >= states, stated
-
-
-def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
-    run_ranks(2, record, tmp_path)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks
 from small_models import ONE_AXIS, Chain, Layer, chain, inputs, leave, sgd, whole_grads, wholes
 
 from fullshard import (
@@ -33,7 +33,8 @@ def learn(model: Any) -> list[Any]:
     return [*left, wholes(model)]
 
 
-def compare() -> None:
+@on_ranks(2)
+def test_on_a_cpu_offloading_changes_no_bit():
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for strategy, policy in [*((name, MixedPrecisionPolicy()) for name in ONE_AXIS), ("zero3", low)]:
         shard = partial(fully_shard, strategy=strategy, mp_policy=policy)
@@ -43,10 +44,6 @@ def compare() -> None:
         chain(leave), auto_wrap_policy=ModuleWrapPolicy({Layer}), cpu_offload=CPUOffload(offload_params=True)
     )
     assert_same(learn(wrapper), learn(chain(fully_shard)), name="the wrapper")
-
-
-def test_on_a_cpu_offloading_changes_no_bit():
-    run_ranks(2, compare)
 
 
 @on_ranks(1)

@@ -79,17 +79,6 @@ def test_every_fraction_gives_the_bits_of_none_in_every_case(make):
     run_ranks(2, compare, cases, timeout=500)
 
 
-def compare_with_disk(folder: str) -> None:
-    expected = trained_under("zero3", LOOPS[1], adamw, None)
-    states = Offload(optimizer={"cpu": 0.3, "disk": 0.5}, folder=folder)
-    shards = Offload(parameters={"cpu": 0.3, "disk": 0.3}, folder=folder)
-    with few_bytes_per_chunk():
-        for policy in (states, shards):
-            assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)  # where the CPU computes
-            with dry.taped(values=True):
-                assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)
-
-
 def test_units_on_a_disk_are_none_of_those_on_the_cpu(tmp_path):
     with dry.world(2), dry.taped():
         model = chain(
@@ -112,8 +101,16 @@ def test_units_on_a_disk_are_none_of_those_on_the_cpu(tmp_path):
     )
 
 
+@on_ranks(2)
 def test_a_part_on_the_cpu_and_a_part_on_a_disk(tmp_path):
-    run_ranks(2, compare_with_disk, str(tmp_path))
+    expected = trained_under("zero3", LOOPS[1], adamw, None)
+    states = Offload(optimizer={"cpu": 0.3, "disk": 0.5}, folder=tmp_path)
+    shards = Offload(parameters={"cpu": 0.3, "disk": 0.3}, folder=tmp_path)
+    with few_bytes_per_chunk():
+        for policy in (states, shards):
+            assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)  # where the CPU computes
+            with dry.taped(values=True):
+                assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)
 
 
 # -- what travels, and when -------------------------------------------------------------------------------------------

@@ -179,8 +179,9 @@ def test_an_optimizer_that_needs_whole_parameters_may_have_them_one_by_one(tmp_p
     run_ranks(2, compare, tmp_path, adafactor, with_fraction(1.0, [("ddp", 0), ("ddp", 1)]))
 
 
+@on_ranks(1)
 @few_bytes_per_chunk()
-def step_in_every_way(folder: Path) -> None:
+def test_steps_with_hooks_closures_and_gaps_are_those_of_a_run_without(tmp_path):
     """Hooks of the user's, closures, schedulers, implementations, steps without some gradients, new groups."""
 
     def by_closure(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -214,7 +215,7 @@ def step_in_every_way(folder: Path) -> None:
             param.grad = None if param.grad is None else param.grad / 2
 
     def run(fraction: float | None, take: Any, hooks: bool, scheduled: bool, **options: Any) -> list[Any]:
-        model, counts = build(fraction, folder), [0]
+        model, counts = build(fraction, tmp_path), [0]
         kind = torch.optim.SGD if take is with_states_later else torch.optim.AdamW
         optimizer = kind(trained(model), lr=1e-2, **options)
         if hooks:
@@ -239,16 +240,13 @@ def step_in_every_way(folder: Path) -> None:
         assert_same(found, expected, name=f"{take.__name__}, {hooks}, {options}")
 
 
-def test_steps_with_hooks_closures_and_gaps_are_those_of_a_run_without(tmp_path):
-    run_ranks(1, step_in_every_way, tmp_path)
-
-
+@on_ranks(2)
 @few_bytes_per_chunk()
-def hook_the_steps_of_one_rank(folder: Path) -> None:
+def test_hooks_of_one_rank_alone_change_nothing(tmp_path):
     """Ranks send the same, and a first step holds no more, whichever of them have hooks."""
 
     def run(hooks: bool) -> tuple[list[Any], list[Any]]:
-        model, called = build(1.0, folder), []
+        model, called = build(1.0, tmp_path), []
         optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
         if hooks:
             optimizer.register_step_pre_hook(lambda *its: called.append(its))
@@ -261,10 +259,6 @@ def hook_the_steps_of_one_rank(folder: Path) -> None:
     found, called = run(hooks=dist.get_rank() == 0)
     assert_same(found, expected)
     assert not none and called == ([True] * 5 if dist.get_rank() == 0 else []), "once before each, and once after"
-
-
-def test_hooks_of_one_rank_alone_change_nothing(tmp_path):
-    run_ranks(2, hook_the_steps_of_one_rank, tmp_path)
 
 
 # -- how much, and in how much memory ---------------------------------------------------------------------------------
@@ -396,9 +390,17 @@ def test_a_dry_run_has_the_memory_of_the_formula_and_makes_no_file(tmp_path, mon
 # -- access to offloaded states ---------------------------------------------------------------------------------------
 
 
+def pickled(tensor: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@on_ranks(2)
 @few_bytes_per_chunk()
-def look(folder: Path) -> None:
-    models = [build(fraction, folder) for fraction in (None, 1.0)]
+def test_states_on_disk_can_be_read_and_written(tmp_path):
+    models = [build(fraction, tmp_path) for fraction in (None, 1.0)]
     plain, offloaded = ([model, adamw(model)[0]] for model in models)
     for model, optimizer in (plain, offloaded):
         learn(model, [optimizer])
@@ -439,17 +441,6 @@ def look(folder: Path) -> None:
         local.numpy()
     assert repr(local) == f"OnDisk({tuple(local.shape)}, torch.float32)"
     assert_same(*(learn(model, [optimizer], range(3, 5)) for model, optimizer in (offloaded, plain)))
-
-
-def pickled(tensor: Tensor) -> Tensor:
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-def test_states_on_disk_can_be_read_and_written(tmp_path):
-    run_ranks(2, look, tmp_path)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -495,10 +486,11 @@ def test_checkpoints_are_loaded_with_another_fraction_or_none_and_another_world_
         run_ranks(world, load_all, tmp_path)
 
 
+@on_ranks(2)
 @few_bytes_per_chunk()
-def hand_over(folder: Path) -> None:
+def test_state_dicts_of_states_on_the_disk_are_right_and_are_loaded(tmp_path):
     """Set and get states in all other ways."""
-    model = build(1.0, folder)
+    model = build(1.0, tmp_path)
     [optimizer] = adamw(model)
     expected = learn(model, [optimizer])[-1]
     named, full = get_optimizer_state_dict(model, optimizer), full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -506,7 +498,7 @@ def hand_over(folder: Path) -> None:
     weights = model.state_dict()
     left = None
     for way in ("torch's", "full", "numbered"):
-        other = build(0.5, folder)
+        other = build(0.5, tmp_path)
         [stepping] = adamw(other)
         learn(other, [stepping], range(7, 8))
         other.load_state_dict(weights)
@@ -523,16 +515,13 @@ def hand_over(folder: Path) -> None:
         assert any(on_the_disk(stepping))
 
 
-def test_state_dicts_of_states_on_the_disk_are_right_and_are_loaded(tmp_path):
-    run_ranks(2, hand_over, tmp_path)
-
-
 # -- what can go wrong ------------------------------------------------------------------------------------------------
 
 
+@on_ranks(1)
 @few_bytes_per_chunk()
-def fail(folder: Path) -> None:
-    model = build(1.0, folder)
+def test_a_disk_that_fails_is_reported_with_numbers_and_the_checkpoint_goes_on(tmp_path):
+    model = build(1.0, tmp_path)
     [optimizer] = adamw(model)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with (
@@ -540,11 +529,11 @@ def fail(folder: Path) -> None:
         pytest.raises(DiskError, match=r"bytes failed, .*free"),
     ):
         learn(model, [optimizer], range(1))
-    model = build(1.0, folder)
+    model = build(1.0, tmp_path)
     [optimizer] = adamw(model)
     learn(model, [optimizer], range(2))
     saved = everything(model, optimizer)
-    save(folder / "checkpoints", model=model, optimizer=optimizer, step=2)
+    save(tmp_path / "checkpoints", model=model, optimizer=optimizer, step=2)
     broken = OSError(errno.EIO, os.strerror(errno.EIO))
     for call in ("preadv", "pwritev"):
         with mock.patch(f"os.{call}", side_effect=broken):
@@ -552,15 +541,11 @@ def fail(folder: Path) -> None:
                 learn(model, [optimizer], range(2, 4))
             assert "errno 5" in str(raised.value)
         # The content of the file is undefined now; the checkpoint has a whole step.
-        other = build(1.0, folder)
+        other = build(1.0, tmp_path)
         [stepping] = adamw(other)
-        load(folder / "checkpoints", model=other, optimizer=stepping)
+        load(tmp_path / "checkpoints", model=other, optimizer=stepping)
         assert_same(everything(other, stepping), saved, name=call)
         model, optimizer = other, stepping
-
-
-def test_a_disk_that_fails_is_reported_with_numbers_and_the_checkpoint_goes_on(tmp_path):
-    run_ranks(1, fail, tmp_path)
 
 
 @few_bytes_per_chunk()

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import BLOCKS, SmallGPT, all_but_one, batch, loss_of, my_part, small_gpt, trained, wholes
 from test_offload_to_disk import LOOPS, Make, adamw, few_bytes_per_chunk, learn, momentum, muon, on_the_disk
 from torch import Tensor, nn
@@ -132,9 +132,10 @@ def test_every_fraction_gives_the_bits_of_none_in_every_case(tmp_path, world):
 # -- access to offloaded parameters -----------------------------------------------------------------------------------
 
 
+@on_ranks(2)
 @few_bytes_per_chunk()
-def look(folder: Path) -> None:
-    there, plain = build(1.0, folder), build(None, folder)
+def test_parameters_on_disk_can_be_read_and_written(tmp_path):
+    there, plain = build(1.0, tmp_path), build(None, tmp_path)
     assert all(stored(there)) and storage_bytes(there.parameters()) == 0
     before = copy.deepcopy(there)
     assert all(stored(before))
@@ -170,10 +171,6 @@ def look(folder: Path) -> None:
         model.double()
     assert all(stored(there)) and {local.dtype for local in locals_of(there)} == {torch.float64}
     assert_same(wholes(there), wholes(plain), name="loaded, and cast")
-
-
-def test_parameters_on_disk_can_be_read_and_written(tmp_path):
-    run_ranks(2, look, tmp_path)
 
 
 # -- checkpoints, and models without values ---------------------------------------------------------------------------
@@ -230,11 +227,12 @@ def layers(fraction: float | None, folder: Path) -> nn.Module:
     return fully_shard(nn.Sequential(*each), offload_policy=policy)
 
 
+@on_ranks(2)
 @few_bytes_per_chunk()
-def weigh(folder: Path) -> None:
+def test_memory_is_that_of_few_units_from_the_making_of_the_model_on(tmp_path):
     torch.manual_seed(0)
     shards = aligned((WIDTH * WIDTH + WIDTH) * 4 // dist.get_world_size()) + 2 * ALIGNMENT
-    model, made = peak_during(partial(layers, 1.0, folder))
+    model, made = peak_during(partial(layers, 1.0, tmp_path))
     assert made <= 8 * shards * dist.get_world_size(), "no more than a layer, and what is written of others"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
@@ -265,10 +263,6 @@ def weigh(folder: Path) -> None:
     assert "12 of 13 units are on a disk between uses" in explain(model)
 
 
-def test_memory_is_that_of_few_units_from_the_making_of_the_model_on(tmp_path):
-    run_ranks(2, weigh, tmp_path)
-
-
 @pytest.mark.parametrize("streams", ["cpu", "gpu"])
 def test_a_dry_run_knows_it_and_makes_no_file(tmp_path, monkeypatch, streams):
     monkeypatch.setattr(fullshard.disk.space, "DiskFile", None)
@@ -287,10 +281,11 @@ def test_a_dry_run_knows_it_and_makes_no_file(tmp_path, monkeypatch, streams):
 # -- when the disk fails ----------------------------------------------------------------------------------------------
 
 
+@on_ranks(1)
 @few_bytes_per_chunk()
-def fail(folder: Path) -> None:
+def test_a_disk_that_fails_is_an_error_that_states_so(tmp_path):
     for call in ("preadv", "pwritev"):
-        model = build(1.0, folder)
+        model = build(1.0, tmp_path)
         [optimizer] = adamw(model)
         loss_of(model, my_part(batch(0))).backward()
         real = getattr(os, call)
@@ -307,30 +302,24 @@ def fail(folder: Path) -> None:
             setattr(os, call, real)
 
 
-def test_a_disk_that_fails_is_an_error_that_states_so(tmp_path):
-    run_ranks(1, fail, tmp_path)
-
-
+@on_ranks(1)
 @few_bytes_per_chunk()
-def fail_unreported(folder: Path) -> None:
+def test_a_failed_disk_is_an_error_immediately_if_no_backward_can_report_it(tmp_path):
     """Evaluate a stage with manually finalized backwards. It has no backward."""
-    model = build(1.0, folder)
+    model = build(1.0, tmp_path)
     model.set_manual_backward_finalization(True)
     broken = mock.patch("os.preadv", side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
     with torch.no_grad(), broken, pytest.raises(DiskError, match="continue from the last checkpoint"):
         loss_of(model, my_part(batch(0)))
 
 
-def test_a_failed_disk_is_an_error_immediately_if_no_backward_can_report_it(tmp_path):
-    run_ranks(1, fail_unreported, tmp_path)
-
-
+@on_ranks(2)
 @few_bytes_per_chunk()
-def fail_on_one_rank(folder: Path) -> None:
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_of_them_and_no_loss(tmp_path):
     """Fail reads of shards for a forward, for one without gradients, and for a backward, with gradients written
     by several microbatches.
     """
-    model = build(1.0, folder)
+    model = build(1.0, tmp_path)
     rows = my_part(batch(0))
     with torch.no_grad():
         before = loss_of(model, rows)
@@ -365,13 +354,14 @@ def fail_on_one_rank(folder: Path) -> None:
                 assert_same(loss_of(model, rows), before, name=fails.__name__)
 
 
-def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_of_them_and_no_loss(tmp_path):
-    run_ranks(2, fail_on_one_rank, tmp_path)
+def by_hand(*args: Any) -> None:
+    raise RuntimeError("on purpose")
 
 
+@on_ranks(2)
 @few_bytes_per_chunk()
-def raise_in_forward(folder: Path) -> None:
-    model = build(1.0, folder)
+def test_a_forward_that_raises_sends_nothing_at_its_end(tmp_path):
+    model = build(1.0, tmp_path)
     rows = my_part(batch(0))
     with recording() as whole:
         before = loss_of(model, rows)
@@ -381,14 +371,6 @@ def raise_in_forward(folder: Path) -> None:
     reported = whole.names()[-1]
     assert reported == "all_reduce" and reported not in record.names(), "no peer has to reduce"
     assert_same(loss_of(model, rows), before)
-
-
-def by_hand(*args: Any) -> None:
-    raise RuntimeError("on purpose")
-
-
-def test_a_forward_that_raises_sends_nothing_at_its_end(tmp_path):
-    run_ranks(2, raise_in_forward, tmp_path)
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
@@ -433,10 +415,11 @@ def test_a_strategy_that_could_not_have_them_there_is_reckoned_in_memory(tmp_pat
             assert predict_on_disk(there, strategy=strategy) == OnDiskCost()
 
 
-def first_read_in_inference_mode(folder: Path) -> None:
+@on_ranks(2)
+def test_buffers_that_inference_mode_made_are_written_to_outside_of_it(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    fully_shard(model, offload_policy=Offload(parameters={"disk": 1.0}, folder=folder))
+    fully_shard(model, offload_policy=Offload(parameters={"disk": 1.0}, folder=tmp_path))
     buffers_of(torch.device("cpu")).drop()  # what other tests left
     with torch.inference_mode():
         expected = model(torch.ones(2, 8)).clone()
@@ -445,7 +428,3 @@ def first_read_in_inference_mode(folder: Path) -> None:
         for param in model.parameters():
             param.zero_()
     assert_same(copied(torch.ones(2, 8)).detach(), expected)
-
-
-def test_buffers_that_inference_mode_made_are_written_to_outside_of_it(tmp_path):
-    run_ranks(2, first_read_in_inference_mode, tmp_path)

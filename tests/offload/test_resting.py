@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from torch import nn
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, OffloadPolicy, dry, explain, fully_shard, report
@@ -84,26 +84,24 @@ def agree(found: Transfers, predicted: Transfers, microbatches: int, clips: bool
         assert predicted[tier, state][0] - less <= arrived <= predicted[tier, state][0] + more, (tier, state, where)
 
 
+@on_ranks(2)
 @mock.patch("fullshard.engine.activations.WINDOW_BYTES", KEPT)
-def to_disk(folder: Path) -> None:
+def test_a_step_moves_to_and_from_a_disk_what_the_law_states(tmp_path):
     for number, (microbatches, clips) in enumerate(LOOPS):
         for strategy in ("zero3", "zero2"):
             for name, share in (("parameters", 1.0), ("parameters", 0.5), ("optimizer", 0.5), ("activations", 1.0)):
-                policy = Offload(folder=folder / f"{number}-{strategy}-{name}-{share}", **{name: {"disk": share}})
+                policy = Offload(folder=tmp_path / f"{number}-{strategy}-{name}-{share}", **{name: {"disk": share}})
                 found, predicted = travelled(policy, microbatches, clips, strategy=strategy)
                 agree(found, predicted, microbatches, clips, (found, predicted, microbatches, strategy, policy))
-
-
-def test_a_step_moves_to_and_from_a_disk_what_the_law_states(tmp_path):
-    run_ranks(2, to_disk, tmp_path)
 
 
 SOME = Offload(optimizer={"cpu": 0.5}, parameters={"cpu": 0.25})
 ON_CPU = (SOME, Offload(optimizer={"cpu": 1.0}), CPUOffloadPolicy(), Offload(activations={"cpu": 0.5}))
 
 
+@on_ranks(2)
 @mock.patch("fullshard.engine.activations.WINDOW_BYTES", KEPT)
-def to_cpu() -> None:
+def test_a_step_moves_to_and_from_the_cpu_what_the_law_states():
     for microbatches, clips in LOOPS[:2]:
         for strategy in ("zero3", "zero2", "ddp"):
             for policy in ON_CPU:
@@ -119,10 +117,6 @@ def to_cpu() -> None:
                         clips,
                         (found, predicted, microbatches, strategy, policy, precision),
                     )
-
-
-def test_a_step_moves_to_and_from_the_cpu_what_the_law_states():
-    run_ranks(2, to_cpu)
 
 
 # -- where it rests ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from replayed_graph import ReplayedGraph
 from safetensors.torch import load_file
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from training_runs import QUICK, losses, metrics, this_rank
 
 from fullshard import CheckpointError, ConfigError, DiskError, Offload, fully_shard, testing
@@ -215,12 +215,17 @@ def test_what_finds_no_room_is_refused_with_what_would(tmp_path: Path, flags: st
     run_ranks(2, refused, tmp_path, flags.split())
 
 
-def predicted(folder: Path) -> None:
+def forecast_in_background(settings: TrainSettings, machine: Machine) -> Forecast:
+    return Forecasting(forecast_run, settings, machine).result()
+
+
+@on_ranks(2, timeout=240)  # each rank starts a process that imports torch
+def test_a_dry_run_reports_what_goes_to_the_disk(tmp_path):
     """A dry run moves what the formulas have, and activations besides."""
     rank = this_rank()
-    offload = ["--offload-optimizer", "0.6", "--offload-parameters", "0.3", "--offload-folder", str(folder)]
+    offload = ["--offload-optimizer", "0.6", "--offload-parameters", "0.3", "--offload-folder", str(tmp_path)]
     shape = ["--accumulate", "2", "--batch", "4", "--seq", "256", "--width", "128"]
-    settings = resolved(parse_settings([*QUICK, *offload, *shape, "--out", str(folder)]), rank)
+    settings = resolved(parse_settings([*QUICK, *offload, *shape, "--out", str(tmp_path)]), rank)
     expected = disk_traffic(sharded_gpt(settings, rank), settings)
     machine = machine_of(rank)
     found = forecast_in_background(settings, machine).disk_traffic
@@ -230,14 +235,6 @@ def predicted(folder: Path) -> None:
     more = forecast_in_background(offloaded, machine).disk_traffic
     kept = more.room_bytes - found.room_bytes
     assert kept > 0 and more == found + Traffic.of_activations(kept, microbatches=2)
-
-
-def forecast_in_background(settings: TrainSettings, machine: Machine) -> Forecast:
-    return Forecasting(forecast_run, settings, machine).result()
-
-
-def test_a_dry_run_reports_what_goes_to_the_disk(tmp_path: Path) -> None:
-    run_ranks(2, predicted, tmp_path, timeout=240)  # each rank starts a process that imports torch
 
 
 def train_as_a_user_does(out: Path, argv: list[str]) -> None:
