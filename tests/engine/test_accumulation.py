@@ -176,20 +176,17 @@ def record_each(model: Any, switch: str | None, before_last: bool) -> list[Recor
     return records
 
 
-def count_reductions(strategy: str) -> list[list[int]]:
+@pytest.mark.parametrize(
+    "strategy", ["zero1", "zero3", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
+)
+@on_ranks(2)
+def test_every_unit_is_reduced_once_in_every_microbatch_that_is_synced(strategy):
     counts = []
     for before_last in (True, False):
         model = chain(partial(fully_shard, strategy=strategy))
         records = record_each(model, "set_requires_gradient_sync", before_last)
         counts.append([sum(len(record.collectives(name)) for name in REDUCTIONS) for record in records])
-    return counts
-
-
-@pytest.mark.parametrize(
-    "strategy", ["zero1", "zero3", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
-)
-def test_every_unit_is_reduced_once_in_every_microbatch_that_is_synced(strategy):
-    assert run_ranks(2, count_reductions, strategy) == [[[UNITS] * 3, [0, 0, UNITS]]] * 2
+    assert counts == [[UNITS] * 3, [0, 0, UNITS]]
 
 
 class Alternating(torch.nn.Module):
@@ -235,25 +232,21 @@ def test_a_unit_of_several_modules_is_reduced_once_in_a_microbatch_that_is_synce
         assert found == expected, program
 
 
-def count_hybrid(strategy: str) -> dict[str, list[tuple[int, int]]]:
-    """Messages of each microbatch by collective: (calls, bytes)."""
+@pytest.mark.parametrize("strategy", ["hsdp", "hsdp_zero2"])
+@on_ranks(4)
+def test_hybrid_strategies_reduce_over_replicas_once_per_step_if_configured(strategy):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = chain(partial(fully_shard, strategy=strategy, mesh=mesh))
     records = record_each(model, "set_requires_all_reduce", False)
-    return {n: [(len(r.collectives(n)), r.sent_bytes(n)) for r in records] for n in REDUCTIONS}
-
-
-@pytest.mark.parametrize("strategy", ["hsdp", "hsdp_zero2"])
-def test_hybrid_strategies_reduce_over_replicas_once_per_step_if_configured(strategy):
-    for counts in run_ranks(4, count_hybrid, strategy):
-        scattered = counts["reduce_scatter"]
-        assert [calls for calls, _ in scattered] == [UNITS] * 3
-        assert len({nbytes for _, nbytes in scattered}) == 1
-        assert counts["all_reduce"][:2] == [(0, 0)] * 2
-        calls, nbytes = counts["all_reduce"][2]
-        assert calls == UNITS
-        # Two ranks: a rank sends half of its shards to be summed, and the sum of the other half back.
-        assert nbytes == scattered[0][1]
+    counts = {n: [(len(r.collectives(n)), r.sent_bytes(n)) for r in records] for n in REDUCTIONS}
+    scattered = counts["reduce_scatter"]
+    assert [calls for calls, _ in scattered] == [UNITS] * 3
+    assert len({nbytes for _, nbytes in scattered}) == 1
+    assert counts["all_reduce"][:2] == [(0, 0)] * 2
+    calls, nbytes = counts["all_reduce"][2]
+    assert calls == UNITS
+    # Two ranks: a rank sends half of its shards to be summed, and the sum of the other half back.
+    assert nbytes == scattered[0][1]
 
 
 @on_ranks(4)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import chain, inputs, leave, sgd
 from torch import nn
 
@@ -85,7 +85,8 @@ def outcome(function: Callable[..., Any], arguments: dict[str, Any], name: str, 
     return ""
 
 
-def pass_wrong_arguments() -> list[str]:
+@on_ranks(1)
+def test_arguments_of_a_wrong_type_are_refused_by_name():
     found = []
     for function, arguments in calls():
         for name in parameters(function):
@@ -93,11 +94,7 @@ def pass_wrong_arguments() -> list[str]:
                 stated = outcome(function, arguments, name, wrong)
                 if stated:
                     found.append(f"{getattr(function, '__name__', function)}({name}={wrong!r}): {stated}")
-    return found
-
-
-def test_arguments_of_a_wrong_type_are_refused_by_name():
-    assert run_ranks(1, pass_wrong_arguments) == [[]]
+    assert found == []
 
 
 def refuse_before_anything_is_sent() -> list[tuple[str, ...]]:

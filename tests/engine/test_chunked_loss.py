@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks
 from small_models import Chain, initialise, inputs, leave, sgd, whole_grads, wholes
 from torch import Tensor, nn
 
@@ -124,14 +124,6 @@ def train(loop: Callable[[Any, Tensor], None], strategy: str | None) -> tuple[li
     return [*left, wholes(model)], sent
 
 
-def all_loops(strategy: str) -> dict[str, list[Sent]]:
-    sent = {}
-    for loop in (a_backward_each, one_backward, summed_at_each, as_fsdp2_is_configured, without_chunks):
-        values, sent[loop.__name__] = train(loop, strategy)
-        assert_same(values, train(loop, None)[0], name=f"{loop.__name__} under {strategy}")
-    return sent
-
-
 def of_the_head(sent: Sent) -> dict[str, int]:
     """How often its unit was gathered, and reduced."""
     return {name: sum(n for (item, unit, _), n in sent.items() if (item, unit) == (name, HEAD)) for name in NAMES}
@@ -142,45 +134,42 @@ def of_others(sent: Sent) -> Sent:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@on_ranks(2)
 def test_a_loss_in_chunks_sends_what_it_does_without(strategy):
     """Every loop has plain PyTorch's bits, and reshards nothing but the head before the model's own backward. That is
     gathered and reduced once, also in the first step, without a known order; again only after a sum, since an
     optimizer may have stepped, or after a manual reshard.
     """
-    for sent in run_ranks(2, all_loops, strategy):
-        whole = sent.pop("without_chunks")
-        for loop, steps in sent.items():
-            assert [of_others(step) for step in steps] == [of_others(step) for step in whole], loop
-        assert sent["a_backward_each"] == sent["one_backward"] == whole
-        assert [of_the_head(step) for step in whole] == [dict(zip(NAMES, (1, 1), strict=True))] * STEPS
-        assert [tuple(of_the_head(step).values()) for step in sent["summed_at_each"]] == [(CHUNKS, CHUNKS + 1)] * STEPS
-        assert [tuple(of_the_head(step).values()) for step in sent["as_fsdp2_is_configured"]] == [
-            (2, 2),
-            (3, 2),
-            (3, 2),
-        ]
+    sent = {}
+    for loop in (a_backward_each, one_backward, summed_at_each, as_fsdp2_is_configured, without_chunks):
+        values, sent[loop.__name__] = train(loop, strategy)
+        assert_same(values, train(loop, None)[0], name=f"{loop.__name__} under {strategy}")
+    whole = sent.pop("without_chunks")
+    for loop, steps in sent.items():
+        assert [of_others(step) for step in steps] == [of_others(step) for step in whole], loop
+    assert sent["a_backward_each"] == sent["one_backward"] == whole
+    assert [of_the_head(step) for step in whole] == [dict(zip(NAMES, (1, 1), strict=True))] * STEPS
+    assert [tuple(of_the_head(step).values()) for step in sent["summed_at_each"]] == [(CHUNKS, CHUNKS + 1)] * STEPS
+    assert [tuple(of_the_head(step).values()) for step in sent["as_fsdp2_is_configured"]] == [
+        (2, 2),
+        (3, 2),
+        (3, 2),
+    ]
 
 
-def first_reduced() -> str:
+@on_ranks(2)
+def test_deferred_gradients_are_sent_while_the_backward_continues():
     model = decoder(fully_shard, reshard_after_forward=False)
     with recording() as record:
         a_backward_each(model, inputs())
-    return record.collectives("reduce_scatter")[0].origin.unit
+    assert record.collectives("reduce_scatter")[0].origin.unit == HEAD
 
 
-def test_deferred_gradients_are_sent_while_the_backward_continues():
-    assert run_ranks(2, first_reduced) == [HEAD] * 2
-
-
-def kept_after_passing_by() -> list[list[bool]]:
-    """Return which units are resident after a backward of the head alone, and after the next full backward."""
+@on_ranks(2)
+def test_a_forward_that_was_passed_by_holds_nothing_in_the_next_step():
     model, kept = decoder(partial(fully_shard, strategy="zero2"), reshard_after_forward=False), []
     for is_of_all in (False, True):
         hidden = model(inputs())
         loss_of(model.head(hidden if is_of_all else hidden.detach())).backward()
         kept.append([unit.residency.memory.is_occupied for unit in units_in(model)])
-    return kept
-
-
-def test_a_forward_that_was_passed_by_holds_nothing_in_the_next_step():
-    assert run_ranks(2, kept_after_passing_by) == [[[True] * 6, [False] * 6]] * 2
+    assert kept == [[True] * 6, [False] * 6]

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks
 from small_models import chain, inputs
 
 from fullshard import dry, fully_shard
@@ -40,7 +40,9 @@ class Noting(Accelerator):
         self.passes += 1
 
 
-def count_passes(strategy: str) -> list[int]:
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@on_ranks(1)
+def test_a_graph_may_end_after_each_forward_and_each_backward(strategy):
     accelerator, found = Noting(), []
     with pretending(accelerator):
         model = chain(partial(fully_shard, strategy=strategy))
@@ -52,12 +54,7 @@ def count_passes(strategy: str) -> list[int]:
         with torch.no_grad():
             model(inputs())
         found.append(accelerator.passes)
-    return found
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_graph_may_end_after_each_forward_and_each_backward(strategy):
-    assert run_ranks(1, count_passes, strategy) == [[1, 2, 3, 4, 5]]
+    assert found == [1, 2, 3, 4, 5]
 
 
 def test_each_use_of_a_stream_has_a_handle_of_its_own():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks
 from small_models import ONE_AXIS, Chain, chain, inputs, sgd, whole_grads, wholes
 from test_races import OPTIONS, STRATEGIES, tape_of
 from torch import nn
@@ -117,9 +117,9 @@ def test_a_model_that_no_machine_has_memory_for():
     assert tape.peak_bytes() > 2 * 4 * width**2
 
 
-def peak_of_real_steps(strategy: str) -> tuple[int, int]:
-    """Return the peak bytes of tensors in some steps on the CPU: counted, and predicted by a tape."""
-
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+@on_ranks(1)
+def test_the_peak_of_a_tape_is_that_of_the_run(strategy):
     def train() -> None:
         model = chain(partial(fully_shard, strategy=strategy))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -132,13 +132,8 @@ def peak_of_real_steps(strategy: str) -> tuple[int, int]:
     gc.collect()
     with dry.taped(streams="cpu", values=True) as tape:
         train()
-    return counted, tape.peak_bytes()
-
-
-@pytest.mark.parametrize("strategy", ONE_AXIS)
-def test_the_peak_of_a_tape_is_that_of_the_run(strategy):
-    for counted, taped in run_ranks(1, peak_of_real_steps, strategy):
-        assert counted == taped
+    taped = tape.peak_bytes()
+    assert counted == taped
 
 
 def test_what_leaves_no_trace_is_freed():

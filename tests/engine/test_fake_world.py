@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks
 from small_models import ONE_AXIS, chain, inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -118,18 +118,15 @@ class NotingCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def collectives_of_clipping() -> list[str]:
+@on_ranks(1)
+def test_norms_of_all_gradients_are_gathered_at_once_and_to_where_they_are_read():
+    """A gather into a list of rows would be copied out of the backend's buffer, row by row."""
     make_large_world()
     model = chain(fully_shard)
     model(inputs()).square().mean().backward()
     with NotingCollectives() as noting:
         clip_grad_norm_(model.parameters(), 1.0)
-    return noting.names
-
-
-def test_norms_of_all_gradients_are_gathered_at_once_and_to_where_they_are_read():
-    """A gather into a list of rows would be copied out of the backend's buffer, row by row."""
-    assert run_ranks(1, collectives_of_clipping) == [["_allgather_base_"]]
+    assert noting.names == ["_allgather_base_"]
 
 
 def collectives_that_do_nothing() -> None:

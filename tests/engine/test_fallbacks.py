@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import on_new_ranks
 from small_models import chain, inputs
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -76,20 +77,17 @@ def learn(features: tuple[str, ...]) -> tuple[list[torch.Tensor], list[str]]:
     return [param.full_tensor().detach() for param in model.parameters()], lines
 
 
-def learn_each() -> list[tuple[list[torch.Tensor], list[str]]]:
-    return [learn(features) for features in SUBSETS]
-
-
+@on_new_ranks(2, timeout=120)
 def test_results_are_equal_without_any_of_the_features_and_one_line_says_so():
-    for results in run_ranks(2, learn_each, timeout=120):
-        expected, lines = results[0]
-        assert lines == []
-        for features, (values, lines) in zip(SUBSETS[1:], results[1:], strict=True):
-            assert all(map(torch.equal, values, expected)), features
-            shares = {"memfd_create", "/proc"}.isdisjoint(features)
-            assert [line.partition(":")[0] for line in lines] == (
-                [] if shares else ["ranks (0, 1) communicate over gloo without shared memory"]
-            ), features
+    results = [learn(features) for features in SUBSETS]
+    expected, lines = results[0]
+    assert lines == []
+    for features, (values, lines) in zip(SUBSETS[1:], results[1:], strict=True):
+        assert all(map(torch.equal, values, expected)), features
+        shares = {"memfd_create", "/proc"}.isdisjoint(features)
+        assert [line.partition(":")[0] for line in lines] == (
+            [] if shares else ["ranks (0, 1) communicate over gloo without shared memory"]
+        ), features
 
 
 def rank_and_world() -> tuple[int, int]:

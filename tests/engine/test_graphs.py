@@ -14,6 +14,7 @@ import torch.distributed as dist
 from captured_programs import Program, random_program, run
 from logged import Logged
 from replayed_graph import ReplayedGraph
+from shared_ranks import on_new_ranks
 from small_models import ONE_AXIS, chain, inputs
 from torch import Tensor, nn
 
@@ -288,9 +289,10 @@ MISTAKES: dict[Callable[[Any], Any], tuple[type[Exception], str]] = {
 }
 
 
-def make_mistake(mistake: Callable[[Any], Any], folder: str) -> list[str]:
-    """Return the messages of a call that captures and of the next one."""
-    take, messages = captured(mistake(folder), (inputs(),)), []
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+@on_new_ranks(2)
+def test_what_cannot_be_captured_is_refused_on_every_rank(mistake, tmp_path):
+    take, messages = captured(mistake(tmp_path), (inputs(),)), []
     for number in range(WARMUP + 3):
         try:
             take(inputs(number))
@@ -298,18 +300,13 @@ def make_mistake(mistake: Callable[[Any], Any], folder: str) -> list[str]:
             messages.append(str(error))
             if len(messages) == 2:
                 break
-    return messages
+    assert messages, "nothing was refused"
+    for message in messages:
+        assert re.search(MISTAKES[mistake][1], message), message
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_what_cannot_be_captured_is_refused_on_every_rank(mistake, tmp_path):
-    for messages in run_ranks(2, make_mistake, mistake, str(tmp_path)):
-        assert messages, "nothing was refused"
-        for message in messages:
-            assert re.search(MISTAKES[mistake][1], message), message
-
-
-def other_backends() -> str:
+@on_new_ranks(2)
+def test_collectives_of_other_backends_are_refused():
     model, optimizer = build()
     graph = ReplayedGraph()
     graph.backends = frozenset({"nccl"})
@@ -318,12 +315,8 @@ def other_backends() -> str:
         for number in range(WARMUP + 1):
             take(inputs(number))
     dist.barrier()
-    return str(error.value)
-
-
-def test_collectives_of_other_backends_are_refused():
-    for message in run_ranks(2, other_backends):
-        assert "gloo cannot be captured in a CUDA graph" in message and "nccl" in message
+    message = str(error.value)
+    assert "gloo cannot be captured in a CUDA graph" in message and "nccl" in message
 
 
 @pytest.mark.parametrize(
@@ -348,19 +341,6 @@ def test_a_machine_without_a_gpu_is_refused():
         capture(print, (torch.ones(1),))
 
 
-def constants() -> list[str]:
-    """Return the logged messages of a step with arguments that are no tensors."""
-    inner = training(*build())
-    take = captured(lambda x, scale, names: inner(x * scale), (inputs(), 2.0, {"a": None}))
-    logger, logged = logging.getLogger("fullshard.graphs"), Logged()
-    logger.addHandler(logged)
-    for number in range(WARMUP + 2):
-        take(inputs(number), 2.0, {"a": None})
-    take(inputs(), 3.0, {"a": None})
-    take(inputs(), 2.0, {"b": None})
-    return logged.messages
-
-
 def test_waits_of_a_gpu_are_found_by_its_warnings(monkeypatch):
     """CUDA warns, as it does here, if it is asked to. Other warnings are shown as before."""
     modes = ["error"]
@@ -379,14 +359,23 @@ def test_waits_of_a_gpu_are_found_by_its_warnings(monkeypatch):
     assert [str(warning.message) for warning in shown] == ["another"]
 
 
+@on_new_ranks(1)
 def test_arguments_that_are_no_tensors_are_constants():
-    [messages] = run_ranks(1, constants)
+    inner = training(*build())
+    take = captured(lambda x, scale, names: inner(x * scale), (inputs(), 2.0, {"a": None}))
+    logger, logged = logging.getLogger("fullshard.graphs"), Logged()
+    logger.addHandler(logged)
+    for number in range(WARMUP + 2):
+        take(inputs(number), 2.0, {"a": None})
+    take(inputs(), 3.0, {"a": None})
+    take(inputs(), 2.0, {"b": None})
+    messages = logged.messages
     assert any("argument 1 has another value than the example. 3.0 is not 2.0" in message for message in messages)
     assert any("nested in another way" in message for message in messages)
 
 
-def never_steady() -> list[str]:
-    """Return the logged messages of a step whose optimizer has other momentum in each call."""
+@on_new_ranks(1)
+def test_a_step_that_changes_in_each_call_is_reported_once():
     model, optimizer = build()
     logger, logged = logging.getLogger("fullshard.graphs"), Logged()
     logger.addHandler(logged)
@@ -395,16 +384,12 @@ def never_steady() -> list[str]:
         optimizer.param_groups[0]["betas"] = (0.9 - 0.01 * number, 0.99)
         take(inputs(number))
     assert not take.is_captured
-    return logged.messages
-
-
-def test_a_step_that_changes_in_each_call_is_reported_once():
-    [messages] = run_ranks(1, never_steady)
+    messages = logged.messages
     assert len(messages) == 1 and "hyperparameters of an optimizer have changed" in messages[0]
 
 
-def kept_after_resets() -> list[int]:
-    """Return how many tensors the engine keeps for graphs, after each of several captures."""
+@on_new_ranks(1)
+def test_memory_of_graphs_that_were_dropped_is_not_kept():
     model, optimizer = build()
     take, found = captured(training(model, optimizer), (inputs(),)), []
     for _ in range(3):
@@ -414,9 +399,5 @@ def kept_after_resets() -> list[int]:
         found.append(sum(len(kept) for kept in take._parts.written_by_graphs()))
         take.reset()
         assert not take.is_captured
-    return [*found, sum(len(kept) for kept in take._parts.written_by_graphs())]
-
-
-def test_memory_of_graphs_that_were_dropped_is_not_kept():
-    [[first, *others, last]] = run_ranks(1, kept_after_resets)
+    [first, *others, last] = [*found, sum(len(kept) for kept in take._parts.written_by_graphs())]
     assert first > 0 and others == [first] * 2 and last == 0

@@ -112,18 +112,15 @@ def write_in_forward(strategy: str, *, saves: bool) -> tuple[list[str], list[str
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_write_in_forward_is_logged_once_or_kept(strategy: str, saves: bool) -> None:
-    for outcomes, logged in run_ranks(2, _write, strategy, saves):
-        if strategy == "zero3" and saves:
-            assert all("weight of 1 with its values from forward, but they are lost" in outcome for outcome in outcomes)
-        else:
-            assert outcomes == ["same"] * 5
-        assert len(logged) == (strategy != "ddp")
-        assert all(item.startswith("weight was modified in place") for item in logged)
-
-
-def _write(strategy: str, saves: bool) -> Any:
-    return write_in_forward(strategy, saves=saves)
+@on_ranks(2)
+def test_a_write_in_forward_is_logged_once_or_kept(strategy, saves):
+    outcomes, logged = write_in_forward(strategy, saves=saves)
+    if strategy == "zero3" and saves:
+        assert all("weight of 1 with its values from forward, but they are lost" in outcome for outcome in outcomes)
+    else:
+        assert outcomes == ["same"] * 5
+    assert len(logged) == (strategy != "ddp")
+    assert all(item.startswith("weight was modified in place") for item in logged)
 
 
 class Positions(nn.Module):

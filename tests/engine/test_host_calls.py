@@ -3,10 +3,9 @@
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -19,8 +18,8 @@ CEILINGS = {"fullshard": (300, 250), "fullshard on streams": (400, 350)}
 PER_PARAMETER = 3
 
 
-def count_in_pretended_world() -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the calls by system, number of additional parameters in each block, and part of the step."""
+@on_ranks(1)
+def test_sharding_adds_few_calls_to_a_step():
     spec = spec_from_file_location("host_overhead", BENCHMARK)
     assert spec is not None and spec.loader is not None
     benchmark = sys.modules[spec.name] = module_from_spec(spec)  # its dataclasses look it up there
@@ -41,11 +40,6 @@ def count_in_pretended_world() -> dict[tuple[str, int], dict[str, Any]]:
             )
             for part, of_part in calls.items()
         }
-    return found
-
-
-def test_sharding_adds_few_calls_to_a_step() -> None:
-    [found] = run_ranks(1, count_in_pretended_world)
     passes = "forward and backward"
     plain, plain_more = found[UNSHARDED, 0][passes], found[UNSHARDED, MORE][passes]
     for system, (python, c) in CEILINGS.items():

@@ -58,7 +58,8 @@ def step(model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
     return loss.detach()
 
 
-def forget_a_model() -> bool:
+@on_new_ranks(2)
+def test_a_model_that_is_dropped_is_freed():
     model = sharded()
     for _ in range(3):
         step(model)
@@ -66,11 +67,7 @@ def forget_a_model() -> bool:
     del model
     for _ in range(3):  # tensors may need more than one round
         gc.collect()
-    return gone() is None
-
-
-def test_a_model_that_is_dropped_is_freed():
-    assert run_ranks(2, forget_a_model) == [True, True]
+    assert gone() is None
 
 
 @dataclass
@@ -124,17 +121,14 @@ def test_a_model_changes_dtype_after_a_step():
         assert_same(actual, expected)
 
 
-def materialise() -> tuple[Tensor, Tensor]:
+@on_new_ranks(2)
+def test_a_model_sharded_on_the_meta_device_is_materialised_later():
     torch.manual_seed(0)
     values = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)).state_dict()
     model = sharded("meta").to_empty(device="cpu")
     model.load_state_dict(values)
-    return step(model), step(sharded())
-
-
-def test_a_model_sharded_on_the_meta_device_is_materialised_later():
-    for loaded, built in run_ranks(2, materialise):
-        assert_same(loaded, built)
+    loaded, built = step(model), step(sharded())
+    assert_same(loaded, built)
 
 
 @on_new_ranks(1)
@@ -252,8 +246,9 @@ def test_nothing_outlives_its_process_group_for_more_than_a_cycle(tmp_path):
     assert run_ranks(2, leaks_of_process_groups, tmp_path, 7, FEATURES, timeout=120) == [{}, {}]
 
 
-def meshes_of_parameters() -> list[bool]:
-    """Return whether parameters, gradients and states have the mesh of the user, in each of two process groups."""
+@on_new_ranks(2)
+def test_parameters_have_the_mesh_of_the_present_process_group():
+    """torch caches the results of operations with their meshes, and meshes of two process groups can be equal."""
     store = default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
@@ -272,10 +267,4 @@ def meshes_of_parameters() -> list[bool]:
         del model, kept
         dist.barrier()
         dist.destroy_process_group()
-    return found
-
-
-def test_parameters_have_the_mesh_of_the_present_process_group():
-    """torch caches the results of operations with their meshes, and meshes of two process groups can be equal."""
-    for found in run_ranks(2, meshes_of_parameters):
-        assert all(found)
+    assert all(found)

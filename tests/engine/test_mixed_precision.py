@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks
 from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd, whole_grads, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -163,7 +163,8 @@ def test_a_unit_may_have_parameters_of_several_dtypes():
         assert_same(learn_mixed(partial(fully_shard, strategy=strategy)), expected, name=strategy)
 
 
-def gathers_in_low_precision() -> tuple[int, int]:
+@on_ranks(2)
+def test_the_gather_is_in_the_dtype_of_compute_and_the_reduction_in_its_own():
     sent = []
     for dtype in (None, BF16):
         model = nn.Sequential(nn.Linear(256, 256, bias=False))
@@ -173,12 +174,7 @@ def gathers_in_low_precision() -> tuple[int, int]:
         sent.append((record.sent_bytes("all_gather"), record.sent_bytes("reduce_scatter")))
     (full, reduced), (low, reduced_low) = sent
     assert reduced == reduced_low
-    return full, low
-
-
-def test_the_gather_is_in_the_dtype_of_compute_and_the_reduction_in_its_own():
-    for full, low in run_ranks(2, gathers_in_low_precision):
-        assert low * 2 == full
+    assert low * 2 == full
 
 
 def learn_in_wider_gradients(reduce: torch.dtype | None, shard: Any) -> list[Any]:

@@ -50,8 +50,8 @@ def test_a_cast_changes_what_is_encoded_as_the_policy_states(strategy, dtypes):
         assert cast == always > 0
 
 
-def step_after_a_move() -> list[list[torch.Tensor]]:
-    """Return outputs after a step without a change of versions, with and without a move between backward and step."""
+@on_ranks(2)
+def test_a_move_between_backward_and_step_hides_no_step():
     left = []
     for moves in (True, False):
         model = chain(partial(fully_shard, strategy="zero1"))
@@ -63,12 +63,8 @@ def step_after_a_move() -> list[list[torch.Tensor]]:
             for param in model.parameters():
                 param.to_local().numpy()[...] *= 1.5  # as fused optimizers do: no version counts it
             left.append([model(inputs())])
-    return left
-
-
-def test_a_move_between_backward_and_step_hides_no_step():
-    for moved, stayed in run_ranks(2, step_after_a_move):
-        assert_same(moved, stayed)
+    moved, stayed = left
+    assert_same(moved, stayed)
 
 
 def cast_what_one_rank_has_nothing_of() -> list[str]:
@@ -95,7 +91,8 @@ def test_shards_that_are_found_moved_in_an_evaluation_can_be_trained():
     model(inputs()).sum().backward()
 
 
-def make_a_new_world() -> tuple[dict[str, int], dict[str, int]]:
+@on_ranks(2)
+def test_what_is_kept_for_a_default_group_goes_with_it():
     closed: list[str] = []
     local = Kept[str, str]("test", closed.append)
     local.get_or_make("a", lambda: "first")
@@ -110,14 +107,9 @@ def make_a_new_world() -> tuple[dict[str, int], dict[str, int]]:
     assert closed == ["first"]
     after = kept()
     chain(fully_shard)(inputs()).sum().backward()
-    return before, after
-
-
-def test_what_is_kept_for_a_default_group_goes_with_it():
-    for before, after in run_ranks(2, make_a_new_world):
-        assert before["collectives of process groups"] >= 1
-        assert before["default meshes"] == 1
-        assert {what for what, count in after.items() if count} == {"test"}
+    assert before["collectives of process groups"] >= 1
+    assert before["default meshes"] == 1
+    assert {what for what, count in after.items() if count} == {"test"}
 
 
 class Around(nn.Module):
@@ -210,16 +202,12 @@ def test_units_in_wrappers_are_changed_like_plain_modules():
                     assert_same(learn_after(change, wrap_everywhere(sharded_chain(shard), wrapper)), expected)
 
 
-def share_what_is_sharded() -> list[str]:
+@on_ranks(2)
+def test_shared_memory_is_refused_with_the_remedy():
     stated = []
     for model in (sharded_chain(fully_shard), Around(sharded_chain(FullyShardedDataParallel))):
         with pytest.raises(StateError) as caught:
             model.share_memory()
         stated.append(str(caught.value))
         model(inputs()).sum().backward()
-    return stated
-
-
-def test_shared_memory_is_refused_with_the_remedy():
-    for stated in run_ranks(2, share_what_is_sharded):
-        assert all("Call share_memory() before sharding the module" in message for message in stated)
+    assert all("Call share_memory() before sharding the module" in message for message in stated)

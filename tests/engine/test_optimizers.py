@@ -202,7 +202,8 @@ def test_an_optimizer_made_before_sharding_trains_the_shards(world):
     agree_with_plain(partial(made_before, scales=True), "zero3")
 
 
-def state_from_before() -> str:
+@on_ranks(2)
+def test_state_from_before_sharding_is_refused():
     model = Chain()
     optimizer = torch.optim.AdamW(model.parameters())
     steps(model, optimizer, 1)
@@ -214,13 +215,9 @@ def state_from_before() -> str:
     with pytest.raises(StateError) as caught:
         optimizer.step()
     assert_same(wholes(model), before)
-    return str(caught.value)
-
-
-def test_state_from_before_sharding_is_refused():
-    for stated in run_ranks(2, state_from_before):
-        assert "AdamW has state for norm.weight of layers.0 from before sharding: step, exp_avg, exp_avg_sq" in stated
-        assert "optim_state_dict_to_load" in stated
+    stated = str(caught.value)
+    assert "AdamW has state for norm.weight of layers.0 from before sharding: step, exp_avg, exp_avg_sq" in stated
+    assert "optim_state_dict_to_load" in stated
 
 
 # -- a step within backward -------------------------------------------------------------------------------------------
@@ -513,7 +510,9 @@ def test_schedulers_may_be_created_before_or_after_sharding():
         agree_with_plain(partial(scheduled, late=late), "zero1", "zero3")
 
 
-def drop_an_optimizer() -> bool:
+@on_ranks(1)
+def test_an_optimizer_is_freed_with_its_last_reference():
+    """It is in no reference cycle: its state is most of a rank's memory, and garbage collection is delayed."""
     model = chain(fully_shard)
     optimizer = torch.optim.AdamW(model.parameters())
     steps(model, optimizer, 3)
@@ -521,12 +520,7 @@ def drop_an_optimizer() -> bool:
     gc.disable()
     del optimizer
     gc.enable()
-    return gone() is None
-
-
-def test_an_optimizer_is_freed_with_its_last_reference():
-    """It is in no reference cycle: its state is most of a rank's memory, and garbage collection is delayed."""
-    assert run_ranks(1, drop_an_optimizer) == [True]
+    assert gone() is None
 
 
 def late_states(shard: Any) -> list[Any]:

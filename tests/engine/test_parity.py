@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import (
     ONE_AXIS,
     Clip,
@@ -25,7 +25,7 @@ from small_models import (
     train,
     trained,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -163,7 +163,8 @@ def test_the_small_model_has_parameters_in_place_and_packed(world):
     assert {"base.weight", "scale", "mixture", "nothing"} <= {name for name, in_place in found if not in_place}
 
 
-def clip_both() -> tuple[Tensor, Tensor]:
+@on_ranks(1)
+def test_clipping_at_one_rank_gives_the_bits_of_pytorch_s():
     norms = []
     for clip in (torch.nn.utils.clip_grad_norm_, clip_grad_norm_):
         model = small_gpt() if clip is not clip_grad_norm_ else shard(small_gpt())
@@ -172,9 +173,5 @@ def clip_both() -> tuple[Tensor, Tensor]:
         norms.append(clip(grads, 0.5))
         norms += [getattr(p.grad, "_local_tensor", p.grad).clone() for p in grads]
     half = len(norms) // 2
-    return norms[:half], norms[half:]
-
-
-def test_clipping_at_one_rank_gives_the_bits_of_pytorch_s():
-    [(expected, actual)] = run_ranks(1, clip_both)
+    expected, actual = norms[:half], norms[half:]
     assert_same(actual, expected)

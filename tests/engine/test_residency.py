@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import on_new_ranks
 from torch import Tensor, nn
 
 import fullshard
@@ -19,7 +20,6 @@ from fullshard import RankMismatchError, StateError, dry, fully_shard, summon_fu
 from fullshard.engine.registry import units_in
 from fullshard.engine.residency import TRANSITIONS, UnitState
 from fullshard.engine.unit import Unit
-from fullshard.testing import run_ranks
 
 PACKAGE = Path(fullshard.__file__).parent
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
@@ -188,16 +188,12 @@ def check(unit: Unit) -> None:
         assert not unit.has_valid_values, context
 
 
-def call_at_random() -> set[UnitState]:
+@on_new_ranks(2)
+def test_the_state_agrees_with_modules_and_memory():
     seen: set[UnitState] = set()
     for seed, strategy in enumerate(ONE_AXIS * 3):
         Program(strategy, seed, seen).run(60)
-    return seen
-
-
-def test_the_state_agrees_with_modules_and_memory():
-    for seen in run_ranks(2, call_at_random):
-        assert seen >= {UnitState.SHARDED, UnitState.GATHERING, UnitState.UNSHARDED, UnitState.KEPT, UnitState.SUMMONED}
+    assert seen >= {UnitState.SHARDED, UnitState.GATHERING, UnitState.UNSHARDED, UnitState.KEPT, UnitState.SUMMONED}
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
@@ -225,7 +221,9 @@ def test_a_unit_on_the_meta_device_has_no_other_state_until_it_has_values():
         assert unit.residency.state is UnitState.SHARDED
 
 
-def gather_others(reshards: bool) -> list[str]:
+@pytest.mark.parametrize("reshards", [False, True])
+@on_new_ranks(2, timeout=40)
+def test_a_unit_whose_gather_failed_is_broken_until_it_is_resharded_or_the_step_is_abandoned(reshards):
     model = nn.Sequential(Layer(), Layer())
     for layer in model:
         fully_shard(layer)
@@ -243,12 +241,7 @@ def gather_others(reshards: bool) -> list[str]:
     (mine.reshard if reshards else model.abandon_step)()
     check(unit)
     mine.state_dict()  # needs no gather
-    return [broken, unit.residency.state.name]
-
-
-@pytest.mark.parametrize("reshards", [False, True])
-def test_a_unit_whose_gather_failed_is_broken_until_it_is_resharded_or_the_step_is_abandoned(reshards):
-    assert run_ranks(2, gather_others, reshards, timeout=40) == [["BROKEN", "SHARDED"]] * 2
+    assert [broken, unit.residency.state.name] == ["BROKEN", "SHARDED"]
 
 
 def test_a_transition_that_is_not_allowed_names_both_states_and_the_unit():

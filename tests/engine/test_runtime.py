@@ -734,25 +734,21 @@ def test_steps_of_a_cuda_graph_are_used_without_a_notification(strategies):
     run_ranks(2, agree_with_plain, after_a_capture, *strategies)
 
 
-def gathers_in_a_capture(options: dict[str, Any]) -> list[str]:
-    """Return the units that a graph gathers, after an evaluation that left as many as possible of them unsharded."""
+@pytest.mark.parametrize("options", [{"strategy": "zero1"}, {"reshard_after_forward": False}], ids=str)
+@on_ranks(2)
+def test_a_cuda_graph_gathers_all_that_it_computes_with(options):
     model = chain(partial(fully_shard, **options))
     learn(model, steps=2)
     with torch.no_grad():
         model(inputs(40))
     with pretending_to_capture(), recording() as record:
         model(inputs(40))
-    return [event.origin.unit for event in record.collectives("all_gather")]
+    units = [event.origin.unit for event in record.collectives("all_gather")]
+    assert units == ["", "layers.0", "layers.1", "layers.2", "layers.3"]
 
 
-@pytest.mark.parametrize("options", [{"strategy": "zero1"}, {"reshard_after_forward": False}], ids=str)
-def test_a_cuda_graph_gathers_all_that_it_computes_with(options):
-    for units in run_ranks(2, gathers_in_a_capture, options):
-        assert units == ["", "layers.0", "layers.1", "layers.2", "layers.3"]
-
-
-def gradients_written_by_a_graph() -> list[bool]:
-    """Return, per parameter group, whether the memory that a graph writes gradients to outlives other references."""
+@on_ranks(2)
+def test_what_a_cuda_graph_writes_to_stays():
     model = chain(fully_shard)
     learn(model, steps=1)
     with pretending_to_capture():
@@ -762,12 +758,8 @@ def gradients_written_by_a_graph() -> list[bool]:
     model.zero_grad()
     model(inputs()).square().mean().backward()  # has new memory
     del kept
-    return [tensor() is not None for tensor in written]
-
-
-def test_what_a_cuda_graph_writes_to_stays():
-    for there in run_ranks(2, gradients_written_by_a_graph):
-        assert all(there)
+    there = [tensor() is not None for tensor in written]
+    assert all(there)
 
 
 # -- methods of units -------------------------------------------------------------------------------------------------
@@ -872,8 +864,9 @@ class Starts(Chain):
         return self.head(sum(layer(x) for layer in self.layers))
 
 
-def count_whole_units() -> list[int]:
-    """Return the peak number of unsharded layers per step, for several models."""
+@on_ranks(2)
+def test_no_more_units_are_whole_at_once_than_the_present_one_and_the_next():
+    """Even if only the next unit's backward shows the end of the last one's."""
     counts = []
     for model in (Chain(), Branches(), Starts()):
         model = chain(fully_shard, model)
@@ -881,12 +874,7 @@ def count_whole_units() -> list[int]:
             with recording() as record:
                 model(inputs(step)).square().mean().backward()
         counts.append(most_whole(record))
-    return counts
-
-
-def test_no_more_units_are_whole_at_once_than_the_present_one_and_the_next():
-    """Even if only the next unit's backward shows the end of the last one's."""
-    assert run_ranks(2, count_whole_units) == [[2, 2, 2]] * 2
+    assert counts == [2, 2, 2]
 
 
 # -- what is left after a step ----------------------------------------------------------------------------------------

@@ -330,13 +330,10 @@ def test_ranks_on_several_hosts_send_messages(host, falls_back):
         assert torch.equal(gathered, expected)
 
 
-def switched_off_on_one_rank() -> bool:
-    share_memory_between_ranks(dist.get_rank() == 0)
-    return transport().peers is None
-
-
+@on_new_ranks(2)
 def test_one_rank_that_has_it_switched_off_is_enough():
-    assert run_ranks(2, switched_off_on_one_rank) == [True, True]
+    share_memory_between_ranks(dist.get_rank() == 0)
+    assert transport().peers is None
 
 
 @pytest.mark.parametrize(
@@ -357,27 +354,24 @@ def test_the_environment_switches_it_off(value, shares):
     assert published.stdout.split() == [str(shares)]
 
 
-def train_and_count() -> tuple[int, int]:
-    """How many blocks there are after few steps, and after many."""
+@on_new_ranks(2)
+def test_training_needs_one_block_and_not_more_with_time():
+    """For what is reduced: the memory that gathers needed before units took turns on common memory is given up. There
+    is one more, and stays, where the other rank was late once.
+    """
     model = chain(fully_shard)
     counts = []
     for count in (4, 20):
         steps(model, range(count))
         assert transport().peers is not None
         counts.append(len(transport().peers.blocks))
-    return counts[0], counts[1]
+    few, many = counts[0], counts[1]
+    assert 1 <= few <= many <= 2
 
 
-def test_training_needs_one_block_and_not_more_with_time():
-    """For what is reduced: the memory that gathers needed before units took turns on common memory is given up. There
-    is one more, and stays, where the other rank was late once.
-    """
-    for few, many in run_ranks(2, train_and_count):
-        assert 1 <= few <= many <= 2
-
-
-def complete_before_the_next() -> list[list[bool]]:
-    """Return by step and unit if its reduction was complete at the start of the next one. No rank is delayed."""
+@on_new_ranks(2)
+def test_whole_gradients_do_not_wait_for_the_next_unit_once_all_ranks_have_reported():
+    """No later unit could check the last unit."""
     model = chain(fully_shard)
     visited: list[list[bool]] = []
     finish = ReductionQueue.finish
@@ -396,15 +390,10 @@ def complete_before_the_next() -> list[list[bool]]:
         for number in range(3):
             visited.append([])
             steps(model, [number])
-    return visited
-
-
-def test_whole_gradients_do_not_wait_for_the_next_unit_once_all_ranks_have_reported():
-    """No later unit could check the last unit."""
-    for by_step in run_ranks(2, complete_before_the_next):
-        for complete in by_step:
-            assert len(complete) > 2
-            assert complete[:-1] == [True] * (len(complete) - 1)
+    by_step = visited
+    for complete in by_step:
+        assert len(complete) > 2
+        assert complete[:-1] == [True] * (len(complete) - 1)
 
 
 @on_new_ranks(2)
@@ -493,7 +482,8 @@ def test_what_a_forward_is_known_to_write_to_is_each_rank_s_own():
     assert_same(shared, sent)
 
 
-def drop_a_model() -> tuple[int, int, int]:
+@on_new_ranks(2)
+def test_memory_in_common_is_freed_with_the_model():
     before = mapped_blocks()
     model = chain(fully_shard)
     steps(model, range(3))
@@ -501,12 +491,8 @@ def drop_a_model() -> tuple[int, int, int]:
     del model
     for _ in range(3):
         gc.collect()
-    return before, between, mapped_blocks()
-
-
-def test_memory_in_common_is_freed_with_the_model():
-    for before, between, after in run_ranks(2, drop_a_model):
-        assert before < after < between  # blocks stay, for other models
+    after = mapped_blocks()
+    assert before < after < between  # blocks stay, for other models
 
 
 def leave_on_one_rank() -> str:

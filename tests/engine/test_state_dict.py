@@ -429,7 +429,18 @@ def misshape_a_shard(state: dict[str, Any]) -> None:
     state["cells.1.up.weight"] = fully_shard(nn.Linear(WIDTH, 34)).weight.detach()
 
 
-def load_what_does_not_fit(spoil: Callable[[dict[str, Any]], None]) -> list[str]:
+@pytest.mark.parametrize(
+    ("spoil", "stated"),
+    [
+        (drop, 'Missing key(s) in state_dict: "cells.1.up.bias".'),
+        (add, 'Unexpected key(s) in state_dict: "cells.1.left".'),
+        (misshape, "cells.1.up.weight is of shape (33, 20) in the model, but of (34, 20) in the state dict."),
+        (misshape_a_shard, "cells.1.up.weight is of shape (33, 20) in the model, but of (34, 20) in the state dict."),
+    ],
+)
+@on_ranks(2)
+def test_what_does_not_fit_is_named_on_every_rank_as_the_user_calls_it(spoil, stated):
+    """Before any communication, through any wrappers."""
     messages = []
     for name, shard in SHARDINGS.items():
         state = dict(model().state_dict())
@@ -442,23 +453,8 @@ def load_what_does_not_fit(spoil: Callable[[dict[str, Any]], None]) -> list[str]
         if "misshape" not in spoil.__name__:
             missing, unexpected = net.load_state_dict(state, strict=False)
             assert (missing, unexpected) == ((["cells.1.up.bias"], []) if spoil is drop else ([], ["cells.1.left"]))
-    return messages
-
-
-@pytest.mark.parametrize(
-    ("spoil", "stated"),
-    [
-        (drop, 'Missing key(s) in state_dict: "cells.1.up.bias".'),
-        (add, 'Unexpected key(s) in state_dict: "cells.1.left".'),
-        (misshape, "cells.1.up.weight is of shape (33, 20) in the model, but of (34, 20) in the state dict."),
-        (misshape_a_shard, "cells.1.up.weight is of shape (33, 20) in the model, but of (34, 20) in the state dict."),
-    ],
-)
-def test_what_does_not_fit_is_named_on_every_rank_as_the_user_calls_it(spoil, stated):
-    """Before any communication, through any wrappers."""
-    for messages in run_ranks(2, load_what_does_not_fit, spoil):
-        for name, message in zip(SHARDINGS, messages, strict=True):
-            assert stated in message, f"{name}: {message}"
+    for name, message in zip(SHARDINGS, messages, strict=True):
+        assert stated in message, f"{name}: {message}"
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@ That the bytes are those of the formulas is held by `test_docs.py`.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,13 +55,6 @@ def units(record: Recorder, name: str) -> list[str]:
     return [event.origin.unit for event in record.collectives(name)]
 
 
-def collectives_of_steps(strategy: str) -> list[list[tuple[str, str]]]:
-    model = chain(partial(fully_shard, strategy=strategy))
-    optimizer = sgd(model)
-    records = [step(model, optimizer, number) for number in range(4)]
-    return [[(event.name, event.origin.unit) for event in record.collectives()] for record in records]
-
-
 def gather(*names: str) -> list[tuple[str, str]]:
     return [("all_gather", name) for name in names]
 
@@ -90,16 +82,14 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
+@on_ranks(2)
 def test_collectives_run_in_the_order_of_the_strategy(strategy):
-    assert run_ranks(2, collectives_of_steps, strategy) == [[EXPECTED[strategy]] * 4] * 2
-
-
-def phases_of_gathers(options: dict[str, Any]) -> list[tuple[str, str]]:
-    model = FullyShardedDataParallel(chain(leave), auto_wrap_policy=ModuleWrapPolicy({Layer}), **options)
+    model = chain(partial(fully_shard, strategy=strategy))
     optimizer = sgd(model)
-    for number in range(4):
-        record = step(model, optimizer, number)
-    return [(event.origin.unit, event.origin.phase.value) for event in record.collectives("all_gather")]
+    records = [step(model, optimizer, number) for number in range(4)]
+    assert [[(event.name, event.origin.unit) for event in record.collectives()] for record in records] == [
+        EXPECTED[strategy]
+    ] * 4
 
 
 PREFETCHED = "backward"  # before its own: as its neighbour's backward begins
@@ -115,15 +105,20 @@ OWN = Phase.PRE_BACKWARD.value
     ],
     ids=["pre", "post", "none"],
 )
+@on_ranks(2)
 def test_backward_prefetches_as_configured(options, how):
-    for gathers in run_ranks(2, phases_of_gathers, options):
-        backward = [(unit, phase) for unit, phase in gathers if phase != "forward"]
-        assert [unit for unit, _ in backward] == list(reversed(LAYERS))
-        assert [phase for _, phase in backward] == how
+    model = FullyShardedDataParallel(chain(leave), auto_wrap_policy=ModuleWrapPolicy({Layer}), **options)
+    optimizer = sgd(model)
+    for number in range(4):
+        record = step(model, optimizer, number)
+    gathers = [(event.origin.unit, event.origin.phase.value) for event in record.collectives("all_gather")]
+    backward = [(unit, phase) for unit, phase in gathers if phase != "forward"]
+    assert [unit for unit, _ in backward] == list(reversed(LAYERS))
+    assert [phase for _, phase in backward] == how
 
 
-def whole_at_once() -> int:
-    """Return the most inner units that are whole at a time, in any step."""
+@on_ranks(2)
+def test_two_inner_units_are_whole_at_once_and_never_three():
     model = chain(fully_shard)
     optimizer = sgd(model)
     most = 0
@@ -135,11 +130,7 @@ def whole_at_once() -> int:
             if event.origin.unit and event.name == "free":
                 filled.discard(event.origin.unit)
             most = max(most, len(filled))
-    return most
-
-
-def test_two_inner_units_are_whole_at_once_and_never_three():
-    assert run_ranks(2, whole_at_once) == [2, 2]
+    assert most == 2
 
 
 def gathers_without_a_step(strategy: str) -> list[int]:
@@ -252,19 +243,16 @@ def test_in_low_precision_shards_are_cast_once_a_gather_and_sums_once(shares):
     assert run_fresh_ranks(2, count_copies_in_low_precision, shares) == [cast + own_rows + to_masters + transport] * 2
 
 
-def halved_bytes() -> list[int]:
+@on_ranks(2)
+def test_low_precision_halves_what_is_sent():
     sent = []
     for dtype in (torch.float32, torch.bfloat16):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         model = chain(partial(fully_shard, mp_policy=policy))
         record = step(model, sgd(model), 0)
         sent.append(record.sent_bytes())
-    return sent
-
-
-def test_low_precision_halves_what_is_sent():
-    for full, half in run_ranks(2, halved_bytes):
-        assert full / 2 <= half <= full / 2 + 5 * 16  # a pack ends on a boundary of 16 bytes
+    full, half = sent
+    assert full / 2 <= half <= full / 2 + 5 * 16  # a pack ends on a boundary of 16 bytes
 
 
 def storages(model: torch.nn.Module) -> list[int]:
@@ -303,8 +291,9 @@ def a_part(grad: DTensor) -> Tensor:
     return grad.to_local().flatten()[:1]
 
 
-def gradients_that_are_kept(keep: Callable[[DTensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return all gradients that a user keeps, immediately and after a step with other gradients."""
+@pytest.mark.parametrize("keep", [as_it_is, without_autograd, a_part])
+@on_ranks(2)
+def test_a_gradient_that_a_user_keeps_is_not_written_to(keep):
     model = chain(fully_shard)
     optimizer = sgd(model)
     for number in range(3):
@@ -314,27 +303,8 @@ def gradients_that_are_kept(keep: Callable[[DTensor], Tensor]) -> tuple[list[Ten
     at_once = [(item.to_local() if isinstance(item, DTensor) else item).clone() for item in kept]
     optimizer.zero_grad()
     model(inputs(4)).square().mean().backward()
-    return at_once, [item.to_local() if isinstance(item, DTensor) else item for item in kept]
-
-
-@pytest.mark.parametrize("keep", [as_it_is, without_autograd, a_part])
-def test_a_gradient_that_a_user_keeps_is_not_written_to(keep):
-    for at_once, later in run_ranks(2, gradients_that_are_kept, keep):
-        assert_same(later, at_once)
-
-
-def gradients_after_another_change(change: Callable[[DTensor], None]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the same gradients twice, and what a user made of the first in between."""
-    model = chain(fully_shard)
-    found = []
-    for _ in range(2):
-        model(inputs()).square().mean().backward()
-        found.append([param.grad.to_local().clone() for param in model.parameters()])
-        for param in model.parameters():
-            with torch.no_grad():
-                change(param.grad)
-        model.zero_grad()
-    return found[0], found[1]
+    later = [item.to_local() if isinstance(item, DTensor) else item for item in kept]
+    assert_same(later, at_once)
 
 
 def give_it_other_memory(grad: DTensor) -> None:
@@ -351,10 +321,20 @@ def watch_it(grad: DTensor) -> None:
 
 
 @pytest.mark.parametrize("change", [give_it_other_memory, give_it_another_local_tensor, watch_it])
+@on_ranks(2)
 def test_what_a_user_does_to_a_gradient_does_not_outlive_it(change):
-    for first, second in run_ranks(2, gradients_after_another_change, change):
-        assert_same(second, first)
-        assert not any(grad.requires_grad for grad in second)
+    model = chain(fully_shard)
+    found = []
+    for _ in range(2):
+        model(inputs()).square().mean().backward()
+        found.append([param.grad.to_local().clone() for param in model.parameters()])
+        for param in model.parameters():
+            with torch.no_grad():
+                change(param.grad)
+        model.zero_grad()
+    first, second = found[0], found[1]
+    assert_same(second, first)
+    assert not any(grad.requires_grad for grad in second)
 
 
 def whole_gradients_by_moment() -> list[tuple[int, int, int]]:
@@ -394,7 +374,8 @@ def test_gradients_stay_while_a_stream_may_still_read_them():
             assert finished == 0
 
 
-def gradients_by_step() -> list[list[tuple[int, int]]]:
+@on_ranks(2)
+def test_gradients_without_references_are_the_same_tensors_in_every_step():
     model = chain(fully_shard)
     optimizer = sgd(model)
     visited = []
@@ -403,12 +384,7 @@ def gradients_by_step() -> list[list[tuple[int, int]]]:
         visited.append([(id(param.grad), param.grad.to_local().data_ptr()) for param in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
-    return visited
-
-
-def test_gradients_without_references_are_the_same_tensors_in_every_step():
-    for visited in run_ranks(2, gradients_by_step):
-        assert visited[1] == visited[2] == visited[3]
+    assert visited[1] == visited[2] == visited[3]
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

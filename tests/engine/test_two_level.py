@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks
 from small_models import chain, inputs, sgd, whole_grads, wholes
 from torch import Tensor
 
@@ -131,8 +131,10 @@ def test_training_has_the_same_bits_by_either_way():
     assert_same(left[1], left[0])
 
 
-def messages_in_groups(world: int, group: int) -> list[int]:
-    """How many messages each other rank of the group is sent, by every collective within it in one step."""
+@pytest.mark.parametrize(("world", "group", "messages"), [(512, 8, 1), (512, 2, 1), (64, 4, FEW_OPERATIONS), (8, 4, 2)])
+@on_ranks(1)
+def test_a_queue_has_few_messages_within_a_group_however_many_groups_there_are(world, group, messages):
+    """One for each whole, or one for each group of ranks as long as these are few. As many bytes are sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
@@ -146,11 +148,5 @@ def messages_in_groups(world: int, group: int) -> list[int]:
     secondary = {layout.shard_numel * world // group * 4 for layout in layouts}
     assert {event.sent_bytes for event in within} == {nbytes * (group - 1) for nbytes in secondary}
     assert not any(layout.in_place for layout in layouts)  # so a unit's whole is one tensor, the pack
-    return [event.messages // (group - 1) for event in within]
-
-
-@pytest.mark.parametrize(("world", "group", "messages"), [(512, 8, 1), (512, 2, 1), (64, 4, FEW_OPERATIONS), (8, 4, 2)])
-def test_a_queue_has_few_messages_within_a_group_however_many_groups_there_are(world, group, messages):
-    """One for each whole, or one for each group of ranks as long as these are few. As many bytes are sent."""
-    [counts] = run_ranks(1, messages_in_groups, world, group)
+    counts = [event.messages // (group - 1) for event in within]
     assert set(counts) == {messages}

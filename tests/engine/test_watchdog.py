@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared_ranks import on_new_ranks
 
 import fullshard
 from fullshard import ConfigError, RankMismatchError, set_collective_timeout
@@ -762,19 +763,16 @@ def listening_addresses() -> set[str]:
     return found
 
 
-def listen_in_training() -> set[str]:
+@on_new_ranks(2)
+def test_ranks_of_one_host_listen_at_the_loopback_address_only():
+    """Includes gloo's addresses if it is configured so, as it is on the ranks of these tests."""
     model = fullshard.fully_shard(torch.nn.Linear(8, 8))
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
     dist.barrier()
     sleep(2.5)  # until the ring is closed
-    return listening_addresses()
-
-
-def test_ranks_of_one_host_listen_at_the_loopback_address_only():
-    """Includes gloo's addresses if it is configured so, as it is on the ranks of these tests."""
-    for addresses in run_ranks(2, listen_in_training):
-        assert addresses == {"0100007F"}
+    addresses = listening_addresses()
+    assert addresses == {"0100007F"}
 
 
 def test_rank_progress_report_the_collective_the_step_and_the_line():

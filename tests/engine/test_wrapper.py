@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -319,18 +319,6 @@ class Telltale(nn.Module):
         return self.norm(self.inner(self.own(x).float()).float())
 
 
-def compute_in(precision: MixedPrecision | None) -> Any:
-    model = Telltale()
-    sharded = FullyShardedDataParallel(model, mixed_precision=precision, auto_wrap_policy=ModuleWrapPolicy({Inner}))
-    separate = isinstance(model.norm, FullyShardedDataParallel)
-    with recording() as record:
-        out = sharded(inputs())
-        out.float().sum().backward()
-    stored = {tensor.dtype for param in sharded.parameters() for tensor in (param, param.grad)}
-    sent = [event.sent_bytes for event in record.collectives("reduce_scatter") if event.origin.unit == "inner"]
-    return model.own.visited, model.inner.visited, separate, stored, out.dtype, sum(sent)
-
-
 F32, BF16, INT = torch.float32, torch.bfloat16, torch.int64
 
 
@@ -347,13 +335,22 @@ F32, BF16, INT = torch.float32, torch.bfloat16, torch.int64
         (MixedPrecision(BF16, cast_forward_inputs=True), [BF16, BF16, F32, INT], [BF16, BF16, F32, INT], 2),
     ],
 )
+@on_ranks(2)
 def test_dtypes_are_those_of_the_policy(precision, root, inner, reduced_itemsize):
     """Dtypes of inputs, weights and buffers in compute and communication. Stored and stepped values keep theirs."""
-    for visited, observed_inner, separate, stored, out, sent in run_ranks(2, compute_in, precision):
-        assert (visited, observed_inner) == (root, inner)
-        assert separate == (precision is not None)
-        assert (stored, out) == ({F32}, F32)  # batch norm computes in full precision, as a separate unit
-        assert sent == (48 * 48 + 48) // 2 * reduced_itemsize
+    model = Telltale()
+    sharded = FullyShardedDataParallel(model, mixed_precision=precision, auto_wrap_policy=ModuleWrapPolicy({Inner}))
+    separate = isinstance(model.norm, FullyShardedDataParallel)
+    with recording() as record:
+        out = sharded(inputs())
+        out.float().sum().backward()
+    stored = {tensor.dtype for param in sharded.parameters() for tensor in (param, param.grad)}
+    sent = [event.sent_bytes for event in record.collectives("reduce_scatter") if event.origin.unit == "inner"]
+    visited, observed_inner, out, sent = model.own.visited, model.inner.visited, out.dtype, sum(sent)
+    assert (visited, observed_inner) == (root, inner)
+    assert separate == (precision is not None)
+    assert (stored, out) == ({F32}, F32)  # batch norm computes in full precision, as a separate unit
+    assert sent == (48 * 48 + 48) // 2 * reduced_itemsize
 
 
 class Recomputing(nn.Module):
@@ -370,19 +367,16 @@ class Recomputing(nn.Module):
         return y
 
 
-def compute_again(reentrant: bool) -> list[torch.dtype]:
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(1)
+def test_a_recomputed_unit_casts_its_inputs_as_it_did_in_forward(reentrant):
+    """Only the root casts inputs by default. In a recomputation the outermost unit may be another one."""
     model = Recomputing(reentrant)
     wrapped = FullyShardedDataParallel(
         model, mixed_precision=MixedPrecision(param_dtype=BF16), auto_wrap_policy=ModuleWrapPolicy({Inner})
     )
     wrapped(inputs().requires_grad_()).float().sum().backward()
-    return [*model.seen, model.inner.visited[0]]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputed_unit_casts_its_inputs_as_it_did_in_forward(reentrant):
-    """Only the root casts inputs by default. In a recomputation the outermost unit may be another one."""
-    [seen] = run_ranks(1, compute_again, reentrant)
+    seen = [*model.seen, model.inner.visited[0]]
 
     assert seen == [F32, F32]
 
@@ -427,13 +421,11 @@ def test_buffers_that_are_distributed_tensors_are_broadcast():
         assert_same(model.cut.to_local(), torch.full((2,), float(dist.get_rank())))  # a different part on each
 
 
-def compute_norm_with_the_others() -> bool:
-    precision = MixedPrecision(param_dtype=BF16, _module_classes_to_ignore=())
-    return isinstance(wrapped(Chain(), mixed_precision=precision).module.layers[0].norm, FullyShardedDataParallel)
-
-
+@on_ranks(1)
 def test_separate_classes_can_be_chosen():
-    assert run_ranks(1, compute_norm_with_the_others) == [False]
+    precision = MixedPrecision(param_dtype=BF16, _module_classes_to_ignore=())
+    model = wrapped(Chain(), mixed_precision=precision).module
+    assert not isinstance(model.layers[0].norm, FullyShardedDataParallel)
 
 
 # -- prefetch ---------------------------------------------------------------------------------------------------------
@@ -468,17 +460,6 @@ def noting_compute(model: nn.Module, record: Recorder) -> Iterator[dict[str, lis
         handle.remove()
 
 
-def count_gathers(options: dict[str, Any]) -> tuple[dict[str, list[int]], list[str]]:
-    model = wrapped(**options)
-    expected = learn(model, steps=2)  # the order of units is known after these steps
-    assert_same(expected, learn(wrapped(), steps=2))
-    with recording() as record, noting_compute(model, record) as started:
-        model(inputs()).sum().backward()
-    gathers = record.collectives("all_gather")
-    assert len(gathers) == 5 + 4  # of the root and four layers, then of the layers again
-    return started, [gather.origin.phase.value for gather in gathers[5:]]
-
-
 LATE, BETWEEN, EARLY = ["pre-backward"] * 4, ["pre-backward", *["backward"] * 3], ["backward"] * 4
 
 
@@ -493,11 +474,19 @@ LATE, BETWEEN, EARLY = ["pre-backward"] * 4, ["pre-backward", *["backward"] * 3]
         ({"backward_prefetch": None}, [2, 3, 4, 5], [6, 7, 8, 9], LATE),
     ],
 )
+@on_ranks(2)
 def test_gathers_start_as_early_as_requested(options, forward, backward, phases):
     """How many have been started when a layer computes in forward and in backward, and what for."""
-    for started, found in run_ranks(2, count_gathers, options):
-        assert started == {"forward": forward, "backward": backward}
-        assert found == phases
+    model = wrapped(**options)
+    expected = learn(model, steps=2)  # the order of units is known after these steps
+    assert_same(expected, learn(wrapped(), steps=2))
+    with recording() as record, noting_compute(model, record) as started:
+        model(inputs()).sum().backward()
+    gathers = record.collectives("all_gather")
+    assert len(gathers) == 5 + 4  # of the root and four layers, then of the layers again
+    found = [gather.origin.phase.value for gather in gathers[5:]]
+    assert started == {"forward": forward, "backward": backward}
+    assert found == phases
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -672,19 +661,16 @@ def test_the_dim_changes_no_number():
             assert model.head.weight.placements[-1] == (Cut(1) if choose is last_dim else Cut(0))
 
 
-def cut_wrongly(answer: object) -> str:
+@pytest.mark.parametrize("answer", [Cut(2), Cut(-3), Replicate(), 0, "0"])
+@on_ranks(2)
+def test_a_placement_that_cannot_be_is_refused(answer):
     model = chain(leave)
     with pytest.raises(ConfigError) as error, recording() as record:
         fully_shard(model, shard_placement_fn=lambda param: answer)
     assert record.names() == []
-    return str(error.value)
-
-
-@pytest.mark.parametrize("answer", [Cut(2), Cut(-3), Replicate(), 0, "0"])
-def test_a_placement_that_cannot_be_is_refused(answer):
-    for message in run_ranks(2, cut_wrongly, answer):
-        assert f"shard_placement_fn returned {answer!r} for layers.0.norm.weight of shape (48,)" in message
-        assert "Return Shard(dim) with one of its 1 dims" in message
+    message = str(error.value)
+    assert f"shard_placement_fn returned {answer!r} for layers.0.norm.weight of shape (48,)" in message
+    assert "Return Shard(dim) with one of its 1 dims" in message
 
 
 # -- what users do to modules after sharding --------------------------------------------------------------------------
@@ -728,7 +714,15 @@ def remove_weight(model: Any) -> None:
     del model.layers[1].up.weight
 
 
-def replace_after_sharding(change: Callable[[Any], None]) -> list[str]:
+@pytest.mark.parametrize(
+    ("change", "by"),
+    [
+        (replace_weight, "another parameter, (192, 48)"),
+        (remove_weight, "nothing"),
+    ],
+)
+@on_ranks(2)
+def test_what_replaces_a_sharded_parameter_is_not_ignored_in_silence(change, by):
     messages = []
     for shard in (partial(chain, fully_shard), wrapped):
         for steps in (0, 2):
@@ -738,21 +732,9 @@ def replace_after_sharding(change: Callable[[Any], None]) -> list[str]:
             with pytest.raises(StateError) as error:
                 model(inputs())
             messages.append(str(error.value))
-    return messages
-
-
-@pytest.mark.parametrize(
-    ("change", "by"),
-    [
-        (replace_weight, "another parameter, (192, 48)"),
-        (remove_weight, "nothing"),
-    ],
-)
-def test_what_replaces_a_sharded_parameter_is_not_ignored_in_silence(change, by):
-    for messages in run_ranks(2, replace_after_sharding, change):
-        for message in messages:
-            assert f"weight of Linear (up.weight) was replaced by {by} after it was sharded" in message
-            assert "before sharding" in message
+    for message in messages:
+        assert f"weight of Linear (up.weight) was replaced by {by} after it was sharded" in message
+        assert "before sharding" in message
 
 
 @on_ranks(2)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from tests.deepspeed_runs import (
     CASES,
     MICROBATCHES,
@@ -141,16 +141,13 @@ def train_identically(stage: int, **offload_optimizer: Any) -> tuple[list[float]
     return losses, wholes(engine.module)
 
 
-def train_identically_in_all(folder: str) -> list[Any]:
-    on_disk = {"device": "nvme", "nvme_path": folder}
-    some = [train_identically(2, ratio=0.5, **on_disk), train_identically(3, **on_disk)]
-    return [train_plainly(), *(train_identically(stage) for stage in (0, 1, 2, 3)), *some]
-
-
+@on_ranks(2)
 def test_numbers_are_those_of_a_plain_loop_bit_for_bit(tmp_path):
-    for plain, *sharded in run_ranks(2, train_identically_in_all, str(tmp_path)):
-        for place, item in enumerate(sharded):
-            assert_same(item, plain, name=f"stages 0 to 3, 2 and 3 with states on a disk: {place}")
+    on_disk = {"device": "nvme", "nvme_path": tmp_path}
+    some = [train_identically(2, ratio=0.5, **on_disk), train_identically(3, **on_disk)]
+    plain, *sharded = [train_plainly(), *(train_identically(stage) for stage in (0, 1, 2, 3)), *some]
+    for place, item in enumerate(sharded):
+        assert_same(item, plain, name=f"stages 0 to 3, 2 and 3 with states on a disk: {place}")
 
 
 # -- schedules and loss scale -----------------------------------------------------------------------------------------
@@ -205,8 +202,8 @@ def test_a_loss_scale_that_cannot_fall_states_so():
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
-def drive() -> dict[str, Any]:
-    """Return the values that an engine reports and the calls that it refuses."""
+@on_ranks(2)
+def test_an_engine_counts_and_reports():
     stated: dict[str, Any] = {}
     engine, optimizer, loader, scheduler = deepspeed.initialize(
         model=small(), config=config(3, steps_per_print=1), training_data=[tokens_of(0, 0, 0)[0]] * 8
@@ -233,22 +230,17 @@ def drive() -> dict[str, Any]:
             call()
         except (StateError, AttributeError, ConfigError) as error:
             stated.setdefault("errors", []).append(str(error))
-    return stated
-
-
-def test_an_engine_counts_and_reports():
-    for stated in run_ranks(2, drive):
-        assert stated["batch"] == (2, 6)
-        assert stated["boundaries"] == stated["applied"] == [False, True] * 2
-        assert stated["returned"] == pytest.approx(1 / MICROBATCHES)
-        assert stated["counts"] == (2, 4, 16, 0)
-        assert stated["sizes"] == (8, 2, 2)
-        assert stated["units"] == ["", "blocks.0", "blocks.1"]
-        assert stated["same"] == (True, True, True)
-        without_backward, unknown, twice = stated["errors"]
-        assert "engine.step() without engine.backward(loss)" in without_backward
-        assert "no_such_thing" in unknown
-        assert "is already sharded" in twice
+    assert stated["batch"] == (2, 6)
+    assert stated["boundaries"] == stated["applied"] == [False, True] * 2
+    assert stated["returned"] == pytest.approx(1 / MICROBATCHES)
+    assert stated["counts"] == (2, 4, 16, 0)
+    assert stated["sizes"] == (8, 2, 2)
+    assert stated["units"] == ["", "blocks.0", "blocks.1"]
+    assert stated["same"] == (True, True, True)
+    without_backward, unknown, twice = stated["errors"]
+    assert "engine.step() without engine.backward(loss)" in without_backward
+    assert "no_such_thing" in unknown
+    assert "is already sharded" in twice
 
 
 def count_reductions(stage: int) -> int:
@@ -261,13 +253,10 @@ def count_reductions(stage: int) -> int:
     )
 
 
-def count_all() -> list[int]:
-    return [count_reductions(stage) for stage in (0, 1, 2, 3)]
-
-
+@on_ranks(2)
 def test_stages_without_sharded_gradients_reduce_once_a_step():
-    for counts in run_ranks(2, count_all):
-        assert counts[0] == counts[1] == counts[2] // MICROBATCHES == counts[3] // MICROBATCHES > 0
+    counts = [count_reductions(stage) for stage in (0, 1, 2, 3)]
+    assert counts[0] == counts[1] == counts[2] // MICROBATCHES == counts[3] // MICROBATCHES > 0
 
 
 def differ_by_rank() -> dict[str, torch.Tensor]:
@@ -285,7 +274,8 @@ def test_every_rank_has_the_first_ones_values():
     assert all(value.isfinite().all() and value.any() for value in one.values())
 
 
-def sum_gradients() -> list[torch.Tensor]:
+@on_ranks(2)
+def test_gradients_are_summed_where_requested():
     grads = []
     for operation in ("mean", "sum"):
         model = nn.Linear(2, 2, bias=False)
@@ -294,12 +284,8 @@ def sum_gradients() -> list[torch.Tensor]:
         engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.0), config=its)
         engine.backward(engine(torch.ones(1, 2)).sum())
         grads.append(whole(model.weight.grad))
-    return grads
-
-
-def test_gradients_are_summed_where_requested():
-    for mean, total in run_ranks(2, sum_gradients):
-        assert_same(total, 2 * mean)
+    mean, total = grads
+    assert_same(total, 2 * mean)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -427,28 +413,25 @@ def test_counters_of_deepspeeds_own_adam_are_of_each_parameter(tmp_path, capsys)
     assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
 
 
-def find_nothing(folder: str) -> Any:
+@on_ranks(2)
+def test_what_is_no_checkpoint_is_reported(tmp_path):
     engine = start(deepspeed, config(2))
-    found = engine.load_checkpoint(folder)
-    (Path(folder) / "tag").mkdir(exist_ok=True)
-    (Path(folder) / "tag" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    found = engine.load_checkpoint(tmp_path)
+    (Path(tmp_path) / "tag").mkdir(exist_ok=True)
+    (Path(tmp_path) / "tag" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
     errors = []
     for tag in ("tag", "other"):
         with pytest.raises(CheckpointError) as raised:
-            engine.load_checkpoint(folder, tag=tag)
+            engine.load_checkpoint(tmp_path, tag=tag)
         errors.append(str(raised.value))
     with pytest.raises(CheckpointError) as raised:
-        engine.save_checkpoint(folder, tag=f"rank{dist.get_rank()}")
-    return found, [*errors, str(raised.value)]
-
-
-def test_what_is_no_checkpoint_is_reported(tmp_path):
-    for found, errors in run_ranks(2, find_nothing, str(tmp_path)):
-        assert found == (None, None)
-        for error, stated in zip(
-            errors, ("import-deepspeed", "no checkpoint", "different tags: rank0, rank1"), strict=True
-        ):
-            assert stated in error
+        engine.save_checkpoint(tmp_path, tag=f"rank{dist.get_rank()}")
+    errors = [*errors, str(raised.value)]
+    assert found == (None, None)
+    for error, stated in zip(
+        errors, ("import-deepspeed", "no checkpoint", "different tags: rank0, rank1"), strict=True
+    ):
+        assert stated in error
 
 
 def save_weights(folder: str) -> dict[str, torch.Tensor]:
@@ -607,7 +590,8 @@ def make(part: dict[str, Any], **arguments: Any) -> str:
     return repr(optimizer)
 
 
-def make_several() -> list[str]:
+@on_ranks(1)
+def test_optimizers_and_schedulers_are_made_as_requested():
     made = [
         make({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}),  # decoupled, and without decay
         make({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.5}}}),
@@ -625,11 +609,6 @@ def make_several() -> list[str]:
         with pytest.raises(ConfigError) as raised:
             make(part)
         made.append(str(raised.value))
-    return made
-
-
-def test_optimizers_and_schedulers_are_made_as_requested():
-    (made,) = run_ranks(1, make_several)
     for found, stated in zip(
         made,
         [

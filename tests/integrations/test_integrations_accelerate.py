@@ -15,6 +15,7 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from hf_models import Sentences, llama, names_in
+from shared_ranks import on_new_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
@@ -88,22 +89,21 @@ def sharded(strategy: str = "zero3", **fields: Any) -> Callable[..., Any]:
     return lambda **options: Accelerator(fsdp_plugin=plugin, **options)
 
 
-def losses_of_each_way(max_norm: float) -> dict[str, list[float]]:
-    ways = {"DDP": ddp, **{strategy: sharded(strategy) for strategy in STRATEGIES}}
-    return {name: Run(way).train(max_norm=max_norm) for name, way in ways.items()}
-
-
 @pytest.mark.parametrize("max_norm", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
+@on_new_ranks(2)
 def test_losses_are_those_of_ddp(max_norm):
-    for losses in run_ranks(2, losses_of_each_way, max_norm):
-        expected = losses.pop("DDP")
-        assert len(set(expected)) == len(expected)
-        for strategy, actual in losses.items():
-            # The norm is added up part by part, and so rounded in another way than where every gradient is whole.
-            assert actual == (pytest.approx(expected, rel=1e-6) if max_norm else expected), strategy
+    ways = {"DDP": ddp, **{strategy: sharded(strategy) for strategy in STRATEGIES}}
+    losses = {name: Run(way).train(max_norm=max_norm) for name, way in ways.items()}
+    expected = losses.pop("DDP")
+    assert len(set(expected)) == len(expected)
+    for strategy, actual in losses.items():
+        # The norm is added up part by part, and so rounded in another way than where every gradient is whole.
+        assert actual == (pytest.approx(expected, rel=1e-6) if max_norm else expected), strategy
 
 
-def losses_in_bf16() -> tuple[list[float], ...]:
+@pytest.mark.slow
+@on_new_ranks(2)
+def test_bf16_moves_half_the_bytes_or_has_the_bits_of_ddp():
     in_bf16 = {"mixed_precision": "bf16"}
     expected = Run(ddp, **in_bf16).train()
     exact = Run(sharded(param_dtype=torch.float32), **in_bf16).train()
@@ -116,15 +116,9 @@ def losses_in_bf16() -> tuple[list[float], ...]:
     with recording() as record:
         other.train()
     assert 1.9 * gathered < record.sent_bytes("all_gather") < 2.1 * gathered
-    return expected, exact, close
-
-
-@pytest.mark.slow
-def test_bf16_moves_half_the_bytes_or_has_the_bits_of_ddp():
-    for expected, exact, close in run_ranks(2, losses_in_bf16):
-        assert exact == expected
-        assert close == pytest.approx(expected, rel=2e-2)
-        assert close != expected
+    assert exact == expected
+    assert close == pytest.approx(expected, rel=2e-2)
+    assert close != expected
 
 
 def stopped_and_resumed(folder: str) -> tuple[list[float], list[float], list[str]]:
@@ -158,8 +152,9 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path):
         assert one_rank == pytest.approx(expected, rel=1e-5)
 
 
-def killed_while_saving(folder: str) -> str:
-    options = {"project_config": ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)}
+@on_new_ranks(2)
+def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
+    options = {"project_config": ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True)}
     run = Run(sharded(), **options)
     run.train(stop=2)
     run.accelerator.save_state()
@@ -175,11 +170,7 @@ def killed_while_saving(folder: str) -> str:
     with pytest.raises(Exception, match=r"checkpoint_1"):
         resumed.accelerator.load_state(str(place))
     resumed.accelerator.load_state()
-    return str(resumed.train(start=2, stop=4) == Run(sharded()).train()[2:4])
-
-
-def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
-    assert run_ranks(2, killed_while_saving, str(tmp_path)) == ["True", "True"]
+    assert resumed.train(start=2, stop=4) == Run(sharded()).train()[2:4]
 
 
 def saved_for_others(folder: str) -> dict[str, Any]:
@@ -238,12 +229,9 @@ def two_models(make: Callable[..., Any]) -> list[float]:
     return losses
 
 
-def several_models() -> bool:
-    return two_models(ddp) == two_models(sharded())
-
-
+@on_new_ranks(2)
 def test_several_models_train_and_are_looked_at():
-    assert run_ranks(2, several_models) == [True, True]
+    assert two_models(ddp) == two_models(sharded())
 
 
 def differently_made() -> bool:
@@ -263,7 +251,8 @@ def test_every_rank_starts_from_rank_0():
     assert run_ranks(2, differently_made) == [True, True]
 
 
-def only_rank_0_has_weights() -> bool:
+@on_new_ranks(2)
+def test_weights_of_rank_0_alone_reach_all():
     """Simulate the state of `from_pretrained` on all other ranks under cpu_ram_efficient_loading."""
     expected = Run(ddp, model=llama(tie_word_embeddings=True)).train()
     model = llama(tie_word_embeddings=True)
@@ -276,11 +265,7 @@ def only_rank_0_has_weights() -> bool:
             model.get_submodule(owner)._buffers[last] = buffer
     run = Run(sharded(cpu_ram_efficient_loading=True), model=model)
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
-    return run.train() == expected
-
-
-def test_weights_of_rank_0_alone_reach_all():
-    assert run_ranks(2, only_rank_0_has_weights) == [True, True]
+    assert run.train() == expected
 
 
 def units(accelerator_of: Callable[..., Any], **options: Any) -> list[str]:
@@ -372,7 +357,8 @@ class Plain(nn.Module):
         return type("Output", (), {"loss": loss})
 
 
-def average_parameters() -> bool:
+@on_new_ranks(2)
+def test_local_steps_are_refused():
     accelerator = sharded()(cpu=True)
     model = accelerator.prepare(nn.Linear(8, 8))
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=1) as local_sgd:
@@ -380,11 +366,6 @@ def average_parameters() -> bool:
             local_sgd.step()
         local_sgd.enabled = False
     assert accelerator.reduce(torch.ones(2), "mean").tolist() == [1, 1]
-    return True
-
-
-def test_local_steps_are_refused():
-    assert run_ranks(2, average_parameters) == [True, True]
 
 
 def checkpointed() -> tuple[int, int, bool]:

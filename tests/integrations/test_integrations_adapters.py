@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from hf_models import VOCABULARY, Sentences, llama, names_in
 from peft import LoraConfig, PeftModel, get_peft_model
+from shared_ranks import on_new_ranks
 from test_integrations_transformers import EVALUATED, SAVED, SHARDED, Script, Watch, Worse, environment
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
@@ -44,39 +45,35 @@ def logits_of(model: Any) -> Tensor:
         return model(Sentences(4).ids).logits
 
 
-def trained_by_lora(folder: str) -> dict[str, Any]:
+@on_new_ranks(2)
+def test_adapters_train_resume_open_and_merge(tmp_path):
     arguments = {**SAVED, "learning_rate": 0.05}
-    expected = Script(f"{folder}/ddp", arguments, model=adapted()).run()[0].losses
+    expected = Script(f"{tmp_path}/ddp", arguments, model=adapted()).run()[0].losses
     arguments = {**arguments, **SHARDED}
-    watch, trainer = Script(folder, arguments, model=adapted(), trainer=Trainer).run()
-    resumed, _ = Script(folder, arguments, model=adapted(), trainer=Trainer, resume=f"{folder}/checkpoint-2").run()
-    trainer.save_model(f"{folder}/saved")
+    watch, trainer = Script(tmp_path, arguments, model=adapted(), trainer=Trainer).run()
+    resumed, _ = Script(tmp_path, arguments, model=adapted(), trainer=Trainer, resume=f"{tmp_path}/checkpoint-2").run()
+    trainer.save_model(f"{tmp_path}/saved")
     trainer.accelerator.wait_for_everyone()
-    (saved,) = Path(folder, "checkpoint-2", "fullshard").iterdir()
+    (saved,) = Path(tmp_path, "checkpoint-2", "fullshard").iterdir()
     keys = FileSystemReader(saved).read_metadata().state_dict_metadata
     weights = {key for key in keys if key.startswith("model.")}
     found = {"expected": expected, "losses": watch.losses, "resumed": resumed.losses, "weights": weights}
-    opened = PeftModel.from_pretrained(llama(), f"{folder}/saved")
-    found |= {"files": names_in(f"{folder}/saved"), "sharded": logits_of(trainer.model), "opened": logits_of(opened)}
+    opened = PeftModel.from_pretrained(llama(), f"{tmp_path}/saved")
+    found |= {"files": names_in(f"{tmp_path}/saved"), "sharded": logits_of(trainer.model), "opened": logits_of(opened)}
     merged = opened.merge_and_unload()
     with summon_full_params(trainer.model):
         trainer.model.merge_adapter()
     found |= {"merged there": logits_of(merged), "merged here": logits_of(trainer.model)}
     with summon_full_params(trainer.model):
         trainer.model.unmerge_adapter()
-    return found
-
-
-def test_adapters_train_resume_open_and_merge(tmp_path):
-    for found in run_ranks(2, trained_by_lora, str(tmp_path)):
-        assert found["losses"] == pytest.approx(found["expected"], rel=1e-6)
-        assert found["resumed"] == found["losses"][2:]
-        assert {"adapter_config.json", "adapter_model.safetensors"} <= found["files"]
-        assert "model.safetensors" not in found["files"]
-        assert_same(found["sharded"], found["opened"])
-        assert_same(found["merged there"], found["merged here"])
-        assert found["weights"]
-        assert all("lora_" in key for key in found["weights"])
+    assert found["losses"] == pytest.approx(found["expected"], rel=1e-6)
+    assert found["resumed"] == found["losses"][2:]
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= found["files"]
+    assert "model.safetensors" not in found["files"]
+    assert_same(found["sharded"], found["opened"])
+    assert_same(found["merged there"], found["merged here"])
+    assert found["weights"]
+    assert all("lora_" in key for key in found["weights"])
 
 
 def best_adapter(folder: str, strategy: str) -> tuple[Tensor, Tensor]:
@@ -88,15 +85,12 @@ def best_adapter(folder: str, strategy: str) -> tuple[Tensor, Tensor]:
     return logits_of(trainer.model), logits_of(opened)
 
 
-def best_adapters(folder: str) -> list[tuple[Tensor, Tensor]]:
-    return [best_adapter(folder, strategy) for strategy in ("zero1", "zero3")]
-
-
 @pytest.mark.slow
+@on_new_ranks(2)
 def test_the_best_adapter_is_loaded(tmp_path):
-    for found in run_ranks(2, best_adapters, str(tmp_path)):
-        for loaded, saved in found:
-            assert_same(loaded, saved)
+    found = [best_adapter(tmp_path, strategy) for strategy in ("zero1", "zero3")]
+    for loaded, saved in found:
+        assert_same(loaded, saved)
 
 
 def words() -> PreTrainedTokenizerFast:

@@ -18,6 +18,7 @@ import transformers.core_model_loading as loading
 import transformers.trainer
 from accelerate.state import AcceleratorState, GradientState
 from hf_models import Sentences, llama, mixtures, names_in, t5
+from shared_ranks import on_new_ranks
 from small_models import whole
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
@@ -209,27 +210,24 @@ def test_losses_and_metrics_of_more_scripts_are_those_of_ddp(tmp_path, third):
         assert_identical(found)
 
 
-def predicted(folder: str) -> list[list[Any]]:
+def count_words(prediction: Any) -> dict[str, float]:
+    return {"sum": float(prediction.predictions[prediction.predictions > 0].sum())}
+
+
+@pytest.mark.slow
+@on_new_ranks(2)
+def test_what_is_generated_within_training_is_that_of_ddp(tmp_path):
     """Train a sequence-to-sequence model that generates text: ranks end their sentences at different lengths."""
     visited = []
     generation = GenerationConfig(max_new_tokens=6, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
     arguments = {**EVALUATED, "predict_with_generate": True, "generation_config": generation}
     for trainer, fsdp in ((transformers.Seq2SeqTrainer, {}), (Seq2SeqTrainer, SHARDED)):
         others = {"eval_dataset": Sentences(10), "compute_metrics": count_words}
-        watch, _ = Script(folder, {**arguments, **fsdp}, others, model=t5(), trainer=trainer).run()
+        watch, _ = Script(tmp_path, {**arguments, **fsdp}, others, model=t5(), trainer=trainer).run()
         visited.append([watch.losses, watch.evaluated])
-    return visited
-
-
-def count_words(prediction: Any) -> dict[str, float]:
-    return {"sum": float(prediction.predictions[prediction.predictions > 0].sum())}
-
-
-@pytest.mark.slow
-def test_what_is_generated_within_training_is_that_of_ddp(tmp_path):
-    for expected, actual in run_ranks(2, predicted, str(tmp_path)):
-        assert_identical({"generated": [expected, actual]})
-        assert all(metrics["eval_sum"] > 0 for metrics in actual[1])
+    expected, actual = visited
+    assert_identical({"generated": [expected, actual]})
+    assert all(metrics["eval_sum"] > 0 for metrics in actual[1])
 
 
 SAVED = {"save_strategy": "steps", "save_steps": 2}
@@ -265,16 +263,13 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, world, batch):
         assert losses == pytest.approx(found["whole"][2:], rel=1e-5)
 
 
-def begun_under_ddp(folder: str) -> tuple[list[float], list[float]]:
-    whole, _ = Script(folder, SAVED).run()
-    resumed, _ = Script(folder, SHARDED, trainer=Trainer, resume=f"{folder}/checkpoint-2").run()
-    return whole.losses[2:], resumed.losses
-
-
 @pytest.mark.slow
+@on_new_ranks(2)
 def test_a_run_of_ddp_goes_on_sharded(tmp_path):
-    for expected, actual in run_ranks(2, begun_under_ddp, str(tmp_path)):
-        assert actual == pytest.approx(expected, rel=1e-6)
+    whole, _ = Script(tmp_path, SAVED).run()
+    resumed, _ = Script(tmp_path, SHARDED, trainer=Trainer, resume=f"{tmp_path}/checkpoint-2").run()
+    expected, actual = whole.losses[2:], resumed.losses
+    assert actual == pytest.approx(expected, rel=1e-6)
 
 
 class Worse(TrainerCallback):
@@ -288,34 +283,30 @@ class Worse(TrainerCallback):
                         param.mul_(9.0)
 
 
-def best_and_saved(folder: str) -> dict[str, Any]:
+@pytest.mark.slow
+@on_new_ranks(2)
+def test_the_best_model_is_loaded_and_saved_for_others(tmp_path):
     found: dict[str, Any] = {}
     for name, more in {"sharded": {}, "only model": {"save_only_model": True}}.items():
         arguments = {**SHARDED, **SAVED, **EVALUATED, "load_best_model_at_end": True, **more}
         others = {"eval_dataset": Sentences(10), "callbacks": [Worse()]}
-        _, trainer = Script(f"{folder}/{name}", arguments, others, trainer=Trainer).run()
+        _, trainer = Script(f"{tmp_path}/{name}", arguments, others, trainer=Trainer).run()
         assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
-        trainer.save_model(f"{folder}/{name}/best")
+        trainer.save_model(f"{tmp_path}/{name}/best")
         trainer.accelerator.wait_for_everyone()
         ids = Sentences(4).ids
         logits = []
         with torch.no_grad():
             logits.append(trainer.model(ids).logits)
             for opened in ("best", "checkpoint-2"):
-                logits.append(AutoModelForCausalLM.from_pretrained(f"{folder}/{name}/{opened}")(ids).logits)
+                logits.append(AutoModelForCausalLM.from_pretrained(f"{tmp_path}/{name}/{opened}")(ids).logits)
         found[name] = logits
-        assert json.loads(Path(f"{folder}/{name}/best/config.json").read_text())["architectures"] == [
+        assert json.loads(Path(f"{tmp_path}/{name}/best/config.json").read_text())["architectures"] == [
             "LlamaForCausalLM"
         ]
-    return found
-
-
-@pytest.mark.slow
-def test_the_best_model_is_loaded_and_saved_for_others(tmp_path):
-    for found in run_ranks(2, best_and_saved, str(tmp_path)):
-        for loaded, saved, checkpoint in found.values():
-            assert_same(loaded, saved)
-            assert_same(loaded, checkpoint)
+    for loaded, saved, checkpoint in found.values():
+        assert_same(loaded, saved)
+        assert_same(loaded, checkpoint)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -328,18 +319,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def refusals(folder: str) -> list[str]:
+@on_new_ranks(2)
+def test_unsupported_values_are_refused_by_name(tmp_path):
     found = []
     for arguments, _ in REFUSED:
         with pytest.raises(ConfigError) as refused:
-            Script(folder, {**SHARDED, **arguments}, trainer=Trainer).run()
+            Script(tmp_path, {**SHARDED, **arguments}, trainer=Trainer).run()
         found.append(str(refused.value))
-    return found
-
-
-def test_unsupported_values_are_refused_by_name(tmp_path):
-    for found in run_ranks(2, refusals, str(tmp_path)):
-        assert [stated for (_, stated), message in zip(REFUSED, found, strict=True) if stated not in message] == []
+    assert [stated for (_, stated), message in zip(REFUSED, found, strict=True) if stated not in message] == []
 
 
 def read_straight(folder: str, weights: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from shared_ranks import on_new_ranks
 from tests.small_models import Chain, initialise, whole, wholes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -276,18 +277,15 @@ def test_a_fit_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
     assert run_ranks(1, resume_alone, str(tmp_path)) == [8]  # with another number of ranks: all batches of an epoch
 
 
-def resume_from_ddp(folder: str) -> Any:
-    """Resume from a file of DDP, here and by DDP itself."""
-    options = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 1}
-    fit(DDPStrategy(), **options, callbacks=[ModelCheckpoint(folder, filename="ddp")])
-    path = f"{folder}/ddp.ckpt"
-    return fit(DDPStrategy(), ckpt_path=path), fit(FullShardStrategy(), ckpt_path=path)
-
-
 @pytest.mark.slow
+@on_new_ranks(2)
 def test_a_file_of_another_strategy_is_loaded(tmp_path):
-    for peer, own in run_ranks(2, resume_from_ddp, str(tmp_path)):
-        assert_same(list(own), list(peer))
+    """Resume from a file of DDP, here and by DDP itself."""
+    options = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
+    fit(DDPStrategy(), **options, callbacks=[ModelCheckpoint(tmp_path, filename="ddp")])
+    path = f"{tmp_path}/ddp.ckpt"
+    peer, own = fit(DDPStrategy(), ckpt_path=path), fit(FullShardStrategy(), ckpt_path=path)
+    assert_same(list(own), list(peer))
 
 
 class Meddling(Module):
@@ -300,34 +298,31 @@ class Secretive(Module):
         checkpoint["secret"] = Module
 
 
-def refuse(folder: str) -> list[str]:
-    stated = []
-    cases: list[tuple[type[Exception], Callable[[], Any]]] = [
-        (ConfigError, lambda: FullShardStrategy(find_unused_parameters=True)),
-        (ConfigError, lambda: fit(FullShardStrategy(), sync_batchnorm=True)),
-        (ConfigError, lambda: save_once(folder, Meddling())),
-        (CheckpointError, lambda: save_once(folder, Secretive())),
-    ]
-    for kind, call in cases:
-        with pytest.raises(kind) as raised:
-            call()
-        stated.append(str(raised.value))
-    return stated
-
-
 def save_once(folder: str, module: Module) -> None:
     options = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 1}
     fit(FullShardStrategy(), module, **options)
 
 
+@on_new_ranks(2)
 def test_what_cannot_be_honoured_is_an_error(tmp_path):
-    for errors in run_ranks(2, refuse, str(tmp_path)):
-        for error, stated in zip(
-            errors,
-            ["find_unused_parameters", "sync_batchnorm", "on_save_checkpoint changed", "secret"],
-            strict=True,
-        ):
-            assert stated in error
+    stated = []
+    cases: list[tuple[type[Exception], Callable[[], Any]]] = [
+        (ConfigError, lambda: FullShardStrategy(find_unused_parameters=True)),
+        (ConfigError, lambda: fit(FullShardStrategy(), sync_batchnorm=True)),
+        (ConfigError, lambda: save_once(tmp_path, Meddling())),
+        (CheckpointError, lambda: save_once(tmp_path, Secretive())),
+    ]
+    for kind, call in cases:
+        with pytest.raises(kind) as raised:
+            call()
+        stated.append(str(raised.value))
+    errors = stated
+    for error, stated in zip(
+        errors,
+        ["find_unused_parameters", "sync_batchnorm", "on_save_checkpoint changed", "secret"],
+        strict=True,
+    ):
+        assert stated in error
 
 
 # -- Fabric -----------------------------------------------------------------------------------------------------------

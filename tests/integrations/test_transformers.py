@@ -224,17 +224,14 @@ def train_on_three(name: str) -> tuple[Trace, Trace, Trace]:
     return tuple(results)
 
 
-def train_all_on_three() -> dict[str, tuple[Trace, Trace, Trace]]:
-    return {name: train_on_three(name) for name in RECIPES}
-
-
 @pytest.mark.slow
+@on_ranks(3, timeout=170)
 def test_three_ranks_learn_what_one_learns_in_their_place():
     """Three ranks cannot share all rows evenly and sum in a different order. The strategies' bits are identical."""
-    for of_rank in run_ranks(3, train_all_on_three, timeout=170):
-        for name, (zero3, ddp, alone) in of_rank.items():
-            assert_same(zero3.numbers, ddp.numbers, name=f"{name}: ")
-            torch.testing.assert_close(zero3.numbers, alone.numbers, rtol=1e-3, atol=1e-4)
+    of_rank = {name: train_on_three(name) for name in RECIPES}
+    for name, (zero3, ddp, alone) in of_rank.items():
+        assert_same(zero3.numbers, ddp.numbers, name=f"{name}: ")
+        torch.testing.assert_close(zero3.numbers, alone.numbers, rtol=1e-3, atol=1e-4)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
