@@ -17,10 +17,6 @@ def lazy_names(
             from fullshard.optim.muon import Muon
         else:
             __getattr__, __dir__ = lazy_names(__name__, {"fullshard.optim.muon": ["Muon"]})
-
-    Args:
-        package: The name of the package.
-        modules: The names that each module defines for the package.
     """
     origins = {name: module for module, names in modules.items() for name in names}
 

@@ -50,14 +50,7 @@ def parse(settings: type[S], argv: Sequence[str], *, prog: str, description: str
 
 @dataclass(frozen=True)
 class Command(Generic[S]):
-    """A command as its parser, the completion of shells and the reference know it.
-
-    Args:
-        settings: The dataclass of its options.
-        prog: The words that call it, such as `"fullshard checkpoint ls"`.
-        description: What it does.
-        words: The names of its positional arguments, which are paths.
-    """
+    """A command as its parser, the completion of shells and the reference know it."""
 
     settings: type[S]
     prog: str

@@ -323,16 +323,10 @@ _COMPARED = [item for item in fields(_Conditions) if item.compare]
 
 @dataclass
 class _Capture:
-    """A recorded step.
-
-    Args:
-        before: The conditions when it began.
-        after: The conditions when it ended, which are those of later calls as far as gradients go.
-        result: What it returned: tensors of the graph.
-    """
+    """A recorded step."""
 
     before: _Conditions
-    after: _Conditions
+    after: _Conditions  # those of later calls, as far as gradients go
     result: Any
 
     def change(self, now: _Conditions) -> str | None:

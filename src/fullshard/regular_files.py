@@ -41,10 +41,6 @@ def open_regular(path: str | os.PathLike[str], *, limit: int | None = None) -> i
     The type is checked before the file is opened, since opening a device can have effects, and again on the open
     descriptor, since another process may replace the file in between.
 
-    Args:
-        path: the file.
-        limit: the largest size in bytes that is accepted; any if None.
-
     Raises:
         OSError: it is missing, is not a regular file, or is larger than `limit`.
     """

@@ -41,13 +41,7 @@ def _version(package: str) -> str:
 
 
 def require(library: str, oldest: str, *, extra: str) -> None:
-    """Raise `MissingLibraryError` unless `library` is installed, as `oldest` or newer.
-
-    Args:
-        library: The name of the library in the package registry.
-        oldest: the oldest version that this integration is tested with.
-        extra: the optional extra of fullshard that brings it.
-    """
+    """Raise `MissingLibraryError` unless `library` is installed, as `oldest` or newer."""
     remedy = f"Install it with pip install 'fullshard[{extra}]'."
     try:
         found = version(library)

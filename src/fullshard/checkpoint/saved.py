@@ -58,10 +58,6 @@ def saved_by_others(opened: Opened, in_model: Collection[str], in_optimizer: Col
     """Return the contents of a plain `torch.distributed.checkpoint`, as far as its names are recognized.
 
     The optimizer can have either form of `get_state_dict`, flattened or not.
-
-    Args:
-        in_model: FQNs in the model's state dict.
-        in_optimizer: FQNs of the parameters of the optimizer.
     """
     keys = opened.metadata.state_dict_metadata
     model = _most_frequent(

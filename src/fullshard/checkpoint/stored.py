@@ -43,10 +43,6 @@ def holds_tensor_files(path: Path) -> bool:
 def open_stored(path: Path, progress: Progress | None = None, *, verifies: bool = True) -> Stored:
     """Open safetensors files, a checkpoint, or the newest intact checkpoint in the folder `path`, in a single process.
 
-    Args:
-        progress: Called while files are verified.
-        verifies: Whether to verify files that have checksums first.
-
     Raises:
         CheckpointError: There is none, or it is damaged.
     """

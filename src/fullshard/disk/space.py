@@ -126,11 +126,6 @@ class Scratch:
     """A scratch file of one rank that is created on first use and grows when it is full.
 
     It is closed, and its disk space freed, when this object and its last extent are dropped.
-
-    Args:
-        folder: See `DiskFile`.
-        name: See `DiskFile`.
-        step_bytes: The minimum number of bytes to grow by.
     """
 
     def __init__(self, folder: Path, name: str, step_bytes: int = 0) -> None:

@@ -63,10 +63,6 @@ class Watch(TorchDispatchMode):
 
     With fake tensors and a simulated world, collectives are not executed. If the host reads a value of a fake tensor, a
     number is 1 and a boolean is True.
-
-    Args:
-        accelerator: The simulated accelerator.
-        fakes: The mode of the fake tensors. None if tensors are real.
     """
 
     def __init__(self, accelerator: DryAccelerator, fakes: QuickFakes | None) -> None:

@@ -318,10 +318,6 @@ def _build(cls: Any, config: Any, dtype: torch.dtype | None) -> Any:
 class _Conversions:
     """The conversion by transformers from weights in files to those of a model: renaming, and merging, as for experts.
 
-    Args:
-        model: The model, for errors, and for the weights that it skips.
-        transforms: The transforms of transformers.
-
     Raises:
         ConfigError: There is another kind of transform.
     """

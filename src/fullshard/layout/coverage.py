@@ -18,10 +18,6 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     A box is the sum of its corners with alternating signs, in the sense of inclusion and exclusion. Boxes cover the
     tensor exactly if and only if the signed corners of all boxes add up to those of the tensor. So the cost is
     proportional to the number of boxes, whatever their order.
-
-    Args:
-        shape: The shape of the tensor.
-        boxes: may be empty along a dim; such a box covers nothing.
     """
     filled = []
     for offsets, sizes in boxes:

@@ -36,14 +36,7 @@ _WAITING = Path("/proc/thread-self/schedstat")  # nanoseconds running and waitin
 
 
 class FirstSteps:
-    """Measurements of the first three steps of a loop, including everything between two optimizer steps.
-
-    Args:
-        model: The root, called in each step.
-        optimizer: It takes one step in each step of the loop.
-        peak: The peak memory of this process and device since before the model was created.
-        done: Called once with the measurements.
-    """
+    """Measurements of the first three steps of a loop, including everything between two optimizer steps."""
 
     def __init__(
         self,

@@ -46,12 +46,7 @@ class MemoryPeak:
 
 
 def memory_curve(tape: Tape, *, of_host: bool = False) -> Iterator[tuple[int, Mapping[State, int]]]:
-    """Yield the indices in a trace at which memory is allocated or freed, and the bytes by state after each.
-
-    Args:
-        tape: A trace of whole steps.
-        of_host: Whether to use the host memory alongside an accelerator instead of the accelerator's.
-    """
+    """Yield the indices in a trace at which memory is allocated or freed, and the bytes by state after each."""
     for place, held, _ in _walk(tape, of_host):
         yield place, MappingProxyType(dict(held))
 
@@ -165,14 +160,7 @@ def _states(entries: list[Entry]) -> dict[int, State]:
 
 
 def _state(allocation: Entry, freed_in: Phase | None, is_reduced: bool, outlives: bool) -> State:
-    """Return the state that an allocation is for.
-
-    Args:
-        allocation: The entry.
-        freed_in: The phase during which the memory is freed; None if it is never freed.
-        is_reduced: Whether a reduction has read it.
-        outlives: Whether it is live in a later forward.
-    """
+    """Return the state that an allocation is for."""
     assert isinstance(allocation, Allocation)
     known = _PURPOSES.get(allocation.purpose)
     if known is not None:

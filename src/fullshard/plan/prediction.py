@@ -34,7 +34,6 @@ class Prediction:
         hardware: The machine.
         world: The world size.
         peak: The peak of live tensors once the model is sharded, including the first step.
-        host_peak: The same for host memory alongside an accelerator.
         most_by_state: The peak bytes of each state. The peaks occur at different times.
         reserved_bytes: The peak memory of an accelerator's caching allocator, or of a CPU rank's process.
         step: A step after the first, laid out in time.
@@ -48,7 +47,6 @@ class Prediction:
     hardware: Hardware
     world: int
     peak: MemoryPeak
-    host_peak: MemoryPeak
     most_by_state: Mapping[State, int]
     reserved_bytes: int
     step: Timeline
@@ -157,7 +155,6 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
         hardware=hardware,
         world=world,
         peak=memory_peak(tape, since=begins[0]),
-        host_peak=memory_peak(tape, since=begins[0], of_host=True),
         most_by_state=_most_by_state(tape, begins[0]),
         reserved_bytes=reserved_bytes,
         step=timeline,

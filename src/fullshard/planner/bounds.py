@@ -181,13 +181,7 @@ class Bounds:
         return states_bytes(self._question, program, unsure * likely) > self._question.cluster.usable_bytes
 
     def excludes(self, program: Program, best_s: float | None, fitting: int) -> str | None:
-        """Return the reason why `program` need not be simulated, or None.
-
-        Args:
-            program: The next program.
-            best_s: Seconds per step of the best program so far.
-            fitting: The number of fitting programs that have been simulated or are being simulated.
-        """
+        """Return the reason why `program` need not be simulated, or None."""
         shapes = [shape for shape in self._question.shapes_of(program) if self._may_fit(program, shape[0])]
         if not shapes:
             return "whose states and activations do not fit"

@@ -26,11 +26,6 @@ def search(
 ) -> Plan:
     """Return the plan: every program that may fit and may be the fastest, simulated by `workers` or temporary ones.
 
-    Args:
-        question: The input of the search.
-        workers: The workers that simulate.
-        predict_load: Called with the plan so far as soon as a worker is idle.
-
     Raises:
         ConfigError: The model cannot be run dry, or the global batch is not divisible by the number of ranks.
     """

@@ -25,10 +25,6 @@ class Workers:
     If a forked process cannot run backward, this process makes the sketches sequentially. A fork lacks the autograd
     threads for devices, which start with the first backward alongside a GPU, or after fake tensors with a CUDA build of
     torch.
-
-    Args:
-        question: The input of the search. Calls can change the machines.
-        on_progress: Called with the program that is simulated.
     """
 
     def __init__(self, question: Question, on_progress: Callable[[str], None] = lambda element: None) -> None:

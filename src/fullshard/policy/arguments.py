@@ -72,11 +72,6 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 def parse_size(size: int | str, name: str, of: str) -> int:
     """Return the size in bytes, given as a number or as a string such as "5GB".
 
-    Args:
-        size: The size.
-        name: The name of the argument, for the error message.
-        of: What has that size, for the error message.
-
     Raises:
         ConfigError: It is not a size, or it is less than 1.
     """

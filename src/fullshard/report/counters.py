@@ -151,12 +151,7 @@ def _counters_of(device: torch.device) -> Callable[[], Numbers]:
 
 
 def gpu_counters(nvml: Any, uuid: str) -> Callable[[], Numbers]:
-    """Return a function that reads the counters of a GPU.
-
-    Args:
-        nvml: NVML's Python package.
-        uuid: The GPU, as NVML names it.
-    """
+    """Return a function that reads the counters of a GPU."""
     nvml.nvmlInit()
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     one_of: Mapping[str, Callable[[], float]] = {

@@ -27,11 +27,6 @@ def export(run: Run, findings: Sequence[Finding], folder: Path) -> list[Path]:
         units.csv       a row for each unit: the fields of `UnitTimes`
         operations.csv  a row for each of the slowest operations of one step: the fields of `OperationTime`
         causes.csv      a row for each cause of lost time or memory: the fields of `Finding`
-
-    Args:
-        run: The run.
-        findings: Its causes, the worst first.
-        folder: The folder, which is created if it does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tables: dict[str, Iterable[Mapping[str, Any]]] = {

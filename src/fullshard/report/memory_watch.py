@@ -60,14 +60,7 @@ def can_be_watched(model: nn.Module) -> bool:
 
 
 class MemoryWatch(TorchDispatchMode):
-    """A dispatch mode that observes memory from `start()` to `stop()`.
-
-    Args:
-        model: The root.
-        optimizers: The optimizers of the model.
-        recorder: The recorder of the engine, which knows the current origin.
-        accelerator: The device that computes.
-    """
+    """A dispatch mode that observes memory from `start()` to `stop()`."""
 
     def __init__(
         self,

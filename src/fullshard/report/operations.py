@@ -41,12 +41,7 @@ class _Row(NamedTuple):
 
 
 class OperationTimes:
-    """Times of operations from `start()` to `stop()`.
-
-    Args:
-        model: The root.
-        accelerator: The device that computes.
-    """
+    """Times of operations from `start()` to `stop()`."""
 
     def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

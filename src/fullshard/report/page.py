@@ -25,13 +25,7 @@ def write(run: Run, findings: Sequence[Finding], folder: Path, *, against: Run |
 
     It also writes `report.json`, with everything on the page, and `trace.json.gz`, with all recorded spans, for
     ui.perfetto.dev or chrome://tracing. Each file replaces an older one atomically, so readers never see a partial
-    file.
-
-    Args:
-        run: The run.
-        findings: Its causes, the worst first; the first becomes the verdict.
-        folder: The folder, which is created if it does not exist.
-        against: Another run to compare with.
+    file. The worst of `findings` comes first, and becomes the verdict. `against` is another run to compare with.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = shown(run, findings, against)

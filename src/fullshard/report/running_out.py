@@ -49,13 +49,7 @@ class Limit:
 
 
 class MemoryGuard:
-    """Tracks the memory limits and usage of a rank. Create it after the model is sharded.
-
-    Args:
-        model: The root.
-        optimizers: The optimizers of the model; more may be added.
-        device: The device that computes.
-    """
+    """Tracks the memory limits and usage of a rank. Create it after the model is sharded."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
         self._model, self._optimizers = model, optimizers

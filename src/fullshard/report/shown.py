@@ -45,10 +45,7 @@ Numbers = NDArray[Any]
 def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> dict[str, Any]:
     """Return the content of the page of `run` as JSON values: None for NaN and for values that were not measured.
 
-    Args:
-        run: A run with at least one step of at least one rank, or an `out_of_memory`.
-        findings: Its causes, the worst first.
-        against: Another run to compare with.
+    `run` has at least one step of at least one rank, or an `out_of_memory`. The worst finding comes first.
     """
     reported = {
         "name": run.name,

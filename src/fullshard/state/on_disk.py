@@ -121,12 +121,7 @@ class _Chunk:
 
 
 class StatesOnDisk:
-    """The states of one optimizer on a disk. See [Note: a step in portions].
-
-    Args:
-        chunks: the parameters whose states are on the disk, in portions, with their folder.
-        name: The name of the file, for messages.
-    """
+    """The states of one optimizer on a disk. See [Note: a step in portions]."""
 
     def __init__(self, chunks: Iterable[tuple[Path, list[nn.Parameter]]], name: str) -> None:
         scratches: dict[Path, Scratch] = {}

@@ -34,11 +34,6 @@ def misfit_of_kind(optim: Any, fqns: Sequence[str], saved: Sequence[SavedOptions
 
     The same class fits, and so do its base classes and classes derived from it. Other classes fit if their options have
     the same names, as after a class was renamed. Without a recorded class, only the names of the options are compared.
-
-    Args:
-        optim: the optimizer to load into.
-        fqns: The FQNs of the parameters, in the order of the optimizer.
-        saved: the groups of the saved state.
     """
     by_fqn = {fqn: options for options in saved for fqn in options.fqns}
     names = iter(fqns)

@@ -24,12 +24,7 @@ _group: dist.ProcessGroup | None = None  # the default group that everything kep
 
 
 class Kept(Generic[K, V]):
-    """A mapping whose values are created once per default process group.
-
-    Args:
-        what: A description of the values.
-        close: Called with each value that is dropped.
-    """
+    """A mapping whose values are created once per default process group."""
 
     def __init__(self, what: str, close: Callable[[V], None] | None = None) -> None:
         self.what = what

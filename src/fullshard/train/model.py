@@ -67,12 +67,7 @@ def shape_of(settings: ModelSettings) -> Shape:
 
 
 class GPT(nn.Module):
-    """A GPT that maps bytes to scores of the next byte.
-
-    Args:
-        shape: The dimensions.
-        checkpoint_blocks: Keep only the inputs of a block for backward, and recompute the rest.
-    """
+    """A GPT that maps bytes to scores of the next byte."""
 
     def __init__(self, shape: Shape, *, checkpoint_blocks: bool = False) -> None:
         super().__init__()

@@ -109,10 +109,6 @@ class RunFolder:
 
     A file that cannot be written is an error of `check`, since other ranks wait for the rank that writes. Nothing is
     written after it.
-
-    Args:
-        path: The folder, created if it is missing.
-        writes: Whether this rank writes.
     """
 
     def __init__(self, path: Path, *, writes: bool) -> None:

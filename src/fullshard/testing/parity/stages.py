@@ -173,15 +173,7 @@ class Stopped(Exception):  # noqa: N818  # it is none
 
 
 class Stage(nn.Module):
-    """The part of `model` in a stage, called with the received tensors and the number of a microbatch.
-
-    Args:
-        recipe: gives the batches, and the loss.
-        model: will have the parameters of the stage only. Names stay, below `model`.
-        cut: The division into stages.
-        number: The number of the stage.
-        units: The modules of `model` that are units in a single process, inner ones first.
-    """
+    """The part of `model` in a stage, called with the received tensors and the number of a microbatch."""
 
     def __init__(self, recipe: Recipe, model: nn.Module, cut: Cut, number: int, units: Units) -> None:
         super().__init__()
