@@ -73,6 +73,14 @@ def _call_undecorated(test: Any, arguments: dict[str, Any]) -> None:
     test.__wrapped__(**arguments)
 
 
+def same_on_all_ranks(value: T) -> T:
+    """Return `value`, if it is equal on all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    assert all(other == value for other in values), values
+    return value
+
+
 def end_shared_ranks() -> None:
     """Stop them all; the next call starts new ones."""
     for ranks in _open.values():

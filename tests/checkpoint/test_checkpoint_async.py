@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import on_new_ranks
+from shared_ranks import on_new_ranks, same_on_all_ranks
 from small_models import Chain, Layer, chain, inputs, whole
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ from fullshard._compat import storage_watch
 from fullshard.checkpoint import async_save, container, latest, load, save, saving
 from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.staging import HostMemory
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 
 
 def built() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -90,10 +90,10 @@ def test_one_is_written_at_a_time(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000003", "step-000000004"]
 
 
-def fail_behind(folder: Path) -> list[str]:
-    """Return the errors if one rank's disk is full: from the next save or from wait, and only once."""
+@on_new_ranks(2)
+def test_an_error_of_the_writer_reaches_every_rank_once(tmp_path):
     model, optimizer = built()
-    save(folder, model=model, step=1)
+    save(tmp_path, model=model, step=1)
     write = container._Stream.write
     if dist.get_rank() == 1:
 
@@ -102,25 +102,20 @@ def fail_behind(folder: Path) -> list[str]:
 
         container._Stream.write = refuse
     stated = []
-    async_save(folder, model=model, step=2)
+    async_save(tmp_path, model=model, step=2)
     train(model, optimizer)
     with pytest.raises(CheckpointError) as at_next:
-        save(folder, model=model, step=3)
+        save(tmp_path, model=model, step=3)
     stated.append(str(at_next.value))
-    pending = async_save(folder, model=model, step=4)
+    pending = async_save(tmp_path, model=model, step=4)
     with pytest.raises(CheckpointError) as when_waited:
         pending.wait()
     stated.append(str(when_waited.value))
     container._Stream.write = write
-    save(folder, model=model, step=5)
+    save(tmp_path, model=model, step=5)
     dist.barrier()
-    assert sorted(path.name for path in folder.iterdir()) == ["step-000000001", "step-000000005"]
-    return stated
-
-
-def test_an_error_of_the_writer_reaches_every_rank_once(tmp_path):
-    first, second = run_ranks(2, fail_behind, tmp_path)
-    assert first == second
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000001", "step-000000005"]
+    first = same_on_all_ranks(stated)
     for step, stated in zip((2, 4), first, strict=True):
         assert f"saving step {step} to " in stated
         assert "rank 1: OSError: [Errno 28] No space left on device" in stated

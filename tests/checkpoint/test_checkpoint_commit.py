@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from killing import die_before, ended_well
+from shared_ranks import on_new_ranks, same_on_all_ranks
 from small_models import chain, inputs, sgd
 from torch import nn
 
@@ -144,23 +145,18 @@ def refusal(action: Any) -> str:
     return str(caught.value)
 
 
-def save_to_a_full_disk(folder: Path) -> tuple[str, float]:
-    """Return the error of a save and the loss of the next step. Parameters have 170 KB, and momentum as much."""
+@on_new_ranks(2)
+def test_a_full_disk_is_one_error_on_every_rank_and_costs_nothing_that_was_there(small_disk):
     model, optimizer = trained_chain()
-    save(folder, model=model, step=1)
-    stated = refusal(lambda: save(folder, model=model, optimizer=optimizer, step=2))
+    save(small_disk, model=model, step=1)
+    stated = refusal(lambda: save(small_disk, model=model, optimizer=optimizer, step=2))
     loss = model(inputs()).sum()
     loss.backward()
     optimizer.step()
     model, optimizer = trained_chain()
-    assert load(folder, model=model).step == 1
-    return stated, loss.item()
-
-
-def test_a_full_disk_is_one_error_on_every_rank_and_costs_nothing_that_was_there(small_disk):
-    ranks = run_ranks(2, save_to_a_full_disk, small_disk)
-    assert ranks[0] == ranks[1]
-    assert "No space left on device" in ranks[0][0]
+    assert load(small_disk, model=model).step == 1
+    ranks = same_on_all_ranks((stated, loss.item()))
+    assert "No space left on device" in ranks[0]
     assert names(small_disk) == ["step-000000001"]
 
 
@@ -179,20 +175,6 @@ def save_chain(folder: Path, step: int) -> None:
 
 def refuse_to_save_chain(folder: Path, step: int) -> str:
     return refusal(lambda: save_chain(folder, step))
-
-
-def fail_on_rank_1(folder: Path) -> list[str]:
-    """Return the errors if one rank's writer fails at its first byte, at its last sync, and if its files are lost."""
-    model, _ = trained_chain()
-    save(folder, model=model, step=1)
-    stated = []
-    for broken in (fail_to_write, fail_to_sync, lose_what_was_written):
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == 1:
-                broken(patch)
-            stated.append(refusal(lambda: save(folder, model=model, step=2, keep=1)))
-    assert load(folder, model=model).step == 1
-    return stated
 
 
 def fail_to_write(patch: pytest.MonkeyPatch) -> None:
@@ -216,9 +198,18 @@ def lose_what_was_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(container.os, "fsync", fsync)
 
 
+@on_new_ranks(2)
 def test_a_writer_that_fails_on_one_rank_is_one_error_on_every_rank(tmp_path):
-    first, second = run_ranks(2, fail_on_rank_1, tmp_path)
-    assert first == second
+    model, _ = trained_chain()
+    save(tmp_path, model=model, step=1)
+    stated = []
+    for broken in (fail_to_write, fail_to_sync, lose_what_was_written):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                broken(patch)
+            stated.append(refusal(lambda: save(tmp_path, model=model, step=2, keep=1)))
+    assert load(tmp_path, model=model).step == 1
+    first = same_on_all_ranks(stated)
     causes = ("Input/output error", "Disk quota exceeded", "a folder that all hosts share")
     for stated, words in zip(first, causes, strict=True):
         assert f"saving step 2 to {tmp_path}" in stated

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from shared_ranks import on_new_ranks, same_on_all_ranks
 from small_models import Chain, Layer, chain, inputs, sgd, whole
 from torch import Tensor, nn
 
@@ -271,20 +272,16 @@ class Other(nn.Module):
         self.head = nn.Linear(48, head)
 
 
-def refuse_another_model(folder: Path) -> str:
+@on_new_ranks(2)
+def test_another_model_is_one_error_with_all_fqns_on_every_rank(written):
     model = fully_shard(Other(head=4))
     optimizer = torch.optim.SGD(model.parameters())
     before = {name: whole(param) for name, param in model.named_parameters()}
     with pytest.raises(CheckpointError) as caught:
-        load(of_step(folder, 20), model=model, optimizer=optimizer)
+        load(of_step(written, 20), model=model, optimizer=optimizer)
     assert_same({name: whole(param) for name, param in model.named_parameters()}, before)
     assert not optimizer.state
-    return str(caught.value)
-
-
-def test_another_model_is_one_error_with_all_fqns_on_every_rank(written):
-    first, second = run_ranks(2, refuse_another_model, written)
-    assert first == second
+    first = same_on_all_ranks(str(caught.value))
     missing, unexpected, misshapen = re.search(
         r"missing in it: (.*); unexpected in it: (.*); of another shape: (.*)\. Nothing was overwritten", first
     ).groups()
@@ -293,19 +290,15 @@ def test_another_model_is_one_error_with_all_fqns_on_every_rank(written):
     assert misshapen == ("head.weight ((5, 48) in it, (4, 48) in the model), head.bias ((5,) in it, (4,) in the model)")
 
 
-def refuse_one_odd_rank(folder: Path) -> str:
+@on_new_ranks(2)
+def test_a_misfit_on_one_rank_is_an_error_on_every_rank(written):
     """Only one rank asks for something that is not there."""
     model = marked()
     scheduler = torch.optim.lr_scheduler.StepLR(sgd(model), 1) if torch.distributed.get_rank() else None
     with pytest.raises(CheckpointError) as caught:
-        load(of_step(folder, 20), model=model, scheduler=scheduler)
+        load(of_step(written, 20), model=model, scheduler=scheduler)
     assert all((param == SENTINEL).all() for param in model.parameters())
-    return str(caught.value)
-
-
-def test_a_misfit_on_one_rank_is_an_error_on_every_rank(written):
-    first, second = run_ranks(2, refuse_one_odd_rank, written)
-    assert first == second
+    first = same_on_all_ranks(str(caught.value))
     assert "rank 1: the checkpoint does not fit; it has no scheduler" in first
 
 

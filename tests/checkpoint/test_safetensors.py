@@ -21,7 +21,7 @@ import torch.distributed as dist
 from killing import die_before, ended_well
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks, run_ranks, same_on_all_ranks
 from small_models import Chain, Layer, SmallGPT, batch, chain, loss_of, shard, small_gpt, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -218,14 +218,12 @@ def test_no_rank_holds_more_than_its_shards_and_one_unit_and_reads_only_what_is_
         assert strategy == "zero1" or sum(read) < 1.1 * total / dist.get_world_size()
 
 
-def lay_out_much(path: Path) -> int:
+@on_ranks(1)
+def test_laying_out_a_file_takes_its_room_on_the_disk_and_no_memory(tmp_path):
+    path = tmp_path / "much.safetensors"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     TensorFile(path, {"much": Description((64 << 20,), torch.float32)}, {})
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-
-
-def test_laying_out_a_file_takes_its_room_on_the_disk_and_no_memory(tmp_path):
-    [grown_kib] = run_ranks(1, lay_out_much, tmp_path / "much.safetensors")
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert (tmp_path / "much.safetensors").stat().st_size > 256 << 20
     assert grown_kib < 64 << 10
 
@@ -542,7 +540,10 @@ def test_a_folder_without_files_or_with_too_many_is_refused(tmp_path):
 # -- wholly, or not at all --------------------------------------------------------------------------------------------
 
 
-def fail_to_write(folder: Path) -> str:
+@on_ranks(2)
+def test_a_failed_export_leaves_nothing_and_raises_on_every_rank(tmp_path):
+    folder = tmp_path / "out"
+
     def full(self: TensorFile, tensor: Tensor) -> None:
         raise OSError(28, "No space left on device")
 
@@ -559,13 +560,8 @@ def fail_to_write(folder: Path) -> str:
     with pytest.raises(CheckpointError, match="the folder is not empty"):
         export_safetensors(model, folder)
     assert_same(files_of(folder), wholes(model))
-    return str(caught.value)
-
-
-def test_a_failed_export_leaves_nothing_and_raises_on_every_rank(tmp_path):
-    stated = run_ranks(2, fail_to_write, tmp_path / "out")
-    assert stated[0] == stated[1]
-    assert "out: rank 0: OSError: [Errno 28] No space left on device" in stated[0]
+    stated = same_on_all_ranks(str(caught.value))
+    assert "out: rank 0: OSError: [Errno 28] No space left on device" in stated
 
 
 def export_and_die(folder: Path, operation: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from killing import die_before, ended_well
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks, run_ranks, same_on_all_ranks
 from small_models import adamw, chain, inputs, wholes
 from torch import nn
 
@@ -78,24 +78,20 @@ def without(memory: Path, name: str, lost: set[int]) -> Path:
     return other
 
 
-def lose_hosts(memory: Path) -> None:
-    """Lose any of three hosts with one rank each. Lost hosts restart with empty memory."""
-    model, optimizer = copy_steps(memory / "all", 3)
+@on_ranks(3)
+def test_the_state_of_any_lost_host_is_restored_from_the_next_one(tmp_path):
+    """If two adjacent hosts are lost together, their state is not restored."""
+    model, optimizer = copy_steps(tmp_path / "all", 3)
     learn(model, optimizer, range(3, 5))
     rank = dist.get_rank()
-    (entry,) = entries(host(memory / "all"))
+    (entry,) = entries(host(tmp_path / "all"))
     files = {name.split("_")[2] for name in os.listdir(entry.path) if name.endswith(".distcp")}
     assert files == {str(rank), str((rank - 1) % 3)}
     for lost in range(3):
-        done, weights = go_on(without(memory / "all", f"lost{lost}", {lost}), 5)
+        done, weights = go_on(without(tmp_path / "all", f"lost{lost}", {lost}), 5)
         assert done == 3
         assert_same(weights, wholes(model))
-    assert go_on(without(memory / "all", "lost two", {0, 1}), 1)[0] == 0
-
-
-def test_the_state_of_any_lost_host_is_restored_from_the_next_one(tmp_path):
-    """If two adjacent hosts are lost together, their state is not restored."""
-    run_ranks(3, lose_hosts, tmp_path)
+    assert go_on(without(tmp_path / "all", "lost two", {0, 1}), 1)[0] == 0
 
 
 def go_on_without_each(memory: Path) -> None:
@@ -183,9 +179,10 @@ def test_the_same_at_every_operation_on_files(tmp_path):
 # -- no room ----------------------------------------------------------------------------------------------------------
 
 
-def run_out_of_memory(memory: Path) -> list[str]:
+@on_ranks(2)
+def test_a_host_without_room_is_one_error_on_every_rank_and_costs_nothing_that_was_there(tmp_path):
     stated = []
-    copies = SafetyCopies(host(memory))
+    copies = SafetyCopies(host(tmp_path))
     model, optimizer = begun()
     copies.save(model=model, optimizer=optimizer, step=1, extra={"seen": 1}).wait()
 
@@ -200,15 +197,10 @@ def run_out_of_memory(memory: Path) -> list[str]:
             with pytest.raises(CheckpointError) as caught:
                 pending.wait()
             stated.append(str(caught.value))
-    (entry,) = entries(host(memory))
+    (entry,) = entries(host(tmp_path))
     assert entry.step == copies.newest().manifest.step == 1
-    assert not list(host(memory).glob("*partial*"))
-    return stated
-
-
-def test_a_host_without_room_is_one_error_on_every_rank_and_costs_nothing_that_was_there(tmp_path):
-    first, other = run_ranks(2, run_out_of_memory, tmp_path)
-    assert first == other
+    assert not list(host(tmp_path).glob("*partial*"))
+    first = same_on_all_ranks(stated)
     for stated in first:
         assert (
             "copying step 2 to the memory of the hosts: rank 1: OSError: [Errno 28] No space left on device" in stated
@@ -325,9 +317,10 @@ def test_memory_in_which_others_can_rename_is_refused(launcher, tmp_path):
     kept_folder(launcher.pid, tmp_path)
 
 
-def swap_folder(memory: Path) -> str:
+@on_ranks(2)
+def test_nothing_is_written_to_a_folder_that_takes_the_name_of_a_removed_one(tmp_path):
     """The folder is removed, and another user makes one of the same name, with links to files of this user."""
-    here = host(memory)
+    here = host(tmp_path)
     copies = SafetyCopies(here)
     model, optimizer = begun()
     copies.save(model=model, optimizer=optimizer, step=1, extra=None).wait()
@@ -339,27 +332,18 @@ def swap_folder(memory: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         copies.save(model=model, optimizer=optimizer, step=2, extra=None).wait()
     assert not list(here.iterdir())
-    return str(caught.value)
-
-
-def test_nothing_is_written_to_a_folder_that_takes_the_name_of_a_removed_one(tmp_path):
-    first, other = run_ranks(2, swap_folder, tmp_path)
-    assert first == other
+    first = same_on_all_ranks(str(caught.value))
     assert "No such file or directory" in first
 
 
-def open_what_others_can_enter(memory: Path) -> str:
-    here = host(memory)
+@on_ranks(2)
+def test_a_folder_that_others_can_enter_is_refused_on_every_rank(tmp_path):
+    here = host(tmp_path)
     if dist.get_rank() == 1:
         here.chmod(0o750)
     with pytest.raises(CheckpointError) as caught:
         SafetyCopies(here)
-    return str(caught.value)
-
-
-def test_a_folder_that_others_can_enter_is_refused_on_every_rank(tmp_path):
-    first, other = run_ranks(2, open_what_others_can_enter, tmp_path)
-    assert first == other
+    first = same_on_all_ranks(str(caught.value))
     assert "rank 1: PermissionError: " in first
     assert "and has mode 750, but must belong to user" in first
 

@@ -121,16 +121,13 @@ def test_passes_that_take_gradients_of_inputs_reduce_nothing_that_is_held_back()
             assert_same(learn_with_grads_of_inputs(model, take), expected, name=f"{take.__name__}, {strategy}")
 
 
-def like_one_another(world: int) -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_three_ranks_add_up_the_same_bits_under_every_strategy():
     for quiet in (by_switch, always):
         expected = learn(chain(partial(fully_shard, strategy="ddp")), quiet)
         for strategy in ONE_AXIS[1:]:
             assert_same(learn(chain(partial(fully_shard, strategy=strategy)), quiet), expected, name=strategy)
-
-
-@pytest.mark.slow
-def test_three_ranks_add_up_the_same_bits_under_every_strategy():
-    run_ranks(3, like_one_another, 3)
 
 
 @on_ranks(2)
@@ -437,7 +434,10 @@ def low_precision_reference(reduce_dtype: torch.dtype) -> dict[str, Tensor]:
     return reduced
 
 
-def accumulate_low_precision(quiet: Any) -> None:
+@on_ranks(2)
+def test_low_precision_gradients_add_up_in_the_dtype_of_the_reduction():
+    """bfloat16 has 8 bits: sums of it kept in it would lose the small terms."""
+    quiet = by_switch
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     expected = low_precision_reference(torch.float32)
     for strategy in ONE_AXIS:
@@ -446,11 +446,6 @@ def accumulate_low_precision(quiet: Any) -> None:
             with quiet(model, i == MICROBATCHES - 1):
                 model(batch(i)).square().mean().backward()
         assert_same(whole_grads(model), expected, name=strategy)
-
-
-def test_low_precision_gradients_add_up_in_the_dtype_of_the_reduction():
-    """bfloat16 has 8 bits: sums of it kept in it would lose the small terms."""
-    run_ranks(2, accumulate_low_precision, by_switch)
 
 
 # -- after a failure --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from small_models import (
     Chain,
     Layer,
@@ -259,7 +259,17 @@ def kept_by(model: Any) -> int:
     return kept
 
 
-def measure(kinds: list[Kind]) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [kind for name, kind in KINDS.items() if "wrapper" not in name],
+        pytest.param([kind for name, kind in KINDS.items() if "wrapper" in name], marks=pytest.mark.slow),
+    ],
+    ids=["by function", "by wrapper"],
+)
+@on_ranks(2, timeout=170)
+def test_forward_keeps_what_it_must_and_not_a_byte_more_for_sharding(kinds):
+    """The input of each region, and what is selected. Backward has whole gradients of at most two units besides."""
     gc.disable()
     _, all_of_it = memory_of_a_step(without(leave, 6))
     for kind in kinds:
@@ -272,16 +282,3 @@ def measure(kinds: list[Kind]) -> None:
         if kind.inputs is not None:
             assert kept - kept_by(kind.build(leave, 3)) == kind.inputs * ROWS * 48 * 4
             assert plain_peak + two_units < all_of_it
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        [kind for name, kind in KINDS.items() if "wrapper" not in name],
-        pytest.param([kind for name, kind in KINDS.items() if "wrapper" in name], marks=pytest.mark.slow),
-    ],
-    ids=["by function", "by wrapper"],
-)
-def test_forward_keeps_what_it_must_and_not_a_byte_more_for_sharding(kinds):
-    """The input of each region, and what is selected. Backward has whole gradients of at most two units besides."""
-    run_ranks(2, measure, kinds, timeout=170)

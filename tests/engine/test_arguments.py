@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks, same_on_all_ranks
 from small_models import chain, inputs, leave, sgd
 from torch import nn
 
@@ -97,7 +97,8 @@ def test_arguments_of_a_wrong_type_are_refused_by_name():
     assert found == []
 
 
-def refuse_before_anything_is_sent() -> list[tuple[str, ...]]:
+@on_ranks(2)
+def test_they_are_refused_before_anything_is_sent():
     """On ranks that all pass the same wrong argument."""
     model = chain(fully_shard)
     model(inputs()).sum().backward()
@@ -118,10 +119,5 @@ def refuse_before_anything_is_sent() -> list[tuple[str, ...]]:
                 stated.append(str(error))
     assert record.sent_bytes() == 0
     assert torch.is_grad_enabled()
-    return [tuple(stated)]
-
-
-def test_they_are_refused_before_anything_is_sent():
-    first, second = run_ranks(2, refuse_before_anything_is_sent)
-    assert first == second
+    first = same_on_all_ranks([tuple(stated)])
     assert len(first[0]) == 5

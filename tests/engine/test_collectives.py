@@ -17,7 +17,7 @@ from fullshard.comm.routes import collectives_for
 from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.comm.transport import PartSums, Pending
 from fullshard.layout.shard_spec import owned
-from fullshard.tape.recorder import Origin, Phase, Recorder, recording
+from fullshard.tape.recorder import Origin, Phase, recording
 from fullshard.testing import assert_same, run_ranks
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -194,7 +194,11 @@ def test_all_reduces_end_in_any_order_that_ranks_agree_on(world, shares):
         calls[i].check()
 
 
-def record_each(shares: bool) -> tuple[int, Recorder]:
+@WAYS
+@WORLDS
+@on_new_ranks("world")
+def test_the_record_reports_what_each_rank_sent(world, shares):
+    elements = sum(NUMELS)
     choose(shares)
     with recording() as record:
         for call in (Gather(torch.float32), Scatter(torch.float32), AllReduce(torch.float32), Exchange(torch.float32)):
@@ -204,32 +208,25 @@ def record_each(shares: bool) -> tuple[int, Recorder]:
             assert record.events[-1].end >= record.events[-1].start
         transports().broadcast([torch.zeros(10), torch.zeros(3)], 0, origin=ORIGIN)
     Gather(torch.float32).start().wait()  # without a receiver
-    return dist.get_rank(), record
-
-
-@WAYS
-@WORLDS
-def test_the_record_reports_what_each_rank_sent(world, shares):
-    elements = sum(NUMELS)
-    for rank, record in run_ranks(world, record_each, shares):
-        gather, scatter, reduce, exchange, broadcast = record.events
-        assert record.names() == ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
-        assert [event.stream for event in record.events] == ["gather", *["reduce"] * 4]
-        assert {event.origin for event in record.events} == {ORIGIN}
-        assert gather.sent_bytes == 4 * elements * (world - 1)
-        assert scatter.sent_bytes == 4 * (elements - sum(len(owned(n, world, rank)) for n in NUMELS))
-        assert reduce.sent_bytes == 2 * 4 * elements * (world - 1) // world
-        sent = [NUMELS[(2 * rank + other) % len(NUMELS)] for other in range(world) if other != rank]
-        assert exchange.sent_bytes == 4 * sum(sent)
-        assert broadcast.sent_bytes == (4 * 13 if rank == 0 else 0)
-        messages = [event.messages for event in (gather, scatter, reduce, exchange)]
-        if shares:  # one says where all of it lies
-            assert messages == [world - 1, world - 1, 2 * (world - 1), world - 1]
-        else:
-            of_each = len(NUMELS) * (world - 1)
-            assert messages == [of_each, of_each, 2 * of_each, sum(numel > 0 for numel in sent)]
-        assert record.sent_bytes() == sum(event.sent_bytes for event in record.events)
-        assert record.sent_bytes("all_gather") == gather.sent_bytes
+    rank = dist.get_rank()
+    gather, scatter, reduce, exchange, broadcast = record.events
+    assert record.names() == ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+    assert [event.stream for event in record.events] == ["gather", *["reduce"] * 4]
+    assert {event.origin for event in record.events} == {ORIGIN}
+    assert gather.sent_bytes == 4 * elements * (world - 1)
+    assert scatter.sent_bytes == 4 * (elements - sum(len(owned(n, world, rank)) for n in NUMELS))
+    assert reduce.sent_bytes == 2 * 4 * elements * (world - 1) // world
+    sent = [NUMELS[(2 * rank + other) % len(NUMELS)] for other in range(world) if other != rank]
+    assert exchange.sent_bytes == 4 * sum(sent)
+    assert broadcast.sent_bytes == (4 * 13 if rank == 0 else 0)
+    messages = [event.messages for event in (gather, scatter, reduce, exchange)]
+    if shares:  # one says where all of it lies
+        assert messages == [world - 1, world - 1, 2 * (world - 1), world - 1]
+    else:
+        of_each = len(NUMELS) * (world - 1)
+        assert messages == [of_each, of_each, 2 * of_each, sum(numel > 0 for numel in sent)]
+    assert record.sent_bytes() == sum(event.sent_bytes for event in record.events)
+    assert record.sent_bytes("all_gather") == gather.sent_bytes
 
 
 @on_new_ranks(2)

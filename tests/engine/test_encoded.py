@@ -240,7 +240,9 @@ def doubles_and_integers() -> None:
     assert not torch.equal(found["first.weight"], expected["first.weight"])
 
 
-def encodes_masters(transport: str) -> None:
+@on_ranks(2)
+def test_what_is_encoded_are_the_masters_and_never_doubles_nor_integers():
+    transport = "int8"
     doubles_and_integers()
     plain = Plain()
     expected = rounded(plain, transport, 2)
@@ -248,10 +250,6 @@ def encodes_masters(transport: str) -> None:
     found = unsharded(matrices("zero3", policy))
     for local, peer in zip(found, expected, strict=True):
         assert torch.equal(local, peer.bfloat16())  # encoded from the masters, not from what was cast already
-
-
-def test_what_is_encoded_are_the_masters_and_never_doubles_nor_integers():
-    run_ranks(2, encodes_masters, "int8")
 
 
 # -- reductions -------------------------------------------------------------------------------------------------------

@@ -63,8 +63,11 @@ def test_grouped_parameters_have_the_bits_of_zero3():
         assert_same(learn(partial(fully_shard, reshard_after_forward=count)), expected, name=f"to {count} ranks")
 
 
-def agree_with_hsdp(accumulate: int) -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_sums_by_groups_have_the_bits_of_hybrid_sharding():
     """Sums over groups of two and then across: as hybrid sharding takes them on a mesh of the same groups."""
+    accumulate = 3
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     hybrid = partial(fully_shard, strategy="hsdp", mesh=mesh)
     for placements in (ALL_BUT_OPTIMIZER, GRADIENTS_ONLY):
@@ -75,11 +78,6 @@ def agree_with_hsdp(accumulate: int) -> None:
             learn(hybrid, accumulate=accumulate, synced=True),
             name=str(placements),
         )
-
-
-@pytest.mark.slow
-def test_sums_by_groups_have_the_bits_of_hybrid_sharding():
-    run_ranks(4, agree_with_hsdp, 3)
 
 
 @on_ranks(4)

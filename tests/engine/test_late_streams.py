@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from late_streams import QUEUES, late, some_late
+from shared_ranks import on_new_ranks
 from small_models import Chain, chain, leave
 from test_races import GROUPED, LOOPS, OPTIONS, is_common, scenarios
 from torch import Tensor
@@ -146,13 +147,11 @@ def test_between_ranks_late_streams_change_no_bit(strategy):
 # -- without a GPU ----------------------------------------------------------------------------------------------------
 
 
-def count_sleeps(of: list[Scenario]) -> tuple[list[str], list[float]]:
-    slept: list[float] = []
-    return differing_when_late(of, "cpu", slept.append), slept
-
-
+@on_new_ranks(1)
 def test_late_streams_sleep_and_results_are_the_same():
-    [(found, slept)] = run_ranks(1, count_sleeps, [("hsdp", "steps", "bf16"), ("hsdp", "accumulation", "offload")])
+    of = [("hsdp", "steps", "bf16"), ("hsdp", "accumulation", "offload")]
+    slept: list[float] = []
+    found = differing_when_late(of, "cpu", slept.append)
     assert not found
     assert len(slept) > 50 and max(slept) == 1.0  # a CPU has no marks
 

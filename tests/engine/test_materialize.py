@@ -214,7 +214,12 @@ def load(state: dict[str, Tensor], assign: bool) -> nn.Module:
     return model
 
 
-def measure_every_way(path: str) -> dict[str, tuple[int, int, int]]:
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks("world")
+def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(tmp_path, world):
+    """Counted after every operation, in every way of giving values; what is loaded from a mapped file is not held."""
+    total = sum(param.nbytes for param in Model().parameters())
+    path = str(tmp_path / "model.pt")
     if dist.get_rank() == 0:
         torch.manual_seed(3)
         torch.save(Model().state_dict(), path)
@@ -223,24 +228,19 @@ def measure_every_way(path: str) -> dict[str, tuple[int, int, int]]:
     mapped = torch.load(path, mmap=True)  # in the file, not in memory
     found["loaded"] = most_bytes(partial(load, mapped, False))
     found["assigned"] = most_bytes(partial(load, mapped, True))
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(tmp_path, world):
-    """Counted after every operation, in every way of giving values; what is loaded from a mapped file is not held."""
-    total = sum(param.nbytes for param in Model().parameters())
-    for found in run_ranks(world, measure_every_way, str(tmp_path / "model.pt")):
-        for name, (peak, stored, unit) in found.items():
-            assert 0.9 * total / world < stored < 1.1 * total / world + 4096
-            assert peak <= stored + unit + 4096, name  # padding, and what is made of no parameter
+    for name, (peak, stored, unit) in found.items():
+        assert 0.9 * total / world < stored < 1.1 * total / world + 4096
+        assert peak <= stored + unit + 4096, name  # padding, and what is made of no parameter
 
 
 # -- other beginnings -------------------------------------------------------------------------------------------------
 
 
-def build_on_the_first_rank() -> dict[str, Tensor | None]:
+@on_ranks(3)
+def test_one_rank_may_build_the_model_and_send_it():
     """Only the first rank has values; the others give memory, and receive them."""
+    torch.manual_seed(0)
+    expected = Model()
     torch.manual_seed(dist.get_rank())
     if dist.get_rank() == 0:
         model, give_memory = Model(), None
@@ -253,15 +253,9 @@ def build_on_the_first_rank() -> dict[str, Tensor | None]:
     policy = ModuleWrapPolicy({Block})
     net = FullyShardedDataParallel(model, auto_wrap_policy=policy, param_init_fn=give_memory, sync_module_states=True)
     assert net.head.weight is net.embedding.weight
-    return values(net)
-
-
-def test_one_rank_may_build_the_model_and_send_it():
-    torch.manual_seed(0)
-    expected = Model()
-    for found in run_ranks(3, build_on_the_first_rank):
-        tensors = {**dict(expected.named_parameters(remove_duplicate=False)), **dict(expected.named_buffers())}
-        assert_same(clean(found), tensors)
+    found = values(net)
+    tensors = {**dict(expected.named_parameters(remove_duplicate=False)), **dict(expected.named_buffers())}
+    assert_same(clean(found), tensors)
 
 
 @on_ranks(2)

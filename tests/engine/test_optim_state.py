@@ -79,8 +79,10 @@ def whole_state(state: dict[str, Any]) -> dict[str, Any]:
 # -- names and values -------------------------------------------------------------------------------------------------
 
 
-def compare_states() -> None:
-    """Full and sharded state dicts of every optimizer against that of a plain model, one front end after the other."""
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@on_ranks("world")
+def test_states_have_the_user_s_own_names_and_plain_values(world):
+    """For every optimizer, under every strategy, whole or sharded."""
     for number, (name, make) in enumerate(OPTIMIZERS.items()):
         plain = small_gpt(blocks=1)
         reference = make(trained(plain))
@@ -102,12 +104,6 @@ def compare_states() -> None:
                 assert all(value is own[state] for state, value in values.items())  # no copies
             learn(model, optimizer, range(2, 3))
             assert_same(full["state"], expected, name=f"{name}, {strategy}: a full one is a snapshot")
-
-
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_states_have_the_user_s_own_names_and_plain_values(world):
-    """For every optimizer, under every strategy, whole or sharded."""
-    run_ranks(world, compare_states)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

@@ -60,14 +60,11 @@ def trained(shard: Any, make: Make) -> dict[str, Tensor | None]:
     return steps(model, make(list(model.parameters())))
 
 
-def every_optimizer_agrees(names: Sequence[str]) -> None:
-    for name in names:
-        agree_with_plain(partial(trained, make=ELEMENTWISE[name]), "ddp", "zero3")
-
-
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@on_ranks("world", timeout=120)
 def test_every_optimizer_of_torch_gives_the_bits_of_plain_training(world):
-    run_ranks(world, every_optimizer_agrees, list(ELEMENTWISE), timeout=120)
+    for make in ELEMENTWISE.values():
+        agree_with_plain(partial(trained, make=make), "ddp", "zero3")
 
 
 class Turns(nn.Module):

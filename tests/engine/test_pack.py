@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared_ranks import run_ranks
+from shared_ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,7 +73,11 @@ def check_unpacking(pack: Pack, layout: GroupLayout, shapes: list[tuple[int, ...
             torch.testing.assert_close(whole, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def pack_all_kinds(world: int, cases: int) -> None:
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@on_ranks(1)
+def test_packing_follows_the_layout_pads_with_zeros_and_is_reversible(world):
+    """For any shapes, any sharded dims, and any missing gradients."""
+    cases = 40
     in_a_world(world)
     draw = random.Random(world)
     visited = Counter[str]()
@@ -91,12 +95,6 @@ def pack_all_kinds(world: int, cases: int) -> None:
         check_unpacking(pack, layout, shapes)
         visited.update(f"dim {layout.params[i].spec.dim}" for i in layout.packed)
     assert {"dim None", "dim 0", "dim 1", "dim 2"} <= visited.keys()
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_packing_follows_the_layout_pads_with_zeros_and_is_reversible(world):
-    """For any shapes, any sharded dims, and any missing gradients."""
-    run_ranks(1, pack_all_kinds, world, 40)
 
 
 class Noting(TorchDispatchMode):

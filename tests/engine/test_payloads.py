@@ -93,15 +93,13 @@ def learn(kind: type[Weight], microbatches: int, shard: Shard) -> list[Any]:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def all_agree(strategies: Sequence[str]) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks("world")
+def test_they_learn_the_bits_of_one_process(world):
+    strategies = ONE_AXIS if world == 2 else ("zero3",)
     for kind in (Weight, DecodedWeight):
         for microbatches in (1, 2):
             agree_with_plain(partial(learn, kind, microbatches), *strategies)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_they_learn_the_bits_of_one_process(world):
-    run_ranks(world, all_agree, ONE_AXIS if world == 2 else ("zero3",))
 
 
 @on_ranks(4)

@@ -826,7 +826,10 @@ def test_manual_calls_of_units_give_plain_bits(scenario, strategies):
     run_ranks(2, agree_with_plain, scenario, *strategies)
 
 
-def prefetch_by_choice() -> list[str]:
+@on_ranks(2)
+def test_prefetch_follows_the_user_s_choice_from_the_first_step_on():
+    """Without one, a first forward prefetches nothing; the recorded order of a first backward is forward's reversed."""
+    forward = ["", "layers.0", "layers.1", "layers.2", "layers.3"]
     model = chain(fully_shard)
     first, second, third, fourth = model.layers
     first.set_modules_to_forward_prefetch([second, third, fourth])
@@ -836,14 +839,8 @@ def prefetch_by_choice() -> list[str]:
         assert_same(learn(model, steps=1), learn(chain(fully_shard), steps=1))
     learned = learn(chain(fully_shard))
     assert_same(learned, expected)
-    return [event.origin.unit for event in record.collectives("all_gather")][: 5 + 4]
-
-
-def test_prefetch_follows_the_user_s_choice_from_the_first_step_on():
-    """Without one, a first forward prefetches nothing; the recorded order of a first backward is forward's reversed."""
-    forward = ["", "layers.0", "layers.1", "layers.2", "layers.3"]
-    for order in run_ranks(2, prefetch_by_choice):
-        assert order == [*forward, "layers.3", "layers.1", "layers.2", "layers.0"]
+    order = [event.origin.unit for event in record.collectives("all_gather")][: 5 + 4]
+    assert order == [*forward, "layers.3", "layers.1", "layers.2", "layers.0"]
 
 
 # -- how many units are whole at once ---------------------------------------------------------------------------------
@@ -901,8 +898,9 @@ def test_after_every_step_all_is_sharded_again():
         assert memory_is_shared(model) == (strategy == "zero3")
 
 
-def poison_what_was_freed() -> None:
-    """Write noise over the memory of units that were freed in forward: backward must not read it."""
+@on_ranks(2)
+def test_backward_reads_nothing_that_was_freed():
+    """Views that autograd saved are true again, since the same storage is filled again before they are read."""
     expected = learn(chain(fully_shard), steps=1)
     for warm in (0, 3):  # separate memory, then shared
         model = chain(fully_shard)
@@ -913,11 +911,6 @@ def poison_what_was_freed() -> None:
         poison_freed(model)
         loss.backward()
         assert_same([loss.detach(), whole_grads(model)], expected[:2])
-
-
-def test_backward_reads_nothing_that_was_freed():
-    """Views that autograd saved are true again, since the same storage is filled again before they are read."""
-    run_ranks(2, poison_what_was_freed)
 
 
 class Lending(nn.Module):

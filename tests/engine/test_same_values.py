@@ -71,17 +71,15 @@ def test_ranks_that_drew_different_values_are_reported_once(remedy):
         assert "torch.manual_seed" in first[0]
 
 
-def never_identical(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
+@on_ranks(2)
+def test_values_that_would_never_become_identical_are_an_error(strategy):
+    options = {"strategy": strategy}
     if options["strategy"] == "hsdp":
         options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(build(dist.get_rank()), **options)
     with pytest.raises(RankMismatchError, match=r"such as 0.weight on rank 0 and rank 1.*sync_module_states"):
         model(torch.ones(2, 48))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
-def test_values_that_would_never_become_identical_are_an_error(strategy):
-    run_ranks(2, never_identical, {"strategy": strategy})
 
 
 def train_with_a_head(care: str) -> list[str]:

@@ -317,17 +317,14 @@ def test_one_that_cannot_connect_is_enough(meet, monkeypatch):
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def gather_on_hosts(host: str) -> tuple[bool, Tensor]:
-    peers.host_identity = lambda: host.format(rank=dist.get_rank())
-    return transport().peers is None, gather(transport())
-
-
 @pytest.mark.parametrize(("host", "falls_back"), [("{rank}", True), ("one", False)])
+@on_new_ranks(2)
 def test_ranks_on_several_hosts_send_messages(host, falls_back):
     expected = torch.tensor([0.0, 1.0])
-    for fell_back, gathered in run_ranks(2, gather_on_hosts, host):
-        assert fell_back == falls_back
-        assert torch.equal(gathered, expected)
+    peers.host_identity = lambda: host.format(rank=dist.get_rank())
+    fell_back, gathered = transport().peers is None, gather(transport())
+    assert fell_back == falls_back
+    assert torch.equal(gathered, expected)
 
 
 @on_new_ranks(2)

@@ -134,7 +134,10 @@ def change(model: nn.Module, replaces: bool = False) -> None:
     model.embedding.weight.requires_grad_(False)
 
 
-def write(writeback: bool) -> None:
+@pytest.mark.parametrize("writeback", [True, pytest.param(False, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_changes_are_kept_as_requested_and_computed_with(writeback):
+    """Under every strategy, also where whole parameters stay in memory between steps."""
     for way in WAYS:
         model, reference = sharded(way), plain()
         if way[0] == "fully_shard":
@@ -153,12 +156,6 @@ def write(writeback: bool) -> None:
         for number in range(2, 4):
             assert_same(step(model, optimizer, number), step(reference, other, number), name=str(way))
         assert_same(wholes(model), dict(reference.state_dict()), name=str(way))
-
-
-@pytest.mark.parametrize("writeback", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_changes_are_kept_as_requested_and_computed_with(writeback):
-    """Under every strategy, also where whole parameters stay in memory between steps."""
-    run_ranks(2, write, writeback)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

@@ -273,7 +273,9 @@ def units(accelerator_of: Callable[..., Any], **options: Any) -> list[str]:
     return [type(unit.modules[0]).__name__ for unit in units_in(run.model)]
 
 
-def settings_by_every_way(config: str) -> dict[str, Any]:
+@on_new_ranks(2)
+def test_every_way_of_setting_states_what_becomes_a_unit():
+    layers = ["FSDPLlamaForCausalLM", "FSDPLlamaDecoderLayer", "FSDPLlamaDecoderLayer"]
     found: dict[str, Any] = {"plugin": units(sharded())}
     peer = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=3000)
     found["accelerate's plugin"] = units(lambda **options: Accelerator(fsdp_plugin=peer, **options))
@@ -291,19 +293,13 @@ def settings_by_every_way(config: str) -> dict[str, Any]:
     found["ignored"] = [name for name, param in ignoring.model.named_parameters() if type(param) is nn.Parameter]
     prefetching = units_in(Run(sharded(backward_prefetch="BACKWARD_POST", limit_all_gathers=False)).model)
     found["prefetch"] = {(unit.options.backward_prefetch, unit.options.prefetch_depth) for unit in prefetching}
-    return found
-
-
-def test_every_way_of_setting_states_what_becomes_a_unit():
-    layers = ["FSDPLlamaForCausalLM", "FSDPLlamaDecoderLayer", "FSDPLlamaDecoderLayer"]
-    for found in run_ranks(2, settings_by_every_way, ""):
-        assert found["plugin"] == layers
-        assert found["accelerate's plugin"].count("FSDPLlamaMLP") == 2
-        assert found["one unit"] == layers[:1]
-        assert found["environment"] == ["FSDPLlamaForCausalLM", "FSDPLlamaMLP", "FSDPLlamaMLP"]
-        assert found["environment's strategy"] == "zero2"
-        assert found["ignored"] == ["model.embed_tokens.weight"]
-        assert found["prefetch"] == {("post", 2)}
+    assert found["plugin"] == layers
+    assert found["accelerate's plugin"].count("FSDPLlamaMLP") == 2
+    assert found["one unit"] == layers[:1]
+    assert found["environment"] == ["FSDPLlamaForCausalLM", "FSDPLlamaMLP", "FSDPLlamaMLP"]
+    assert found["environment's strategy"] == "zero2"
+    assert found["ignored"] == ["model.embed_tokens.weight"]
+    assert found["prefetch"] == {("post", 2)}
 
 
 def tracked(folder: str, order: str) -> tuple[list[float], list[float]]:

@@ -548,13 +548,14 @@ def test_a_disk_that_fails_is_reported_with_numbers_and_the_checkpoint_goes_on(t
         model, optimizer = other, stepping
 
 
+@on_ranks(2)
 @few_bytes_per_chunk()
-def fail_on_one_rank(folder: Path) -> None:
-    """Fail in the first step, which allocates the space, and in later ones, by each system call."""
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
+    """No rank waits for the one with the failed disk, with or without messages of the optimizer."""
     full, broken = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EIO))
     fails = [(0, "posix_fallocate", full), (0, "pwritev", broken), (2, "preadv", broken), (2, "pwritev", broken)]
     for make, (steps, call, error) in product((adamw, muon), fails):
-        model = build(1.0, folder)
+        model = build(1.0, tmp_path)
         optimizers = make(model)
         learn(model, optimizers, range(steps))
         here = mock.patch(f"os.{call}", side_effect=error) if dist.get_rank() == 1 else nullcontext()
@@ -562,11 +563,6 @@ def fail_on_one_rank(folder: Path) -> None:
             learn(model, optimizers, range(steps, steps + 2))
         assert "rank 0" not in str(raised.value), (make, call)
         dist.barrier()
-
-
-def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
-    """No rank waits for the one with the failed disk, with or without messages of the optimizer."""
-    run_ranks(2, fail_on_one_rank, tmp_path)
 
 
 @on_ranks(1)

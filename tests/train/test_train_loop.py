@@ -280,29 +280,24 @@ def test_training_with_encoded_communication_stays_close(
     assert found == pytest.approx(losses(two_ranks), rel=0.02)
 
 
-def validate_again(out: Path) -> float:
-    settings = parse_settings(["--config", str(out / SETTINGS)])
+@on_ranks(1)
+def test_weights_on_disk_validate_as_the_run_did(two_ranks):
+    settings = parse_settings(["--config", str(two_ranks / SETTINGS)])
     model = GPT(shape_of(settings.model))
-    model.load_state_dict(load_file(out / WEIGHTS))
-    text = write_text(find_text(settings.text.text), out / "text")
-    return validation_loss(model, text, settings, this_rank())
-
-
-def test_weights_on_disk_validate_as_the_run_did(two_ranks: Path) -> None:
-    (again,) = run_ranks(1, validate_again, two_ranks)
+    model.load_state_dict(load_file(two_ranks / WEIGHTS))
+    text = write_text(find_text(settings.text.text), two_ranks / "text")
+    again = validation_loss(model, text, settings, this_rank())
     assert again == pytest.approx(losses(two_ranks)[-1], rel=1e-6)
 
 
-def train_unevenly(out: Path) -> None:
+@on_ranks(4)
+def test_machines_of_different_numbers_of_ranks_are_refused_on_every_rank(tmp_path):
+    out = tmp_path / "run"
     rank = replace(this_rank(), local_world=3 if dist.get_rank() == 2 else 1, machines=2)
     settings = parse_settings([*QUICK, "--strategy", "hsdp", "--out", str(out)])
     with pytest.raises(ConfigError, match=r"machines have 1 to 3 ranks\. .* set --replicas"):
         train(settings, check(settings, rank.world, rank.machines), rank)
     assert not out.exists()
-
-
-def test_machines_of_different_numbers_of_ranks_are_refused_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(4, train_unevenly, tmp_path / "run")
 
 
 def train_where_nothing_fits(folder: Path, file: str) -> tuple[type[BaseException], str]:
