@@ -130,9 +130,7 @@ def read_run(folder: Path) -> Run:
         starved_s=None if np.isnan(starved_s).all() else starved_s,
         output_nbytes=first.model.get("output_nbytes", 0),
         host_waits=_host_waits(ranks),
-        operations=tuple(
-            OperationTime(**dict(zip(_OPERATION, row, strict=True))) for row in first.operations.get("v", ())
-        ),
+        operations=tuple(map(_operation, first.operations.get("v", ()))),
         what_ifs=tuple(WhatIf(**item) for item in first.what_ifs.get("v", ())),
         out_of_memory=next((_out_of_memory(rank.out_of_memory) for rank in ranks if rank.out_of_memory), None),
         reports_input=first.units.get("reports_input", True),

@@ -19,7 +19,6 @@ from fullshard.optim.before_step import point_to_shards
 
 ModelParameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[Any], Optimizer]
-MakeScheduler = Callable[[Optimizer], Any]
 
 
 def make_optimizer(
