@@ -332,6 +332,42 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def take_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    """Step by the gradients of `loss`, drop them, and return the loss without its graph."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def learn(model: Any, steps: int = 4, loss_of: Callable[[Any, int], Tensor] | None = None) -> list[Any]:
+    """Train by `sgd` and return the losses, the gradients of each step, and the weights."""
+    optimizer, left = sgd(model), []
+    for step in range(steps):
+        loss = loss_of(model, step) if loss_of else model(inputs(step)).square().mean()
+        loss.backward()
+        left += [loss.detach(), whole_grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, wholes(model)]
+
+
+class Stop(Exception):  # noqa: N818  # any exception of a model
+    """Raised on purpose."""
+
+
+class BrokenBackward(torch.autograd.Function):
+    """Returns its input, and raises `Stop` in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Stop("in backward")
+
+
 def agree_with_plain(scenario: Callable[[Shard], Any], *strategies: str) -> None:
     """Nothing, if `scenario(shard)` gives the same bits with nothing sharded and under every strategy.
 

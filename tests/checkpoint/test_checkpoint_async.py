@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_new_ranks, same_on_all_ranks
-from small_models import Chain, Layer, chain, inputs, whole
+from small_models import Chain, Layer, chain, inputs, take_step, whole
 from torch import Tensor, nn
 
 from fullshard import CheckpointError, fully_shard
@@ -32,11 +32,7 @@ def built() -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> list[Tensor]:
     losses = []
     for step in range(steps):
-        loss = model(inputs(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(take_step(optimizer, model(inputs(step)).square().mean()))
     return losses
 
 

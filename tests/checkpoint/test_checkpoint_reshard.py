@@ -13,7 +13,7 @@ from parallel_stacks import mesh_of, parallel, stack
 from parallel_stacks import shard as shard_stack
 from run_states import everything
 from shared_ranks import on_ranks, run_ranks
-from small_models import SmallGPT, batch, loss_of, shard, small_gpt, trained, whole
+from small_models import SmallGPT, batch, loss_of, shard, small_gpt, take_step, trained, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -50,11 +50,7 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     """Return losses of some steps; every rank has the same batch."""
     losses = []
     for step in steps:
-        loss = loss_of(model, batch(step, sequences=2))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(take_step(optimizer, loss_of(model, batch(step, sequences=2))))
     return losses
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_ranks
+from small_models import take_step
 from torch import nn
 
 from fullshard import CheckpointError, fully_shard
@@ -29,9 +30,7 @@ def built(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, model(torch.ones(2, 3)).sum())
 
 
 def dumped(value: Any) -> bytes:

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from killing import die_before, ended_well
 from shared_ranks import on_ranks, run_ranks, same_on_all_ranks
-from small_models import adamw, chain, inputs, wholes
+from small_models import adamw, chain, inputs, take_step, wholes
 from torch import nn
 
 from fullshard import CheckpointError, fully_shard
@@ -28,9 +28,7 @@ from fullshard.testing import assert_same
 
 def learn(model: nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
-        model(inputs(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(inputs(step)).square().mean())
 
 
 def begun(strategy: str = "zero3") -> tuple[nn.Module, Any]:

@@ -18,12 +18,10 @@ from small_models import (
     Shard,
     agree_with_plain,
     chain,
+    learn,
     leave,
     memory_is_shared,
     most_whole,
-    sgd,
-    whole_grads,
-    wholes,
 )
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -196,23 +194,15 @@ def loss_of(model: Any, step: int) -> Tensor:
     return model(x).square().mean()
 
 
-def learn(build: Callable[[Shard, int], Any], shard: Shard) -> list[Any]:
-    model = build(shard, 6)
-    optimizer, left = sgd(model), []
-    for step in range(STEPS):
-        loss = loss_of(model, step)
-        loss.backward()
-        left += [loss.detach(), whole_grads(model)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*left, wholes(model)]
+def learn_built(build: Callable[[Shard, int], Any], shard: Shard) -> list[Any]:
+    return learn(build(shard, 6), STEPS, loss_of)
 
 
 @pytest.mark.parametrize("strategies", [("zero3",), pytest.param(("zero1", "zero2"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in (*KINDS, *BITS_ONLY) if name != "nothing"])
 def test_what_is_computed_again_gives_plain_bits(name, strategies):
     build = KINDS[name].build if name in KINDS else BITS_ONLY[name]
-    run_ranks(2, agree_with_plain, partial(learn, build), *strategies)
+    run_ranks(2, agree_with_plain, partial(learn_built, build), *strategies)
 
 
 def count_gathers() -> dict[str, tuple[int, int, bool, int, bool]]:

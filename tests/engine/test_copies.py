@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_ranks
-from small_models import ONE_AXIS, SmallGPT, chain, inputs
+from small_models import ONE_AXIS, SmallGPT, chain, inputs, take_step
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,9 +32,7 @@ def wholes(model: nn.Module) -> list[Tensor]:
 def train(model: nn.Module, steps: int, first: int = 0) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for step in range(first, first + steps):
-        model(inputs(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(inputs(step)).square().mean())
     return wholes(model)
 
 
@@ -204,9 +202,7 @@ def average(shard: Shard, options: Any) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     batches = [torch.randn(6, 8, generator=torch.Generator().manual_seed(step)) for step in range(4)]
     for batch in batches:
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(batch).square().mean())
         averaged.update_parameters(model)
     update_bn(batches, averaged)
     averaged.eval()

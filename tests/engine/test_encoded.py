@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_ranks
-from small_models import chain, inputs, leave, sgd, wholes
+from small_models import chain, inputs, leave, sgd, take_step, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -84,11 +84,7 @@ def learn(model: Any, *, steps: int = STEPS) -> list[Any]:
     """Return losses and final masters."""
     optimizer, losses = sgd(model), []
     for step in range(steps):
-        loss = model(batch(step)).square().mean()
-        loss.backward()
-        losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(take_step(optimizer, model(batch(step)).square().mean()))
     return [losses, wholes(model)]
 
 
@@ -436,9 +432,7 @@ def error_feedback_is_counted(strategies: Any) -> None:
         for transport in (None, "bf16", "int8"):
             model = sharded(strategy, MixedPrecisionPolicy(reduce_wire=transport))
             optimizer = torch.optim.AdamW(model.parameters())
-            model(inputs()).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(inputs()).square().mean())
             measured = measure_ledger(model, optimizer, lambda model=model: model(inputs()).square().mean())
             kept = sum(param_group.error_feedback_nbytes for param_group in param_groups(model))
             formula = predict_ledger(model)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_new_ranks
-from small_models import chain, inputs
+from small_models import chain, inputs, take_step
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import fully_shard
@@ -67,9 +67,7 @@ def learn(features: tuple[str, ...]) -> tuple[list[torch.Tensor], list[str]]:
         model = chain(lambda module: fully_shard(module, mesh=mesh))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
-            model(inputs(step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(inputs(step)).square().mean())
         known = [host_room(), process_bytes(), mount_of(Path()), UsageMeter(torch.device("cpu"))().starved_s]
         assert all((value is None) == ("/proc" in features) for value in known), known
         assert keeps_folders(os.getppid()) == {"/proc", "/dev/shm"}.isdisjoint(features)

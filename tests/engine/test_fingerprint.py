@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from shared_ranks import on_new_ranks
-from small_models import Chain, Layer, chain, inputs, leave, sgd, whole_grads
+from small_models import Chain, Layer, chain, inputs, leave, sgd, take_step, whole_grads
 from torch import Tensor, nn
 
 from fullshard import (
@@ -76,9 +76,7 @@ class Branching(Chain):
 def steps(model: Any, count: int) -> None:
     optimizer = sgd(model)
     for step in range(count):
-        model(inputs(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(inputs(step)).square().mean())
 
 
 def branch(before: int, strategy: str) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from small_models import chain, gathered, inputs, sgd, wholes
+from small_models import chain, gathered, inputs, sgd, take_step, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -72,9 +72,7 @@ def train(checks: bool) -> dict[str, Tensor | None]:
     model = chain(fully_shard)
     optimizer = sgd(model)
     for step in range(3):
-        model(inputs(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(inputs(step)).square().mean())
     return wholes(model)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.autograd.forward_ad as forward_mode
 import torch.distributed as dist
 from shared_ranks import on_ranks
+from small_models import take_step
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import grad, jacrev, jvp, vmap
@@ -84,9 +85,7 @@ def learn(model: nn.Module, name: str, steps: int = 4) -> list[Any]:
     model.derives = True
     for step in range(2):
         y = model(torch.randn(8, 3, generator=torch.Generator().manual_seed(step)))
-        y.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, y.square().mean())
         visited.append(y.detach())
     return [*visited, *(p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters())]
 

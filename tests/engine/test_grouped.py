@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from shared_ranks import on_ranks, run_ranks
-from small_models import Chain, chain, initialise, inputs, sgd, whole_grads, wholes
+from small_models import Chain, chain, initialise, inputs, sgd, take_step, whole_grads, wholes
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -101,8 +101,12 @@ def test_unsynced_microbatches_add_up_sums_of_the_group():
     assert_same(grouped, hybrid)
 
 
-def make_a_group_alone() -> None:
-    """Two of three ranks, while the default group is bound to a device: `init_process_group(device_id=...)`."""
+@on_ranks(3)
+def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all():
+    """NCCL splits that only when all ranks ask it to, and those outside of the group never do.
+
+    Two of three ranks make a group while the default group is bound to a device, as `init_process_group` does.
+    """
     world, device = torch.distributed.group.WORLD, torch.device("cuda", 0)
     world.bound_device_id = device
     sources = []
@@ -122,11 +126,6 @@ def make_a_group_alone() -> None:
         total = torch.ones(1)
         torch.distributed.all_reduce(total, group=group)
         assert total == 2
-
-
-def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all():
-    """NCCL splits that only when all ranks ask it to, and those outside of the group never do."""
-    run_ranks(3, make_a_group_alone)
 
 
 def sent_across(placements: Placements, accumulate: int) -> tuple[int, int]:
@@ -164,9 +163,7 @@ def test_the_ledger_s_formula_is_what_is_measured(placements):
     model = chain(partial(fully_shard, strategy=placements))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(batch(step)).square().mean())
     measured = measure_ledger(model, optimizer, lambda: model(batch(0)).square().mean())
     predicted = predict_ledger(model, activations=measured.activations)
     assert measured == predicted

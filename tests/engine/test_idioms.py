@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_ranks
-from small_models import agree_with_plain, chain, inputs, sgd, wholes
+from small_models import agree_with_plain, chain, inputs, sgd, take_step, wholes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -92,9 +92,7 @@ def learn_scale(make: Any, sharded: bool) -> tuple[list[Tensor], list[tuple[int,
     optimizer = make(model.parameters())
     for step in range(4):
         torch.manual_seed(step)
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.randn(4, 8)).square().mean())
     values = [param.full_tensor() if sharded else param.detach() for param in model.parameters()]
     state = optimizer.state[model.scale]
     return values, [tuple(value.shape) for value in state.values() if isinstance(value, Tensor)]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from shared_ranks import on_ranks, run_ranks
-from small_models import Shard
+from small_models import Shard, take_step
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -273,11 +273,7 @@ def learn_converted(model: Any) -> list[Tensor]:
     losses = []
     for step in range(STEPS):
         batch = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
-        loss = model(batch).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(take_step(optimizer, model(batch).float().square().mean()))
     return losses
 
 

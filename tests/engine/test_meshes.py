@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_ranks
-from small_models import chain, inputs, whole
+from small_models import chain, inputs, take_step, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -100,9 +100,7 @@ def test_tensor_parallelism_with_axes_by_name_equals_that_with_a_slice():
         fully_shard(model, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(3):
-            model(batch_of(step).chunk(2)[dist.get_rank() // 2]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(batch_of(step).chunk(2)[dist.get_rank() // 2]).square().mean())
         found[name] = {key: whole(value) for key, value in model.state_dict().items()}
     assert_same(found["names"], found["slice"])
     assert_same(found["hybrid"], found["slice"])

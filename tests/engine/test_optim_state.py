@@ -21,6 +21,7 @@ from small_models import (
     loss_of,
     shard,
     small_gpt,
+    take_step,
     trained,
 )
 from torch import Tensor, nn
@@ -466,9 +467,7 @@ class SignOfMomentum(torch.optim.Optimizer):
 
 def weights_after(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, Tensor]:
     for number in range(steps):
-        model(torch.arange(6.0).view(2, 3) - number).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.arange(6.0).view(2, 3) - number).square().sum())
     found = ((name, param.detach()) for name, param in model.named_parameters())
     return {name: param.full_tensor() if isinstance(param, DTensor) else param.clone() for name, param in found}
 

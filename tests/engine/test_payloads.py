@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from shared_ranks import on_ranks, run_ranks
-from small_models import ONE_AXIS, Shard, agree_with_plain, leave
+from small_models import ONE_AXIS, Shard, agree_with_plain, leave, take_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -136,11 +136,7 @@ def learn_rows(model: nn.Module) -> list[Tensor]:
     optimizer = optimizer_of(model)
     losses = []
     for number in range(STEPS):
-        loss = model(inputs(number)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(take_step(optimizer, model(inputs(number)).square().mean()))
     return losses
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import adamw, batch, loss_of, my_part, shard, small_gpt, wholes
+from small_models import BrokenBackward, Stop, adamw, batch, loss_of, my_part, shard, small_gpt, take_step, wholes
 from torch import Tensor, nn
 
 from fullshard.device.streams import Stream
@@ -15,22 +15,12 @@ from fullshard.tape.recorder import Origin, Phase
 from fullshard.testing import assert_same, run_ranks
 
 
-class BreakInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        raise ArithmeticError("in backward")
-
-
 def break_in_forward(module: nn.Module, args: object) -> None:
-    raise ArithmeticError("in forward")
+    raise Stop("in forward")
 
 
 def break_in_backward(module: nn.Module, args: object, output: Tensor) -> Tensor:
-    return BreakInBackward.apply(output)
+    return BrokenBackward.apply(output)
 
 
 def fail_once(model: nn.Module, where: str) -> None:
@@ -39,7 +29,7 @@ def fail_once(model: nn.Module, where: str) -> None:
         handle = block.register_forward_pre_hook(break_in_forward)
     else:
         handle = block.register_forward_hook(break_in_backward)
-    with pytest.raises(ArithmeticError, match=where):
+    with pytest.raises(Stop, match=where):
         loss_of(model, my_part(batch(99))).backward()
     handle.remove()
 
@@ -52,9 +42,7 @@ def learn(strategy: str, failures: dict[int, str]) -> dict[str, Tensor]:
         if step in failures:
             fail_once(model, failures[step])
             optimizer.zero_grad()
-        loss_of(model, my_part(batch(step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss_of(model, my_part(batch(step))))
     return wholes(model)
 
 

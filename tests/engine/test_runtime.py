@@ -18,13 +18,16 @@ import torch.nn.functional as F
 from shared_ranks import on_ranks, run_ranks
 from small_models import (
     ONE_AXIS,
+    BrokenBackward,
     Chain,
     Layer,
     Shard,
+    Stop,
     agree_with_plain,
     chain,
     initialise,
     inputs,
+    learn,
     leave,
     memory_is_shared,
     most_whole,
@@ -56,33 +59,7 @@ from fullshard.testing import assert_same
 STEPS = 4  # units share memory from the third step on
 
 
-def learn(model: Any, steps: int = STEPS, loss_of: Callable[[Any, int], Tensor] | None = None) -> list[Any]:
-    """Train `steps` steps and return losses, gradients of each step and weights."""
-    optimizer, left = sgd(model), []
-    for step in range(steps):
-        loss = loss_of(model, step) if loss_of else model(inputs(step)).square().mean()
-        loss.backward()
-        left += [loss.detach(), whole_grads(model)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*left, wholes(model)]
-
-
 # -- exceptions -------------------------------------------------------------------------------------------------------
-
-
-class Stop(Exception):  # noqa: N818  # any exception of a model
-    pass
-
-
-class FailingBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise Stop
 
 
 class Fragile(Layer):
@@ -94,7 +71,7 @@ class Fragile(Layer):
         x = super().forward(x)
         if self.fails == "forward":
             raise Stop
-        return FailingBackward.apply(x) if self.fails == "backward" else x
+        return BrokenBackward.apply(x) if self.fails == "backward" else x
 
 
 def fail_in_between(phase: str, shard: Shard) -> list[Any]:

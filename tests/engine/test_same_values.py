@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_ranks
-from small_models import chain, inputs
+from small_models import chain, inputs, take_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -156,9 +156,7 @@ def one_of_four_has_another_head() -> list[str]:
     optimizer = torch.optim.SGD([*model.parameters(), head.weight], lr=0.1)
     with Messages() as texts:
         for step in range(3):
-            model(inputs(step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(inputs(step)).square().mean())
     return texts
 
 
@@ -182,9 +180,7 @@ def compared_nbytes(layers: int) -> dict[str, list[int]]:
     optimizer = torch.optim.SGD([*model.parameters(), *(head.weight for head in heads)], lr=0.0)
     with patch.object(Collectives, "gather_objects", count):
         for _ in range(3):
-            model(torch.ones(2, 8)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.ones(2, 8)).sum())
     return sent
 
 

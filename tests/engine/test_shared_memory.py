@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_new_ranks
-from small_models import Chain, chain, initialise, inputs, sgd
+from small_models import Chain, chain, initialise, inputs, sgd, take_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -409,9 +409,7 @@ def test_no_rank_waits_for_a_block_that_others_cannot_read_yet():
 def steps(model: Any, numbers: Iterable[int]) -> None:
     optimizer = sgd(model)
     for number in numbers:
-        model(inputs(number)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(inputs(number)).square().mean())
 
 
 def common_slots(strategy: Any, shares_units: bool = True) -> list[bool]:

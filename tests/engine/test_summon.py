@@ -14,13 +14,16 @@ from shared_ranks import on_ranks, run_ranks
 from small_models import (
     ONE_AXIS,
     Block,
+    BrokenBackward,
     SmallGPT,
+    Stop,
     adamw,
     batch,
     gathered,
     loss_of,
     shard,
     small_gpt,
+    take_step,
     whole_grads,
     wholes,
 )
@@ -291,10 +294,6 @@ def test_units_of_both_interfaces_below_a_plain_root_are_summoned():
 # -- at the wrong moment ----------------------------------------------------------------------------------------------
 
 
-class Stop(Exception):  # noqa: N818  # any exception of user code
-    pass
-
-
 @on_ranks(2)
 def test_an_exception_within_keeps_what_was_changed():
     """Earlier changes are kept, and the state is consistent."""
@@ -358,16 +357,6 @@ def test_a_step_that_would_be_lost_is_refused():
         assert_same(step(model, adamw(model)), step(reference, adamw(reference)))
 
 
-class Breaking(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise Stop
-
-
 def fail(*_: Any) -> None:
     raise Stop
 
@@ -381,7 +370,7 @@ def test_after_a_failure_parameters_can_be_summoned(phase):
         optimizer, other = adamw(model), adamw(reference)
         for number in range(3):
             assert_same(step(model, optimizer, number), step(reference, other, number))
-            hook = fail if phase == "forward" else lambda m, i, out: Breaking.apply(out)
+            hook = fail if phase == "forward" else lambda m, i, out: BrokenBackward.apply(out)
             handle = model.blocks[0].register_forward_hook(hook)
             with pytest.raises(Stop):
                 loss_of(model, same_batch(9)).backward()
@@ -550,11 +539,7 @@ def train_tied(tie: Any, shard: Any, forwards: int, moves: bool) -> list[Any]:
         model.double()
     optimizer, left = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for _ in range(3):
-        loss = model(tokens).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        left.append(loss.detach())
+        left.append(take_step(optimizer, model(tokens).square().sum()))
     snapshot(model=model, optimizer=optimizer)
     with summon_full_params(model):
         assert model.e.weight is model.h.weight

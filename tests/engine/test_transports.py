@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks as run_shared_ranks
-from small_models import chain, inputs
+from small_models import chain, inputs, take_step
 from torch import Tensor
 
 from fullshard import dry, fully_shard
@@ -35,9 +35,7 @@ def learn() -> list[Tensor]:
     model = chain(fully_shard)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
-        model(inputs(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(inputs(step)).square().mean())
     return [param.full_tensor().detach() for param in model.parameters()]
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import small_models
 import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_ranks
@@ -64,17 +65,12 @@ def wrapped(model: nn.Module | None = None, **options: Any) -> FullyShardedDataP
 
 def learn(model: nn.Module, steps: int = 3, part: bool = False) -> list[Any]:
     """Losses, gradients and weights of some steps; with `part`, every rank has its own rows."""
-    optimizer, left = sgd(model), []
-    for step in range(steps):
-        x = inputs(step)
-        if part:
-            x = x.tensor_split(dist.get_world_size())[dist.get_rank()]
-        loss = model(x).square().mean()
-        loss.backward()
-        left += [loss.detach(), whole_grads(model)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*left, wholes(model)]
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x = inputs(step).tensor_split(dist.get_world_size())[dist.get_rank()] if part else inputs(step)
+        return model(x).square().mean()
+
+    return small_models.learn(model, steps, loss_of)
 
 
 # -- being a module ---------------------------------------------------------------------------------------------------
@@ -684,14 +680,7 @@ def cast_a_part(shard: Shard) -> list[Any]:
     left = learn(model)
     for part in (*model.layers, model.head):
         part.to(torch.float64)
-    optimizer = sgd(model)
-    for step in range(2):
-        loss = model(inputs(step).double()).square().mean()
-        loss.backward()
-        left += [loss.detach(), whole_grads(model)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*left, wholes(model)]
+    return [*left, *small_models.learn(model, 2, lambda model, step: model(inputs(step).double()).square().mean())]
 
 
 def test_parts_of_a_unit_can_be_cast_one_after_another():

@@ -173,7 +173,9 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
     assert resumed.train(start=2, stop=4) == Run(sharded()).train()[2:4]
 
 
-def saved_for_others(folder: str) -> dict[str, Any]:
+@on_new_ranks(2)
+def test_what_is_saved_opens_with_the_same_logits(tmp_path):
+    folder = str(tmp_path)
     run = Run(sharded(), model=llama(tie_word_embeddings=True))
     run.train(stop=2)
     state = run.accelerator.get_state_dict(run.model)
@@ -196,12 +198,7 @@ def saved_for_others(folder: str) -> dict[str, Any]:
     assert names_in(f"{folder}/by_accelerate") == {"model.safetensors"}
     assert names == (set() if run.accelerator.process_index else set(opened.state_dict()))
     with torch.no_grad():
-        return {"sharded": logits, "opened": opened(ids).logits}
-
-
-def test_what_is_saved_opens_with_the_same_logits(tmp_path):
-    for logits in run_ranks(2, saved_for_others, str(tmp_path)):
-        assert_same(logits["sharded"], logits["opened"])
+        assert_same(logits, opened(ids).logits)
 
 
 def two_models(make: Callable[..., Any]) -> list[float]:
@@ -234,7 +231,8 @@ def test_several_models_train_and_are_looked_at():
     assert two_models(ddp) == two_models(sharded())
 
 
-def differently_made() -> bool:
+@on_new_ranks(2)
+def test_every_rank_starts_from_rank_0():
     """Each rank makes other weights, as scripts do that set no seed; DDP takes rank 0's."""
 
     def model() -> nn.Module:
@@ -244,11 +242,7 @@ def differently_made() -> bool:
                 param.add_(0.1 * int(os.environ["RANK"]))
         return made
 
-    return Run(ddp, model=model()).train() == Run(sharded(), model=model()).train()
-
-
-def test_every_rank_starts_from_rank_0():
-    assert run_ranks(2, differently_made) == [True, True]
+    assert Run(ddp, model=model()).train() == Run(sharded(), model=model()).train()
 
 
 @on_new_ranks(2)

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 from shared_ranks import on_new_ranks
-from small_models import adamw, chain, inputs, wholes
+from small_models import adamw, chain, inputs, take_step, wholes
 from torch import Tensor, nn
 
 from fullshard import ConfigError, StateError, fully_shard
@@ -160,9 +160,7 @@ def test_a_replica_alone_is_plain_training_until_the_lighthouse_is_lost():
     alone = chain(fully_shard)
     optimizer = adamw(alone)
     for step in range(2):
-        alone(inputs(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, alone(inputs(step)).square().mean())
     assert_same(wholes(model), wholes(alone))
     lighthouse.kill()
     lighthouse.wait()

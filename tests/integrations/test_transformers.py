@@ -20,6 +20,7 @@ from small_models import (
     leave,
     momentum,
     my_part,
+    take_step,
     whole_grads,
     wholes,
 )
@@ -288,9 +289,7 @@ def generate_between_steps(name: str, shard: Shard) -> list[Any]:
     optimizer, left = adamw(model), []
     for step in range(4):
         left += [generate(model), loss_of(model, tokens(step), step)]
-        left[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, left[-1])
     return [*left, wholes(model)]
 
 

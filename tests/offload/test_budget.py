@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_ranks
-from small_models import batch, chain, inputs, loss_of, my_part, small_gpt, trained, wholes
+from small_models import batch, chain, inputs, loss_of, my_part, small_gpt, take_step, trained, wholes
 from test_offload_to_disk import on_the_disk, states_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -323,9 +323,7 @@ def test_checkpoints_are_of_no_budget(tmp_path):
 
     def learn_on(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[Any]:
         for step in steps:
-            model(torch.full((16, 256), 0.1 * step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.full((16, 256), 0.1 * step)).square().mean())
         return [wholes(model), states_of(optimizer)]
 
     left = {}
@@ -356,9 +354,7 @@ def test_an_optimizer_declared_to_step_shards_chooses_too():
 
 def learn_more(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[Any]:
     for step in steps:
-        loss_of(model, my_part(batch(step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss_of(model, my_part(batch(step))))
     return [wholes(model), states_of(optimizer)]
 
 
@@ -684,9 +680,7 @@ def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
     optimizer = adamw(trained(model))
     with fullshard.report(model, tmp_path / "run"):
         for step in range(12):
-            loss_of(model, my_part(batch(step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss_of(model, my_part(batch(step))))
     if dist.get_rank() == 0:
         facts = read_run(tmp_path / "run").facts
         assert "100% of the optimizer state is on a disk" in facts["offload"]

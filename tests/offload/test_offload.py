@@ -3,9 +3,10 @@
 from functools import partial
 from typing import Any
 
+import small_models
 import torch
 from shared_ranks import on_ranks
-from small_models import ONE_AXIS, Chain, Layer, chain, inputs, leave, sgd, whole_grads, wholes
+from small_models import ONE_AXIS, Chain, Layer, chain, inputs, leave, sgd, wholes
 
 from fullshard import (
     CPUOffload,
@@ -23,14 +24,8 @@ from fullshard.wrap import ModuleWrapPolicy
 
 
 def learn(model: Any) -> list[Any]:
-    optimizer, left = sgd(model), []
-    for step in range(4):
-        loss = model(inputs(10 * step + torch.distributed.get_rank())).square().mean()
-        loss.backward()
-        left += [loss.detach(), whole_grads(model)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*left, wholes(model)]
+    rank = torch.distributed.get_rank()
+    return small_models.learn(model, 4, lambda model, step: model(inputs(10 * step + rank)).square().mean())
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_ranks
-from small_models import BLOCKS, SmallGPT, all_but_one, batch, loss_of, my_part, small_gpt, trained, wholes
+from small_models import BLOCKS, SmallGPT, all_but_one, batch, loss_of, my_part, small_gpt, take_step, trained, wholes
 from test_offload_to_disk import LOOPS, Make, adamw, few_bytes_per_chunk, learn, momentum, muon, on_the_disk
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -237,9 +237,7 @@ def test_memory_is_that_of_few_units_from_the_making_of_the_model_on(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
     def step() -> None:
-        model(torch.randn(4, WIDTH)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, model(torch.randn(4, WIDTH)).square().mean())
 
     for _ in range(3):
         step()
