@@ -18,8 +18,7 @@ from pathlib import Path
 
 from fullshard.errors import ConfigError
 
-CONFIG_BYTES = 64 << 20
-"""The largest configuration file that is read."""
+CONFIG_BYTES = 64 << 20  # the largest configuration file that is read
 
 UNPARSED = (ValueError, LookupError, AttributeError, RecursionError)
 """The errors of parsers of JSON, TOML and YAML for invalid text, next to `yaml.YAMLError`."""

@@ -147,8 +147,7 @@ def _chosen_place(
     return axes, placement.dim % len(shape)
 
 
-_ALIGNED_FROM_NUMEL = 4096
-"""Minimum number of elements of parameters to align: optimizers do not encode smaller ones."""
+_ALIGNED_FROM_NUMEL = 4096  # minimum number of elements of parameters to align: optimizers do not encode smaller ones
 
 
 def _aligned_place(axes: Axes, dim: int | None, block: int, fqn: str, param: nn.Parameter) -> tuple[Axes, int | None]:
@@ -221,8 +220,7 @@ def _check(modules: Sequence[nn.Module]) -> None:
 
 # -- copies -----------------------------------------------------------------------------------------------------------
 
-PLAIN_CLASS = "_fullshard_plain_class"
-"""An attribute of classes that `fully_shard` gives modules: the user's own class."""
+PLAIN_CLASS = "_fullshard_plain_class"  # an attribute of classes that `fully_shard` gives modules: the user's own class
 _COPYING = "fullshard: a sharded module that is being copied"  # a key of the memo, where others are numbers
 
 

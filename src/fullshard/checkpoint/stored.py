@@ -22,8 +22,7 @@ class Stored:
 
     path: Path
     weights: Mapping[str, Description]  # of the model, by FQN
-    fetch: Callable[[str], Tensor]
-    """Reads one tensor, by its name in `weights` or `others`."""
+    fetch: Callable[[str], Tensor]  # reads one tensor, by its name in `weights` or `others`
     ties: Mapping[str, str] = field(default_factory=dict)  # names in `weights`, with those that they are tied to
     others: Mapping[str, Description] = field(default_factory=dict)  # the optimizer's, by key
     values: tuple[str, ...] = ()  # FQNs of the model's values other than tensors

@@ -56,8 +56,7 @@ class Stamp(Protocol):
 class Stream:
     """A sequence of work. This class is the program order, which never has to wait."""
 
-    is_stream = False
-    """True if work is queued here in order, so that the host need not wait before it queues more."""
+    is_stream = False  # true if work is queued here in order, so that the host need not wait before it queues more
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -206,5 +205,4 @@ class Streams:
             stream.wait(self.compute.mark())
 
 
-STREAMS = tuple(stream.name for stream in fields(Streams))
-"""Their names, in that order."""
+STREAMS = tuple(stream.name for stream in fields(Streams))  # their names, in that order

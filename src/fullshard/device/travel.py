@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from threading import Lock
 
-STATES = ("parameters", "gradients", "optimizer state", "activations")
-"""The states that can be offloaded."""
+STATES = ("parameters", "gradients", "optimizer state", "activations")  # the states that can be offloaded
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class Travelled:
         return Travelled(self.arrived - before.arrived, self.passed - before.passed)
 
 
-Transfers = dict[tuple[str, str], Travelled]
-"""By place and state."""
+Transfers = dict[tuple[str, str], Travelled]  # by place and state
 
 
 @dataclass
@@ -51,5 +49,4 @@ class _Travel:
         return {key: now.since(before.get(key, Travelled())) for key, now in self.total.items()}
 
 
-travel = _Travel()
-"""The transfers of this process."""
+travel = _Travel()  # the transfers of this process

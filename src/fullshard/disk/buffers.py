@@ -19,8 +19,7 @@ from fullshard.device.accelerator import Accelerator, accelerator_for
 from fullshard.device.streams import Mark
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned_buffer, aligned_part
 
-MOST_WRITING = 2
-"""The number of buffers that may still be written out or copied to a device when a new one is taken."""
+MOST_WRITING = 2  # the number of buffers that may still be written out or copied to a device when a new one is taken
 
 
 @dataclass(eq=False)

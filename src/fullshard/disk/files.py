@@ -44,10 +44,8 @@ _log = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 """Offsets, sizes and addresses are multiples of it. No disk or file system in use requires more."""
-REQUEST_BYTES = 4 << 20
-"""The default size of one read or write system call."""
-DEPTH = 4
-"""The default number of such calls in flight per file."""
+REQUEST_BYTES = 4 << 20  # the default size of one read or write system call
+DEPTH = 4  # the default number of such calls in flight per file
 
 _HUGE_PAGE_NBYTES = 2 << 20
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})

@@ -11,8 +11,7 @@ from pathlib import Path
 from fullshard.errors import DiskError
 
 MOUNTS = Path("/proc/self/mountinfo")
-IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-"""File systems that are stored in memory."""
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})  # file systems that are stored in memory
 _OVER_A_NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "9p", "afs", "glusterfs", "ocfs2"}
 )

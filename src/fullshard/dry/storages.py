@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fullshard.tape.tape import HOST, Access, Allocation, Free, Tape
 
-GIVEN = "given"
-"""Replaces the name of a stream for memory that existed before the trace."""
+GIVEN = "given"  # replaces the name of a stream for memory that existed before the trace
 
 
 @dataclass(slots=True)

@@ -18,8 +18,7 @@ from fullshard.dry.storages import Storages
 from fullshard.tape.tape import HOST, DiskTransfer, Recorded, Tape, Waited
 
 _PACKAGE = Path(__file__).parent.parent
-OF_TORCH = "torch: "
-"""Prefix of `Waited.site` if torch itself makes the host wait."""
+OF_TORCH = "torch: "  # prefix of `Waited.site` if torch itself makes the host wait
 
 _SEAM = tuple(str(_PACKAGE / room) for room in ("device", "dry", "disk/files.py"))
 

@@ -8,8 +8,7 @@ from itertools import product
 
 _MOST_DIMS = 8  # that a tensor is cut along; a mesh has fewer
 
-Box = tuple[Sequence[int], Sequence[int]]
-"""The offset of a box along each dim, and its size along each dim."""
+Box = tuple[Sequence[int], Sequence[int]]  # the offset of a box along each dim, and its size along each dim
 
 
 def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:

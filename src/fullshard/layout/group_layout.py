@@ -37,8 +37,7 @@ from fullshard.layout.shard_spec import ShardSpec, choose_spec
 ALIGNMENT_BYTES = 16
 """Every shard starts on such a boundary: NCCL moves packs of 16 bytes, and falls to single elements otherwise."""
 
-FEW_OPERATIONS = 16
-"""Number of operations in one group that cost little more than one on a queue."""
+FEW_OPERATIONS = 16  # number of operations in one group that cost little more than one on a queue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +55,7 @@ class MessageRule:
     max_padding: float = 1 / 32  # the share of a parameter that may be added as rows that exist on no rank
 
 
-PAIRWISE = MessageRule(least_part_nbytes=16 << 10)
-"""For messages between each pair of ranks: gloo, and shared memory."""
+PAIRWISE = MessageRule(least_part_nbytes=16 << 10)  # for messages between each pair of ranks: gloo, and shared memory
 
 ON_A_QUEUE = MessageRule(
     least_nbytes=1 << 20,

@@ -50,8 +50,7 @@ class GroupProgress:
         self.unsent: dict[int, bool] = {}
         """Collectives that this rank has started, and has to send a second message of: by their numbers, whether it
         sends that one while it waits for any collective of the group, or only while it waits for this one."""
-        self.broken: FullshardError | None = None
-        """Why the group cannot be used any more."""
+        self.broken: FullshardError | None = None  # why the group cannot be used any more
 
     def end_wait(self) -> None:
         """Make the thread that waits for a collective of this group raise `broken`. Called by the watchdog."""
@@ -127,10 +126,8 @@ class _TorchCall:
 class RankProgress:
     """The activity of this rank. The waiting threads write it, and a separate thread reads it. All drop ended work."""
 
-    step: int = 0
-    """Steps that the root which ran last has begun."""
-    unwatched: Unwatched | None = None
-    """The last queued collective that had to be given up, if there was one."""
+    step: int = 0  # steps that the root which ran last has begun
+    unwatched: Unwatched | None = None  # the last queued collective that had to be given up, if there was one
     _waiting: dict[int, Task] = field(default_factory=dict)  # by thread, as in all that follows
     _behind: set[int] = field(default_factory=set)  # threads that work for others
     _joining: dict[int, float] = field(default_factory=dict)  # since when a thread waits for one of those

@@ -91,10 +91,8 @@ class CachingAllocator:
         self._room = float("inf") if room is None else room
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self._end = 0  # the next address: segments do not overlap
-        self.allocated = 0
-        """Bytes of blocks in use."""
-        self.reserved = 0
-        """Bytes of segments."""
+        self.allocated = 0  # bytes of blocks in use
+        self.reserved = 0  # bytes of segments
         self.requested = self.given_back = self.retries = self.failures = 0
         """The number of segments requested and returned, of requests without enough device memory, and of requests that
         failed even after all free segments were returned."""
@@ -178,8 +176,7 @@ class TapeAllocator(CachingAllocator):
     def __init__(self, *, expandable: bool = False, room: float | None = None) -> None:
         super().__init__(expandable=expandable, room=room)
         self._held: dict[int, _Block] = {}
-        self.tensors = 0
-        """Bytes of tensors, without rounding."""
+        self.tensors = 0  # bytes of tensors, without rounding
 
     def note(self, entry: Entry) -> None:
         """Perform the allocation or free in `entry`. Host memory is ignored."""

@@ -18,8 +18,7 @@ from fullshard.plan.hardware import HERE, hardware, known_hardware
 from fullshard.plan.link_speeds import link_speeds
 from fullshard.regular_files import writing
 
-Report = Callable[[str], None]
-"""Called with the name of the next measurement."""
+Report = Callable[[str], None]  # called with the name of the next measurement
 
 DTYPE = "bfloat16"  # whose share of the peak rate is fitted
 NETWORK_BYTES_PER_S, NETWORK_STEP_S = 1.25e9, 50e-6

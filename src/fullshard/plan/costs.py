@@ -68,53 +68,34 @@ class Costs:
     of these peaks that kernels reach (65 % and 80 %), the launch time, the latency and the host times are assumptions.
     In eager PyTorch, an operation takes about 6 us of host time. Ratios between two tapes hardly depend on these
     assumptions, but absolute times do.
-
-    Args:
-        flops_per_s: The rate of large matrix products for dtypes not in `flops_by_dtype`.
-        flops_by_dtype: The rate of large matrix products by the dtype of their result.
-        memory_bytes_per_s: The bandwidth of memory-bound kernels.
-        launch_s: The time between two kernels of a stream.
-        multiprocessors: The number of multiprocessors that compute the tiles of a matrix product; 0 to ignore tiles.
-        attention: See `AttentionRates`, relative to `peak_by_dtype`. If None, attention is like other matrix products.
-        peak_by_dtype: The peak rates.
-        latency_s: The latency of a collective with the Simple protocol, before its first step.
-        ranks_per_host: The number of ranks per host. Ranks are numbered host by host.
-        link_bytes_per_s: The bus bandwidth of one rank to other ranks of its host, one way.
-        network_bytes_per_s: The bandwidth of one rank to other hosts, one way.
-        link: The steps and protocols of the links within a host. If `link` and `network` are None, steps take no time.
-        network: The same for links between hosts.
-        slowdown: The relative increase of compute time during a collective. 0.1 is 10 %.
-        host_s: The host time to queue an operation.
-        host_collective_s: The host time to queue a collective, including the engine's work around it.
-        host_tensor_s: The additional host time for each tensor of a collective.
-        host_mark_s: The host time to record an event, or to make a stream wait for one.
-        segment_s: The assumed time to request a segment of device memory, or to return one.
-        host_memory_bytes_per_s: The rate at which the CPU reads and writes for this rank, while it does so for all
-            ranks of the host.
-        host_link_bytes_per_s: The bandwidth of copies between host and accelerator memory.
     """
 
-    flops_per_s: float = 0.65 * 989e12
+    flops_per_s: float = 0.65 * 989e12  # the rate of large matrix products for dtypes not in `flops_by_dtype`
+    # The rate of large matrix products by the dtype of their result.
     flops_by_dtype: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    memory_bytes_per_s: float = 0.8 * 3.35e12
-    launch_s: float = 2e-6
+    memory_bytes_per_s: float = 0.8 * 3.35e12  # the bandwidth of memory-bound kernels
+    launch_s: float = 2e-6  # the time between two kernels of a stream
+    # The number of multiprocessors that compute the tiles of a matrix product; 0 to ignore tiles.
     multiprocessors: int = 0
+    # See `AttentionRates`, relative to `peak_by_dtype`. If None, attention is like other matrix products.
     attention: AttentionRates | None = None
     peak_by_dtype: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    latency_s: float = 20e-6
-    ranks_per_host: int = 8
-    link_bytes_per_s: float = 450e9
-    network_bytes_per_s: float = 50e9
+    latency_s: float = 20e-6  # the latency of a collective with the Simple protocol, before its first step
+    ranks_per_host: int = 8  # the number of ranks per host. Ranks are numbered host by host
+    link_bytes_per_s: float = 450e9  # the bus bandwidth of one rank to other ranks of its host, one way
+    network_bytes_per_s: float = 50e9  # the bandwidth of one rank to other hosts, one way
+    # The steps and protocols of the links within a host. If `link` and `network` are None, steps take no time.
     link: Link | None = None
-    network: Link | None = None
-    slowdown: float = 0.0
-    host_s: float = 6e-6
-    host_collective_s: float = 6e-6
-    host_tensor_s: float = 0.0
-    host_mark_s: float = 1e-6
-    segment_s: float = 1e-3
+    network: Link | None = None  # the same for links between hosts
+    slowdown: float = 0.0  # the relative increase of compute time during a collective. 0.1 is 10 %
+    host_s: float = 6e-6  # the host time to queue an operation
+    host_collective_s: float = 6e-6  # the host time to queue a collective, including the engine's work around it
+    host_tensor_s: float = 0.0  # the additional host time for each tensor of a collective
+    host_mark_s: float = 1e-6  # the host time to record an event, or to make a stream wait for one
+    segment_s: float = 1e-3  # the assumed time to request a segment of device memory, or to return one
+    # The rate at which the CPU reads and writes for this rank, while it does so for all ranks of the host.
     host_memory_bytes_per_s: float = 20e9
-    host_link_bytes_per_s: float = 55e9
+    host_link_bytes_per_s: float = 55e9  # the bandwidth of copies between host and accelerator memory
 
     def note_before(self, entry: Entry) -> None:
         """Account for the tape before the timed part: it costs nothing, but may make the timed part cheaper."""

@@ -189,15 +189,10 @@ class CoreTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuCosts(Costs):
-    """Costs for `lay_out`, of the entries of one trace in order.
+    """Costs for `lay_out`, of the entries of one trace in order."""
 
-    Args:
-        time: The costs of the trace so far.
-        turns: The number of ranks that share a core.
-    """
-
-    time: CoreTime
-    turns: float
+    time: CoreTime  # the costs of the trace so far
+    turns: float  # the number of ranks that share a core
     host_s: float = 0.0  # the host is the stream
     host_collective_s: float = 0.0
     host_mark_s: float = 0.0

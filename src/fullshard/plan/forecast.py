@@ -29,43 +29,24 @@ _LEAST_S, _LEAST_BYTES = 5e-5, 5e4  # smaller values are displayed as 0.0
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The predicted needs of one rank of a run, in bytes and in seconds per step.
+    """The predicted needs of one rank of a run, in bytes and in seconds per step."""
 
-    Args:
-        hardware: The machine that the times are for. If it is empty, no machine is described and all seconds are 0.
-        peak_bytes: The peak bytes of tensors.
-        peak_at: The unit and the phase of the peak.
-        by_state: The peak bytes of each state. The peaks occur at different times.
-        needed_bytes: The peak including the overhead of the allocator, or of the process.
-        limit_bytes: The available bytes.
-        step_s: A whole step, from the second one.
-        gather_s: Time during which all-gathers run.
-        reduce_s: Time during which reductions run.
-        exposed_s: Time during which compute waits for other ranks.
-        would_fit: Changes with which the run would fit, if it does not.
-        turns: See `Prediction.turns`.
-        flops_share: The model's own FLOPs in `step_s` as a share of the peak rate (MFU).
-        on_disk_bytes: The bytes on disk, including activations.
-        disk_read_bytes: The bytes read from disk per step, from the second one.
-        disk_written_bytes: The bytes written to disk per step, from the second one.
-    """
-
-    hardware: str
-    peak_bytes: int
-    peak_at: str
-    by_state: Mapping[str, int]
-    needed_bytes: int
-    limit_bytes: int
-    step_s: float
-    gather_s: float
-    reduce_s: float
-    exposed_s: float
-    would_fit: tuple[str, ...] = ()
-    turns: tuple[tuple[str, int], ...] = ()
-    flops_share: float = 0.0
-    on_disk_bytes: int = 0
-    disk_read_bytes: int = 0
-    disk_written_bytes: int = 0
+    hardware: str  # the machine that the times are for. If it is empty, no machine is described and all seconds are 0
+    peak_bytes: int  # the peak bytes of tensors
+    peak_at: str  # the unit and the phase of the peak
+    by_state: Mapping[str, int]  # the peak bytes of each state. The peaks occur at different times
+    needed_bytes: int  # the peak including the overhead of the allocator, or of the process
+    limit_bytes: int  # the available bytes
+    step_s: float  # a whole step, from the second one
+    gather_s: float  # time during which all-gathers run
+    reduce_s: float  # time during which reductions run
+    exposed_s: float  # time during which compute waits for other ranks
+    would_fit: tuple[str, ...] = ()  # changes with which the run would fit, if it does not
+    turns: tuple[tuple[str, int], ...] = ()  # see `Prediction.turns`
+    flops_share: float = 0.0  # the model's own FLOPs in `step_s` as a share of the peak rate (MFU)
+    on_disk_bytes: int = 0  # the bytes on disk, including activations
+    disk_read_bytes: int = 0  # the bytes read from disk per step, from the second one
+    disk_written_bytes: int = 0  # the bytes written to disk per step, from the second one
 
     @property
     def fits(self) -> bool:
@@ -182,25 +163,15 @@ def _answer() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The measured needs of a rank. None for values that were not measured.
+    """The measured needs of a rank. None for values that were not measured."""
 
-    Args:
-        step_s: Seconds per step, from the end of one optimizer step to the end of the next.
-        needed_bytes: The peak of an accelerator's allocator, or of the process.
-        by_state: Peak bytes by state, with the names that a `Forecast` uses.
-        gather_s: Seconds during which all-gathers ran.
-        reduce_s: Seconds during which reductions ran.
-        input_s: Seconds from an optimizer step to the next forward.
-        core_s: Seconds during which this rank was ready to compute but every core was busy.
-    """
-
-    step_s: float | None = None
-    needed_bytes: int | None = None
-    by_state: Mapping[str, int] | None = None
-    gather_s: float | None = None
-    reduce_s: float | None = None
-    input_s: float | None = None
-    core_s: float | None = None
+    step_s: float | None = None  # seconds per step, from the end of one optimizer step to the end of the next
+    needed_bytes: int | None = None  # the peak of an accelerator's allocator, or of the process
+    by_state: Mapping[str, int] | None = None  # peak bytes by state, with the names that a `Forecast` uses
+    gather_s: float | None = None  # seconds during which all-gathers ran
+    reduce_s: float | None = None  # seconds during which reductions ran
+    input_s: float | None = None  # seconds from an optimizer step to the next forward
+    core_s: float | None = None  # seconds during which this rank was ready to compute but every core was busy
 
     def as_dict(self) -> dict[str, Any]:
         """Return the measured values, for a line of metrics."""

@@ -27,27 +27,19 @@ from typing import Any
 from fullshard.errors import ConfigError
 from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 
-HERE = "here"
-"""The name of the machine that `fullshard calibrate` has measured."""
+HERE = "here"  # the name of the machine that `fullshard calibrate` has measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The communication of one rank over one kind of link.
+    """The communication of one rank over one kind of link."""
 
-    Args:
-        bytes_per_s: The bus bandwidth of collectives per rank, in one direction.
-        step_s: Seconds per step of a collective's algorithm, in addition to its bytes.
-        ll_step_s: The same for NCCL's LL protocol, whose messages carry a flag with every 4 bytes. 0 if there is none.
-        ll128_step_s: The same for LL128, with a flag for every 120 bytes.
-        ll_bytes_per_s: The maximum bandwidth of LL. If 0, half of `bytes_per_s`.
-    """
-
-    bytes_per_s: float
-    step_s: float
+    bytes_per_s: float  # the bus bandwidth of collectives per rank, in one direction
+    step_s: float  # seconds per step of a collective's algorithm, in addition to its bytes
+    # The same for NCCL's LL protocol, whose messages carry a flag with every 4 bytes. 0 if there is none.
     ll_step_s: float = 0.0
-    ll128_step_s: float = 0.0
-    ll_bytes_per_s: float = 0.0
+    ll128_step_s: float = 0.0  # the same for LL128, with a flag for every 120 bytes
+    ll_bytes_per_s: float = 0.0  # the maximum bandwidth of LL. If 0, half of `bytes_per_s`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,65 +52,42 @@ class AttentionRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Measured constants of an accelerator or of a core. At most three are fitted.
+    """Measured constants of an accelerator or of a core. At most three are fitted."""
 
-    Args:
-        matmul_share: The share of the peak rate that large matrix products reach within a step.
-        memory_share: The share of the memory bandwidth that other kernels reach.
-        host_s: Host seconds to launch one operation.
-    """
-
-    matmul_share: float
-    memory_share: float
-    host_s: float
+    matmul_share: float  # the share of the peak rate that large matrix products reach within a step
+    memory_share: float  # the share of the memory bandwidth that other kernels reach
+    host_s: float  # host seconds to launch one operation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One kind of machine: hosts with `ranks_per_host` accelerators, or cores.
-
-    Args:
-        name: The name of the description.
-        kind: "gpu" (any accelerator with streams) or "cpu".
-        title: The name for display.
-        memory_bytes: The memory of one accelerator; for a CPU, the whole memory of a host.
-        flops_per_s: The dense peak by dtype ("float32", "bfloat16", "float16", "float8"), of one accelerator or core.
-        memory_bytes_per_s: The memory bandwidth of one accelerator, reads and writes together; or of one core.
-        ranks_per_host: The number of accelerators, or cores, per host.
-        base_s: Seconds of a collective before its first byte.
-        link: The link between ranks of a host.
-        network: The network between hosts, as the share of each rank.
-        host_link_bytes_per_s: The bandwidth between an accelerator and its host's memory, in one direction.
-        host_memory_bytes: The memory of a host.
-        host_memory_bytes_per_s: The rate at which the CPUs of a host read and write its memory together during the
-            optimizer steps of all its ranks.
-        fitted: The measured constants.
-        sources: The sources of the numbers, one sentence each.
-        multiprocessors: The number of units of an accelerator that each compute tiles of a matrix product (streaming
-            multiprocessors, compute units). 0 if products are not cut into tiles.
-        collective_multiprocessors: How many of them a running collective uses.
-        attention: The shares of kernels like FlashAttention. If None, attention is as fast as other matrix products.
-        measured: The tables by size of a measured machine: see `cpu_speeds.py` and `gpu_speeds.py`.
-    """
+    """One kind of machine: hosts with `ranks_per_host` accelerators, or cores."""
 
     name: str
-    kind: str
-    title: str
-    memory_bytes: float
+    kind: str  # "gpu" (any accelerator with streams) or "cpu"
+    title: str  # the name for display
+    memory_bytes: float  # the memory of one accelerator; for a CPU, the whole memory of a host
+    # The dense peak by dtype ("float32", "bfloat16", "float16", "float8"), of one accelerator or core.
     flops_per_s: Mapping[str, float]
-    memory_bytes_per_s: float
-    ranks_per_host: int
-    base_s: float
-    link: Link
-    network: Link
-    host_link_bytes_per_s: float
+    memory_bytes_per_s: float  # the memory bandwidth of one accelerator, reads and writes together; or of one core
+    ranks_per_host: int  # the number of accelerators, or cores, per host
+    base_s: float  # seconds of a collective before its first byte
+    link: Link  # the link between ranks of a host
+    network: Link  # the network between hosts, as the share of each rank
+    host_link_bytes_per_s: float  # the bandwidth between an accelerator and its host's memory, in one direction
     host_memory_bytes: float
     fitted: Fitted
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # the sources of the numbers, one sentence each
+    # The rate at which the CPUs of a host read and write its memory together during the optimizer steps of all its
+    # ranks.
     host_memory_bytes_per_s: float = 160e9
+    # The number of units of an accelerator that each compute tiles of a matrix product (streaming multiprocessors,
+    # compute units). 0 if products are not cut into tiles.
     multiprocessors: int = 0
-    collective_multiprocessors: int = 0
+    collective_multiprocessors: int = 0  # how many of them a running collective uses
+    # The shares of kernels like FlashAttention. If None, attention is as fast as other matrix products.
     attention: AttentionRates | None = None
+    # The tables by size of a measured machine: see `cpu_speeds.py` and `gpu_speeds.py`.
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def with_hosts_of(self, ranks: int) -> Hardware:

@@ -45,8 +45,7 @@ from fullshard.policy.strategy import Placements as StrategyPlacements
 from fullshard.state.on_disk import BUFFERS, chunks_on_disk, states_on_disk
 from fullshard.tape.recorder import recording
 
-TIERS = ("device", "cpu", "disk")
-"""The tiers: the device that computes, the CPU alongside it, and disk."""
+TIERS = ("device", "cpu", "disk")  # the tiers: the device that computes, the CPU alongside it, and disk
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,10 +39,8 @@ class Malloc:
     """
 
     def __init__(self, threshold: int | None = None) -> None:
-        self.heap = 0
-        """The size of the heap in bytes."""
-        self.mapped = 0
-        """Bytes of mappings."""
+        self.heap = 0  # the size of the heap in bytes
+        self.mapped = 0  # bytes of mappings
         self.touched = 0
         """Bytes of pages touched for the first time so far. Pages that are returned and obtained again count again."""
         self._rises = threshold is None

@@ -28,32 +28,20 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The prediction for one rank of a run, derived from its trace.
-
-    Args:
-        hardware: The machine.
-        world: The world size.
-        peak: The peak of live tensors once the model is sharded, including the first step.
-        most_by_state: The peak bytes of each state. The peaks occur at different times.
-        reserved_bytes: The peak memory of an accelerator's caching allocator, or of a CPU rank's process.
-        step: A step after the first, laid out in time.
-        flops: The FLOPs of forward and backward per step on one rank, without recomputation for checkpoints.
-        sent_bytes: The bytes that this rank passes to collectives per step.
-        dtype: The dtype of most matrix products.
-        turns: The turns of that step that change memory, as text, with the peak bytes of each.
-        unknown: The seconds of each operation that is timed by its bytes because it has no FLOP formula.
-    """
+    """The prediction for one rank of a run, derived from its trace."""
 
     hardware: Hardware
     world: int
-    peak: MemoryPeak
-    most_by_state: Mapping[State, int]
-    reserved_bytes: int
-    step: Timeline
-    flops: float
-    sent_bytes: int
-    dtype: str
+    peak: MemoryPeak  # the peak of live tensors once the model is sharded, including the first step
+    most_by_state: Mapping[State, int]  # the peak bytes of each state. The peaks occur at different times
+    reserved_bytes: int  # the peak memory of an accelerator's caching allocator, or of a CPU rank's process
+    step: Timeline  # a step after the first, laid out in time
+    flops: float  # the FLOPs of forward and backward per step on one rank, without recomputation for checkpoints
+    sent_bytes: int  # the bytes that this rank passes to collectives per step
+    dtype: str  # the dtype of most matrix products
+    # The turns of that step that change memory, as text, with the peak bytes of each.
     turns: tuple[tuple[str, int], ...] = ()
+    # The seconds of each operation that is timed by its bytes because it has no FLOP formula.
     unknown: Mapping[str, float] = field(default_factory=dict)
 
     @property

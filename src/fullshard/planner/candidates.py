@@ -49,20 +49,12 @@ _CPU_BYTES_SEPARATE = 0.45e9  # of a process: Python, torch and their libraries
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts of one kind.
-
-    Args:
-        hardware: The kind of machine.
-        hosts: The number of hosts.
-        per_host: The number of ranks per host.
-        share: The share of an accelerator's memory that may be used. If None, memory is reserved for everything except
-            tensors.
-        disk: The disk of each host.
-    """
+    """Hosts of one kind."""
 
     hardware: Hardware
     hosts: int
-    per_host: int
+    per_host: int  # the number of ranks per host
+    # The share of an accelerator's memory that may be used. If None, memory is reserved for everything except tensors.
     share: float | None = None
     disk: DiskSpeed = TYPICAL
 
@@ -125,36 +117,23 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Everything that determines the operations of a step, except the number of rows.
+    """Everything that determines the operations of a step, except the number of rows."""
 
-    Args:
-        strategy: One of `STRATEGIES`, or "own" for a model that the user's function shards.
-        checkpointing: One of `CHECKPOINTING`.
-        precision: One of `PRECISIONS`, or "own".
-        offload: Whether shards, their gradients and the optimizer step are on the CPU.
-        prefetch_depth: The number of units to prefetch.
-        blocks_per_unit: The number of consecutive blocks that form a unit.
-        accumulates: Whether a step has several microbatches.
-        syncs_each: Whether gradients are reduced after each microbatch instead of once (`no_sync` before that).
-        gather_wire: The encoding of parameters in all-gathers, or None.
-        reduce_wire: The encoding of gradients in reductions, or None.
-        cpu: The fraction of the optimizer state that is on the CPU and updated there. Before the search, 1 means as
-            much as needed.
-        disk: The fraction of the optimizer state on the disk of each host. Before the search, 1 means as much as
-            needed.
-    """
-
-    strategy: str
-    checkpointing: str = "none"
-    precision: str = "bf16"
-    offload: bool = False
-    prefetch_depth: int = 1
-    blocks_per_unit: int = 1
-    accumulates: bool = False
+    strategy: str  # one of `STRATEGIES`, or "own" for a model that the user's function shards
+    checkpointing: str = "none"  # one of `CHECKPOINTING`
+    precision: str = "bf16"  # one of `PRECISIONS`, or "own"
+    offload: bool = False  # whether shards, their gradients and the optimizer step are on the CPU
+    prefetch_depth: int = 1  # the number of units to prefetch
+    blocks_per_unit: int = 1  # the number of consecutive blocks that form a unit
+    accumulates: bool = False  # whether a step has several microbatches
+    # Whether gradients are reduced after each microbatch instead of once (`no_sync` before that).
     syncs_each: bool = False
-    gather_wire: str | None = None
-    reduce_wire: str | None = None
+    gather_wire: str | None = None  # the encoding of parameters in all-gathers, or None
+    reduce_wire: str | None = None  # the encoding of gradients in reductions, or None
+    # The fraction of the optimizer state that is on the CPU and updated there. Before the search, 1 means as much as
+    # needed.
     cpu: float = 0.0
+    # The fraction of the optimizer state on the disk of each host. Before the search, 1 means as much as needed.
     disk: float = 0.0
 
     def __str__(self) -> str:

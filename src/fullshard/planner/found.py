@@ -9,8 +9,7 @@ from fullshard.planner.candidates import Cluster
 from fullshard.planner.question import Question
 from fullshard.planner.sketch import Sketch, SketchFigures
 
-IDENTICAL = 1.005
-"""Times with a smaller ratio count as equal."""
+IDENTICAL = 1.005  # times with a smaller ratio count as equal
 _PLENTY = 0.5
 """A share of the usable memory. Programs below it are not replaced by ones that need less."""
 

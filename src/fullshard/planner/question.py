@@ -16,37 +16,24 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # without a global batch
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The input of the search.
+    """The input of the search."""
 
-    Args:
-        subject: The model.
-        cluster: The machines.
-        global_batch: The rows per step over all ranks; None for any number.
-        strategies: The strategies to consider.
-        checkpointing: The checkpointing options to consider.
-        precisions: The precisions to consider.
-        offload: Whether to consider optimizer states on the CPU or on disk, and shards on the CPU, even if something
-            fits without them.
-        wires: Encodings of all-gathers and of reductions, which change results.
-        max_norm: Clips gradients, if given.
-        make_optimizer: Creates the optimizer from parameters. If None, fused AdamW.
-        most: The maximum number of programs to simulate; 0 for all that may be the fastest.
-        exhaustive: Whether to simulate all programs that may fit, even if they cannot be the fastest.
-        largest: Whether to start with the programs that need least memory per row, instead of the likely fastest.
-    """
-
-    subject: Subject
-    cluster: Cluster
-    global_batch: int | None = None
-    strategies: Sequence[str] = STRATEGIES
-    checkpointing: Sequence[str] = ("none", "selective", "every-2", "every-1")
-    precisions: Sequence[str] = ("bf16",)
+    subject: Subject  # the model
+    cluster: Cluster  # the machines
+    global_batch: int | None = None  # the rows per step over all ranks; None for any number
+    strategies: Sequence[str] = STRATEGIES  # the strategies to consider
+    checkpointing: Sequence[str] = ("none", "selective", "every-2", "every-1")  # the checkpointing options to consider
+    precisions: Sequence[str] = ("bf16",)  # the precisions to consider
+    # Whether to consider optimizer states on the CPU or on disk, and shards on the CPU, even if something fits without
+    # them.
     offload: bool = False
+    # Encodings of all-gathers and of reductions, which change results.
     encodings: tuple[str | None, str | None] = (None, None)
-    max_norm: float | None = 1.0
-    make_optimizer: MakeOptimizer | None = None
-    most: int = 8
-    exhaustive: bool = False
+    max_norm: float | None = 1.0  # clips gradients, if given
+    make_optimizer: MakeOptimizer | None = None  # creates the optimizer from parameters. If None, fused AdamW
+    most: int = 8  # the maximum number of programs to simulate; 0 for all that may be the fastest
+    exhaustive: bool = False  # whether to simulate all programs that may fit, even if they cannot be the fastest
+    # Whether to start with the programs that need least memory per row, instead of the likely fastest.
     largest: bool = False
 
     def shapes(self) -> list[tuple[int, int]]:

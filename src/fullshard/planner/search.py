@@ -223,23 +223,14 @@ _NO_ROOM = "of which the memory of a host is too small"
 
 @dataclass(frozen=True)
 class _Span:
-    """A program with all of the optimizer state on the CPU, and an estimate with the smallest part that fits.
+    """A program with all of the optimizer state on the CPU, and an estimate with the smallest part that fits."""
 
-    Args:
-        made: The sketch with all of it on the CPU.
-        rows: Rows per microbatch of the shape that is likely the fastest.
-        microbatches: Microbatches per step of that shape.
-        share: The share of the state that must be on the CPU.
-        seconds_a_row: The estimate with that share.
-        least_seconds_a_row: The estimate if the CPU took no time.
-    """
-
-    made: Sketch
-    rows: int
-    microbatches: int
-    share: float
-    seconds_a_row: float
-    least_seconds_a_row: float
+    made: Sketch  # the sketch with all of it on the CPU
+    rows: int  # rows per microbatch of the shape that is likely the fastest
+    microbatches: int  # microbatches per step of that shape
+    share: float  # the share of the state that must be on the CPU
+    seconds_a_row: float  # the estimate with that share
+    least_seconds_a_row: float  # the estimate if the CPU took no time
 
 
 def _span(question: Question, made: Sketch) -> _Span | None:

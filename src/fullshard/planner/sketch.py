@@ -33,36 +33,21 @@ from fullshard.tape.tape import Entry, Tape
 
 @dataclass(frozen=True, kw_only=True)
 class SketchFigures:
-    """The predictions for one candidate on one rank.
-
-    Args:
-        candidate: The candidate.
-        peak_bytes: The peak bytes of tensors.
-        by_state: The bytes at the peak by state.
-        where: The unit and the phase of the peak.
-        needed_bytes: The required memory, including the overhead of the caching allocator or of the process.
-        host_bytes: The host memory per rank alongside an accelerator.
-        step_s: Seconds per step.
-        limits: Seconds of the compute stream by cause, see `LIMITS`.
-        blocks_s: Seconds of the compute stream in forwards of units below the root, which checkpoints recompute.
-        flops: FLOPs of forward and backward per step and rank, without recomputation for checkpoints.
-        sent_bytes: The bytes that a rank passes to collectives per step.
-        flops_utilisation: `flops` as a share of the peak rate (MFU).
-        unknown: The share of the step of each operation that is timed by its bytes, because it has no FLOP formula.
-    """
+    """The predictions for one candidate on one rank."""
 
     candidate: Candidate
-    peak_bytes: float
-    by_state: Mapping[State, float]
-    where: str
-    needed_bytes: float
-    host_bytes: float
-    step_s: float
-    limits: Mapping[str, float]
-    blocks_s: float
-    flops: float
-    sent_bytes: float
-    flops_utilisation: float
+    peak_bytes: float  # the peak bytes of tensors
+    by_state: Mapping[State, float]  # the bytes at the peak by state
+    where: str  # the unit and the phase of the peak
+    needed_bytes: float  # the required memory, including the overhead of the caching allocator or of the process
+    host_bytes: float  # the host memory per rank alongside an accelerator
+    step_s: float  # seconds per step
+    limits: Mapping[str, float]  # seconds of the compute stream by cause, see `LIMITS`
+    blocks_s: float  # seconds of the compute stream in forwards of units below the root, which checkpoints recompute
+    flops: float  # FLOPs of forward and backward per step and rank, without recomputation for checkpoints
+    sent_bytes: float  # the bytes that a rank passes to collectives per step
+    flops_utilisation: float  # `flops` as a share of the peak rate (MFU)
+    # The share of the step of each operation that is timed by its bytes, because it has no FLOP formula.
     unknown: Mapping[str, float]
 
     @property

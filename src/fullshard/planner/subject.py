@@ -33,35 +33,24 @@ _STORED = torch.float32  # by the lines to paste, too; a configuration can name 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model to plan for.
+    """A model to plan for."""
 
-    Args:
-        name: The name for display.
-        model: The plain model, on the meta device, or with values if `values`. None if `make_sharded` is given.
-        make_batch: Creates one microbatch with a number of rows.
-        loss: Computes the loss from a model and a batch.
-        seq: Tokens per row; None if rows are not token ids.
-        values: Whether steps run on real tensors, for operations that depend on values.
-        make_sharded: Creates and shards the model, if the user's function does so; its sharding is not changed.
-        any_rows: Whether `make_batch` uses the number of rows. Otherwise microbatches have one row.
-        paste: How the code to paste creates a plain model.
-        paste_optimizer: The optimizer as an expression, preceded by the line of its import, if any.
-        train_flags: Options of `fullshard train` that select the model; empty if it is not the trainer's.
-        is_transformers: Whether the Trainer of transformers trains it as planned.
-    """
-
-    name: str
+    name: str  # the name for display
+    # The plain model, on the meta device, or with values if `values`. None if `make_sharded` is given.
     model: nn.Module | None
-    make_batch: Callable[[int], Any]
-    loss: Loss
-    seq: int | None = None
-    values: bool = False
+    make_batch: Callable[[int], Any]  # creates one microbatch with a number of rows
+    loss: Loss  # computes the loss from a model and a batch
+    seq: int | None = None  # tokens per row; None if rows are not token ids
+    values: bool = False  # whether steps run on real tensors, for operations that depend on values
+    # Creates and shards the model, if the user's function does so; its sharding is not changed.
     make_sharded: Callable[[], nn.Module] | None = None
-    any_rows: bool = True
-    paste: tuple[str, ...] = ("model = make_model()",)
+    any_rows: bool = True  # whether `make_batch` uses the number of rows. Otherwise microbatches have one row
+    paste: tuple[str, ...] = ("model = make_model()",)  # how the code to paste creates a plain model
+    # The optimizer as an expression, preceded by the line of its import, if any.
     paste_optimizer: tuple[str, str] = ("", "torch.optim.AdamW(model.parameters(), fused=True)")
+    # Options of `fullshard train` that select the model; empty if it is not the trainer's.
     train_flags: tuple[str, ...] = ()
-    is_transformers: bool = False
+    is_transformers: bool = False  # whether the Trainer of transformers trains it as planned
     notes: tuple[str, ...] = field(default=())
 
     def with_optimizer(self, spec: str) -> Subject:

@@ -15,20 +15,6 @@ from fullshard.policy.strategy import Placement, Placements, ShardingStrategy, r
 class ShardOptions:
     """The options of one unit.
 
-    Args:
-        placements: The placement of each state.
-        precision: The dtypes.
-        offload: The offload policy of the shards.
-        reshard_after_forward: Whether to free unsharded parameters between forward and backward. If None, the
-            placements decide.
-        prefetches_forward: Whether forward starts the all-gather of the next unit early.
-        backward_prefetch: When backward starts the next all-gather: "pre", before this unit's backward; "post", after
-            it; "", never.
-        prefetch_depth: How many units to prefetch.
-        casts_inputs_at_root: Whether a root casts its inputs to the param dtype even if other units do not.
-        broadcasts_buffers: Whether the first rank's buffers are broadcast after a step, from the next forward.
-        shard_alignment: The block size in elements that shards of large parameters are a multiple of.
-
     Raises:
         ConfigError: An encoding is set but parameters are never gathered, `shard_alignment` is less than 1, or
             `offload` is not a policy.
@@ -36,14 +22,17 @@ class ShardOptions:
 
     placements: Placements
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)  # the offload policy of the shards
+    # Whether to free unsharded parameters between forward and backward. If None, the placements decide.
     reshard_after_forward: bool | None = None
-    prefetches_forward: bool = True
+    prefetches_forward: bool = True  # whether forward starts the all-gather of the next unit early
+    # When backward starts the next all-gather: "pre", before this unit's backward; "post", after it; "", never.
     backward_prefetch: str = "pre"
-    prefetch_depth: int = 1
-    casts_inputs_at_root: bool = False
+    prefetch_depth: int = 1  # how many units to prefetch
+    casts_inputs_at_root: bool = False  # whether a root casts its inputs to the param dtype even if other units do not
+    # Whether the first rank's buffers are broadcast after a step, from the next forward.
     broadcasts_buffers: bool = False
-    shard_alignment: int = 1
+    shard_alignment: int = 1  # the block size in elements that shards of large parameters are a multiple of
 
     def __post_init__(self) -> None:
         check_encodings(self.precision, self.placements)

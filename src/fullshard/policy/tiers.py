@@ -17,16 +17,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """A kind of state and the tier that it can be offloaded to.
+    """A kind of state and the tier that it can be offloaded to."""
 
-    Args:
-        what: The argument of `Offload`.
-        where: "cpu" or "disk".
-        steps: The possible fractions in ascending order, each with the bytes of memory that it frees.
-    """
-
-    what: str
-    where: str
+    what: str  # the argument of `Offload`
+    where: str  # "cpu" or "disk"
+    # The possible fractions in ascending order, each with the bytes of memory that it frees.
     steps: Sequence[tuple[float, int]]
 
 

@@ -43,40 +43,24 @@ _LEAST = 0.02  # of the time: smaller losses are not accounted
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """The steps in which time is lost.
+    """The steps in which time is lost."""
 
-    Args:
-        kind: "steady", "every" for each n-th step, "random", "since", "until", "between" or "growing".
-        slow: The steps with a loss; shape (steps,).
-        base_s: The seconds of the other steps, by step; shape (steps,). 0 for a steady loss.
-        period: The number of steps between two losses, for "every".
-    """
-
-    kind: str
-    slow: Steps
-    base_s: Seconds
-    period: int = 1
+    kind: str  # "steady", "every" for each n-th step, "random", "since", "until", "between" or "growing"
+    slow: Steps  # the steps with a loss; shape (steps,)
+    base_s: Seconds  # the seconds of the other steps, by step; shape (steps,). 0 for a steady loss
+    period: int = 1  # the number of steps between two losses, for "every"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Time that is lost for one reason.
+    """Time that is lost for one reason."""
 
-    Args:
-        group: A key of `GROUPS`, or "transport".
-        ranks: The indices of the ranks that are behind; empty for a loss of all ranks.
-        in_turn: Whether another rank is behind in each step.
-        seconds: The loss in each step; shape (steps,).
-        lost: The loss as a fraction of the total time.
-        pattern: The steps in which it occurs.
-    """
-
-    group: str
-    ranks: tuple[int, ...] = ()
-    in_turn: bool = False
-    seconds: Seconds
-    lost: float
-    pattern: Pattern
+    group: str  # a key of `GROUPS`, or "transport"
+    ranks: tuple[int, ...] = ()  # the indices of the ranks that are behind; empty for a loss of all ranks
+    in_turn: bool = False  # whether another rank is behind in each step
+    seconds: Seconds  # the loss in each step; shape (steps,)
+    lost: float  # the loss as a fraction of the total time
+    pattern: Pattern  # the steps in which it occurs
 
     @property
     def each_s(self) -> float:

@@ -16,21 +16,15 @@ from fullshard.report.run import PARTS, Finding, RankFacts, Run, UnitTimes
 
 Seconds = NDArray[np.float64]
 
-ENOUGH_STEPS = 4
-"""The minimum number of steps after the first for statements about time, because of noise."""
+ENOUGH_STEPS = 4  # the minimum number of steps after the first for statements about time, because of noise
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """Waits for communication in a typical step, excluding waits for slow ranks, as fractions of the total time.
+    """Waits for communication in a typical step, excluding waits for slow ranks, as fractions of the total time."""
 
-    Args:
-        share: The fraction for all collectives.
-        by_unit: The fractions of the all-gathers and of the reductions of each unit.
-    """
-
-    share: float
-    by_unit: tuple[tuple[float, float], ...]
+    share: float  # the fraction for all collectives
+    by_unit: tuple[tuple[float, float], ...]  # the fractions of the all-gathers and of the reductions of each unit
 
     @property
     def gathers(self) -> float:
@@ -49,12 +43,9 @@ class RunFigures:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._later = run.settled
-        self.step_s: Seconds = run.step_s[:, self._later].mean(0)
-        """Step times as the mean over ranks; shape (steps,)."""
-        self.steps = run.steps[self._later]
-        """The numbers of these steps."""
-        self.findings: dict[str, Finding | None] = {}
-        """The findings of rules by cause, as far as they were asked."""
+        self.step_s: Seconds = run.step_s[:, self._later].mean(0)  # step times as the mean over ranks; shape (steps,)
+        self.steps = run.steps[self._later]  # the numbers of these steps
+        self.findings: dict[str, Finding | None] = {}  # the findings of rules by cause, as far as they were asked
 
     @property
     def reports_time(self) -> bool:

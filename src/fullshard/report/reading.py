@@ -165,8 +165,7 @@ def _dropped(ranks: Sequence[_RankLog]) -> dict[str, str]:
     return {DROPPED: by_rank} if counts else {}
 
 
-DROPPED = "damaged records dropped"
-"""The fact with the number of damaged records that were dropped, by rank."""
+DROPPED = "damaged records dropped"  # the fact with the number of damaged records that were dropped, by rank
 
 _TIERS = {"device": "device", "cpu": "CPU", "disk": "disk"}
 

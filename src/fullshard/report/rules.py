@@ -23,23 +23,14 @@ __all__ = ["RULES", "Rule"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The rule for one cause.
+    """The rule for one cause."""
 
-    Args:
-        cause: The name of the cause.
-        least: The threshold, as a fraction of the total time or of memory. A value of `least` or more is a cause.
-        why: The reason for the threshold.
-        of_time: Whether it depends on step times, which need enough steps.
-        helps: Prefixes of the `WhatIf.change` of simulated changes that would help, the best first.
-        find: Returns the finding, or None.
-    """
-
-    cause: str
-    least: float
-    why: str
-    of_time: bool
-    helps: tuple[str, ...]
-    find: Callable[[RunFigures, Rule], Finding | None]
+    cause: str  # the name of the cause
+    least: float  # the threshold, as a fraction of the total time or of memory. A value of `least` or more is a cause
+    why: str  # the reason for the threshold
+    of_time: bool  # whether it depends on step times, which need enough steps
+    helps: tuple[str, ...]  # prefixes of the `WhatIf.change` of simulated changes that would help, the best first
+    find: Callable[[RunFigures, Rule], Finding | None]  # returns the finding, or None
 
     def finding(self, figures: RunFigures) -> Finding | None:
         """Return the finding of the rule in a run, or None."""
@@ -64,8 +55,7 @@ class Rule:
 
 Series = NDArray[np.float64]
 
-RULES: list[Rule] = []
-"""All rules, in the order of the table in docs/report.md."""
+RULES: list[Rule] = []  # all rules, in the order of the table in docs/report.md
 
 Found = Callable[[RunFigures, Rule], Finding | None]
 
@@ -643,8 +633,7 @@ def host_bound_steps(figures: RunFigures, rule: Rule) -> Finding | None:
     return rule.found(stated, change, lost=lost)
 
 
-UNEXPLAINED = 1 / 3
-"""The minimum fraction of the time that is lost for reasons of less than their thresholds."""
+UNEXPLAINED = 1 / 3  # the minimum fraction of the time that is lost for reasons of less than their thresholds
 
 
 @rule("unexplained waits", least=UNEXPLAINED, why="several smaller losses, or something that no other rule knows")

@@ -30,8 +30,7 @@ from fullshard.report.memory_watch import Held, held_between_steps
 from fullshard.report.run import OutOfMemory, TensorHeld
 from fullshard.tape.recorder import Origin, Phase
 
-NEAR = 0.95
-"""The fraction of a container's limit at which it is reported: writing a page takes a few dozen MB."""
+NEAR = 0.95  # the fraction of a container's limit at which it is reported: writing a page takes a few dozen MB
 
 _LOOK_EVERY_S = 0.05
 _BALLAST_NBYTES = 48 << 20  # of address space, released when a page must be written

@@ -33,8 +33,7 @@ from fullshard.tape.recorder import Event, Origin, Phase, Recorder
 
 WATCHED_STEP = 2
 """The step during which memory is observed: the first one with a known order. Steps up to it are not timed."""
-PAUSE = "pause"
-"""Time that does not belong to a step."""
+PAUSE = "pause"  # time that does not belong to a step
 
 _MOST_UNREAD = 8  # steps whose stream times are not available yet: older ones are dropped
 

@@ -30,8 +30,7 @@ from fullshard._compat import make_dtensor
 from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
 
-FORM = "blocks"
-"""The name of the state that describes the encoding of other states."""
+FORM = "blocks"  # the name of the state that describes the encoding of other states
 
 _CODES, _SCALE = ".codes", ".scale"
 _NESTED = "__bnb_optimizer_quant_state__"  # bitsandbytes' state dicts have tensors in a dict of this name
@@ -55,8 +54,7 @@ def is_part(name: str) -> bool:
 class BlockStates:
     """The encoding of one optimizer's states."""
 
-    draws: bool = False
-    """True if steps draw random numbers."""
+    draws: bool = False  # true if steps draw random numbers
 
     def __init__(self, optimizer: Any, block: int) -> None:
         self._optimizer = optimizer

@@ -260,21 +260,13 @@ def _over_all_ranks(
 
 @dataclass(frozen=True)
 class _Budget:
-    """A budget, and the needs that it limits.
+    """A budget, and the needs that it limits."""
 
-    Args:
-        nbytes: the maximum on the device.
-        policy: the policy with the budget.
-        runtime: The runtime of all units of the model.
-        units: the units that may be offloaded.
-        needs: the maximum over all ranks.
-    """
-
-    nbytes: int
-    policy: Offload
-    runtime: Runtime
-    units: Sequence[Unit]
-    needs: _Needs
+    nbytes: int  # the maximum on the device
+    policy: Offload  # the policy with the budget
+    runtime: Runtime  # the runtime of all units of the model
+    units: Sequence[Unit]  # the units that may be offloaded
+    needs: _Needs  # the maximum over all ranks
 
     def number_of(self, unit: Unit) -> int:
         """Return the index of `unit` among all units, and so in `needs`."""

@@ -50,12 +50,9 @@ from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
 from fullshard.policy.offload import Offload, StatePlacement
 
-CHUNK_NBYTES = 64 * 2**20
-"""Maximum bytes of states of a portion, unless it has a single larger parameter."""
-BUFFERS = 3
-"""Number of buffers: for the portion that is stepped, the previous one and the next one."""
-STATES = 2
-"""Assumed number of states of a parameter's shape in an optimizer, as in AdamW."""
+CHUNK_NBYTES = 64 * 2**20  # maximum bytes of states of a portion, unless it has a single larger parameter
+BUFFERS = 3  # number of buffers: for the portion that is stepped, the previous one and the next one
+STATES = 2  # assumed number of states of a parameter's shape in an optimizer, as in AdamW
 
 Key = tuple[int, str]  # the number of a parameter in its portion, and the name of a state
 

@@ -40,25 +40,15 @@ MEASURING_S = 3.0  # of a disk measurement, while other ranks wait
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The description of a run's machines for a forecast.
+    """The description of a run's machines for a forecast."""
 
-    Args:
-        device_type: "cpu" or that of an accelerator.
-        device_name: The name of the accelerator; empty for a CPU.
-        memory_bytes: memory of one rank.
-        world: The number of all ranks.
-        local_world: the ranks of one machine.
-        machines: number of machines.
-        host_bytes: host memory available to one rank; None for no limit.
-    """
-
-    device_type: str
-    device_name: str
-    memory_bytes: int
-    world: int
-    local_world: int
-    machines: int
-    host_bytes: int | None = None
+    device_type: str  # "cpu" or that of an accelerator
+    device_name: str  # the name of the accelerator; empty for a CPU
+    memory_bytes: int  # memory of one rank
+    world: int  # the number of all ranks
+    local_world: int  # the ranks of one machine
+    machines: int  # number of machines
+    host_bytes: int | None = None  # host memory available to one rank; None for no limit
 
 
 def machine_of(rank: Rank) -> Machine:

@@ -10,22 +10,13 @@ from fullshard.errors import StateError
 
 @dataclass
 class LossScale:
-    """The loss scale; always 1 by default.
-
-    Args:
-        scale: The current scale.
-        adapts: Whether it changes after overflows. The other arguments require this.
-        window: Steps without an overflow until it is doubled.
-        hysteresis: Overflows until it is halved, including the last one.
-        restores_hysteresis: Whether each step without an overflow resets the count of overflows; otherwise a doubling
-            resets it.
-        smallest: The minimum.
-    """
+    """The loss scale; always 1 by default."""
 
     scale: float = 1.0
-    adapts: bool = False
-    window: int = 1000
-    hysteresis: int = 2
+    adapts: bool = False  # whether it changes after overflows. The other arguments require this
+    window: int = 1000  # steps without an overflow until it is doubled
+    hysteresis: int = 2  # overflows until it is halved, including the last one
+    # Whether each step without an overflow resets the count of overflows; otherwise a doubling resets it.
     restores_hysteresis: bool = False
     smallest: float = 1.0
     _patience: int = field(init=False)
