@@ -13,6 +13,19 @@ from torch import Tensor, nn
 from fullshard.state.optim_state import sharded_optim_state_dict
 
 
+class Position:
+    """A position in the data, with any state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Parameters and states whole, and the options of each parameter."""
     named = sharded_optim_state_dict(model, optimizer)

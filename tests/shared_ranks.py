@@ -81,6 +81,14 @@ def same_on_all_ranks(value: T) -> T:
     return value
 
 
+def in_fake_world(world: int) -> None:
+    """Make this process rank 0 of a default process group of `world` ranks, whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+
+
 def end_shared_ranks() -> None:
     """Stop them all; the next call starts new ones."""
     for ranks in _open.values():

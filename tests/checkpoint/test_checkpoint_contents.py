@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from run_states import OPTIMIZERS, learn
+from run_states import OPTIMIZERS, Position, learn
 from shared_ranks import on_ranks, run_ranks
 from small_models import Chain, Layer, adamw, batch, chain, inputs, loss_of, shard, small_gpt, trained, wholes
 from torch import Tensor, nn
@@ -32,19 +32,6 @@ from fullshard.wrap import ModuleWrapPolicy
 def draws() -> list[Any]:
     """Draw from each generator, including a normal draw of Python, which keeps a second value."""
     return [random.gauss(0, 1), random.random(), *np.random.normal(size=3), *torch.rand(3).tolist()]
-
-
-class Counter:
-    """A position in the data."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 # -- state per rank ---------------------------------------------------------------------------------------------------
@@ -106,9 +93,9 @@ def positions_and_buffers(folder: Path) -> None:
     rank = dist.get_rank()
     model = fully_shard(Normed())
     model.norm.running_mean.fill_(rank)
-    save(folder, model=model, data=Counter({"at": rank, "order": torch.arange(rank + 1)}), step=1)
-    save(folder.with_name("identical"), model=model, data=Counter({"at": 3}), step=1)
-    model, data = fully_shard(Normed()), Counter()
+    save(folder, model=model, data=Position({"at": rank, "order": torch.arange(rank + 1)}), step=1)
+    save(folder.with_name("identical"), model=model, data=Position({"at": 3}), step=1)
+    model, data = fully_shard(Normed()), Position()
     load(folder, model=model, data=data)
     assert data.state["at"] == rank
     assert torch.equal(data.state["order"], torch.arange(rank + 1))
@@ -117,7 +104,7 @@ def positions_and_buffers(folder: Path) -> None:
 
 
 def positions_elsewhere(folder: Path) -> list[float]:
-    model, data = fully_shard(Normed()), Counter()
+    model, data = fully_shard(Normed()), Position()
     load(folder.with_name("identical"), model=model, data=data)
     assert data.state == {"at": 3}
     with pytest.raises(RuntimeError, match=r"ranks 0 and 1 had different positions .* divided over 3"):

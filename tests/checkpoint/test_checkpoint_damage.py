@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from run_states import Position
 from shared_ranks import on_new_ranks, same_on_all_ranks
 from small_models import Chain, Layer, chain, inputs, sgd, whole
 from torch import Tensor, nn
@@ -375,19 +376,6 @@ def test_a_value_that_would_run_code_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
         load(tmp_path / "theirs", model=model, optimizer=sgd(model))
     assert not proof.exists()
-
-
-class Position:
-    """A position in the data whose state is its argument."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 @pytest.mark.parametrize(

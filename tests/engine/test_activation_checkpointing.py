@@ -205,8 +205,9 @@ def test_what_is_computed_again_gives_plain_bits(name, strategies):
     run_ranks(2, agree_with_plain, partial(learn_built, build), *strategies)
 
 
-def count_gathers() -> dict[str, tuple[int, int, bool, int, bool]]:
-    counts = {}
+@on_ranks(2)
+def test_units_are_gathered_no_more_often_than_they_must_be_and_all_ahead():
+    """Once in forward, with the root. In backward once for all units needed immediately after a recomputation."""
     for name, kind in KINDS.items():
         model = kind.build(fully_shard, 6)
         for step in range(STEPS):
@@ -216,14 +217,8 @@ def count_gathers() -> dict[str, tuple[int, int, bool, int, bool]]:
                 loss.backward()
         first, again = (record.collectives("all_gather") for record in (forward, backward))
         ahead = all(event.origin.phase is Phase.BACKWARD for event in again)
-        counts[name] = (len(first), len(again), ahead, most_whole(backward), memory_is_shared(model))
-    return counts
-
-
-def test_units_are_gathered_no_more_often_than_they_must_be_and_all_ahead():
-    """Once in forward, with the root. In backward once for all units needed immediately after a recomputation."""
-    expected = {name: (7, kind.gathers, True, kind.most_whole, True) for name, kind in KINDS.items()}
-    assert run_ranks(2, count_gathers) == [expected, expected]
+        counts = (len(first), len(again), ahead, most_whole(backward), memory_is_shared(model))
+        assert counts == (7, kind.gathers, True, kind.most_whole, True), name
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.comm.transport import PartSums, Pending
 from fullshard.layout.shard_spec import owned
 from fullshard.tape.recorder import Origin, Phase, recording
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
 WAYS = pytest.mark.parametrize("shares", [True, False], ids=["shared memory", "pairwise"])
@@ -141,9 +141,12 @@ class Exchange:
         assert_same(self.parts, self.kept)
 
 
-def call_each(shares: bool) -> None:
+@WAYS
+@WORLDS
+@on_new_ranks("world")
+def test_every_collective_brings_what_was_sent_or_its_sum_in_rank_order_divided_once(world, shares):
+    """Sums have the same bits whichever collective carried them: what makes strategies agree."""
     choose(shares)
-    world = dist.get_world_size()
     for dtype in DTYPES:
         calls = [Gather(dtype), Gather(dtype, in_place=True), Scatter(dtype), Scatter(dtype, divisor=world)]
         calls += [AllReduce(dtype), AllReduce(dtype, divisor=world), Scatter(dtype, divisor=0.7)]
@@ -153,13 +156,6 @@ def call_each(shares: bool) -> None:
             pending.wait()
             pending.wait()  # is allowed, and does nothing
             call.check()
-
-
-@WAYS
-@WORLDS
-def test_every_collective_brings_what_was_sent_or_its_sum_in_rank_order_divided_once(world, shares):
-    """Sums have the same bits whichever collective carried them: what makes strategies agree."""
-    run_ranks(world, call_each, shares)
 
 
 @WAYS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks
 from small_models import ONE_AXIS, SmallGPT, chain, inputs, take_step
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -45,7 +45,10 @@ SHARDS: dict[str, Shard] = {
 }
 
 
-def train_a_copy(shard: Shard) -> None:
+@pytest.mark.parametrize("name", SHARDS)
+@on_ranks(2)
+def test_a_copy_trains_as_the_model_would_and_alone(name):
+    shard = SHARDS[name]
     model = chain(lambda module: module) if shard is FullyShardedDataParallel else chain(shard)
     if shard is FullyShardedDataParallel:
         model = FullyShardedDataParallel(model)
@@ -65,11 +68,6 @@ def train_a_copy(shard: Shard) -> None:
     for module, other in zip(model.modules(), copied.modules(), strict=True):
         hooks = [name for name in vars(module) if name.endswith("_hooks")]
         assert [len(getattr(module, name)) for name in hooks] == [len(getattr(other, name)) for name in hooks]
-
-
-@pytest.mark.parametrize("name", SHARDS)
-def test_a_copy_trains_as_the_model_would_and_alone(name):
-    run_ranks(2, train_a_copy, SHARDS[name])
 
 
 class CountedCopies(nn.Linear):

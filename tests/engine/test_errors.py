@@ -31,6 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from logged import Operations
 from small_models import Chain, Layer, chain, inputs
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
@@ -53,7 +54,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.distributed.tensor import Shard as Cut
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from wrapped_weights import Codes, FlatWeight, LowLinear, OneHook, Weight, encode
 
 import fullshard
@@ -2672,19 +2672,6 @@ class Reported:
     sent: list[str]
 
 
-class Sent(TorchDispatchMode):
-    """Records everything sent by torch.distributed, from any caller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace and "wait" not in func.name():
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def make(name: str) -> Reported:
     make_mistake = MISTAKES[name].steps
     if inspect.isgeneratorfunction(make_mistake):
@@ -2692,7 +2679,9 @@ def make(name: str) -> Reported:
         next(steps)
         make_mistake = partial(next, steps, None)
     kind, message, places = None, "nothing was raised", []
-    with recording() as record, Sent() as sent:
+    # Everything sent by torch.distributed, from any caller.
+    sends = Operations(lambda func, types: "c10d" in func.namespace and "wait" not in func.name())
+    with recording() as record, sends as sent:
         try:
             make_mistake()
         except Exception as error:

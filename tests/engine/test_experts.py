@@ -22,6 +22,7 @@ from experts import (
     whole_grads,
     wholes,
 )
+from logged import Logged
 from shared_ranks import on_ranks, run_ranks
 from small_models import torch_before
 from torch import Tensor, nn
@@ -211,24 +212,6 @@ def test_gradients_of_experts_have_the_divisor_of_dense_ones_next_to_tensor_para
     assert_same({name: found[name] for name in expected}, expected)
 
 
-class Warnings(logging.Handler):
-    """The warnings of this package while the context is open."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logging.getLogger("fullshard").addHandler(self)
-        return self.messages
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("fullshard").removeHandler(self)
-
-
 def units_on_fewer_ranks(own: int, factor: float | None, front: str) -> tuple[nn.Module, list[nn.Module]]:
     """Build four layers over all ranks, with two of them as units on `own` ranks, in all ways that users have."""
     torch.manual_seed(3)
@@ -257,7 +240,7 @@ def warn_of_smaller_divisors() -> None:
     world = dist.get_world_size()
     for own in (1, 2, 4):
         for front in ("meshes", "wrapper", "placements"):
-            with Warnings() as messages:
+            with Logged(logging.WARNING) as messages:
                 root, _ = units_on_fewer_ranks(own, None, front)
                 for _ in range(3):
                     root(torch.ones(2, 3)).sum().backward()
@@ -270,7 +253,7 @@ def warn_of_smaller_divisors() -> None:
 
 def follow_torch_by_factor() -> None:
     for own in (1, 2):
-        with Warnings() as messages:
+        with Logged(logging.WARNING) as messages:
             root, units = units_on_fewer_ranks(own, own, "meshes")
             data = torch.full((2, 3), 1.0 + dist.get_rank())
             root(data).sum().backward()
@@ -287,7 +270,7 @@ def follow_torch_by_factor() -> None:
 
 
 def state_nothing_of_experts() -> None:
-    with Warnings() as messages:
+    with Logged(logging.WARNING) as messages:
         for form in (nested, joint):
             model = form(place(model_of(), mesh := expert_mesh()), mesh)
             loss_of(model, tokens_of(0, dist.get_rank())).backward()

@@ -4,14 +4,13 @@ from collections import Counter
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import on_ranks
+from logged import Operations
+from shared_ranks import in_fake_world, on_ranks
 from small_models import ONE_AXIS, chain, inputs
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, recording, testing
 from fullshard._compat import all_gather_rows
@@ -28,17 +27,10 @@ ORIGIN = Origin("test", Phase.IDLE)
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "one_gpu.py"
 
 
-def make_large_world() -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-
-
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 @on_ranks(1)
 def test_rank_0_of_512_sends_and_holds_what_the_formulas_state(strategy):
-    make_large_world()
+    in_fake_world(WORLD)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy))
     assert all(isinstance(unit.collectives[unit.axes].shard, NativeCollectives) for unit in units_in(model))
@@ -64,7 +56,7 @@ def test_rank_0_of_512_sends_and_holds_what_the_formulas_state(strategy):
 
 @on_ranks(1)
 def test_a_unit_whose_parameters_have_no_elements_is_trained():
-    make_large_world()
+    in_fake_world(WORLD)
 
     class Empty(torch.nn.Module):
         def __init__(self) -> None:
@@ -83,7 +75,7 @@ def test_a_unit_whose_parameters_have_no_elements_is_trained():
 @pytest.mark.parametrize(("strategy", "gather_wire"), [("zero3", "fp8"), ("ddp", None)])
 @on_ranks(1)
 def test_encoded_messages_are_bytes_on_the_backends_own_collectives(strategy, gather_wire):
-    make_large_world()
+    in_fake_world(WORLD)
     policy = MixedPrecisionPolicy(gather_wire=gather_wire, reduce_wire="int8")
     model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -105,32 +97,19 @@ def test_encoded_messages_are_bytes_on_the_backends_own_collectives(strategy, ga
     assert measured == predict_ledger(model, activations=measured.activations)
 
 
-class NotingCollectives(TorchDispatchMode):
-    """Names of the collectives that it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
-
-
 @on_ranks(1)
 def test_norms_of_all_gradients_are_gathered_at_once_and_to_where_they_are_read():
     """A gather into a list of rows would be copied out of the backend's buffer, row by row."""
-    make_large_world()
+    in_fake_world(WORLD)
     model = chain(fully_shard)
     model(inputs()).square().mean().backward()
-    with NotingCollectives() as noting:
+    with Operations(lambda func, types: func.namespace == "c10d") as noting:
         clip_grad_norm_(model.parameters(), 1.0)
-    assert noting.names == ["_allgather_base_"]
+    assert noting.names == ["c10d._allgather_base_"]
 
 
 def collectives_that_do_nothing() -> None:
-    make_large_world()
+    in_fake_world(WORLD)
     spec = spec_from_file_location("one_gpu", BENCHMARK)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import on_new_ranks, same_on_all_ranks
 from small_models import chain, gathered, inputs, sgd, take_step, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,10 +56,9 @@ def spoilt(strategy: str, replicas: int = 1) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("strategy", "world", "replicas"), [("ddp", 3, 1), ("zero1", 3, 1), ("zero3", 3, 1), ("hsdp", 4, 2)]
 )
+@on_new_ranks("world")
 def test_every_rank_reports_parameter_unit_and_rank(strategy, world, replicas):
-    stated = run_ranks(world, spoilt, strategy, replicas)
-    assert len({message for message, _ in stated}) == 1, "the same on every rank"
-    message = stated[0][0]
+    message = same_on_all_ranks(spoilt(strategy, replicas)[0])
     assert "layers.1.up.weight (unit layers.1): " in message
     assert "NaN on rank 1" in message
     assert "infinite on rank 2" in message or "NaN on rank 2" in message

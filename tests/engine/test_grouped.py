@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks
 from small_models import Chain, chain, initialise, inputs, sgd, take_step, whole_grads, wholes
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
@@ -128,14 +128,19 @@ def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all():
         assert total == 2
 
 
-def sent_across(placements: Placements, accumulate: int) -> tuple[int, int]:
-    """Return bytes of gathers and of reductions that this rank sends to ranks outside of its group in a step."""
+@pytest.mark.parametrize(
+    ("placements", "gathers", "reductions"),
+    [(WITHIN_STEP, 3, 0), (BETWEEN_STEPS, 1, 0), (ALL_BUT_OPTIMIZER, 1, 1), (WHOLE_IN_STEP, 1, 0)],
+)
+@on_ranks(4)
+def test_what_crosses_the_border_of_a_group_in_a_step_of_three_microbatches(placements, gathers, reductions):
+    """In multiples of a rank's shards. Each rank sends them once to its counterpart in the other group."""
     model = chain(partial(fully_shard, strategy=placements))
     optimizer = sgd(model)
     for _ in range(3):
         with recording() as record:
-            for i in range(accumulate):
-                model.set_requires_gradient_sync(i == accumulate - 1)
+            for i in range(3):
+                model.set_requires_gradient_sync(i == 2)
                 model(batch(i)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -143,18 +148,9 @@ def sent_across(placements: Placements, accumulate: int) -> tuple[int, int]:
     across = [event for event in record.collectives() if event.ranks == (rank % 2, rank % 2 + 2)]
     sections = [section for unit in units_in(model) for section in unit.param_groups]
     shards = sum(section.plan.layout.shard_numel for section in sections) * 4
-    gathers = sum(event.sent_bytes for event in across if event.name == "all_gather")
-    reductions = sum(event.sent_bytes for event in across if event.name == "reduce_scatter")
-    return gathers // shards, round(reductions / shards)
-
-
-@pytest.mark.parametrize(
-    ("placements", "gathers", "reductions"),
-    [(WITHIN_STEP, 3, 0), (BETWEEN_STEPS, 1, 0), (ALL_BUT_OPTIMIZER, 1, 1), (WHOLE_IN_STEP, 1, 0)],
-)
-def test_what_crosses_the_border_of_a_group_in_a_step_of_three_microbatches(placements, gathers, reductions):
-    """In multiples of a rank's shards. Each rank sends them once to its counterpart in the other group."""
-    assert run_ranks(4, sent_across, placements, 3) == [(gathers, reductions)] * 4
+    sent = {name: sum(event.sent_bytes for event in across if event.name == name) for name in record.names()}
+    assert sent.get("all_gather", 0) // shards == gathers
+    assert round(sent.get("reduce_scatter", 0) / shards) == reductions
 
 
 @pytest.mark.parametrize("placements", [WITHIN_STEP, BETWEEN_STEPS, ALL_BUT_OPTIMIZER, WHOLE_IN_STEP])

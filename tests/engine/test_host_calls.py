@@ -4,10 +4,8 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-import torch.distributed as dist
-from shared_ranks import on_ranks
+from shared_ranks import in_fake_world, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "host_overhead.py"
 UNITS, WORLD, MORE = 20, 8, 12
@@ -24,8 +22,7 @@ def test_sharding_adds_few_calls_to_a_step():
     assert spec is not None and spec.loader is not None
     benchmark = sys.modules[spec.name] = module_from_spec(spec)  # its dataclasses look it up there
     spec.loader.exec_module(benchmark)
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    in_fake_world(WORLD)
     mesh = init_device_mesh("cpu", (WORLD,))
     found = {}
     for system in (UNSHARDED, *CEILINGS):

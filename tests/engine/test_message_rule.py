@@ -8,8 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import in_fake_world, on_ranks, run_ranks
 from small_models import adamw, chain, inputs, momentum, shard, small_gpt, train
 from torch import nn
 
@@ -107,10 +106,7 @@ class Experts(nn.Module):
 
 def step_of_experts(world: int, rule: MessageRule) -> dict[str, int]:
     """How many tensors a collective of each kind moves at most, in a unit of 100 experts, before and after a cast."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    in_fake_world(world)
     with on_a_queue(rule):
         model = fully_shard(Experts(100))
         with recording() as record:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from pages import code_blocks, page, rows, section
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import in_fake_world, on_ranks, run_ranks
 from small_models import ONE_AXIS, whole, whole_grads, wholes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -558,10 +558,7 @@ WORLD = 512
 
 
 def in_large_world() -> Recorder:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    in_fake_world(WORLD)
     assert isinstance(collectives_for(dist.group.WORLD, torch.device("cpu")), NativeCollectives)
     return step_once([(1024, 16)] * (2 * WORLD), "zero3")
 

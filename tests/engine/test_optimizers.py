@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from logged import Operations
 from pages import code_blocks, page, section
 from shared_ranks import on_ranks, run_ranks
 from small_models import Chain, Layer, agree_with_plain, chain, inputs, leave, whole, wholes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import ConfigError, Offload, ShardedGradScaler, StateError, fully_shard
@@ -312,17 +312,8 @@ def test_gradients_never_coexist_where_steps_are_taken_within_backward():
 # -- stepping shards --------------------------------------------------------------------------------------------------
 
 
-class OnDTensors(TorchDispatchMode):
-    """Names of the operations that are given a `DTensor`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            self.names.append(str(func.overloadpacket))
-        return func(*args, **(kwargs or {}))
+def on_dtensors() -> Operations:
+    return Operations(lambda func, types: DTensor in types)
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -340,7 +331,7 @@ def test_from_the_second_step_on_shards_are_stepped_as_plain_tensors(name):
     states = {param: dict(optimizer.state[param]) for param in params}
     optimizer.zero_grad()
     backward(model, 2)
-    with OnDTensors() as visited:
+    with on_dtensors() as visited:
         optimizer.step()
     assert visited.names == []
     assert optimizer.param_groups[0]["params"] is params
@@ -467,7 +458,7 @@ def test_hooks_closures_and_failures_see_the_parameters_that_users_know():
             optimizer.step()
     derived = Careful(model.parameters(), lr=0.1)
     for _ in range(2):
-        with OnDTensors() as dispatched:
+        with on_dtensors() as dispatched:
             derived.step()
         visited.append(bool(dispatched.names))
     assert visited == [True] * 5

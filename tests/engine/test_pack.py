@@ -4,14 +4,13 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from shared_ranks import on_ranks, run_ranks
+from logged import Operations
+from shared_ranks import in_fake_world, on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import fully_shard
 from fullshard.device.accelerator import pretending, pretending_to_capture
@@ -53,13 +52,6 @@ def expected_message(layout: GroupLayout, grads: dict[int, Tensor]) -> Tensor:
     return message
 
 
-def in_a_world(world: int) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-
-
 def check_unpacking(pack: Pack, layout: GroupLayout, shapes: list[tuple[int, ...]]) -> None:
     """A message of every rank's parts brings all packed parameters, by either way, and writes to no others."""
     values = [torch.randn(shape) for shape in shapes]
@@ -78,7 +70,7 @@ def check_unpacking(pack: Pack, layout: GroupLayout, shapes: list[tuple[int, ...
 def test_packing_follows_the_layout_pads_with_zeros_and_is_reversible(world):
     """For any shapes, any sharded dims, and any missing gradients."""
     cases = 40
-    in_a_world(world)
+    in_fake_world(world)
     draw = random.Random(world)
     visited = Counter[str]()
     for _ in range(cases):
@@ -97,30 +89,18 @@ def test_packing_follows_the_layout_pads_with_zeros_and_is_reversible(world):
     assert {"dim None", "dim 0", "dim 1", "dim 2"} <= visited.keys()
 
 
-class Noting(TorchDispatchMode):
-    """Names of the operations that it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func.overloadpacket))
-        return func(*args, **(kwargs or {}))
-
-
 COPIES = ("_chunk_cat", "split_with_sizes_copy", "_foreach_copy_", "copy_", "clone", "cat")
 KERNELS = {f"aten.{name}" for name in (*COPIES, "zero_", "zeros", "new_zeros")}
 
 
 def kernels(run: Callable[[], None], captures: bool) -> list[str]:
-    with Noting() as noting, pretending_to_capture() if captures else nullcontext():
+    with Operations() as noting, pretending_to_capture() if captures else nullcontext():
         run()
     return [name for name in noting.names if name in KERNELS]
 
 
 def kernels_of_packing(count: int, captures: bool) -> list[str]:
-    in_a_world(8)
+    in_fake_world(8)
     pack, layout = pack_of([(16, 16), (16,)] * (count // 2), [None] * count)
     grads = {i: torch.ones(param_layout.spec.shape) for i, param_layout in enumerate(layout.params)}
     message = torch.empty(8, layout.pack_numel)
@@ -140,7 +120,7 @@ EVEN_AND_ODD: list[tuple[int, ...]] = [(16, 16), (13,), (), (8, 3)]  # two divid
 
 def kernels_of_unpacking(shapes: list[tuple[int, ...]], captures: bool = False) -> list[str]:
     """Return the kernels that unpack parameters on an accelerator."""
-    in_a_world(8)
+    in_fake_world(8)
     pack, layout = pack_of(shapes, [None] * len(shapes))
     wholes = [torch.empty(shape) for shape in shapes]
     with pretending(DryAccelerator(Tape())):

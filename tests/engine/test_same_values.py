@@ -1,6 +1,5 @@
 """Ranks with different values of what should be one model: reported immediately, and once."""
 
-import logging
 import pickle
 from functools import partial
 from typing import Any
@@ -9,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from logged import Logged
 from shared_ranks import on_ranks, run_ranks
 from small_models import chain, inputs, take_step
 from torch import nn
@@ -17,24 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard import FullyShardedDataParallel, RankMismatchError, StateError, fully_shard
 from fullshard.comm.collectives import Collectives
 from fullshard.testing import assert_same
-
-
-class Messages(logging.Handler):
-    """Logged messages within a `with`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logging.getLogger("fullshard").addHandler(self)
-        return self.texts
-
-    def __exit__(self, *_: Any) -> None:
-        logging.getLogger("fullshard").removeHandler(self)
 
 
 def build(seed: int) -> nn.Module:
@@ -55,7 +37,7 @@ def forwards(remedy: str) -> list[str]:
     if remedy == "write":
         for param in model.parameters():
             nn.init.ones_(param)
-    with Messages() as texts:
+    with Logged() as texts:
         for _ in range(3):
             model(torch.ones(2, 48))
     return texts
@@ -93,7 +75,7 @@ def train_with_a_head(care: str) -> list[str]:
         fully_shard(nn.Sequential(head, nn.Linear(2, 2)), ignored_params=head.parameters())
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step, 1))  # 0 in the first step
-    with Messages() as texts:
+    with Logged() as texts:
         for step in range(9):
             (head(model(inputs(step))).square().mean() * (1 + dist.get_rank())).backward()
             if care == "averaged":
@@ -154,7 +136,7 @@ def one_of_four_has_another_head() -> list[str]:
     head = nn.Linear(5, 1)
     nn.init.constant_(head.weight, dist.get_rank() == 3)
     optimizer = torch.optim.SGD([*model.parameters(), head.weight], lr=0.1)
-    with Messages() as texts:
+    with Logged() as texts:
         for step in range(3):
             take_step(optimizer, model(inputs(step)).square().mean())
     return texts
@@ -358,7 +340,7 @@ def train_adapters_in_hooks(how: str) -> list[str]:
     model.layers[1].register_forward_hook(lambda _, args, output: output + adapter(args[0]))
     params = [model.head.weight] if how == "add_param_group" else [*adapter.parameters()]
     optimizer = torch.optim.SGD(params, lr=0.1)
-    with Messages() as texts:
+    with Logged() as texts:
         for step in range(9):
             model(inputs(step) * (1 + dist.get_rank())).square().mean().backward()
             if how == "averaged":

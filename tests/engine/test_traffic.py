@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks
 from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -129,21 +129,16 @@ def test_two_inner_units_are_whole_at_once_and_never_three():
     assert most == 2
 
 
-def gathers_without_a_step(strategy: str) -> list[int]:
+@pytest.mark.parametrize(("strategy", "counts"), [("ddp", [0, 0, 0]), ("zero1", [5, 0, 0]), ("zero3", [5, 5, 5])])
+@on_ranks(2)
+def test_whole_parameters_that_are_kept_are_gathered_once_after_a_step(strategy, counts):
     model = chain(partial(fully_shard, strategy=strategy))
     optimizer = sgd(model)
     step(model, optimizer, 0)
-    counts = []
     for number in range(3):
         with recording() as record, torch.no_grad():
             model(inputs(number))
-        counts.append(len(record.collectives()))
-    return counts
-
-
-@pytest.mark.parametrize(("strategy", "counts"), [("ddp", [0, 0, 0]), ("zero1", [5, 0, 0]), ("zero3", [5, 5, 5])])
-def test_whole_parameters_that_are_kept_are_gathered_once_after_a_step(strategy, counts):
-    assert run_ranks(2, gathers_without_a_step, strategy) == [counts] * 2
+        assert len(record.collectives()) == counts[number]
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------

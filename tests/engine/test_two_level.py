@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import on_ranks
+from shared_ranks import in_fake_world, on_ranks
 from small_models import chain, inputs, sgd, whole_grads, wholes
 from torch import Tensor
 
@@ -135,10 +135,7 @@ def test_training_has_the_same_bits_by_either_way():
 @on_ranks(1)
 def test_a_queue_has_few_messages_within_a_group_however_many_groups_there_are(world, group, messages):
     """One for each whole, or one for each group of ranks as long as these are few. As many bytes are sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    in_fake_world(world)
     model = chain(partial(fully_shard, strategy=HFSDP(group=group)))
     with recording() as record:
         model(inputs()).square().mean().backward()
