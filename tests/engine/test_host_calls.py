@@ -45,5 +45,8 @@ def test_sharding_adds_few_calls_to_a_step():
         assert added <= python, f"{system} adds {added} Python calls to a unit"
         assert calls[1] - plain[1] <= c, f"{system} adds {calls[1] - plain[1]} C calls to a unit"
         assert (added_with_more - added) / MORE <= PER_PARAMETER, system
+    step, plain_step = found["fullshard", 0]["optimizer.step"], found[UNSHARDED, 0]["optimizer.step"]
+    assert step[0] - plain_step[0] <= 30, f"a step makes {step[0]} Python calls for a unit, {plain_step[0]} without"
+    assert step[1] - plain_step[1] <= 90, f"a step makes {step[1]} C calls for a unit, {plain_step[1]} without"
     assert found["FSDP2", -1]["optimizer.step"] > 0, "calls of DTensor's dispatcher have other names now"
     assert not any(found["fullshard", -1].values()), "an operation on a DTensor was dispatched in Python"
