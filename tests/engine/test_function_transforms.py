@@ -1,5 +1,6 @@
 """`torch.func` through sharded modules: derivatives of outputs by inputs, and losses made of them."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -110,6 +111,26 @@ def test_derivatives_and_losses_of_them_have_plain_bits(strategy):
         assert all(unit.residency.state in AT_REST for unit in units_in(model))  # nothing of an evaluation stays
         assert not any(unit.residency.awaits_backward for unit in units_in(model))
     dist.barrier()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+@on_ranks(2)
+def test_gradients_are_seen_and_shards_written_after_a_transform(strategy):
+    """Use a transform between backward and step, with and without a forward after it, and train by hand."""
+    x = torch.ones(2, 3)
+    for transform, forwards in itertools.product(TRANSFORMS.values(), (0, 1)):
+        weights = []
+        for model in (Field(), sharded(strategy)):
+            model(x).square().mean().backward()
+            transform(model, x)
+            for _ in range(forwards):
+                model(x)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.1 * param.grad
+            model.zero_grad()
+            weights.append([p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()])
+        assert_same(weights[1], weights[0])
 
 
 def penalised(model: nn.Module, x: Tensor) -> Tensor:

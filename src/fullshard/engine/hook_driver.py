@@ -61,12 +61,14 @@ class HookDriver:
         self._ended: list[ForwardCall] = []  # those whose backward is over, in the present backward
         self._recomputed: list[Unit] = []  # by a checkpoint's forward within backward, and unsharded still
         self._postponed: list[Unit] = []  # to be gathered ahead once the backward of the present unit is over
+        self._transformed: list[Unit] = []  # in forwards within transforms of functions, outermost first
 
     def reset(self) -> None:
         """Forget the forward or backward that is executing."""
         self._calls.clear()
         self._ended.clear()
         self._recomputed.clear()
+        self._transformed.clear()
         self._reached, self._has_grads = None, False
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -99,12 +101,13 @@ class HookDriver:
         return args, kwargs
 
     def before_transformed_forward(self, unit: Unit) -> None:
-        """Unshard `unit` until the next backward is over. Transforms of functions (`torch.func`) have no other event
-        for its end. Call it outside of them.
+        """Gather `unit`, and keep it until the next backward is over. Transforms of functions (`torch.func`) have no
+        other event for its end. Call it outside of them.
         """
         unit.residency.check_not_summoned()
         if not self._stack and self._state.phase is not Phase.IDLE and not in_backward():
             self._recover()
+        self._transformed.append(unit)
         self._scheduler.order_gathers_after_compute()
         for needed in (unit, *unit.borrowed):
             needed.residency.invalidate_if_stepped()
@@ -116,6 +119,7 @@ class HookDriver:
         for done in (unit, *unit.borrowed):
             if done.residency.users == 0 and not done.residency.awaits_backward:
                 self._scheduler.reshard(done, Phase.FORWARD)
+        _leave_transformed(self._transformed, unit, self._units)
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """Free `unit` if its strategy says so, and return the output for the caller."""
@@ -181,6 +185,7 @@ class HookDriver:
                 self._scheduler.reshard(unit, Phase.FORWARD, keep=keep)
                 if over:
                     unit.residency.release_secondary(Phase.FORWARD)
+            _show_shards(unit)
         accelerator_for(self._state.device).end_pass()
         self._state.phase = Phase.IDLE
         if raised:
@@ -385,6 +390,22 @@ class HookDriver:
             if unit.residency.users == 0 and unit is not needed and not unit.residency.awaits_backward:
                 self._scheduler.reshard(unit, Phase.FORWARD)
         self._recomputed.clear()
+
+
+def _leave_transformed(stack: list[Unit], unit: Unit, units: Sequence[Unit]) -> None:
+    """Remove `unit` from the `stack` of transformed forwards. After the outermost one, modules show shards again."""
+    while stack and stack.pop() is not unit:
+        pass  # an exception passed through a forward within
+    if not stack:
+        for kept in units:
+            _show_shards(kept)
+
+
+def _show_shards(unit: Unit) -> None:
+    """Show the modules of `unit` the sharded parameters if it is kept for the next backward, and is not in use."""
+    residency = unit.residency
+    if residency.awaits_backward and residency.users == 0 and not residency.is_unsharded_manually:
+        residency.reshard(Phase.FORWARD, keep=True)
 
 
 def _has_ended_all_calls(ended: Sequence[ForwardCall], unit: Unit) -> bool:
