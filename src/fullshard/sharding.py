@@ -227,14 +227,18 @@ _COPYING = "fullshard: a sharded module that is being copied"  # a key of the me
 def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """Implement `copy.deepcopy` of a sharded module: the copy has the same sharding and values. No communication.
 
+    An optimizer that is copied after the module, in the same call, has the parameters of the copy.
+
     Raises:
-        StateError: The module is in forward or backward, or shares a unit with modules that are not copied.
+        StateError: The module is in forward or backward, or shares a unit with modules that are not copied; or its
+            parameters were copied before it.
     """
     module = _module_being_copied(module)
     if _COPYING in memo:
         return _copy_structure(module, memo)
     units = units_in(module)
     _check_whole(module, units)
+    _check_not_copied(module, units, memo)
     for unit in units:
         check_idle(unit, "to be copied")
         unit.residency.reshard()
@@ -310,6 +314,16 @@ def _check_whole(module: nn.Module, units: Sequence[Unit]) -> None:
             )
 
 
+def _check_not_copied(module: nn.Module, units: Sequence[Unit], memo: dict[Any, Any]) -> None:
+    copied = next((param for unit in units for param in unit.params if id(param.sharded) in memo), None)
+    if copied is not None:
+        raise StateError(
+            f"copy.deepcopy of {type(module).__name__}: {copied.fqn} was already copied in this call, with an "
+            "optimizer or with an inner module, and the copy of this module would not have that copy. Copy the "
+            "outermost module first: model, optimizer = copy.deepcopy((model, optimizer))."
+        )
+
+
 def _copy_structure(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """Return a copy of `module` as if it were not sharded, with the entries of `memo` in place of parameters.
 
@@ -381,11 +395,13 @@ def _shard_identically(unit: Unit, memo: dict[Any, Any]) -> None:
         device=unit.device,
     )
     made.settings = unit.settings.copy()
+    # Parameters may have been frozen since they were grouped, so the order of the copies may differ.
+    copies = {(owner.module, owner.name): param for param in made.params for owner in param.owners}
+    owned = [(peer, peer.owners[0]) for peer in unit.params if peer.owners]  # a weight tied later replaces others
+    pairs = [(peer, copies[memo[id(owner.module)], owner.name]) for peer, owner in owned]
     if not unit.is_meta:
-        # Parameters may have been frozen since they were grouped, so the order of the copies may differ.
-        copies = {(owner.module, owner.name): param for param in made.params for owner in param.owners}
         with changing_shards(made), torch.no_grad():
-            for peer in unit.params:
-                owner = peer.owners[0]
-                own = copies[memo[id(owner.module)], owner.name]
+            for peer, own in pairs:
                 give(own.sharded, dtensor_like(peer.local.clone(), own.dtensor))
+    for peer, own in pairs:
+        memo[id(peer.sharded)] = own.sharded  # for an optimizer that is copied next

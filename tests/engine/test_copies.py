@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, StateDictType, fully_shard
 from fullshard.engine.registry import units_in
+from fullshard.errors import StateError
 from fullshard.testing import assert_same
 
 Shard = Callable[[nn.Module], nn.Module]
@@ -30,7 +31,10 @@ def wholes(model: nn.Module) -> list[Tensor]:
 
 
 def train(model: nn.Module, steps: int, first: int = 0) -> list[Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return go_on(model, torch.optim.AdamW(model.parameters(), lr=0.1), steps, first)
+
+
+def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[Tensor]:
     for step in range(first, first + steps):
         take_step(optimizer, model(inputs(step)).square().mean())
     return wholes(model)
@@ -70,6 +74,24 @@ def test_a_copy_trains_as_the_model_would_and_alone(name):
         assert [len(getattr(module, name)) for name in hooks] == [len(getattr(other, name)) for name in hooks]
 
 
+@pytest.mark.parametrize("name", SHARDS)
+@on_ranks(2)
+def test_a_model_and_its_optimizer_are_copied_together(name):
+    for steps in (0, 2):  # the second step is taken on plain shards
+        model = FullyShardedDataParallel(chain(lambda module: module)) if name == "wrapper" else chain(SHARDS[name])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        go_on(model, optimizer, steps)
+        copied, its = copy.deepcopy((model, optimizer))
+        assert all(a is b for a, b in zip(its.param_groups[0]["params"], copied.parameters(), strict=True))
+        before = wholes(model)
+        trained = go_on(copied, its, 3)
+        assert_same(wholes(model), before)
+        assert_same(go_on(model, optimizer, 3), trained)
+    for copied_before in (optimizer, list(model.parameters())):
+        with pytest.raises(StateError, match="was already copied in this call"):
+            copy.deepcopy((copied_before, model))
+
+
 class CountedCopies(nn.Linear):
     """A layer with a custom `__deepcopy__`."""
 
@@ -102,14 +124,19 @@ def test_a_module_that_defines_how_it_is_copied_is_copied_so():
 @pytest.mark.parametrize("first", [0, 2])
 @on_ranks(2)
 def test_a_copy_keeps_ties_across_units(first):
-    model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48), nn.Linear(48, 48))
-    model[2].weight = model[0].weight
-    for number in (first, 2 - first):  # the first one has the weight, the other one borrows it
-        fully_shard(model[number])
-    fully_shard(model)
-    copied = copy.deepcopy(model)
-    assert copied[2].weight is copied[0].weight
-    assert_same(train(copied, 3), train(model, 3))
+    for are_tied_before in (True, False):
+        model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48), nn.Linear(48, 48))
+        if are_tied_before:
+            model[2].weight = model[0].weight
+        for number in (first, 2 - first):  # the first one has the weight, the other one borrows it
+            fully_shard(model[number])
+        fully_shard(model)
+        if not are_tied_before:
+            model[2].weight = model[0].weight
+            train(model, 1)
+        copied = copy.deepcopy(model)
+        assert copied[2].weight is copied[0].weight
+        assert_same(train(copied, 3), train(model, 3))
 
 
 @on_ranks(2)

@@ -1733,6 +1733,14 @@ def copy_a_part_of_a_unit() -> Steps:
     copy.deepcopy(model[0])
 
 
+@mistake(StateError, "copy.deepcopy of FSDPLinear: weight was already copied in this call", "Copy the outermost module")
+def copy_an_optimizer_before_its_model() -> Steps:
+    model = fully_shard(linear())
+    optimizer = torch.optim.SGD(model.parameters())
+    yield
+    copy.deepcopy((optimizer, model))
+
+
 @mistake(StateError, "pickle, torch.save or copy.copy of FSDPChain, which is sharded", r"Save its state_dict\(\)")
 def pickle_a_model() -> Steps:
     model = sharded()
