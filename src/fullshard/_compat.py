@@ -822,6 +822,18 @@ def before_optimizer_states(prepare: Callable[[Optimizer], None]) -> None:
     Optimizer.state_dict = prepared_state_dict  # type: ignore[assignment, method-assign]
 
 
+def after_zero_grad(do: Callable[[Optimizer], None]) -> None:
+    """Call `do` with every optimizer after its `zero_grad()`. torch has no such hook."""
+    zero_grad = Optimizer.zero_grad
+
+    @wraps(zero_grad)
+    def watched_zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+        zero_grad(optimizer, set_to_none)
+        do(optimizer)
+
+    Optimizer.zero_grad = watched_zero_grad  # type: ignore[assignment, method-assign]
+
+
 def loads_whole_states() -> bool:
     """Return True if `torch.distributed.checkpoint` calls, to load a full state dict of an optimizer."""
     callers = islice(walk_stack(None), 12)

@@ -25,7 +25,7 @@ from fullshard.comm.mesh import (
 )
 from fullshard.device.current import current_device, usual_device_type
 from fullshard.engine.at_rest import explain_mixtures, explain_reads
-from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install
+from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install, watch_zero_grad
 from fullshard.engine.late_params import watch_registrations
 from fullshard.engine.managed import managed_by, mark_ignored
 from fullshard.engine.materialize import find_parameters, give, initialise, move_buffers
@@ -93,6 +93,7 @@ def shard_unit(
     unit = Unit(modules, found.sources, found.borrowed, options, axes, device)
     install(unit)
     watch_optimizers()
+    watch_zero_grad()
     watch_wrappers()
     watch_registrations()
     explain_mixtures()

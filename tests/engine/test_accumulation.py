@@ -410,6 +410,50 @@ def test_zero1_gathers_once_a_step_and_counts_its_microbatches_whatever_zeroes_g
         count_numbers_and_gathers()
 
 
+def train_at_random(seed: int, shard: bool, options: dict[str, Any]) -> list[Any]:
+    """Train microbatches that are synced or not, with gradients zeroed between some of them, in several ways."""
+    choose = random.Random(seed)
+    model = chain(partial(fully_shard, **options)) if shard else chain(leave)
+    params = list(model.parameters())
+    optimizers = [torch.optim.SGD(params[::2], lr=1e-3), torch.optim.SGD(params[1::2], lr=1e-3, momentum=0.9)]
+    visited: list[Any] = []
+    syncs_all = False
+    for number in range(12):
+        is_last = number % 3 == 2
+        syncs_all = choose.random() < 0.25 if number % 3 == 0 else syncs_all
+        if shard:
+            model.set_requires_gradient_sync(is_last or syncs_all)
+        model(inputs(number)).square().mean().backward()
+        zeroed = choose.choice(["nothing", "model", "all", "one", "layer"])
+        set_to_none = choose.random() < 0.5
+        if is_last:
+            grads: list[Any] = [param.grad for param in params]
+            visited += [grad.full_tensor().clone() if shard else grad.clone() for grad in grads]
+            for optimizer in optimizers:
+                optimizer.step()
+        if is_last or zeroed == "all":
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none)
+        elif zeroed == "one":
+            optimizers[0].zero_grad(set_to_none)
+        elif zeroed == "model":
+            model.zero_grad(set_to_none)
+        elif zeroed == "layer":
+            model.layers[0].zero_grad(set_to_none)
+    return [*visited, wholes(model)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@on_ranks(2)
+def test_gradients_that_are_not_reduced_yet_are_zeroed_like_others(seed):
+    """The same batches on both ranks, so that means over ranks are the plain gradients."""
+    expected = train_at_random(seed, False, {})
+    for strategy in ONE_AXIS:
+        assert_same(train_at_random(seed, True, {"strategy": strategy}), expected, name=strategy)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # gradients are held in it, so sums are rounded later
+    torch.testing.assert_close(train_at_random(seed, True, {"mp_policy": policy}), expected, rtol=1e-4, atol=1e-4)
+
+
 # -- dtypes -----------------------------------------------------------------------------------------------------------
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.optim import Optimizer
 
 from fullshard._compat import (
+    after_zero_grad,
+    in_backward,
     in_function_transform,
     in_plain_code,
     is_own_hook,
@@ -19,11 +22,13 @@ from fullshard._compat import (
     outside_of_selective_checkpoints,
     own_hook,
 )
+from fullshard.engine.managed import managed_by
 from fullshard.engine.registry import register, register_as, unit_of, units_in, unregister
 from fullshard.engine.root_state import cast_outputs
 from fullshard.engine.runtime import Runtime, runtime_or_none
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
+from fullshard.engine.unit_gradients import holding
 from fullshard.errors import StateError
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__")
@@ -126,14 +131,33 @@ def without_sync(units: Sequence[Unit]) -> Iterator[None]:
 def zero_shard_grads(module: nn.Module, set_to_none: bool) -> None:
     """Remove the gradients that the optimizer would see, of all units below `module`; or fill them with zeros.
 
-    `Module.zero_grad` itself acts on the unsharded parameters if a unit is unsharded manually.
+    `Module.zero_grad` itself acts on the unsharded parameters if a unit is unsharded manually. Gradients of
+    microbatches that were not reduced yet are removed, too.
     """
     for unit in units_in(module):
+        if unit.gradients in holding and not in_backward():
+            unit.gradients.drop_unreduced(set(unit.params))
         for param in unit.params:
             if set_to_none:
                 param.sharded.grad = None
             elif param.sharded.grad is not None:
                 param.sharded.grad.zero_()
+
+
+@cache
+def watch_zero_grad() -> None:
+    """Make `zero_grad()` of every optimizer remove the gradients of microbatches that were not reduced yet."""
+    after_zero_grad(_drop_unreduced)
+
+
+def _drop_unreduced(optimizer: Optimizer) -> None:
+    if not holding or in_backward():
+        return
+    params = (param for param_group in optimizer.param_groups for param in param_group["params"])
+    found = [managed for param in params if (managed := managed_by(param)) is not None]
+    dropped = {managed.param for managed in found}
+    for unit in dict.fromkeys(managed.unit for managed in found):
+        unit.gradients.drop_unreduced(dropped)
 
 
 def check_idle(unit: Unit, doing: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Container
 from contextlib import nullcontext
 
 from fullshard.engine.communicating import Communicating
@@ -10,6 +12,9 @@ from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit_parts import UnitParts
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Phase, acting_for, active
+
+holding: weakref.WeakSet[UnitGradients] = weakref.WeakSet()
+"""Those that hold, or have held, gradients of microbatches that were not reduced completely."""
 
 
 class UnitGradients:
@@ -63,6 +68,18 @@ class UnitGradients:
         for param_group in self._unit.param_groups:
             param_group.gradients.hold()
         self.are_held = self.have_whole
+        holding.add(self)
+
+    def drop_unreduced(self, dropped: Container[ShardedParam]) -> None:
+        """Drop gradients of the `dropped` parameters that were not reduced yet, or over one level only."""
+        for param_group in self._unit.param_groups:
+            state = param_group.gradients.state
+            for i, param in enumerate(param_group.params):
+                if param in dropped:
+                    param.unsharded.grad = None
+                    state.whole.pop(i, None)
+                    state.first_sums.pop(i, None)
+        self.are_held = self.are_held and self.have_whole
 
     def drop(self) -> None:
         """Drop whole gradients."""
@@ -85,6 +102,8 @@ class UnitGradients:
         self.are_held = False
         finishes, origin, hook = self._finish_sums, self._unit.origin(phase), self._unit.settings.all_reduce_hook
         divisor = self._unit.settings.gradient_divisor
+        if not finishes:
+            holding.add(self)
         taken = []
         for param_group in self._unit.param_groups:
             taken.append((param_group, param_group.gradients.take()))
