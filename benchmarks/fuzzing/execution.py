@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -628,6 +629,49 @@ def halves_gradients(program: Json, params: list[nn.Parameter]) -> list[nn.Param
     return [params[i] for i in sorted({place % len(params) for place in places}) if params[i].requires_grad]
 
 
+def edit_gradients(params: list[nn.Parameter], how: str) -> None:
+    """Change gradients as users do between backward and step."""
+    with torch.no_grad():
+        for i, param in enumerate(params):
+            if param.grad is None:
+                continue
+            if how == "scale":
+                param.grad.mul_(0.5)
+            elif how == "replace":
+                param.grad = 2 * param.grad
+            elif how == "drop" and i % 3 == 1:
+                param.grad = None
+            elif how == "zero" and i % 3 == 1:
+                param.grad.zero_()
+            elif how == "clamp" and not param.is_complex():
+                param.grad.clamp_(-0.01, 0.01)
+
+
+def change_groups(optimizer: torch.optim.Optimizer, how: str, which: int) -> None:
+    """Change the parameter groups of an optimizer between steps."""
+    first = optimizer.param_groups[0]
+    if how == "options":
+        first["lr"] *= 0.7
+        if "weight_decay" in first:
+            first["weight_decay"] = 0.05
+    elif how == "reverse":
+        first["params"].reverse()
+    elif how == "move" and len(first["params"]) > 1:
+        moved = first["params"].pop(which % len(first["params"]))
+        optimizer.add_param_group({"params": [moved], "lr": 0.01})
+
+
+def tangent_of(program: Json, model: nn.Module, step: int, rank: int) -> Tensor:
+    """Return the derivative of the output in one direction, by forward-mode differentiation."""
+    Now.step, Now.rank = step, rank
+    torch.manual_seed(step * 1000 + rank)
+    dtype = getattr(torch, program.get("dtype", "float32"))
+    x = torch.randn(ROWS, program.get("width", 6)).to(dtype)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    return torch.zeros(()) if tangent is None else tangent.detach().clone()
+
+
 @contextmanager
 def booming(model: nn.Module, action: Json) -> Iterator[None]:
     """Raise `Boom` in forward or backward of a module within this context."""
@@ -788,10 +832,13 @@ class Plain(Driver):
                 if syncs:
                     self.reduce(pending)
             self.buffers_differ = syncs
+            if micro < micros - 1:
+                self.zero_between(action, pending)
         for micro, of_ranks in losses.items():
             self.record(f"loss {micro}", PerRank(of_ranks))
         for key, param in self.model.named_parameters():
             self.record(f"gradient {key}", None if param.grad is None else param.grad.clone())
+        edit_gradients(list(self.model.parameters()), action.get("edit grads", ""))
         if "clip" in action:
             params = list(self.model.parameters())
             norm = norm_in_parts([param.grad for param in params if param.grad is not None], self.shards)
@@ -804,6 +851,19 @@ class Plain(Driver):
         if not action.get("keep grads"):
             target = self.model if action.get("zero model") else self.optimizer
             target.zero_grad(set_to_none=action.get("set_to_none", True))
+
+    def zero_between(self, action: Json, pending: list[list[Tensor | None]]) -> None:
+        """Drop the gradients of the microbatches so far, of all parameters or of those that the optimizer has."""
+        how = action.get("zero between")
+        if how is None:
+            return
+        groups = self.optimizer.param_groups
+        zeroed = {id(param) for param_group in groups for param in param_group["params"]}
+        for i, param in enumerate(self.model.parameters()):
+            if how == "model" or id(param) in zeroed:
+                param.grad = None
+                for sums in pending:
+                    sums[i] = None
 
     def reduce(self, pending: list[list[Tensor | None]]) -> None:
         """Add the mean over all ranks to the gradients that the optimizer sees."""
@@ -885,11 +945,22 @@ class Plain(Driver):
         ):  # no rank averages the gradients of these, so ranks would train different models
             params[i].requires_grad_(action.get("trained", False))
 
+    def groups(self, action: Json) -> None:
+        change_groups(self.optimizer, action.get("how", "options"), action.get("which", 0))
+
+    def tangent(self, action: Json) -> None:
+        self.hand_over()
+        tangents = [tangent_of(self.program, made, self.number, rank) for rank, made in enumerate(self.copies)]
+        self.record("tangent", PerRank(tangents))
+
     def copied(self, action: Json) -> None:
         for made in self.copies:
             forget_losses(made)
-        self.model = copy.deepcopy(self.model)
-        self.optimizer = self.new_optimizer()
+        if action.get("together"):
+            self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
+        else:
+            self.model = copy.deepcopy(self.model)
+            self.optimizer = self.new_optimizer()
         self.buffers_differ = True  # the first forward of a model broadcasts them
 
     def nothing(self, action: Json) -> None:
@@ -1143,10 +1214,13 @@ class Sharded(Driver):
                 if action.get("twice"):
                     loss.backward(retain_graph=True)
                 loss.backward()
+            if micro < micros - 1 and "zero between" in action:
+                (self.model if action["zero between"] == "model" else self.optimizer).zero_grad()
         for name, loss in losses.items():
             self.record(name, loss)
         for key, param in self.model.named_parameters():
             self.record(f"gradient {key}", None if param.grad is None else part(param.grad))
+        edit_gradients(list(self.model.parameters()), action.get("edit grads", ""))
         if "clip" in action:
             params = list(self.model.parameters())
             if action.get("clip by torch"):
@@ -1215,13 +1289,21 @@ class Sharded(Driver):
 
     learning_rate = Plain.learning_rate
     freeze = Plain.freeze
+    groups = Plain.groups
     nothing = Plain.nothing
+
+    def tangent(self, action: Json) -> None:
+        self.record("tangent", tangent_of(self.program, self.model, self.number, self.rank))
 
     def copied(self, action: Json) -> None:
         forget_losses(self.model)
-        self.model = copy.deepcopy(self.model)
+        if action.get("together"):
+            self.reshard_all()
+            self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
+        else:
+            self.model = copy.deepcopy(self.model)
+            self.optimizer = self.new_optimizer()
         self.units = []
-        self.optimizer = self.new_optimizer()
 
     def unshard(self, action: Json) -> None:
         units = [unit for unit in self.units if hasattr(unit, "unshard")] or [self.model]

@@ -277,7 +277,11 @@ class Generator:
             "reload": 0.7,
             "checkpointed": 1,
             "saved": 0.7,
+            "groups": 1,
         }
+        no_tangents = ("recurrent", "attention", "encoder", "recompute", "convolution", "precision", "autocast")
+        if not any(item in json.dumps(program) for item in (*no_tangents, "broadcast_buffers")):
+            others["tangent"] = 1
         if any(hook["on"] == "accumulated" for hook in program.get("hooks", [])):  # a copied parameter has no hooks
             others.pop("copied")
         loop = [self.step(program)]
@@ -285,6 +289,8 @@ class Generator:
             loop.append(self.step(program) if self.chance(0.6) else self.other(self.weighted(others), program))
         if "by rank" in str(program["model"]):  # an error on one rank alone leaves the others waiting
             loop = [action for action in loop if action["do"] != "boom"]
+        if any("into" in action for action in loop):  # the new optimizer has the groups of the first one
+            loop = [action for action in loop if action["do"] != "groups"]
         return loop
 
     def step(self, program: Json) -> Json:
@@ -294,6 +300,8 @@ class Generator:
             action["micro"] = choose((2, 3))
             if self.chance(0.4):
                 action["sync"] = "each"
+            if self.chance(0.2):
+                action["zero between"] = choose(("model", "optimizer"))
         for key, probability in (
             ("two forwards", 0.1),
             ("twice", 0.07),
@@ -307,6 +315,8 @@ class Generator:
                 action[key] = True
         if self.chance(0.15):
             action["set_to_none"] = False
+        if self.chance(0.2):
+            action["edit grads"] = choose(("scale", "replace", "drop", "zero", "clamp"))
         if self.chance(0.35) and not program.get("shard dim 1"):
             action["clip"] = choose((0.1, 1.0, 100.0))
         return action
@@ -320,12 +330,14 @@ class Generator:
             action["which"] = self.random.randrange(20)
         if do == "freeze" and self.chance(0.5):
             action["trained"] = True
+        if do == "groups":
+            action |= {"how": choose(("options", "move", "reverse")), "which": self.random.randrange(20)}
         if do == "boom" and self.chance(0.4):
             action["after"] = choose((1, 2))
         if do == "checkpointed" and self.chance(0.5) and "replicas" not in program:
             action["into"] = choose(("ddp", "zero1", "zero2", "zero3"))
         flags = {"unshard": ("async", "no wait", "leave"), "summon": ("write",), "evaluate": ("inference",)}
-        flags |= {"checkpointed": ("async",), "reload": ("full",), "saved": ("mmap",)}
+        flags |= {"copied": ("together",), "checkpointed": ("async",), "reload": ("full",), "saved": ("mmap",)}
         for flag in flags.get(do, ()):
             if self.chance(0.4):
                 action[flag] = True
