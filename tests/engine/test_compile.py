@@ -1,5 +1,6 @@
 """What `torch.compile` makes of sharded models: the graphs that it makes of plain ones, and the same numbers."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from fullshard import ConfigError, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -117,6 +118,21 @@ def test_compiled_models_learn_the_bits_of_plain_ones_compiled_in_the_same_way(b
     options = {"backend": "aot_eager", "fullgraph": build in BLOCKS}
     strategies = ONE_AXIS if build is blocks_by_method else ("zero3",)
     run_ranks(2, agree_with_plain, partial(compiled, build, options), *strategies, timeout=170)
+
+
+@on_new_ranks(2)
+def test_compiled_steps_are_refused():
+    """Dynamo cannot trace a `DTensor` of a part of a buffer."""
+    for name, steps in itertools.product(("SGD", "AdamW"), (0, 2)):
+        model = chain(fully_shard)
+        optimizer = getattr(torch.optim, name)(model.parameters())
+        for _ in range(steps):
+            model(inputs(0)).square().mean().backward()
+            optimizer.step()
+        model(inputs(0)).square().mean().backward()
+        with pytest.raises(ConfigError, match=r"Call optimizer.step\(\) outside of the compiled function"):
+            torch.compile(lambda optimizer=optimizer: optimizer.step(), backend="eager")()
+        optimizer.step()
 
 
 @pytest.mark.slow

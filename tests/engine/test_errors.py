@@ -1741,6 +1741,16 @@ def copy_an_optimizer_before_its_model() -> Steps:
     copy.deepcopy((optimizer, model))
 
 
+@mistake(ConfigError, r"AdamW.step\(\) of sharded parameters was called within torch.compile", "Call optimizer.step")
+def compile_a_step() -> Steps:
+    model = fully_shard(linear())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, model.in_features)).sum().backward()
+    yield
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):  # modes prevent graphs
+        optimizer.step()
+
+
 @mistake(StateError, "pickle, torch.save or copy.copy of FSDPChain, which is sharded", r"Save its state_dict\(\)")
 def pickle_a_model() -> Steps:
     model = sharded()

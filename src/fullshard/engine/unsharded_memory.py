@@ -65,9 +65,10 @@ class UnshardedMemory:
         """Use `slot` instead of the current slot, which must not have views in a pending graph."""
         if self.slot.is_referenced:
             raise StateError(
-                f"{self._unit.name} and {self.slot.occupant!r} share one buffer because they were never unsharded at "
-                "the same time before. This step needs both, and a graph that waits for its backward has views of "
-                "the buffer. Call fullshard.share_memory_between_units(False) before the first forward."
+                f"{self._unit.name or 'the root'} and {getattr(self.slot.occupant, 'name', '') or 'the root'} "
+                "share one buffer because they were never unsharded at the same time before. This step needs both, and "
+                "a graph that waits for its backward has views of the buffer. Call "
+                "fullshard.share_memory_between_units(False) before the first forward."
             )
         self.drop_views(groups)
         regions = self.occupy(slot, [group.plan for group in groups])

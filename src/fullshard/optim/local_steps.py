@@ -84,6 +84,8 @@ def _budgets() -> ModuleType:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Prepare a step, or run it. Return changed arguments for the optimizer's own step; None if they do not change."""
+    if torch.compiler.is_compiling():
+        _refuse_compiled_step(optimizer)
     if optimizer in trials:
         return None
     replaced = None
@@ -101,6 +103,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         replaced = _step_in_place_of(optimizer, args, kwargs)
     _note_step()
     return replaced
+
+
+@outside_of_graphs
+def _refuse_compiled_step(optimizer: Optimizer) -> None:
+    """Raise if `optimizer` has sharded parameters: Dynamo cannot trace a `DTensor` of a part of a buffer."""
+    if any(isinstance(param, DTensor) for param in _params(optimizer)):
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step() of sharded parameters was called within torch.compile, which cannot "
+            "trace them. Call optimizer.step() outside of the compiled function. Modules can be compiled."
+        )
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -281,6 +293,8 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
         return result
 
     def step(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _refuse_compiled_step(owner())  # type: ignore[arg-type]  # as below
         if all(value is None for value in (*args, *kwargs.values())):  # `closure=None` is no closure
             args, kwargs = (), {}
         return step_of(owner(), *args, **kwargs)  # type: ignore[arg-type]  # the caller keeps the optimizer alive
