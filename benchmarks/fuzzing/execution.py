@@ -897,8 +897,6 @@ class Plain(Driver):
     def forward_only(self, action: Json) -> None:
         self.hand_over()
         losses = [loss_of(self.program, made, self.number, 0, rank) for rank, made in enumerate(self.copies)]
-        if self.program.get("penalty") and losses[0].requires_grad:
-            self.buffers_differ = True  # its gradients were a backward, too
         self.record("forward", PerRank([loss.detach() for loss in losses]))
 
     def boom(self, action: Json) -> None:

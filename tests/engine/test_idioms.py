@@ -342,6 +342,27 @@ def test_buffers_are_the_first_ranks_as_under_ddp_if_requested():
     assert torch.equal(alone[7], expected[7]) == (dist.get_rank() == 0)
 
 
+def learn_with_slope(model: nn.Module) -> list[Any]:
+    """Train one step with two forwards, and a gradient of inputs between them."""
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
+    first = model(x).square().sum()
+    slope = torch.autograd.grad(first, x, create_graph=True)[0]
+    loss = first + slope.square().sum() + model(x + 1).square().sum()
+    loss.backward()
+    return [loss.detach(), *(buffer.clone() for buffer in model.buffers())]
+
+
+@on_ranks(2)
+def test_a_gradient_of_inputs_is_no_step_after_which_buffers_are_broadcast():
+    """A broadcast between the two forwards would write to buffers that the graph of the first one has saved."""
+    made = []
+    for shard in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        made.append(learn_with_slope(fully_shard(model, broadcast_buffers=True) if shard else model))
+    assert_same(made[1], made[0])
+
+
 MIXES = """
 import torch, torch.distributed as dist
 from torch import nn

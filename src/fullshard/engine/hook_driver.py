@@ -333,7 +333,7 @@ class HookDriver:
                 unit.residency.reshard(Phase.POST_BACKWARD, keep=True)  # users may write to shards before the next one
             else:
                 self._state.reshard_after_backward(unit)
-        self._state.return_to_idle()
+        self._state.return_to_idle(trained=self._has_grads or not self._is_for_inputs)
         self._expected.end_backward()
         stays = self._creates_graph and any(unit.residency.awaits_backward for unit in self._units)
         self._scheduler.slots.end_backward(self._expected.backward, awaits_more=stays or bool(self._expected.open))

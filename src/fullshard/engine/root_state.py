@@ -190,8 +190,8 @@ class RootState:
         """Return True if `unit` stays unsharded for a pending backward."""
         return not unit.reshards_after_forward and self.expected.awaits_backward_of(unit)
 
-    def return_to_idle(self) -> None:
-        """Reset to idle after a backward."""
+    def return_to_idle(self, *, trained: bool = True) -> None:
+        """Reset to idle after a backward. Not `trained` means that it was for gradients of inputs only."""
         if self.disks.are_in_pass:
             for unit in self.units:
                 unit.shards.forget_ahead()
@@ -201,7 +201,8 @@ class RootState:
         accelerator_for(self.device).end_pass()
         self.phase = Phase.IDLE
         note_origin(Origin("", Phase.IDLE))
-        self.microbatches.note_end()
+        if trained:
+            self.microbatches.note_end()
         _last[:] = [weakref.ref(self)]
 
     def check_backward(self, tallies: Sequence[Tally]) -> None:
