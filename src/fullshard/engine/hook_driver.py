@@ -185,7 +185,7 @@ class HookDriver:
                 self._scheduler.reshard(unit, Phase.FORWARD, keep=keep)
                 if over:
                     unit.residency.release_secondary(Phase.FORWARD)
-            _show_shards(unit)
+        _show_shards(self._units)
         accelerator_for(self._state.device).end_pass()
         self._state.phase = Phase.IDLE
         if raised:
@@ -397,15 +397,15 @@ def _leave_transformed(stack: list[Unit], unit: Unit, units: Sequence[Unit]) -> 
     while stack and stack.pop() is not unit:
         pass  # an exception passed through a forward within
     if not stack:
-        for kept in units:
-            _show_shards(kept)
+        _show_shards(units)
 
 
-def _show_shards(unit: Unit) -> None:
-    """Show the modules of `unit` the sharded parameters if it is kept for the next backward, and is not in use."""
-    residency = unit.residency
-    if residency.awaits_backward and residency.users == 0 and not residency.is_unsharded_manually:
-        residency.reshard(Phase.FORWARD, keep=True)
+def _show_shards(units: Sequence[Unit]) -> None:
+    """Show modules the sharded parameters of those of `units` that are kept for the next backward and not in use."""
+    for unit in units:
+        residency = unit.residency
+        if residency.awaits_backward and residency.users == 0 and not residency.is_unsharded_manually:
+            residency.reshard(Phase.FORWARD, keep=True)
 
 
 def _has_ended_all_calls(ended: Sequence[ForwardCall], unit: Unit) -> bool:
