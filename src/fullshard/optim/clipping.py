@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fullshard.optim.before_step import point_to_shards
 from fullshard.policy.arguments import check_flags, check_iterable, check_type, is_number
 from fullshard.tape.recorder import Origin, Phase, acting_for
 
+_DEVICE = attrgetter("device")
 _NORM = Origin("gradient norm", Phase.STEP)
 _OVERFLOW = Origin("overflow check", Phase.STEP)
 
@@ -68,7 +70,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the total gradient norm of order {norm_type} is {norm.item()}, so nothing was clipped")
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for local in _by_memory([_local(grad) for grad in grads]).values():
+    for local in _by_memory(_locals(grads)).values():
         torch._foreach_mul_(local, accelerator_for(norm.device).alongside(coefficient, local[0]))
     return norm
 
@@ -79,15 +81,16 @@ def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     if not grads:
         return torch.tensor(0.0)
     counted: list[Tensor] = []  # the part of each gradient that this rank counts
-    parts: dict[tuple[DeviceMesh, tuple[Placement, ...]], tuple[_Part, list[int]]] = {}
+    parts: dict[tuple[int, tuple[Placement, ...]], tuple[_Part, list[int]]] = {}  # by mesh and placements
     spread: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
     for i, grad in enumerate(grads):
         if isinstance(grad, DTensor):
-            placed = grad.device_mesh, grad.placements
-            known = parts.get(placed)
+            spec = grad._spec  # properties of a DTensor are slow, and so is the hash of a mesh
+            known = parts.get((id(spec.mesh), spec.placements))
             if known is None:
-                part = _Part(*placed)
-                known = parts[placed] = part, spread.setdefault((placed[0], part.axes), [])
+                part = _Part(spec.mesh, spec.placements)
+                known = part, spread.setdefault((spec.mesh, part.axes), [])
+                parts[id(spec.mesh), spec.placements] = known
             part, indices = known
             indices.append(i)
             counted.append(grad._local_tensor if part.is_local else part.of(grad))
@@ -187,12 +190,15 @@ def _combined(own: Tensor, mesh: DeviceMesh, axis: int, norm_type: float) -> Ten
     return combined
 
 
-def _local(grad: Tensor) -> Tensor:
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
+def _locals(grads: Sequence[Tensor]) -> list[Tensor]:
+    return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
 
 
-def _by_memory(tensors: Iterable[Tensor]) -> dict[Hashable, list[Tensor]]:
+def _by_memory(tensors: Sequence[Tensor]) -> dict[Hashable, list[Tensor]]:
     """Group `tensors` by their memory."""
+    devices = {*map(_DEVICE, tensors)}
+    if len(devices) == 1 and not accelerator_for(*devices).is_dry:  # usually all are in one
+        return {devices.pop(): [*tensors]}
     found: dict[Hashable, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(accelerator_for(tensor.device).memory_of(tensor), []).append(tensor)
@@ -234,7 +240,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         point_to_shards(optimizer)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         found: dict[torch.device, Tensor] = {}
-        for local in _by_memory([_local(grad) for grad in grads]).values():
+        for local in _by_memory(_locals(grads)).values():
             device = local[0].device
             flag = found.setdefault(device, found_inf.to(device, copy=True))
             torch._amp_foreach_non_finite_check_and_unscale_(local, flag, inv_scale.to(device))
