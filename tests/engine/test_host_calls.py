@@ -13,7 +13,7 @@ UNSHARDED = "unsharded"
 DTENSOR_DISPATCH = ("OpDispatcher", "find_torch_dispatch_rule")
 CEILINGS = {"fullshard": (300, 250), "fullshard on streams": (400, 350)}
 """Calls of Python functions and of functions in C, per unit of 12 parameters and microbatch."""
-REST = {"clip_grad_norm_": (30, 180), "optimizer.step": (30, 90)}
+REST = {"clip_grad_norm_": (30, 180), "optimizer.step": (45, 90)}
 """Those that sharding adds to other parts of a step, per unit."""
 PER_PARAMETER = 3
 

@@ -423,6 +423,9 @@ def changed(shard: Any, name: str, seed: int) -> list[Any]:
         backward(model, step)
         if step > 2 and draw.random() < 0.6:
             draw.choice(CHANGES)(optimizer, draw)
+        if step == 5 and name == "SGD without states":  # it has states from here on
+            for group in optimizer.param_groups:
+                group["momentum"] = 0.9
         optimizer.step()
         found.append(wholes(model))
     return found
@@ -434,6 +437,21 @@ def test_whatever_changes_between_steps_the_bits_are_those_of_plain_training(nam
     """Most steps exchange parameters and states as the step before did, which is right only if nothing has changed."""
     for seed in range(4):
         agree_with_plain(partial(changed, name=name, seed=seed), "zero3", *["ddp"] * (seed == 0))
+
+
+@on_ranks(1)
+def test_replaced_states_are_freed_at_once():
+    """Programs that lend the memory of the states to others replace the states between steps."""
+    model = chain(fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    steps(model, optimizer, 3)
+    gone = []
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            gone += [weakref.ref(value), weakref.ref(getattr(value, "_local_tensor", value))]
+            state[name] = value.clone()
+    del value
+    assert [ref() for ref in gone] == [None] * len(gone)
 
 
 class Careful(torch.optim.SGD):

@@ -103,7 +103,7 @@ ROOMS: dict[str, list[str] | None] = {
         "summon",
         "streaming",
     ],
-    "optim": ["before_step", "elementwise", "defer", "prepared_step", "local_steps", "clipping", "muon"],
+    "optim": ["before_step", "elementwise", "defer", "plain_step", "local_steps", "clipping", "muon"],
     "checkpoint": None,
     "dry": None,
     "wrap": None,

@@ -248,7 +248,7 @@ def _replace_step(optimizer: Optimizer) -> None:
 
 
 def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Callable[..., Any]) -> Any:
-    from fullshard.optim.prepared_step import prepare_steps, prepared_step  # late, too
+    from fullshard.optim.plain_step import note_params, plain_step  # late, too
 
     owner = weakref.ref(optimizer)
 
@@ -269,8 +269,8 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
             _loaded_states().accept_whole_states(optimizer)
             note_outside(optimizer)  # which may have more parameters since its last step
             _budgets().choose_for_budget(optimizer)  # before tiers are looked up: its hook runs after that
-        prepared = None if args or kwargs or torch.compiler.is_compiling() else prepared_step(optimizer)
-        disk, on_cpu = states_on_disk(optimizer), {} if prepared is not None else _on_cpu(optimizer)
+        usual = None if args or kwargs or torch.compiler.is_compiling() else plain_step(optimizer)
+        disk, on_cpu = states_on_disk(optimizer), {} if usual is not None else _on_cpu(optimizer)
         for unit in on_cpu:
             unit.residency.run_deferred_steps()
         if disk is not None or on_cpu:
@@ -284,12 +284,12 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
         # A closure, or a hook of the user, must see the parameters that the user knows.
         if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
             return inner(optimizer, *args, **kwargs)
-        if prepared is not None:
-            return _step_as_prepared(optimizer, prepared, inner)
+        if usual is not None:
+            return _step_as_usual(optimizer, usual, inner)
         point_to_shards(optimizer)
         with _having_shards(optimizer):
             result = inner(optimizer)
-        prepare_steps(optimizer)
+        note_params(optimizer)
         return result
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -306,12 +306,13 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
     return step
 
 
-def _step_as_prepared(optimizer: Optimizer, prepared: Any, inner: Callable[..., Any]) -> Any:
+def _step_as_usual(optimizer: Optimizer, usual: Any, inner: Callable[..., Any]) -> Any:
+    states: dict[Tensor, dict[str, Any]] = {}
     try:
-        with _having(optimizer, None), prepared.exchanged(optimizer):
+        with _having(optimizer, None), usual.exchanged() as states:
             return inner(optimizer)
     finally:
-        for param, name, value in prepared.replaced_values():
+        for param, name, value in usual.replaced_values(states):
             optimizer.state[param][name] = _placed_as(param, value)
 
 
