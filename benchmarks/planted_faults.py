@@ -19,6 +19,7 @@ import argparse
 import ctypes
 import gc
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -343,7 +344,8 @@ def save_often(loop: Loop) -> None:
 
 
 def keep_tensors(loop: Loop) -> None:
-    loop.kept.append(torch.ones(2 * MB) * loop.loss.detach())  # 8 MB per step
+    """Keep 8 MB more after each step, in new pages: `malloc` may have that much free since an earlier run."""
+    loop.kept.append(torch.frombuffer(mmap.mmap(-1, 8 * MB), dtype=torch.float32).copy_(loop.loss.detach()))
 
 
 @contextmanager
