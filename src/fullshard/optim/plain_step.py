@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from fullshard.engine.managed import Managed, managed_by
 
 _GRAD, _LOCAL, _DTYPE, _NDIM = map(attrgetter, ("grad", "_local_tensor", "dtype", "ndim"))
-_SHARDED, _PARAMS = attrgetter("param.sharded"), itemgetter("params")
+_SHARDED = attrgetter("param.sharded")
 
 _managed: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Managed]]] = weakref.WeakKeyDictionary()
 """The entries of the parameters of each optimizer, in order. Looking them up takes longer than comparing them."""
