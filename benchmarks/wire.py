@@ -52,19 +52,19 @@ def calls(options: argparse.Namespace) -> dict[str, dict[str, Call]]:
             PartSums(parts, wholes, numels, world), origin=ORIGIN
         ).wait()
         if isinstance(transport, SharedMemoryCollectives):
-            gathers["in common"] = gather_in_common(transport, parts)
+            gathers["in common"] = gather_into_shared(transport, parts)
     gathers["gloo's own"] = lambda: [gloo_gather(w, p) for w, p in zip(wholes, parts, strict=True)]
     scatters["gloo's own"] = lambda: [gloo_scatter(p, w) for w, p in zip(wholes, parts, strict=True)]
     return {"all_gather": gathers, "reduce_scatter": scatters}
 
 
-def gather_in_common(transport: SharedMemoryCollectives, parts: list[Tensor]) -> Call:
+def gather_into_shared(transport: SharedMemoryCollectives, parts: list[Tensor]) -> Call:
     """A gather into wholes that all ranks have in common, to which each copies its own parts."""
     numels = [transport.world * part.numel() for part in parts]
-    storages = transport.common_storages([4 * numel for numel in numels], "benchmark")
+    storages = transport.rank_shared_storages([4 * numel for numel in numels], "benchmark")
     wholes = [typed_view(storage, torch.float32, 0, (n,)) for storage, n in zip(storages, numels, strict=True)]
     channel = transport.channel(len(parts))
-    return lambda: channel.all_gather(wholes, parts, origin=ORIGIN, in_common=True).wait()
+    return lambda: channel.all_gather(wholes, parts, origin=ORIGIN, into_shared=True).wait()
 
 
 def gloo_gather(whole: Tensor, part: Tensor) -> None:

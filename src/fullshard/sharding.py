@@ -24,7 +24,6 @@ from fullshard.comm.mesh import (
     resolve_groups,
 )
 from fullshard.device.current import current_device, usual_device_type
-from fullshard.engine.at_rest import explain_mixtures, explain_reads
 from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install, watch_zero_grad
 from fullshard.engine.late_params import watch_registrations
 from fullshard.engine.managed import managed_by, mark_ignored
@@ -32,6 +31,7 @@ from fullshard.engine.materialize import find_parameters, give, initialise, move
 from fullshard.engine.other_engines import watch_wrappers
 from fullshard.engine.registry import is_unit, own_modules, replicated_buffers_of, units_in
 from fullshard.engine.sharded_param import ShardedParam
+from fullshard.engine.sharded_use import explain_mixtures, explain_reads
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
 from fullshard.layout.shard_spec import ShardSpec, choose_spec

@@ -18,7 +18,7 @@ from torch.func import grad, jacrev, jvp, vmap
 
 from fullshard import fully_shard
 from fullshard.engine.registry import units_in
-from fullshard.engine.residency import AT_REST
+from fullshard.engine.residency import INACTIVE
 from fullshard.policy.switches import switches
 from fullshard.testing import assert_same
 
@@ -97,18 +97,18 @@ def test_derivatives_and_losses_of_them_have_plain_bits(strategy):
     for name, transform in TRANSFORMS.items():
         model = sharded(strategy)
         assert_same(learn(model, name), learn(Field(), name), name=name)
-        assert all(unit.residency.state in AT_REST for unit in units_in(model))
+        assert all(unit.residency.state in INACTIVE for unit in units_in(model))
         transform(model, torch.ones(2, 3))
         model.state_dict()
         model(torch.ones(2, 3)).sum().backward()
-        assert all(unit.residency.state in AT_REST for unit in units_in(model))
+        assert all(unit.residency.state in INACTIVE for unit in units_in(model))
         transform(model, torch.ones(2, 3))
         model.state_dict()
         model.derives = False
         with torch.no_grad():
             vmap(model)(torch.ones(2, 3))
             model(torch.ones(2, 3))
-        assert all(unit.residency.state in AT_REST for unit in units_in(model))  # nothing of an evaluation stays
+        assert all(unit.residency.state in INACTIVE for unit in units_in(model))  # nothing of an evaluation stays
         assert not any(unit.residency.awaits_backward for unit in units_in(model))
     dist.barrier()
 
@@ -169,7 +169,7 @@ def test_a_backward_through_a_backward_has_plain_bits(strategy):
             model = sharded(strategy)
             assert_same(learn_with_penalty(model), expected)
             model(torch.ones(2, 3)).sum().backward()
-            assert all(unit.residency.state in AT_REST for unit in units_in(model))
+            assert all(unit.residency.state in INACTIVE for unit in units_in(model))
 
 
 @on_ranks(2)

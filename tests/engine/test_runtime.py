@@ -52,7 +52,7 @@ from fullshard import (
 from fullshard.device.accelerator import pretending_to_capture
 from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
-from fullshard.engine.residency import AT_REST
+from fullshard.engine.residency import INACTIVE
 from fullshard.tape.recorder import Phase
 from fullshard.testing import assert_same
 
@@ -111,7 +111,7 @@ def test_after_a_failure_the_next_forward_finds_and_leaves_all_units_in_order(ph
         model.layers[1].fails = ""
         with torch.no_grad():
             model(inputs())
-        assert all(unit.residency.state in AT_REST for unit in units_in(model))
+        assert all(unit.residency.state in INACTIVE for unit in units_in(model))
         assert runtime_of(model).phase is Phase.IDLE
 
 
@@ -866,7 +866,7 @@ def test_after_every_step_all_is_sharded_again():
             assert all(isinstance(param, DTensor) for param in model.parameters())
             cut = [param.placements[-1].is_shard() for param in model.parameters()]
             assert set(cut) == {strategy != "ddp"}
-            assert all(unit.residency.state in AT_REST for unit in units_in(model))
+            assert all(unit.residency.state in INACTIVE for unit in units_in(model))
             assert all(unit.slot.occupant is None for unit in units_in(model) if not unit.keeps_unsharded)
             assert all(unit.residency.users == 0 for unit in units_in(model))
             assert all(param.unsharded.grad is None for unit in units_in(model) for param in unit.params)

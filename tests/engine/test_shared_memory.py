@@ -204,7 +204,7 @@ def test_one_that_has_ended_is_an_error_once_its_last_message_is_read(meet):
 
 def test_shared_memory_is_visible_to_all_ranks_and_freed_with_the_last(meet):
     first, second = meet(Ranks(2))
-    memories = [first.common([100, 5000], 1), second.common([100, 5000], 1)]
+    memories = [first.rank_shared([100, 5000], 1), second.rank_shared([100, 5000], 1)]
     like = [torch.empty(25)]
     memories[0][1].tensors_like(like)[0].fill_(3)
     assert memories[1][1].tensors_like(like)[0].tolist() == [3.0] * 25
@@ -374,7 +374,7 @@ def test_whole_gradients_do_not_wait_for_the_next_unit_once_all_ranks_have_repor
     finish = ReductionQueue.finish
 
     def finish_and_note(queue: ReductionQueue, **options: Any) -> None:
-        visited[-1] += [reduction.is_complete for reduction in queue.under_way.values()]
+        visited[-1] += [reduction.is_complete for reduction in queue.pending.values()]
         finish(queue, **options)
 
     def meet_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -418,7 +418,7 @@ def common_slots(strategy: Any, shares_units: bool = True) -> list[bool]:
     model = chain(partial(fully_shard, strategy=strategy))
     steps(model, range(3))
     units = units_in(model)
-    return [unit.slot.is_common for unit in units if not unit.keeps_unsharded and unit.unsharded_nbytes]
+    return [unit.slot.is_rank_shared for unit in units if not unit.keeps_unsharded and unit.unsharded_nbytes]
 
 
 GROUPED = Placements(
@@ -468,7 +468,7 @@ def look_up(shares: bool) -> tuple[list[bool], list[Tensor]]:
         rows = torch.arange(4) * (dist.get_rank() + 1) + number
         outputs.append(model(rows).detach())
         model(rows).square().mean().backward()
-    return [unit.slot.is_common for unit in units_in(model)], outputs
+    return [unit.slot.is_rank_shared for unit in units_in(model)], outputs
 
 
 def test_what_a_forward_is_known_to_write_to_is_each_rank_s_own():
@@ -512,7 +512,7 @@ def agree_on_one_rank() -> str:
     gather(own)
     with pytest.raises(RankMismatchError) as raised:
         if dist.get_rank() == 0:
-            own.common_storages([8], "plan")
+            own.rank_shared_storages([8], "plan")
         else:
             gather(own)
     return str(raised.value)
@@ -532,7 +532,7 @@ def call_without_backward(shares: bool, steps_with_more: Iterable[int]) -> tuple
             model(inputs(number))  # gathers what the forward after it would gather
         steps(model, [number])
     values = {name: param.full_tensor() for name, param in model.named_parameters()}
-    return [unit.slot.is_common for unit in units_in(model)], values
+    return [unit.slot.is_rank_shared for unit in units_in(model)], values
 
 
 @pytest.mark.parametrize(("steps_with_more", "expected"), [([0, 1], True), (range(5), False)])

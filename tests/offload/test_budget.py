@@ -27,7 +27,7 @@ from fullshard.checkpoint import load, save
 from fullshard.device.accelerator import accelerator_for
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine import activations, offloaded
-from fullshard.engine.placements import on_disk_in_turn, placements_of, stepped_on_cpu_in_turn
+from fullshard.engine.placements import placements_of, units_on_disk, units_steppable_on_cpu
 from fullshard.engine.registry import units_in
 from fullshard.optim import step_shards
 from fullshard.plan.explain import explain
@@ -223,7 +223,7 @@ def test_the_root_goes_to_the_disk_last(tmp_path):
         model = layers(Offload(budget="1GB", folder=tmp_path))
         root, *others = units_in(model)
         root.is_root = True
-        assert on_disk_in_turn([root, *others]) == [*others, root]
+        assert units_on_disk([root, *others]) == [*others, root]
 
 
 @on_ranks(2)
@@ -431,7 +431,7 @@ def test_with_an_accelerator_only_the_necessary_states_are_offloaded_to_the_cpu(
         assert not dry.races(tape)
         now, units = on_the_cpu(made[-1]), units_in(made[-1])
         assert now <= before, "more memory offloads less"
-        in_turn = stepped_on_cpu_in_turn(units)
+        in_turn = units_steppable_on_cpu(units)
         assert [unit for unit in in_turn if unit.shards.destination is StatePlacement.STEPPED_ON_CPU] == in_turn[
             : sum(now)
         ]

@@ -61,7 +61,7 @@ ROOMS: dict[str, list[str] | None] = {
         "param_group",
         "payload_group",
         "managed",
-        "at_rest",
+        "sharded_use",
         "other_engines",
         "unit_parts",
         "unit_plans",

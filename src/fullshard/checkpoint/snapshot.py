@@ -24,7 +24,7 @@ from fullshard.device.current import finish_copies
 from fullshard.engine.hooks import check_idle
 from fullshard.engine.late_params import LateParams
 from fullshard.engine.registry import clean_fqn, units_in
-from fullshard.engine.residency import AT_REST, UnitState
+from fullshard.engine.residency import INACTIVE, UnitState
 from fullshard.state.optim_state import StateTemplate, params_by_fqn, sharded_optim_state_dict
 
 _WHAT = "the snapshot"
@@ -59,7 +59,7 @@ def snapshot(
     """
     units = units_in(model)
     for unit in units:
-        if unit.residency.state in AT_REST:
+        if unit.residency.state in INACTIVE:
             unit.check_replacements()
         elif unit.residency.state is UnitState.UNSHARDED:
             unit.refuse_replacements()  # the snapshot has the shards, and may not reshard

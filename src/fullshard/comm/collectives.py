@@ -110,7 +110,7 @@ class Collectives(GroupProgress, ABC):
         tag, self._next_tag = self._next_tag, self._next_tag + count
         return tag
 
-    def common_storages(self, sizes: Sequence[int], plan: str | None) -> list[torch.UntypedStorage] | None:
+    def rank_shared_storages(self, sizes: Sequence[int], plan: str | None) -> list[torch.UntypedStorage] | None:
         """Return storages that all ranks write and read, of `sizes` bytes; an empty list if ranks do not share memory.
 
         A collective, unless ranks cannot share memory. The list is also empty if `plan`, which describes the use of the
@@ -327,7 +327,7 @@ class Collectives(GroupProgress, ABC):
             event.began = stamp_here()
         return recorder.add(event)
 
-    def gather_in_common(
+    def gather_into_shared(
         self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int
     ) -> Callable[[], None] | None:
         """Like `all_gather`, for whole tensors in shared memory."""
@@ -383,10 +383,10 @@ class Channel(Transport):
         return self.variant(origin.note)._first_tag if origin.note else self._first_tag
 
     def all_gather(
-        self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, in_common: bool = False
+        self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, into_shared: bool = False
     ) -> Pending:
         collectives, others = self.collectives, self.world - 1
-        how, begin = ("in common", collectives.gather_in_common) if in_common else ("", collectives.all_gather)
+        how, begin = ("in common", collectives.gather_into_shared) if into_shared else ("", collectives.all_gather)
         call = Call(
             "all_gather",
             origin,

@@ -51,7 +51,7 @@ class EncodedGathers(Gathers):
         self._scratch = scratch
 
     def all_gather(
-        self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, in_common: bool = False
+        self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, into_shared: bool = False
     ) -> Pending:
         """See `Gathers.all_gather`. The send buffers may have another dtype, and are read immediately."""
         transport, codec = self._transport, self._codec

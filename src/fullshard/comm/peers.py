@@ -273,17 +273,17 @@ class HostPeers:
         """Wait until every peer has reached `key` and the registered action has run."""
         self._wait_for_all(lambda other: key not in self._acts or key in other.signals)
 
-    def common(self, sizes: Sequence[int], collective: int) -> list[MappedMemory]:
+    def rank_shared(self, sizes: Sequence[int], collective: int) -> list[MappedMemory]:
         """Return shared memory for all ranks, one for each of `sizes` (bytes): a collective with the given number.
 
         It is freed when no rank uses it any more.
         """
-        memories = self._common(sizes, collective)
+        memories = self._rank_shared(sizes, collective)
         for memory in memories:
             memory.note_purpose("unsharded parameters")
         return memories
 
-    def _common(self, sizes: Sequence[int], collective: int) -> list[MappedMemory]:
+    def _rank_shared(self, sizes: Sequence[int], collective: int) -> list[MappedMemory]:
         if self.rank == 0:
             blocks = [self._new_block(nbytes) for nbytes in sizes]
             for i, block in enumerate(blocks):

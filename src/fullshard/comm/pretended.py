@@ -140,7 +140,7 @@ class _PretendedPeers(HostPeers):
         if key in self._acts:
             self._acts.pop(key)()
 
-    def _common(self, sizes: Sequence[int], collective: int) -> list[MappedMemory]:
+    def _rank_shared(self, sizes: Sequence[int], collective: int) -> list[MappedMemory]:
         return [self._new_block(nbytes).memory for nbytes in sizes]
 
     def _note(self, fingerprint: bytes) -> None:

@@ -112,16 +112,16 @@ class SharedMemoryCollectives(PairwiseCollectives):
         if peers is not None:
             peers.close()
 
-    def common_storages(self, sizes: Sequence[int], plan: str | None) -> list[torch.UntypedStorage] | None:
+    def rank_shared_storages(self, sizes: Sequence[int], plan: str | None) -> list[torch.UntypedStorage] | None:
         peers = self.peers
         if peers is None:
             return []
         digest = _NO_PLAN if plan is None else sha256(f"{plan}{list(sizes)}".encode()).digest()
         # Its fingerprint finds ranks that call another collective. Sizes are no part of it, since they may differ.
         call = Call("agreement on shared memory after a backward", Origin("", Phase.IDLE), 0, 0, 0, 0)
-        return self._at_once(call, partial(self._common_storages, peers, sizes, digest), records=False)
+        return self._at_once(call, partial(self._rank_shared_storages, peers, sizes, digest), records=False)
 
-    def _common_storages(
+    def _rank_shared_storages(
         self, peers: HostPeers, sizes: Sequence[int], digest: bytes
     ) -> list[torch.UntypedStorage] | None:
         plans = [digest, *self._exchange(digest, self._plan_tag)()]
@@ -131,9 +131,9 @@ class SharedMemoryCollectives(PairwiseCollectives):
             return []
         peers.drop_free()  # what was gathered went through them, and will not any more
         collective, _ = self._next_key(0)
-        return [memory.storage for memory in peers.common(sizes, collective)]
+        return [memory.storage for memory in peers.rank_shared(sizes, collective)]
 
-    def gather_in_common(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+    def gather_into_shared(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
         peers = self.peers
         assert peers is not None, "only ranks of one host share memory"
         collective, _ = self._next_key(tag)

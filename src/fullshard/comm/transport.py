@@ -92,7 +92,7 @@ class Gathers(ABC):
 
     @abstractmethod
     def all_gather(
-        self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, in_common: bool = False
+        self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, into_shared: bool = False
     ) -> Pending:
         """Gather every rank's part of each tensor, contiguous in rank order, to the corresponding receive buffer.
 
@@ -101,7 +101,7 @@ class Gathers(ABC):
                 position.
             send: The parts of this rank.
             origin: the unit and phase of the call.
-            in_common: the receive buffers are in memory that all ranks share, at the same offset on every rank, and
+            into_shared: the receive buffers are in memory that all ranks share, at the same offset on every rank, and
                 this rank does not need the present contents any more.
         """
 

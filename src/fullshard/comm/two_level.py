@@ -60,7 +60,7 @@ class TwoLevelGathers(Gathers):
             self._flat, self._secondary = None, ()
 
     def all_gather(
-        self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, in_common: bool = False
+        self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, into_shared: bool = False
     ) -> Pending:
         """See `Gathers.all_gather`. This also fills secondary shards, which are kept until `release`."""
         if not receive:  # of parameters without elements

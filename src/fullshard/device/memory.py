@@ -90,17 +90,17 @@ class Slot:
     Args:
         device: The device of the storage.
         shared: units take turns on it: it keeps its memory when freed. Otherwise its memory goes back to the allocator.
-        common: memory that the ranks of a group share, large enough for every unit that is gathered into it.
+        rank_shared: memory that the ranks of a group share, large enough for every unit that is gathered into it.
     """
 
     def __init__(
-        self, device: torch.device, *, shared: bool = False, common: torch.UntypedStorage | None = None
+        self, device: torch.device, *, shared: bool = False, rank_shared: torch.UntypedStorage | None = None
     ) -> None:
         self.device = device
         self._accelerator = accelerator_for(device)
-        self.storage = new_storage(0, device) if common is None else common
+        self.storage = new_storage(0, device) if rank_shared is None else rank_shared
         self.shared = shared
-        self.is_common = common is not None
+        self.is_rank_shared = rank_shared is not None
         self.occupant: object | None = None
         self._own_references = 0
 

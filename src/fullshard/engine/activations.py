@@ -1,18 +1,18 @@
 """Offloading of activations between forward and backward: which tensors are offloaded, and where to.
 
 [Note: which tensors are offloaded]
-A unit sets a pair of saved-tensor hooks around its forward. Autograd passes every tensor that it saves to them. A
-tensor is offloaded with its whole storage, and once, however many nodes save it or views of it. Otherwise no memory
-would be freed. These tensors are not offloaded: parameters, because other values take their storage; buffers of
-modules, which are never freed; tensors on other devices; tensor subclasses such as `DTensor`; storages smaller than
-SMALLEST_BYTES. Backward checks their versions, as autograd does.
+A unit sets a pair of saved-tensor hooks around its forward. Autograd passes every tensor that it saves to them. The
+whole storage of a tensor is offloaded once, even if several nodes save the tensor or views of it. Otherwise no memory
+would be freed. These tensors are not offloaded: parameters, because their storage is reused; buffers of modules, which
+are never freed; tensors on other devices; tensor subclasses such as `DTensor`; storages smaller than SMALLEST_BYTES.
+Backward checks their versions, as autograd does.
 
 [Note: activation checkpoints]
-A checkpoint within a unit has its own hooks. The hooks of the unit receive what the checkpoint saves itself: the inputs
-of its region. A unit within a checkpoint sets no hooks, neither in forward nor in recomputation. The hooks of the
-enclosing unit receive the inputs. The same holds for all other hooks that a user sets.
+A checkpoint within a unit has its own hooks. The hooks of the unit receive the inputs of the checkpoint's region, which
+the checkpoint saves. A unit within a checkpoint sets no hooks, neither in forward nor in recomputation: the hooks of
+the enclosing unit receive the inputs. The same applies to all other hooks that a user sets.
 
-[Note: versions of what hooks return]
+[Note: versions of tensors that hooks return]
 Autograd does not compare versions of tensors that a hook returns. So within hooks of other code, such as those of a
 checkpoint around units, a unit wraps these hooks. In backward the wrappers refuse views of unsharded parameters that
 have no valid values, see `validity.py`.
@@ -35,10 +35,10 @@ from fullshard._compat import FakeTensor, in_backward, saved_tensor_hooks, weak_
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.disk.pace import pace_of
 from fullshard.disk.space import Scratch
-from fullshard.engine.at_rest import check_saved
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.offloaded import WINDOW_BYTES, Offloaded, Store, written_to
 from fullshard.engine.registry import buffers_of
+from fullshard.engine.sharded_use import check_saved
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Offload
 
@@ -47,7 +47,7 @@ SMALLEST_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class _Stayed:
+class _Resident:
     tensor: Tensor
     version: int
 
@@ -59,7 +59,7 @@ class _Stayed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Travelled:
+class _OffloadedView:
     """A tensor over an offloaded storage, kept in place of it by autograd."""
 
     offloaded: Offloaded
@@ -76,7 +76,7 @@ class _Travelled:
             return empty.set_(flat.untyped_storage(), start + self.offset, self.shape, self.stride)
 
 
-def _unpack(saved: _Stayed | _Travelled) -> Tensor:
+def _unpack(saved: _Resident | _OffloadedView) -> Tensor:
     return saved.unpack()
 
 
@@ -125,16 +125,16 @@ class Activations:
         self._stores: dict[str, Store] = {}
         self._failures = DiskFailures()
         self._entered: list[tuple[Unit, saved_tensors_hooks | None]] = []
-        self._resident: set[int] = set()  # storages that stay
+        self._resident: set[int] = set()  # storages that are never offloaded
         self._known: dict[tuple[int, int], tuple[Any, weakref.ref[Offloaded]]] = {}  # by storage and version
-        self._order: list[weakref.ref[Offloaded]] = []  # all that this forward has offloaded
+        self._order: list[weakref.ref[Offloaded]] = []  # storages that this forward has offloaded
         self._counted: dict[int, Any] = {}  # storages of this forward, if a budget needs them
         self._kept = dict.fromkeys(units, 0)  # their bytes, by unit
         self.most_kept = dict.fromkeys(units, 0)  # of the forward with the most
-        self.backwards = 0  # that have ended
+        self.backwards = 0  # completed backwards
         self._put_before: dict[str, int] = {}  # bytes by tier, when this forward began
         self._most_put: dict[str, int] = {}
-        self.held_whole = False  # gradients were not reduced at the end of one of them
+        self.held_whole = False  # a backward has ended without a reduction of its gradients
 
     @property
     def stores(self) -> Sequence[Store]:
@@ -177,7 +177,7 @@ class Activations:
             hooks.__enter__()
 
     def leave(self, unit: Unit) -> None:
-        """Remove the hooks that were set when `unit` was entered, and those of units within that were not left."""
+        """Remove the hooks set by `enter(unit)`, and those of inner units that were entered but not left."""
         while self._entered and (self._entered[-1][0] is unit or any(entered is unit for entered, _ in self._entered)):
             entered, hooks = self._entered.pop()
             if hooks is not None:
@@ -226,7 +226,7 @@ class Activations:
         store = self._store(self._tiers.get(unit))
         if store is None and top is None and not self._counts(unit):
             return None
-        pack: Callable[[Tensor], _Stayed | _Travelled] = _stay if store is None else partial(self._pack, store)
+        pack: Callable[[Tensor], _Resident | _OffloadedView] = _keep if store is None else partial(self._pack, store)
         return saved_tensors_hooks(partial(self._count, unit, pack) if self._counts(unit) else pack, _unpack)
 
     def _store(self, tier: str | None) -> Store | None:
@@ -247,20 +247,20 @@ class Activations:
         return isinstance(unit.options.offload, Offload) and unit.options.offload.budget is not None
 
     def _count(
-        self, unit: Unit, pack: Callable[[Tensor], _Stayed | _Travelled], tensor: Tensor
-    ) -> _Stayed | _Travelled:
+        self, unit: Unit, pack: Callable[[Tensor], _Resident | _OffloadedView], tensor: Tensor
+    ) -> _Resident | _OffloadedView:
         """Count the storage of `tensor` once, and pack it."""
         storage = tensor.untyped_storage()
-        if self._travels(tensor) and storage._cdata not in self._counted:
+        if self._is_offloadable(tensor) and storage._cdata not in self._counted:
             self._counted[storage._cdata] = weak_storage(storage)
             self._kept[unit] += storage.nbytes()
             if sum(self._kept.values()) > sum(self.most_kept.values()):
                 self.most_kept = dict(self._kept)
         return pack(tensor)
 
-    def _pack(self, store: Store, tensor: Tensor) -> _Stayed | _Travelled:
-        if not self._travels(tensor):
-            return _stay(tensor)
+    def _pack(self, store: Store, tensor: Tensor) -> _Resident | _OffloadedView:
+        if not self._is_offloadable(tensor):
+            return _keep(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         known = self._known.get(key)
@@ -269,9 +269,9 @@ class Activations:
             offloaded = store.put(tensor, self._order)
             self._known[key] = weak_storage(storage), self._order[-1]
         offloaded.uses += 1
-        return _Travelled(offloaded, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        return _OffloadedView(offloaded, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
-    def _travels(self, tensor: Tensor) -> bool:
+    def _is_offloadable(self, tensor: Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device != self._device:
             return False
         if tensor.is_conj() or tensor.is_neg():
@@ -283,6 +283,6 @@ class Activations:
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
-def _stay(tensor: Tensor) -> _Stayed:
+def _keep(tensor: Tensor) -> _Resident:
     """Save `tensor` itself, without its node: node and tensor would hold one another."""
-    return _Stayed(tensor.detach(), tensor._version)
+    return _Resident(tensor.detach(), tensor._version)

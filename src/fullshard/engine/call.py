@@ -1,12 +1,12 @@
 """One forward of a unit, and when its backward begins and ends.
 
 [Note: when a unit's backward is over]
-Whole parameters can still be needed after the last gradient of the unit's parameters: a frozen weight is read to
-compute the gradient of the inputs, and has no hook that would report it. But among the nodes that are ready, autograd
-runs the one that was made last. So the backward of a call is over when anything that was made before the call gets its
-gradient: an input of the call, or an output of a call that had ended when this one began. The graph is not changed, so
-gradients are added in the same order as without sharding. A unit at the start of the graph is freed at the end of
-backward.
+Unsharded parameters can still be needed after the last gradient of the unit's parameters. For example, a frozen weight
+is read to compute the gradient of the inputs, and no hook reports that. But among the nodes that are ready, autograd
+runs the one that was created last. So the backward of a call is over when a tensor that was created before the call
+gets its gradient: an input of the call, or an output of a call that had ended when this one began. The graph is not
+changed, so gradients are added in the same order as without sharding. A unit at the start of the graph is freed at the
+end of backward.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fullshard.engine.unit import Unit
 
 @dataclass(eq=False)
 class OpenForward:
-    """An outermost forward whose backward is pending: no backward has reached any part of it.
+    """An outermost forward whose backward is pending: no backward has reached any of its calls.
 
-    The calls of the program decide this, and not whether the outputs are alive, which may differ between ranks.
+    It does not depend on whether the outputs are alive, which may differ between ranks.
     """
 
     top: Unit  # whose forward it is
     serial: int  # of the last backward before it
-    left: list[Unit] = field(default_factory=list)  # as their forwards ended; the same one several times, maybe
+    left: list[Unit] = field(default_factory=list)  # in the order in which forwards ended, possibly with duplicates
     awaited: list[tuple[int, Unit]] = field(default_factory=list)  # starts of calls that a backward can reach
 
 
@@ -61,10 +61,10 @@ class ForwardCall:
         self.start = start
         self.within = within
         self._end = start
-        self._before: list[Node] = []  # nodes that had made the inputs
-        self._serial = -1  # the last one that came to it
-        self._given: Any = None  # what the forward may put tensors into
-        self._first = 0  # the number of the first node that the forward may make
+        self._before: list[Node] = []  # nodes that created the inputs
+        self._serial = -1  # number of the last backward that reached this call
+        self._given: Any = None  # the inputs: the forward may add tensors to them
+        self._first = 0  # sequence number of the first node that the forward may create
 
     def watch_inputs(self, given: Any) -> Any:
         """Register hooks for the gradients of the inputs, and return the inputs for the forward."""
@@ -79,7 +79,7 @@ class ForwardCall:
                     watched.append(tensor)
             elif leaf is None:
                 leaf = tensor
-        if not watched and leaf is not None:  # no node has made it, so let one make what forward sees
+        if not watched and leaf is not None:  # a leaf has no node, so forward gets a view of it, which has one
             watched = [leaf.view_as(leaf)]
             given = map_tensors(lambda tensor: watched[0] if tensor is leaf else tensor, given)
         for tensor in watched:
@@ -90,13 +90,13 @@ class ForwardCall:
     def watch_outputs(self, returned: Any, end: int) -> None:
         """Unshard the unit before the gradient of any output enters the call.
 
-        Outputs are the tensors in `returned`, and those that the forward has made and put into attributes of the unit's
-        modules, or into its arguments, such as a list of losses.
+        Outputs are the tensors in `returned`, and tensors that the forward has created and stored in attributes of the
+        unit's modules or in its arguments, such as a list of losses.
         """
         self._end, is_awaited = end, False
         outputs = tensors_in(returned)
         for tensor in outputs:
-            made_by = tensor.grad_fn  # None for a parameter; an input may be passed on as it came
+            made_by = tensor.grad_fn  # None for a parameter; an input may be returned unchanged
             if made_by is not None and made_by not in self._before:
                 is_awaited = True
                 tensor.register_hook(partial(self._before_output, self._is_in_order(tensor)))
@@ -124,8 +124,6 @@ class ForwardCall:
             self._runtime.before_backward(self)
 
     def _after_input(self, grad: Tensor | None) -> None:
-        if (
-            grad is not None and grad.requires_grad
-        ):  # this backward makes a graph, whose own backward comes to the call from here
+        if grad is not None and grad.requires_grad:  # with create_graph=True, a later backward enters the call here
             grad.register_hook(partial(self._before_output, False))
         self._runtime.after_backward(self)

@@ -15,7 +15,7 @@ from fullshard.tape.recorder import Origin, acting_for
 class Communicating:
     """Context manager that queues work of `origin` on `stream`, without autograd. Allocated memory is for messages.
 
-    It is `torch.no_grad`, `Stream.queueing` and `acting_for` in one, since each unit enters it several times in a
+    It combines `torch.no_grad`, `Stream.queueing` and `acting_for`, because each unit enters it several times per
     microbatch.
     """
 

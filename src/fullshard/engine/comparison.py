@@ -53,7 +53,7 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
 
 
 def _description(unit: Unit) -> str:
-    """Return a text that is the same on all ranks: the name, and every parameter's FQN, shape and dtypes."""
+    """Return the unit's name, and the FQN, shape and dtypes of each parameter, as a text for comparison."""
     params = (
         f"{param.fqn} {tuple(param.sharded.shape)} {param_group.plan.contract}"
         + ("" if param.sharded.requires_grad else ", frozen")
@@ -70,7 +70,7 @@ def _digests(unit: Unit, axes: Axes) -> list[int | None]:
     None if they are unknown or modified since, or if ranks along `axes` may have different values.
     """
     return [
-        param.made_of if param_group.plan.axes == axes else None
+        param.initial_digest if param_group.plan.axes == axes else None
         for param_group in unit.param_groups
         for param in param_group.params
     ]
@@ -107,7 +107,7 @@ def check_same_names(names: Sequence[str], unit: Unit, optimizer: str, *, reason
 
 
 def meet(units: Sequence[Unit], name: str) -> None:
-    """Wait until all ranks that `units` are sharded over have reached `name`, which gathers whole values."""
+    """Wait until all ranks that `units` are sharded over have reached the operation `name`, which gathers values."""
     sharded = [unit for unit in units if unit.options.placements.optimizer is Placement.SHARDED]
     groups = [axes.shard_group for unit in sharded for axes in unit.collectives]  # replicas gather by themselves
     groups += [group for unit in sharded for param in unit.params for group in param.view.process_groups]

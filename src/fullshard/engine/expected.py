@@ -1,11 +1,11 @@
-"""ExpectedOrder events: backwards of forwards that wait for one, and units in the order of an earlier microbatch.
+"""The expected events: backwards of forwards that await one, and units in the order of an earlier microbatch.
 
 [Note: forwards that wait for their backward]
 A loss that is computed in chunks calls the head many times outside of the model's forward, each time followed by a
 backward. The backward of the model comes last. So a backward that reaches some outermost forwards does not end the
-others: what they keep for it stays, and their units are expected next. A forward stops waiting when a backward reaches
-any part of it. It also stops when its backward was skipped: when, after another backward, the root's forward or another
-forward of the same unit begins.
+others: their saved tensors remain, and their units are expected next. A forward stops waiting when a backward reaches
+any of its calls. It also stops when its backward was skipped: after another backward, the forward of the root or
+another forward of the same unit begins.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ExpectedOrder:
         self.forward_order: Sequence[int] = ()  # the numbers of units in the order of the last forward
         self.backward_order: tuple[int, ...] = ()
         self._orders: dict[int, tuple[int, ...]] = {}  # the forward order by the number of the outermost unit
-        self._backward_orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # by what open forwards had left
-        self._left: tuple[int, ...] = ()  # what open forwards had left before the backward that is executing
+        self._backward_orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # by the units of open forwards
+        self._left: tuple[int, ...] = ()  # the units of open forwards when the current backward began
 
-    def close_passed_by(self, top: Unit, serial: int) -> None:
+    def close_skipped(self, top: Unit, serial: int) -> None:
         """Stop expecting the backward of forwards that a backward has skipped, when `top` begins another forward.
 
         `serial` is the number of the last backward.
@@ -48,7 +48,7 @@ class ExpectedOrder:
 
     def end_forward(self, top: Unit) -> None:
         """Record that the outermost forward of `top` is over."""
-        if not self.open[-1].left:  # none of it was to be differentiated
+        if not self.open[-1].left:  # no unit needs a backward
             self.open.pop()
         self.forward_order = tuple(self.forward.visited)
         self._orders[top.number] = self.forward_order
@@ -66,7 +66,7 @@ class ExpectedOrder:
         self._backward_orders[self._left] = self.backward_order
 
     def arrive_at(self, forward: OpenForward | None) -> None:
-        """Record that the backward that is executing has reached a part of `forward`."""
+        """Record that the current backward has reached a call of `forward`."""
         if forward in self.open:
             self.open.remove(forward)
 
@@ -74,14 +74,14 @@ class ExpectedOrder:
         """Return True if a pending backward needs `unit`."""
         return any(left.uses(unit) for forward in self.open for left in forward.left)
 
-    def beyond(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
-        """Return the units after those to prefetch when `order` is at `unit`: the next to read from a disk."""
+    def to_read_ahead(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
+        """Return the units after those that `to_prefetch` returns. Their shards are read from the disk next."""
         depth = unit.options.prefetch_depth
         return [] if chosen is not None else [self._units[number] for number in order.following(depth + 1)[depth:]]
 
-    def ahead(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
-        """Return the units to prefetch when `order` is at `unit`: those that the user has `chosen`, or the next."""
-        if unit.param_groups:  # else it gathers nothing, and only some ranks may call it
+    def to_prefetch(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
+        """Record `unit` in `order`, and return the units to prefetch: those `chosen` by the user, or the next ones."""
+        if unit.param_groups:  # a unit without parameters is not gathered, and may be called on some ranks only
             order.record(unit.number)
         if chosen is not None:
             return chosen

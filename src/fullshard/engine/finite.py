@@ -17,7 +17,7 @@ from fullshard.tape.recorder import Origin, Phase
 _ORIGIN = Origin("finite check", Phase.BACKWARD)
 
 Tally = tuple[str, str, Tensor]
-"""FQN of the parameter, name of its unit, and how many values of its gradient are NaN and how many infinite."""
+"""FQN of the parameter, name of its unit, and the numbers of NaN and infinite values in its gradient."""
 _Finding = tuple[int, str, str, int, int, int]  # the number of a tally, its names, the rank, and its counts
 
 

@@ -25,7 +25,7 @@ _VERSION = attrgetter("sharded._version")
 class Gather:
     """Gathers over all ranks of the shard axis."""
 
-    is_two_level = False  # so that there may be secondary shards
+    is_two_level = False  # True if it uses secondary shards
 
     def __init__(
         self, params: Sequence[ShardedParam], storage: ShardStorage, transport: Gathers, scratch: Pool
@@ -38,7 +38,7 @@ class Gather:
         self._gathered_version = -1
         self._sent_version = -1  # of the shards when the last gather began
         self.overwrites = True
-        """Whether a gather writes to the unsharded buffer."""
+        """True if a gather writes to the unsharded buffer."""
 
     @property
     def version(self) -> int:
@@ -70,7 +70,7 @@ class Gather:
         return self._gathered_version >= 0 and self._gathered_version == sum(map(_VERSION, self._params))
 
     def invalidate(self) -> None:
-        """Gather again when unsharded parameters are needed next: their memory was freed."""
+        """Mark the unsharded parameters as invalid, because their memory was freed."""
         self._gathered_version = -1
 
     def note_changed_shards(self) -> None:
@@ -78,9 +78,10 @@ class Gather:
         self.invalidate()
         self._sent_version = -1
 
-    def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
+    def start(self, unsharded: UnshardedBuffer, origin: Origin, *, into_shared: bool) -> Pending:
         """Start to fill the unsharded buffer. The groups of a unit gather concurrently."""
-        return self._transport.all_gather(unsharded.receive, self.shards_to_send(), origin=origin, in_common=in_common)
+        shards = self.shards_to_send()
+        return self._transport.all_gather(unsharded.receive, shards, origin=origin, into_shared=into_shared)
 
     def shards_to_send(self) -> list[Tensor]:
         """Return the present shards, for a gather that starts now."""
@@ -105,7 +106,7 @@ class Gather:
         if self._storage.plan.is_on_disk:
             self._storage.note_sent()
         unsharded.unpack()
-        self._gathered_version = self._sent_version  # not the present one: shards may have been written to meanwhile
+        self._gathered_version = self._sent_version  # not the current one: shards may have changed since the start
 
     def note_current(self) -> None:
         """Record that unsharded parameters hold the current values of every rank."""
@@ -121,7 +122,7 @@ class Gather:
 
 
 class TwoLevelGather(Gather):
-    """Gathers across groups of consecutive ranks, then within each; only within while no shard has changed."""
+    """Gathers across groups of consecutive ranks, then within each group. The first part is skipped if still valid."""
 
     is_two_level = True
 
@@ -137,11 +138,11 @@ class TwoLevelGather(Gather):
         super().note_changed_shards()
         self._secondary_version = -1
 
-    def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
+    def start(self, unsharded: UnshardedBuffer, origin: Origin, *, into_shared: bool) -> Pending:
         if self.secondary_nbytes and self._secondary_version == self.version:
             return self._two_level.gather_within(unsharded.receive, origin=origin)
         self._secondary_version = self.version
-        return super().start(unsharded, origin, in_common=False)
+        return super().start(unsharded, origin, into_shared=False)
 
     @property
     def secondary_nbytes(self) -> int:
@@ -152,7 +153,7 @@ class TwoLevelGather(Gather):
 
 
 class LocalGather(Gather):
-    """A gather without communication, since every rank steps whole parameters: at most a cast."""
+    """A gather without communication, for replicated parameters. It copies them if their dtype or device differs."""
 
     def __init__(
         self, params: Sequence[ShardedParam], storage: ShardStorage, transport: Gathers, scratch: Pool
@@ -160,7 +161,7 @@ class LocalGather(Gather):
         super().__init__(params, storage, transport, scratch)
         self.overwrites = not storage.plan.lives_in_unsharded
 
-    def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
+    def start(self, unsharded: UnshardedBuffer, origin: Origin, *, into_shared: bool) -> Pending:
         """See `Gather.start`. Nothing is sent."""
         self._sent_version = self.version
         if not self._storage.plan.lives_in_unsharded:
@@ -174,7 +175,7 @@ class LocalGather(Gather):
 
 
 def gather_for(params: Sequence[ShardedParam], storage: ShardStorage, transports: GroupTransports) -> Gather:
-    """Return the kind of gather that the placements of a group need."""
+    """Return the gather for the placements of a group."""
     if not storage.plan.shards_optimizer:
         return LocalGather(params, storage, transports.gathers, transports.scratch)
     if isinstance(transports.gathers, TwoLevelGathers):

@@ -1,7 +1,7 @@
 """The gradients of a parameter group between autograd and the optimizer.
 
-Whole gradients stay where autograd stored them, or are held here for a later microbatch's reduction. The result of a
-reduction is this rank's shards, in one buffer that every step uses again.
+Unsharded gradients stay in `param.grad`, or are held here until the reduction of a later microbatch. A reduction
+returns this rank's shards in one buffer, which is reused in every step.
 
 [Note: when a step is over]
 Unsharded parameters that are kept must be gathered again after every step. Every step of a `torch.optim.Optimizer` adds
@@ -38,7 +38,7 @@ from fullshard.tape.recorder import allocating
 _SHARDED, _DTYPE = attrgetter("sharded"), attrgetter("dtype")
 
 _CAST_AT_ONCE = 2**27
-"""Bytes of gradients that one kernel casts on an accelerator. More would be in memory twice for no gain."""
+"""Bytes of gradients that one kernel casts on an accelerator. A larger limit uses more memory and is not faster."""
 
 
 @dataclass
@@ -46,11 +46,11 @@ class GradientState:
     """Gradients of earlier microbatches, and all state that is kept when a group moves to other memory."""
 
     whole: dict[int, Tensor] = field(default_factory=dict)  # not reduced yet, in the reduce dtype, by parameter
-    first_sums: dict[int, Tensor] = field(default_factory=dict)  # sums that miss the second level, by parameter
+    first_sums: dict[int, Tensor] = field(default_factory=dict)  # not yet summed over the second level, by parameter
     may_have_stepped: bool = False
-    delivered: list[tuple[int, int]] = field(default_factory=list)  # versions of each shard and gradient at that time
-    is_replayed: bool = False  # a CUDA graph has gradients of it: steps are taken without this library's code
-    written_by_graphs: list[Tensor | None] = field(default_factory=list)  # at any replay, so other code must not use it
+    delivered: list[tuple[int, int]] = field(default_factory=list)  # versions of each shard and gradient at delivery
+    is_replayed: bool = False  # a CUDA graph writes the gradients, so a step may run without any Python code
+    written_by_graphs: list[Tensor | None] = field(default_factory=list)  # kept alive: replays write to them
 
 
 class Gradients:
@@ -76,9 +76,9 @@ class Gradients:
     # -- whole gradients ----------------------------------------------------------------------------------------------
 
     def take(self) -> dict[int, Tensor]:
-        """Return the whole gradients of this microbatch and of those held back, by index of the parameter.
+        """Remove and return the unsharded gradients, including those held from earlier microbatches, by parameter.
 
-        They are contiguous and in the reduce dtype. But the pack may cast gradients of packed parameters itself.
+        They are contiguous and in the reduce dtype, except for gradients that the kernel of the pack casts.
         """
         grads: dict[int, Tensor] = {}
         waiting: dict[int, Tensor] = {}  # to be cast together
@@ -122,14 +122,14 @@ class Gradients:
         reduce = self.plan.contract.reduce
         odd = [i for i, grad in waiting.items() if grad.dtype is not reduce]
         if len(odd) > 1 or any(self._padding(i) for i in odd):
-            cast = self._room_for(odd)
+            cast = self._empty_grads(odd)
             torch._foreach_copy_(cast, [waiting.pop(i) for i in odd])
             grads.update(zip(odd, cast, strict=True))
         for i, grad in waiting.items():
             grads[i] = grad.to(reduce).contiguous()
         waiting.clear()
 
-    def _room_for(self, indices: Sequence[int]) -> list[Tensor]:
+    def _empty_grads(self, indices: Sequence[int]) -> list[Tensor]:
         """Return memory for whole gradients, each followed by zeros for the rows that the last shards lack."""
         plan, dtype = self.plan, self.plan.contract.reduce
         wholes, tails = list[Tensor](), list[Tensor]()
@@ -153,7 +153,7 @@ class Gradients:
     def hold(self) -> None:
         """Keep the whole gradients of this microbatch for a later reduction, in the dtype they will be summed in."""
         if self.plan.contract.reduce == self.plan.contract.compute or self.plan.contract.grad is not None:
-            return  # autograd goes on adding to them where they are
+            return  # autograd accumulates in `param.grad`
         grads = self.take()
         self._cast(dict(grads), grads)
         self.state.whole.update(grads)
@@ -185,7 +185,7 @@ class Gradients:
     def new_shards(self) -> Tensor:
         """Return a buffer for the gradient shards: that of the last step, unless other code still refers to it."""
         flat = self.flat
-        if flat is None or self._others_have_it(flat):
+        if flat is None or self._is_referenced_elsewhere(flat):
             with allocating("gradient shards"):
                 flat = self.flat = self._new_flat()
             start = flat.storage_offset()
@@ -203,7 +203,7 @@ class Gradients:
         return flat
 
     def _new_flat(self) -> Tensor:
-        """Allocate memory for gradient shards, filled with zeros if it is for many steps. Padding is never read."""
+        """Allocate memory for gradient shards. It is zeroed if it is reused. Padding is never read."""
         plan, numel = self.plan, self.plan.layout.shard_numel
         if self._is_handed_over:
             return torch.empty(numel, dtype=plan.contract.delivered, device=plan.device)
@@ -211,11 +211,11 @@ class Gradients:
 
     @property
     def _is_handed_over(self) -> bool:
-        """True if the buffer is for one step: allocating another is cheap, and no graph has it."""
+        """True if the buffer is used for one step only, because allocation is cheap and no CUDA graph refers to it."""
         plan = self.plan
         return self._has_streams and not (plan.memory.offloaded or is_capturing(plan.device))
 
-    def _others_have_it(self, flat: Tensor) -> bool:
+    def _is_referenced_elsewhere(self, flat: Tensor) -> bool:
         if storage_holders(flat) != self._flat_holders:
             return True
         return bool(holders(self._shards) != self._holders)
@@ -235,9 +235,11 @@ class Gradients:
             self.params[i].sharded.grad = self._shards[i]
 
     def add(self, sums: Mapping[int, Tensor], *, are_own: bool) -> None:
-        """Add `sums`, this rank's shards by number of the parameter, to the gradients that the optimizer sees.
+        """Add `sums`, this rank's gradient shards by parameter, to the gradients that the optimizer sees.
 
-        Unless they `are_own`, which are in `flat`, their memory is reused, and they may have another dtype.
+        Args:
+            sums: The shards, in any dtype.
+            are_own: Whether `sums` are in `flat`. Otherwise their memory will be reused, so they are copied.
         """
         for i, shard in sums.items():
             param = self.params[i]
@@ -247,10 +249,9 @@ class Gradients:
                 param.grad.add_(shard.to(self.plan.contract.delivered))
 
     def hand_over(self) -> None:
-        """Drop the buffer, so that only the optimizer's gradients refer to it, if allocating a new one is cheap.
+        """Drop the reference to the buffer if allocating a new one is cheap. `zero_grad` then frees the memory.
 
-        So it takes no memory between `zero_grad` and the next backward. The buffer of a CUDA graph, or one in
-        page-locked memory, is kept for all steps.
+        The buffer of a CUDA graph, and a buffer in page-locked memory, are kept for all steps.
         """
         if self._has_streams and self._is_handed_over:
             self.drop_shards()

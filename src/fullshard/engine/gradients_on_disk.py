@@ -35,7 +35,7 @@ class GradientsOnDisk(Gradients):
         self.failures: DiskFailures = DiskFailures(are_reported=False)
 
     def new_shards(self) -> Tensor:
-        """Return a buffer for the gradient shards, in the dtype that is delivered, until `hand_over`."""
+        """Return a buffer for the gradient shards, in the optimizer's dtype. `hand_over` releases it."""
         if self.flat is None:
             self._buffer = self._buffers.take(self._nbytes)
             self.flat = self._typed(self._buffer)
@@ -58,7 +58,7 @@ class GradientsOnDisk(Gradients):
         work = None
         with self.failures.noted():
             if given:
-                work = self._room().write(buffer.data)
+                work = self._unused_extent().write(buffer.data)
                 self._show(given)
         self._buffers.give(buffer, work)
 
@@ -70,8 +70,8 @@ class GradientsOnDisk(Gradients):
     def _add(self, sums: Mapping[int, Tensor]) -> None:
         stored = [i for i in sums if self._stored(i)]
         fresh = [i for i in sums if not self.params[i].has_grad]
-        extent = self._extent if stored else self._room()
-        assert extent is not None, "something rests there"
+        extent = self._extent if stored else self._unused_extent()
+        assert extent is not None
         buffer = self._buffers.take(self._nbytes)
         extent.read(buffer.data).wait()
         flat, delivered = self._typed(buffer), self.plan.contract.delivered
@@ -86,7 +86,7 @@ class GradientsOnDisk(Gradients):
         self._show(fresh)
 
     def drop_shards(self) -> None:
-        """See `Gradients.drop_shards`. Their space on the disk is free once nothing refers to them."""
+        """See `Gradients.drop_shards`. The extent is freed with the last reference to it."""
         super().drop_shards()
         if self._buffer is not None:
             self._buffers.give(self._buffer)
@@ -98,11 +98,11 @@ class GradientsOnDisk(Gradients):
         grad = self.params[i].grad
         return isinstance(grad, OnDisk) and grad.extent is self._extent
 
-    def _room(self) -> Extent:
+    def _unused_extent(self) -> Extent:
         """Return the extent for all gradients: the last one, unless other code still refers to gradients in it."""
         if self._extent is None or self._counts != self._references():
             plan, delivered = self.plan, self.plan.contract.delivered
-            assert plan.memory.folder is not None, "they rest there"
+            assert plan.memory.folder is not None
             self._shards = []
             self._extent = extent = shared_scratch(plan.memory.folder).take(self._nbytes, state="gradients")
             for placed, param in zip(plan.layout.params, self.params, strict=True):

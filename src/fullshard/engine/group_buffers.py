@@ -3,7 +3,7 @@
 The storage of shards follows from the placements and the dtypes:
 
     parameters sharded, or cast for compute    a buffer of this rank's shards            OwnShards
-    the same, on the CPU for the optimizer     that, and a copy of it on the device      CopiedShards
+    the same, on the CPU for the optimizer     the same, and a copy on the device        CopiedShards
     whole between steps, optimizer sharded     this rank's rows of the unsharded buffer  RowsOfUnsharded
     optimizer whole, compute cast              a separate whole buffer                   WholeCopy
     optimizer whole                            the unsharded buffer                      UnshardedItself
@@ -81,27 +81,27 @@ class ShardStorage(ABC):
         self._references = -1
 
     def note_references(self) -> None:
-        """Record the present references to the memory as its own. Call it once there are shards."""
+        """Record the present number of references to the memory, for `is_alone`. Call it after creating the shards."""
         self._references = storage_references(self.memory.untyped_storage())
 
     @property
     def is_alone(self) -> bool:
-        """True if only this storage and the parameters that hold the shards refer to the shards or their memory.
-        False if that is not known.
+        """True if nothing except this object and the parameters refers to the shards or their memory.
+        False if that is unknown.
         """
         return storage_references(self.memory.untyped_storage()) == self._references and held_twice(self.shards)
 
     @torch.no_grad()
     def fill(self, values: Iterable[Tensor | None]) -> None:
-        """Copy `values`, one for each, into the shards. A shard whose value is None is not changed."""
+        """Copy one value into each shard. A value of None leaves its shard unchanged."""
         for shard, value in zip(self.shards, values, strict=True):
             if value is not None:
                 shard.copy_(value)
 
-    def read_ahead(self) -> None:  # noqa: B027  # what is in memory need not be read
+    def read_ahead(self) -> None:  # noqa: B027  # nothing to read
         """Start to read the shards that `to_send` will return."""
 
-    def note_sent(self) -> None:  # noqa: B027  # it need not be freed either
+    def note_sent(self) -> None:  # noqa: B027  # nothing to free
         """Record that the buffers of `to_send` have been sent, or will not be."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class OwnShards(ShardStorage):
         self.note_references()
 
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
-        """See `ShardStorage.to_send`. A cast is one copy of all of it."""
+        """See `ShardStorage.to_send`. A cast or an upload is one copy of the whole buffer."""
         if not self._is_copied:
             return self._parts, None
         plan = self.plan
@@ -142,7 +142,7 @@ class OwnShards(ShardStorage):
 
 
 class CopiedShards(OwnShards):
-    """Shards in the host's memory, and a copy on the device as they are sent, made once in each step."""
+    """Shards in host memory, with a copy on the device in the dtype to send. It is updated once per step."""
 
     def __init__(self, plan: GroupPlan) -> None:
         super().__init__(plan)
@@ -181,7 +181,7 @@ class RowsOfUnsharded(ShardStorage):
 
 
 class WholeCopy(ShardStorage):
-    """Whole parameters for the optimizer, separate from those that compute sees."""
+    """Whole parameters for the optimizer, separate from those in the compute dtype."""
 
     def __init__(self, plan: GroupPlan) -> None:
         super().__init__(plan)
@@ -197,7 +197,7 @@ class WholeCopy(ShardStorage):
 
 
 class UnshardedItself(WholeCopy):
-    """Whole parameters, stepped where compute sees them."""
+    """Whole parameters in the unsharded buffer, where the optimizer steps them."""
 
     def __init__(self, plan: GroupPlan, unsharded: UnshardedBuffer) -> None:
         ShardStorage.__init__(self, plan)
@@ -213,7 +213,7 @@ class ShardsOnDisk(ShardStorage):
     def __init__(self, plan: GroupPlan) -> None:
         super().__init__(plan)
         folder, stored, device = plan.memory.folder, plan.contract.stored, plan.memory.device
-        assert folder is not None, "it rests in one"
+        assert folder is not None
         self._nbytes = aligned(plan.layout.shard_numel * stored.itemsize)
         self._extent = shared_scratch(folder).take(self._nbytes, state="parameters")
         self._stored = [
@@ -231,7 +231,7 @@ class ShardsOnDisk(ShardStorage):
 
     @torch.no_grad()
     def fill(self, values: Iterable[Tensor | None]) -> None:
-        """See `ShardStorage.fill`. It is one write, with zeros for missing values and between shards."""
+        """See `ShardStorage.fill`. Write all shards at once, with zeros for missing values and padding."""
         buffer = self._buffers.take(self._nbytes)
         buffer.data.zero_()
         for shard, value in zip(self._stored, values, strict=True):
@@ -255,9 +255,9 @@ class ShardsOnDisk(ShardStorage):
         return False
 
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
-        """See `ShardStorage.to_send`: the values read; or, on another device or in another dtype, a copy of them.
+        """See `ShardStorage.to_send`. The buffer is copied if the device or the dtype differs.
 
-        Other ranks wait for the data. So after a failed read the buffer is sent as it is, and the failure is recorded.
+        Other ranks wait for the data. So after a failed read the buffer is sent unchanged, and the failure is recorded.
         """
         plan, layout, stored, taken = self.plan, self.plan.layout, self.plan.contract.stored, None
         if is_capturing(plan.device):
@@ -293,5 +293,5 @@ def shard_storage_for(plan: GroupPlan, unsharded: UnshardedBuffer | None) -> Sha
         return CopiedShards(plan)
     if not plan.lives_in_unsharded:
         return OwnShards(plan) if plan.shards_optimizer else WholeCopy(plan)
-    assert unsharded is not None, "what lives in the unsharded buffer needs it"
+    assert unsharded is not None
     return RowsOfUnsharded(plan, unsharded) if plan.shards_optimizer else UnshardedItself(plan, unsharded)

@@ -19,14 +19,14 @@ from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import DtypeContract
 from fullshard.policy.strategy import Placement, Placements
 
-_MOST_PAYLOADS = 8  # of one parameter: each may be a message
+_MOST_PAYLOADS = 8  # maximum number of payloads per parameter, each of which may be a message
 
 
 def message_rule(axes: Axes) -> MessageRule:
-    """Return the rule for messages along `axes`: whether their devices have queues.
+    """Return the rule for messages along `axes`, which depends on whether their devices have streams.
 
-    It depends on the mesh, and not on the present device of parameters: all ranks use the same layout, although some
-    may have the values already while others have the group on the meta device.
+    The present device of the parameters is not used, because it may be the meta device on some ranks only, and all
+    ranks need the same layout.
     """
     return ON_A_QUEUE if accelerator_for(torch.device(axes.mesh.device_type)).has_streams else PAIRWISE
 
@@ -93,7 +93,7 @@ class GroupPlan:
 
     @cached_property
     def shards_optimizer(self) -> bool:
-        """True if a rank steps its own part only."""
+        """True if a rank steps its own shard only."""
         return self.options.placements.optimizer is Placement.SHARDED
 
     @cached_property
@@ -128,7 +128,7 @@ class GroupPlan:
 
     @property
     def copy_nbytes(self) -> int:
-        """Bytes of that copy."""
+        """Bytes of the copy on the device of shards in host memory."""
         return self.layout.shard_numel * self.sent_dtype.itemsize if self.keeps_copy else 0
 
     @cached_property
@@ -201,7 +201,7 @@ class PayloadPlan(GroupPlan):
         device: torch.device,
         memory: MemoryKind,
     ) -> Self:
-        """See `GroupPlan.of`. Their classes choose the encoding, and they are cut along the first dim only."""
+        """See `GroupPlan.of`. The class of a parameter chooses the encoding. Parameters are sharded on dim 0 only."""
         contract = replace(contract, gather_wire=None)
         return super().of(shapes, [0 for _ in dims], contract, options, axes, device, memory)
 

@@ -25,7 +25,7 @@ class AxesCollectives:
 
     shard: Collectives
     replicate: Collectives | None
-    across: Collectives | None  # the shard axis once more, in two levels
+    across: Collectives | None  # with `within`: the shard axis in two levels
     within: Collectives | None
     scratch: Pool
 
@@ -67,7 +67,7 @@ class GroupTransports:
     gathers: Gathers
     sums: Sums  # over the shard axis in one level
     replicas: Sums | None  # over the replicate axis
-    two_level_sums: TwoLevelSums | None  # instead, where gradients are grouped
+    two_level_sums: TwoLevelSums | None  # replaces `sums` if gradients are grouped
     scratch: Pool
 
     @classmethod

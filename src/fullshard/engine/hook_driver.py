@@ -29,19 +29,19 @@ from fullshard._compat import (
     on_backward_end,
 )
 from fullshard.device.accelerator import accelerator_for, is_capturing
-from fullshard.engine.at_rest import read_while_sharded
 from fullshard.engine.call import ForwardCall
 from fullshard.engine.residency import UnitState
 from fullshard.engine.returned_params import copy_returned_params
 from fullshard.engine.root_state import RootState, attribute_to, cast_outputs
 from fullshard.engine.sharded_param import ShardedParam
+from fullshard.engine.sharded_use import read_while_sharded
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 from fullshard.tape.recorder import Phase, active
 
 
 class HookDriver:
-    """Drives the steps of one root by hooks. See [Note: one microbatch, in order]."""
+    """Runs the steps of one root in hooks. See [Note: one microbatch, in order]."""
 
     def __init__(self, state: RootState, recover: Callable[[], None]) -> None:
         self._state = state
@@ -52,19 +52,19 @@ class HookDriver:
         self._reductions = state.reductions
         self._scheduler = state.scheduler
         self._serial = 0  # of the last backward
-        self._creates_graph = False  # the present backward: a later backward will differentiate it
-        self._is_for_inputs = False  # the present backward: it computes the gradients of given tensors only
-        self._is_in_pipeline = False  # the last forward was: a stage may run its backward in two parts
-        self._reached: Unit | None = None  # in this backward of a pipeline, the first with trained parameters
-        self._has_grads = False  # in this backward, of any unit's parameters
-        self._calls: list[ForwardCall] = []  # those whose backward is executing
-        self._ended: list[ForwardCall] = []  # those whose backward is over, in the present backward
-        self._recomputed: list[Unit] = []  # by a checkpoint's forward within backward, and unsharded still
-        self._postponed: list[Unit] = []  # to be gathered ahead once the backward of the present unit is over
-        self._transformed: list[Unit] = []  # in forwards within transforms of functions, outermost first
+        self._creates_graph = False  # the current backward has create_graph=True
+        self._is_for_inputs = False  # the current backward computes the gradients of given tensors only
+        self._is_in_pipeline = False  # the last forward was in a pipeline stage, whose backward may have two parts
+        self._reached: Unit | None = None  # the first trained unit in the current backward of a pipeline stage
+        self._has_grads = False  # a parameter of any unit got a gradient in the current backward
+        self._calls: list[ForwardCall] = []  # calls whose backward is executing
+        self._ended: list[ForwardCall] = []  # calls whose backward ended in the current backward
+        self._recomputed: list[Unit] = []  # recomputed by a checkpoint in backward, and still unsharded
+        self._postponed: list[Unit] = []  # to be prefetched after the backward of the current unit
+        self._transformed: list[Unit] = []  # units in forwards within function transforms, outermost first
 
     def reset(self) -> None:
-        """Forget the forward or backward that is executing."""
+        """Reset the state of an interrupted forward or backward."""
         self._calls.clear()
         self._ended.clear()
         self._recomputed.clear()
@@ -162,7 +162,7 @@ class HookDriver:
         if is_capturing(self._state.device):
             for unit in [unit for unit in self._units if unit.residency.users == 0]:
                 self._scheduler.reshard(unit, Phase.IDLE)  # to be filled within the graph, in memory of the graph
-        self._expected.close_passed_by(top, self._serial)
+        self._expected.close_skipped(top, self._serial)
         if not self._expected.open and torch.is_autocast_enabled(self._state.device.type):
             torch.clear_autocast_cache()  # gradients of casts of an earlier microbatch would arrive after resharding
         self._state.begin_microbatch()
@@ -287,7 +287,7 @@ class HookDriver:
         unit = call.unit
         self._scheduler.release(unit)
         reduces_unused = unit.settings.reduces_unused and not self._is_for_inputs
-        if unit.residency.users == 0 and reduces_unused:  # only this moment occurs on every rank
+        if unit.residency.users == 0 and reduces_unused:  # every rank gets here, with or without gradients
             self._reductions.start_before_end(unit)
         elif unit.residency.users == 0 and unit.gradients.are_held and self._ends_held_grads(unit):
             self._reductions.start(unit)
@@ -303,9 +303,7 @@ class HookDriver:
             self._note_backward()
 
     def _ends_held_grads(self, unit: Unit) -> bool:
-        """Return True if gradients held back of `unit` can be reduced before the end of the backward: these gradients
-        were the last, though some were computed in earlier backwards only.
-        """
+        """Return True if held gradients of `unit` are complete, so they can be reduced before the backward ends."""
         return (
             len(unit.gradients.arrived) > 0
             and not unit.gradients.are_held_back
@@ -342,7 +340,7 @@ class HookDriver:
         self._state.check_backward(tallies)
 
     def _check_whole(self) -> None:
-        """Refuse a backward of a pipeline stage that computed only the gradients of its inputs.
+        """Raise if a backward of a pipeline stage computed only the gradients of its inputs.
 
         Raises:
             StateError: gradients of the parameters would follow later, without the hooks that reduce them.
@@ -358,15 +356,15 @@ class HookDriver:
             )
 
     def _prefetch_forward(self, unit: Unit) -> None:
-        ahead = self._expected.ahead(unit, self._expected.forward, unit.settings.next_forward)
+        ahead = self._expected.to_prefetch(unit, self._expected.forward, unit.settings.next_forward)
         if unit.options.prefetches_forward or unit.settings.next_forward is not None:
             self._scheduler.prefetch(ahead, Phase.FORWARD)
             if self._state.disks.are_in_pass:
-                for later in self._expected.beyond(unit, self._expected.forward, unit.settings.next_forward):
+                for later in self._expected.to_read_ahead(unit, self._expected.forward, unit.settings.next_forward):
                     later.shards.read_ahead()
 
     def _prefetch_backward(self, unit: Unit) -> None:
-        ahead = self._expected.ahead(unit, self._expected.backward, unit.settings.next_backward)
+        ahead = self._expected.to_prefetch(unit, self._expected.backward, unit.settings.next_backward)
         for later in ahead:
             if not later.settings.unshards_in_backward:
                 ahead = [other for other in ahead if other.settings.unshards_in_backward]
@@ -380,7 +378,7 @@ class HookDriver:
         if unit.options.backward_prefetch == "pre":
             self._scheduler.prefetch(ahead, Phase.BACKWARD)
             if self._state.disks.are_in_pass:
-                for later in self._expected.beyond(unit, self._expected.backward, unit.settings.next_backward):
+                for later in self._expected.to_read_ahead(unit, self._expected.backward, unit.settings.next_backward):
                     later.shards.read_ahead()
         self._postponed = ahead if unit.options.backward_prefetch == "post" else []
 

@@ -1,8 +1,8 @@
 """Trained parameters that were added to a sharded model after `fully_shard`, such as adapters or a new head.
 
-No unit has them, so nothing averages their gradients: each rank would train its own copy. Training, optimizer steps and
-whatever saves the model refuse them. `Module.to`, loading, `unshard` and `summon_full_params` do not: they may prepare
-the new parameters before `fully_shard` is called on their module.
+They do not belong to a unit, so their gradients are not averaged, and each rank would train its own copy. Training,
+optimizer steps and saving raise an error. `Module.to`, loading, `unshard` and `summon_full_params` do not, because they
+may be used to prepare the new parameters before `fully_shard` is called on their module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 
 from fullshard.engine.managed import ignored_names, is_ignored, managed_by
 from fullshard.engine.registry import own_modules
-from fullshard.engine.residency import AT_REST
+from fullshard.engine.residency import INACTIVE
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
@@ -45,19 +45,19 @@ def number_of_registrations() -> int:
 
 
 def refuse_changed_modules(units: Sequence[Unit]) -> None:
-    """Raise if modules of `units` got other or further parameters after sharding. Units in use may have others.
+    """Raise if parameters of `units` were replaced or added after sharding. Units in use are not checked.
 
     Raises:
         StateError: a parameter was replaced by one that no unit has, or a trained one was added.
     """
     for unit in units:
-        if unit.residency.state in AT_REST:
+        if unit.residency.state in INACTIVE:
             unit.check_replacements()
     LateParams(units).check()
 
 
 class LateParams:
-    """Parameters below the units of a root that no unit has. The search runs only after something was registered."""
+    """Parameters of a root that do not belong to a unit. They are searched only after a new registration."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units

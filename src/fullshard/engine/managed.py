@@ -1,4 +1,4 @@
-"""The unit that has a parameter: found by any form of it, since weights can be tied across units."""
+"""A map from a parameter, in either form, to its unit. Weights can be tied across units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _IGNORED = "_fullshard_ignored"
 
 @dataclass(eq=False, frozen=True)
 class Managed:
-    """A parameter of a unit, with its original tensor. The unit has the only lasting reference."""
+    """A parameter of a unit, with its original tensor. Only the unit keeps this object alive."""
 
     unit: Any
     param: ShardedParam
@@ -69,7 +69,7 @@ def ignored_names(module: nn.Module) -> Set[str]:
     return names
 
 
-# By id, since torch refuses to move a parameter that anything has a weak reference to.
+# Keys are ids, because `torch.utils.swap_tensors` rejects a parameter with weak references.
 _by_id: weakref.WeakValueDictionary[int, Managed] = weakref.WeakValueDictionary()
 
 

@@ -24,18 +24,18 @@ from fullshard.tape.recorder import Phase
 
 
 class ManualDriver:
-    """Drives the steps of one root until `finalize_backward`. See [Note: steps that are finalized manually]."""
+    """Runs the steps of one root until `finalize_backward`. See [Note: steps that are finalized manually]."""
 
     def __init__(self, state: RootState) -> None:
         self._state = state
         self._units = state.units
         self._scheduler = state.scheduler
-        self.is_open = False  # a step was begun, and not finalized
+        self.is_open = False  # a step was begun and is not finalized
         self._has_forward = False  # in the step that is open
         self._holds_at_end = False  # of the backward that is executing
 
     def reset(self) -> None:
-        """Forget the step that was begun."""
+        """Reset the state of an unfinished step."""
         self.is_open = self._has_forward = self._holds_at_end = False
 
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -75,7 +75,7 @@ class ManualDriver:
         return output
 
     def on_grad(self, unit: Unit, param: ShardedParam) -> None:
-        """Hold whole gradients at the end of the backward that has added to one of `param`."""
+        """Hold unsharded gradients at the end of the current backward, which has accumulated one for `param`."""
         if not self._holds_at_end:
             self._holds_at_end = True
             on_backward_end(self.hold_grads)
@@ -101,7 +101,7 @@ class ManualDriver:
             unit.residency.wait_unshard()
 
     def reshard_all(self) -> None:
-        """Free units that the strategy or the user does not keep from forward to backward. The step continues."""
+        """Free units that are not kept from forward to backward. The step continues."""
         for unit in self._units if self.is_open else ():
             if unit.frees_in_step:
                 self._scheduler.reshard(unit, Phase.FORWARD)

@@ -38,18 +38,18 @@ def find_parameters(
     ignored: Iterable[nn.Parameter],
     place: Callable[[str, nn.Parameter], tuple[Axes, int | None]],
 ) -> NewParameters:
-    """Find the parameters of `modules` to shard: those not ignored, both new ones and those tied to another unit's.
+    """Find the parameters of `modules` to shard, and the units that own parameters tied to them.
 
-    A tied parameter that another unit has is also set in these modules, so that it stays tied.
+    The sharded form of such a tied parameter is also set in these modules, so that it stays tied.
 
     Args:
         modules: The modules of the new unit.
         ignored: parameters to leave out.
-        place: returns the axes and the dim to shard a new parameter along, given its FQN and the parameter.
+        place: A function that returns the axes and the dim to shard a parameter along, given its FQN and itself.
 
     Raises:
-        ConfigError: a parameter is a `DTensor` that cannot be sharded over these axes as well, has no shape yet, or
-            shares the memory of another one.
+        ConfigError: A parameter is a `DTensor` that cannot be sharded over these axes, has no shape yet, or shares
+            memory with another parameter.
     """
     skip = {id(param) for param in ignored}
     new: dict[int, Source] = {}
@@ -89,7 +89,7 @@ def find_parameters(
 
 
 def _check_memory(sources: Sequence[Source]) -> None:
-    """Refuse different parameters in the same memory, which would have shards of their own without an error."""
+    """Raise if different parameters overlap in memory, because sharding would separate them without an error."""
     spans = sorted(
         (str(param.device), param.data_ptr(), param.nbytes, source.fqn)
         for source in sources
@@ -107,7 +107,7 @@ def _check_memory(sources: Sequence[Source]) -> None:
 
 
 def _check_inner_first(modules: Sequence[nn.Module], module: nn.Module, name: str, unit: Unit) -> None:
-    """Refuse to make a unit of `modules` if the unit around `module`, one of them or in them, has its parameters."""
+    """Raise if the parameter `name` of `module`, inside `modules`, already belongs to a unit of an outer module."""
     outer = next(
         (
             each_module
@@ -211,10 +211,10 @@ def _on_meta(module: nn.Module, skip: set[int]) -> list[str]:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate, without values, the entries of the state dict of `model` that are on the meta device.
+    """Allocate memory, without values, for the entries of the state dict of `model` that are on the meta device.
 
-    Sharded parameters are allocated where their unit keeps shards, other parameters and buffers on `device`. Parameters
-    stay the same objects.
+    Sharded parameters are allocated on the device of their unit's shards, other parameters and buffers on `device`.
+    Parameters stay the same objects.
     """
     for unit in units_in(model):
         if unit.is_meta:

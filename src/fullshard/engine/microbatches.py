@@ -19,7 +19,7 @@ from fullshard.tape.recorder import Phase
 
 _log = logging.getLogger(__name__)
 
-_LAST_COMPARISON = 64  # the step after which parameters in no unit are not compared any more
+_LAST_COMPARISON = 64  # the last step after which parameters outside of units are compared
 
 
 class Microbatches:
@@ -27,15 +27,15 @@ class Microbatches:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self.outside: list[nn.Parameter] = []  # trained, in no unit, and to be compared between ranks
-        self._outside_since = 0  # the step after which they were noted last
+        self.outside: list[nn.Parameter] = []  # trained parameters outside of units, to be compared between ranks
+        self._outside_since = 0  # the step after which `outside` was extended last
         self.late_params = LateParams(units)
-        self.number = 0  # of the step, starting with 1
+        self.number = 0  # of the current microbatch in its step, starting with 1
         self._step = 0
-        self._buffers_differ = True  # between ranks: each has seen other data since they were broadcast
+        self._buffers_differ = True  # between ranks, because each has processed other data since the last broadcast
 
     def begin(self, *, counts: bool) -> None:
-        """Record that a microbatch begins, with shards after the last optimizer step. Count it if `counts`."""
+        """Begin a microbatch: invalidate unsharded parameters after an optimizer step, and count it if `counts`."""
         for unit in self._units:
             unit.residency.invalidate_if_stepped()
         if counts:
@@ -72,7 +72,7 @@ class Microbatches:
         self._step += self.number == 1
         here.step = self._step
         age = self._step - self._outside_since
-        is_due = self.number == 1 and (age + 1).bit_count() == 1  # again, since rates may start at 0
+        is_due = self.number == 1 and (age + 1).bit_count() == 1  # repeated, because learning rates may start at 0
         if self.outside and is_due and not is_capturing(self._units[0].device):
             self._compare_outside(age)
 
@@ -82,7 +82,7 @@ class Microbatches:
             unit.microbatch = number
 
     def compare_outside(self, params: Sequence[nn.Parameter]) -> None:
-        """Compare `params`, which no unit has, between ranks at the start of some of the next steps."""
+        """Compare `params`, which do not belong to a unit, between ranks at the start of some of the next steps."""
         known = {id(param) for param in self.outside}
         new = [param for param in params if id(param) not in known]
         if new:

@@ -34,8 +34,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, unmapped: Calla
     Containers without changes are not copied.
 
     Args:
-        function: returns another tensor, or the same one.
-        tree: what a module takes or returns.
+        function: A function that returns another tensor or the same one.
+        tree: The inputs or outputs of a module.
         unmapped: called with each object whose tensors cannot be replaced.
     """
     if isinstance(tree, Tensor):
@@ -43,7 +43,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, unmapped: Calla
     kind = type(tree)
     if kind in _ATOMS:
         return tree
-    if kind is tuple or kind is list:  # most of what modules are called with, at a small part of a pytree's cost
+    if kind is tuple or kind is list:  # the usual case: much faster than a pytree
         items = [map_tensors(function, item, unmapped) for item in tree]
         return tree if _are_same(tree, items) else kind(items)
     if kind is dict:

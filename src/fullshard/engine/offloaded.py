@@ -59,22 +59,22 @@ class Offloaded:
     store: Store
     nbytes: int
     order: list[weakref.ref[Offloaded]]  # all that the same forward has offloaded, in order
-    place: int  # its own index there
-    uses: int = 0  # by saved tensors
-    taken: int = 0  # of them, in this backward
+    place: int  # its index in `order`
+    uses: int = 0  # number of saved tensors that use the storage
+    taken: int = 0  # number of these that the current backward has read
     source: Tensor | None = None  # its memory on the device, while it is being copied
     sent: Mark | None = None  # after that copy
-    watched: tuple[Tensor, int] | None = None  # its version changes if the source is written to meanwhile
-    is_torn: bool = False  # it was
-    buffer: _Buffer | None = None  # where it is in the host's memory
-    extent: Extent | None = None  # where it is on the disk
-    stays: bool = False  # in its buffer, since the disk has not taken it
+    watched: tuple[Tensor, int] | None = None  # a tensor of the source, and its version when it was saved
+    is_torn: bool = False  # the source was modified while it was copied
+    buffer: _Buffer | None = None  # the copy in host memory
+    extent: Extent | None = None  # the copy on the disk
+    stays: bool = False  # in its buffer, because it is not on the disk
     writing: DiskWork | None = None
     reading: DiskWork | None = None
-    back: Tensor | None = None  # its memory on the device again
-    arrived: Mark | None = None  # after the copy that fills it
-    is_ahead: bool = False  # read ahead, and not needed yet
-    done_in: int = -1  # the last backward that needed it
+    back: Tensor | None = None  # the restored memory on the device
+    arrived: Mark | None = None  # after the copy that fills `back`
+    is_ahead: bool = False  # read ahead, and not used yet
+    done_in: int = -1  # number of the last backward that used it
 
     @property
     def room_bytes(self) -> int:
@@ -87,18 +87,18 @@ class Offloaded:
 
 @dataclass(frozen=True)
 class _Left:
-    """The remains of a storage that no graph refers to any more: freed once its transfers are over."""
+    """The buffers of a storage without references from a graph. They are freed when its transfers are complete."""
 
     room_bytes: int
     extent: Extent | None
     buffer: _Buffer | None
     works: tuple[DiskWork, ...]
-    on_device: tuple[tuple[Tensor, Mark | None], ...]  # with what must be over before its memory is free
+    on_device: tuple[tuple[Tensor, Mark | None], ...]  # memory, and the event to wait for before it is freed
 
 
 @dataclass(eq=False)
 class Store:
-    """The tier for offloaded storages of one device: host memory, or a disk.
+    """The offloaded storages of one device in one tier: host memory or a disk.
 
     Args:
         device: The device whose memory is offloaded.
@@ -111,8 +111,8 @@ class Store:
     scratch: Scratch | None
     window_bytes: int = WINDOW_BYTES
     failures: DiskFailures = field(default_factory=DiskFailures)
-    put_bytes: int = 0  # in all
-    read_bytes: int = 0  # from the disk, in all
+    put_bytes: int = 0  # total bytes offloaded
+    read_bytes: int = 0  # total bytes read from the disk
     _buffers: weakref.WeakSet[_Buffer] = field(default_factory=weakref.WeakSet)
     _free: dict[int, list[_Buffer]] = field(default_factory=dict)  # unused ones by size; tensors may still be in them
     _leaving: deque[weakref.ref[Offloaded]] = field(default_factory=deque)  # oldest first
@@ -178,7 +178,7 @@ class Store:
         """Finish the oldest transfer: free the storage's device memory, and its buffer if there is a disk."""
         offloaded = self._leaving.popleft()()
         if offloaded is None:
-            return  # `forget` has taken it off
+            return  # handled by `forget`
         self._leaving_bytes -= offloaded.room_bytes
         streams = accelerator_for(self.device).streams
         if offloaded.source is not None and offloaded.sent is not None:
@@ -196,8 +196,9 @@ class Store:
     # -- back ---------------------------------------------------------------------------------------------------------
 
     def get(self, offloaded: Offloaded) -> Tensor:
-        """Return the bytes of `offloaded` on the device, 1-D; valid on the compute stream. Start to read those that
-        were offloaded before it.
+        """Return the bytes of `offloaded` on the device, 1-D, and start to read the storages offloaded before it.
+
+        The result is valid on the compute stream.
 
         Raises:
             StateError: the user has written to it since it was saved.
@@ -261,7 +262,7 @@ class Store:
         offloaded.arrived = offloaded.buffer.used_by = streams.offload.mark()
 
     def _read_ahead(self, offloaded: Offloaded) -> None:
-        """Start to read what is likely to be needed next."""
+        """Start to read the storages offloaded before `offloaded`, which backward needs next."""
         has_streams, backward = accelerator_for(self.device).has_streams, backward_number()
         for ref in reversed(offloaded.order[: offloaded.place]):
             earlier = ref()
@@ -344,7 +345,7 @@ class Store:
         """Return a free buffer of the right size, or a new one."""
         nbytes = aligned(nbytes)
         for buffer in self._free.get(nbytes, ()):
-            if self.scratch is None or buffer.is_free:  # on one stream what was read before is over
+            if self.scratch is None or buffer.is_free:  # copies on one stream run in order
                 self._free[nbytes].remove(buffer)
                 return buffer
         if self.scratch is not None:  # a few are enough, of sizes that are in use

@@ -15,14 +15,13 @@ class OrderTracker:
     def __init__(self, expected: Sequence[int] = ()) -> None:
         self.expected = tuple(expected)
         self.visited: list[int] = []
-        self._known = 0  # how much of `expected` is past
-        self._is_lost = False  # whether the last unit was not expected
+        self._known = 0  # position in `expected` after the last unit that was found there
+        self._is_lost = False  # the last unit was not found in the rest of `expected`
 
     def record(self, unit: int) -> None:
-        """Record that `unit` is needed now.
+        """Record that `unit` is needed now, and find it in the rest of the expected order.
 
-        A unit that was not expected here is looked up further on. If it is not there either, nothing is predicted until
-        a unit appears that is.
+        If it is not found, `following` returns nothing until a later unit is found.
         """
         self.visited.append(unit)
         try:

@@ -1,4 +1,4 @@
-"""Refusal of DDP around sharded modules: it would average shards, which are different on every rank."""
+"""A check that raises if DDP wraps a sharded module. DDP would average shards, which differ between ranks."""
 
 from __future__ import annotations
 

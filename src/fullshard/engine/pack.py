@@ -2,8 +2,9 @@
 
 [Note: one kernel, and CUDA graphs]
 On a GPU `torch._chunk_cat` and `torch.split_with_sizes_copy` are one kernel for many tensors. They write the addresses
-of these to page-locked memory, queue a copy of it, and give it back. A graph that is replayed would queue that copy
-again when the memory is another's. So within a capture there is a copy for each tensor: its addresses are in the graph.
+of the tensors to page-locked memory, queue a copy of it to the device, and free it. A replayed graph would repeat this
+copy when the memory may be in use for other data. So within a capture each tensor is copied separately: the addresses
+are then arguments in the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.layout.group_layout import GroupLayout, ParamLayout
 from fullshard.layout.shard_spec import ShardSpec
 
-_FEW_COPIES = 2  # are as fast one by one: a kernel for many needs a copy of their addresses
+_FEW_COPIES = 2  # up to this number, separate copies are as fast as one kernel, which needs a copy of the addresses
 
 _DTYPE = attrgetter("dtype")
 
@@ -50,7 +51,7 @@ class Pack:
         return message[:, part.start - start : part.stop - start]
 
     def unpacking(self, wholes: Sequence[Tensor], message: Tensor) -> Unpacking:
-        """Return the copies from `message` to the packed ones of `wholes`, the group's parameters."""
+        """Return the copies from `message` to the packed parameters in `wholes`, the parameters of the group."""
         return Unpacking(self._layout, self._rank, self._columns, wholes, message)
 
     def write(self, message: Tensor, grads: Mapping[int, Tensor]) -> None:
@@ -94,9 +95,7 @@ class Pack:
 
 
 class _ZeroColumns(dict[int, Tensor]):
-    """Columns of zeros, by their number, made on first use. They are not expanded: only for contiguous columns there is
-    one kernel.
-    """
+    """Tensors of zeros by number of columns. They are contiguous, as `torch._chunk_cat` needs for its fast kernel."""
 
     def __init__(self, message: Tensor, dtype: torch.dtype) -> None:
         self._message, self._dtype = message.new_empty(message.shape[0], 0), dtype
@@ -110,12 +109,12 @@ class Unpacking:
     """The copies from a message to the packed parameters, all of them contiguous. It holds views of both.
 
     [Note: copies out of the pack]
-    The columns of one parameter are a strided view. `torch._foreach_copy_` copies strided views one by one. On a CPU
-    nothing is faster, but on a GPU this is one kernel for each. There `torch.split_with_sizes_copy` is one kernel for
-    all columns of the message. It needs a contiguous target for each slice of columns, with one row per rank. A
-    parameter whose shards have equal sizes is such a target. All other columns are copied to scratch memory in the same
-    kernel. They are contiguous there, so that one `torch._foreach_copy_` is one kernel for all of them, too. Only
-    parameters that are cut along another dim than the first take one kernel each.
+    The columns of one parameter are a strided view. `torch._foreach_copy_` copies strided views one by one. This is the
+    fastest way on a CPU, but on a GPU it takes one kernel each. There `torch.split_with_sizes_copy` copies all columns
+    of the message in one kernel. It needs a contiguous target for each slice of columns, with one row per rank. A
+    parameter whose shards have equal sizes is such a target. All other columns are copied to contiguous scratch memory
+    in the same kernel, and from there by one `torch._foreach_copy_`, which is one more kernel. Only parameters that are
+    sharded on a dim other than 0 take one kernel each.
 
     Args:
         layout: The layout of the group.
@@ -137,7 +136,7 @@ class Unpacking:
         self._rank = rank
         self._widths = [width for _, width in columns]
         self._targets: list[Tensor | None] = []  # one for each slice of columns; None for scratch memory
-        self._others: list[tuple[ShardSpec, Tensor] | None] = []  # each one's parameter in scratch; None: padding
+        self._others: list[tuple[ShardSpec, Tensor] | None] = []  # the parameter of each scratch target; None: padding
         for i, width in columns:
             spec = None if i < 0 else layout.params[i].spec
             divides = spec is not None and spec.dim == 0 and not spec.padding
@@ -215,7 +214,7 @@ def _pairs(spec: ShardSpec, whole: Tensor, rows: Tensor, rank: int) -> Iterator[
         size, part = spec.shape[spec.dim], len(spec.span(0))
         before, after = prod(spec.shape[: spec.dim]), prod(spec.shape[spec.dim + 1 :])
         spread = whole.view(before, size, after)
-        full = size // part  # ranks with a shard of the same size; one more may have the rest
+        full = size // part  # number of ranks with a full shard; one more rank may have the remainder
         equal = spread[:, : full * part].unflatten(1, (full, part)).transpose(0, 1)
         yield equal, rows[:full].unflatten(1, (before, part, after))
         remaining = spread[:, full * part :]

@@ -30,7 +30,7 @@ _LOCAL = attrgetter("sharded._local_tensor")
 
 
 class ParamGroup:
-    """Some parameters, the memory of their shards, their gather and their gradients."""
+    """The parameters of a group, the memory of their shards, their gather and their gradients."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ParamGroup:
     def of(
         cls, sources: Sequence[Source], plan: GroupPlan, transports: GroupTransports, region: Region | None
     ) -> ParamGroup:
-        """Shard parameters as the user made them, and return their group."""
+        """Shard the parameters in `sources`, and return their group."""
         pack = Pack(plan.layout, plan.rank)
         unsharded = region and UnshardedBuffer(plan, pack, region)
         storage = shard_storage_for(plan, unsharded)
@@ -80,13 +80,13 @@ class ParamGroup:
         storage.fill(own)
         for param, source, part in zip(params, sources, own, strict=True):
             if part is not None:
-                param.note_made_of(source.local, part)
+                param.note_initial_values(source.local, part)
         return cls(plan, pack, params, gather_for(params, storage, transports), unsharded, transports, GradientState())
 
     def moved(self, plan: GroupPlan, transports: GroupTransports, region: Region | None) -> ParamGroup:
         """Return a group of the same parameters in other memory, after `Module.to` and similar functions.
 
-        It has the present values of the sharded parameters, on any device. Do not use this group any more.
+        The new group has the present values of the sharded parameters. This group must not be used afterwards.
         """
         if (plan.contract.compute, plan.device) != (self.plan.contract.compute, self.plan.device):
             for param in self.params:
@@ -141,15 +141,15 @@ class ParamGroup:
 
     @property
     def is_trained(self) -> bool:
-        """True if its parameters are trained. Users may thaw and freeze single ones later."""
+        """True if the parameters require gradients. (Users may change `requires_grad` of single ones later.)"""
         return self.params[0].sharded.requires_grad
 
-    def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
+    def start_gather(self, origin: Origin, *, into_shared: bool) -> Pending:
         """Start to fill the unsharded buffer, see `Gather.start`."""
         assert self._unsharded is not None, "a group is bound before it is gathered"
         if self.gather.overwrites and self.validity.is_valid:
             self.validity.invalidate()
-        return self.gather.start(self._unsharded, origin, in_common=in_common)
+        return self.gather.start(self._unsharded, origin, into_shared=into_shared)
 
     def joint_messages(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the receive and send buffers of a gather that starts now, together with those of other groups."""
@@ -162,7 +162,7 @@ class ParamGroup:
         """Complete the unsharded parameters. Call it when the gather has ended.
 
         Returns:
-            True if any of them is another object than before.
+            True if any of them is a new object.
         """
         assert self._unsharded is not None, "a group is bound before it is gathered"
         self.gather.finish(self._unsharded)
@@ -170,7 +170,7 @@ class ParamGroup:
         return False
 
     def release(self) -> None:
-        """Free separate memory, and gather again when unsharded parameters are needed next."""
+        """Invalidate the unsharded parameters, and free memory outside of the unit's storage."""
         if self.validity.is_valid:
             self.validity.invalidate()
         self.gather.invalidate()
@@ -182,7 +182,7 @@ class ParamGroup:
 
     @property
     def present_separate_nbytes(self) -> int:
-        """The bytes of these that are currently in memory."""
+        """The bytes of unsharded parameters outside of the unit's storage that are in memory now."""
         return 0
 
     @property
@@ -235,7 +235,7 @@ class ParamGroup:
         """True if whole gradients wait for a reduction."""
         if self.gradients.state.whole:
             return True
-        for param in self.params:  # usually decided by the first: a generator would cost more
+        for param in self.params:  # a loop, because `any` with a generator is slower
             if param.unsharded.grad is not None:
                 return True
         return False
@@ -251,15 +251,15 @@ class ParamGroup:
         return self.transports.error_feedback_nbytes
 
 
-def start_gathers(groups: Sequence[ParamGroup], origin: Origin, *, in_common: bool) -> list[Pending]:
-    """Start the gathers of `groups`, in one call if their backend queues it, as for adapters next to frozen layers."""
+def start_gathers(groups: Sequence[ParamGroup], origin: Origin, *, into_shared: bool) -> list[Pending]:
+    """Start the gathers of `groups`. On NCCL, groups of one dtype share a call, such as adapters and frozen layers."""
     channels = [group.gather.joint_channel if type(group) is ParamGroup else None for group in groups]
     first, *others = channels
     dtypes = {group.plan.sent_dtype for group in groups}
-    if not others or first is None or in_common or len(dtypes) > 1:
-        return [group.start_gather(origin, in_common=in_common) for group in groups]
+    if not others or first is None or into_shared or len(dtypes) > 1:
+        return [group.start_gather(origin, into_shared=into_shared) for group in groups]
     if any(channel is None or channel.collectives is not first.collectives for channel in others):
-        return [group.start_gather(origin, in_common=in_common) for group in groups]
+        return [group.start_gather(origin, into_shared=into_shared) for group in groups]
     messages = [group.joint_messages() for group in groups]
     receive = [buffer for received, _ in messages for buffer in received]
     send = [buffer for _, sent in messages for buffer in sent]

@@ -1,22 +1,22 @@
-"""The tensor of a parameter that modules see, and the tensor in it that the engine communicates.
+"""The tensor of a parameter that modules see, and the local tensor in it that the engine communicates.
 
 For a plain parameter both are one tensor. A parameter of tensor parallelism is a `DTensor`, and modules rely on that.
 The engine communicates its local tensor, which is sharded, gathered and reduced like a plain parameter of that shape.
-So the sharded parameter is cut twice, first as it was found, and then each part on the shard axis:
+So the sharded parameter is split twice, first by tensor parallelism, and then each local tensor on the shard axis:
 
-    as it was found    mesh (tp),                     placements (Shard(0),)
-    at rest            mesh (tp, shard),              placements (Shard(0), Shard(0))
-                       mesh (tp, replicate, shard),   placements (Shard(0), Replicate(), Shard(0))
+    original    mesh (tp),                     placements (Shard(0),)
+    sharded     mesh (tp, shard),              placements (Shard(0), Shard(0))
+                mesh (tp, replicate, shard),   placements (Shard(0), Replicate(), Shard(0))
 
-`DTensor` applies placements from the first axis to the last, so the axes are in the order of the cuts. On a mesh of
-(shard, tp), rows that are cut on both axes would not be where their placements say.
+`DTensor` applies placements from the first axis to the last, so the axes are in the order of the splits. On a mesh of
+(shard, tp), the placements would describe other rows if both axes split dim 0.
 
 If the user passes all axes of a mesh and names those of the engine, a parameter may be a `DTensor` on all of them, and
-whole on the engine's. Modules still see it like this. When it is sharded, its other axes are first, and then the
+replicated on the engine's. Modules still see it like this. The sharded parameter has its other axes first, and then the
 engine's:
 
-    as it was found    mesh (shard, cp, tp),          placements (Replicate(), Replicate(), Shard(0))
-    at rest            mesh (tp, shard_cp),           placements (Shard(0), Shard(0))
+    original    mesh (shard, cp, tp),          placements (Replicate(), Replicate(), Shard(0))
+    sharded     mesh (tp, shard_cp),           placements (Shard(0), Shard(0))
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 class ParamView:
-    """A plain parameter: modules see the tensor that the engine moves."""
+    """A plain parameter: modules see the tensor that the engine communicates."""
 
     changes_grad = False  # whether `local_grad` returns another tensor than it gets
 
@@ -59,7 +59,7 @@ class ParamView:
         return False
 
     def make_sharded(self, shard: Tensor, axes: Axes, spec: ShardSpec, *, sharded: bool) -> DTensor:
-        """Return the sharded parameter around `shard`, this rank's part; or the whole parameter if not `sharded`."""
+        """Return the `DTensor` with local tensor `shard`. It is replicated unless `sharded`."""
         return make_dtensor(shard, axes.mesh, axes.tensor_placements(spec, sharded=sharded), spec.shape)
 
     def make_unsharded(self, whole: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class TensorParallelView(ParamView):
     def local_grad(self, grad: Tensor) -> Tensor:
         """Return the local tensor of `grad`, redistributed by torch to the placements of the parameter if needed.
 
-        Along the engine's own axes it is not redistributed: there it is this rank's term of the sum.
+        It is not redistributed along the engine's own axes, where the reduction sums it.
         """
         assert isinstance(grad, DTensor)
         placements = list(grad.placements)

@@ -7,7 +7,7 @@ The protocol is torch's. A class of low-precision weights has two methods:
         param_dtype, *, out)                   dims; and the tensors that have memory for it
 
 So float8 weights are cast before they are sent, and are operands of a matrix product after the gather. Weights stored
-in 4 bits are sent in 4 bits. A shard is a tensor of the same class, cut by the operations of the class itself.
+in 4 bits are sent in 4 bits. A shard is a tensor of the same class, split by the operations of the class.
 
 [Note: equal rows]
 All ranks send equally many bytes. So `fsdp_pre_all_gather` is called on a shard with as many rows as the first rank's.
@@ -46,7 +46,7 @@ _BYTES = DtypeContract(stored=torch.uint8, compute=torch.uint8, reduce=torch.uin
 
 
 class PayloadParam(ShardedParam):
-    """A parameter whose class defines how it is gathered. The unsharded form is a placeholder before the first one."""
+    """A parameter whose class defines how it is gathered. The unsharded form is a placeholder before its first use."""
 
     def __init__(self, source: Source, param_layout: ParamLayout, plan: GroupPlan) -> None:
         self._spec = param_layout.spec
@@ -59,10 +59,10 @@ class PayloadParam(ShardedParam):
         self._inner: Sequence[Tensor] = ()
         self._has_form = False
         if not source.param.is_meta:
-            self.note_made_of(source.local)
+            self.note_initial_values(source.local)
 
     def _hold(self, padded: Tensor, rank: int) -> Tensor:
-        """Keep `padded`, which has equal rows, and return the shard in it."""
+        """Store `padded`, which has the same number of rows on every rank, and return the shard in it."""
         self._padded = padded
         self._own = {name for name, value in vars(padded).items() if isinstance(value, Tensor)}
         rows = len(self._spec.span(rank))
@@ -75,7 +75,7 @@ class PayloadParam(ShardedParam):
         return self.local is self._shard
 
     def renew(self, plan: GroupPlan) -> None:
-        """Adopt the shard that the sharded parameter holds now, and replace the unsharded form by an empty one."""
+        """Adopt the shard that the sharded parameter holds now, and reset the unsharded form."""
         local = self.local
         rows = self._spec.shard_shape(0)[0]
         if local.device != plan.memory.device:
@@ -101,7 +101,7 @@ class PayloadParam(ShardedParam):
 
     def payloads(self, device: torch.device) -> list[Tensor]:
         """Return the tensors that this rank sends, of equal size on all ranks. The class may run a collective."""
-        if self._padded is not self._shard:  # attributes that the class has set on the shard since, such as a scale
+        if self._padded is not self._shard:  # copy attributes that the class has set on the shard, such as a scale
             kept = {name: value for name, value in vars(self._shard).items() if name not in self._own}
             vars(self._padded).update(kept)
         shard = self._padded if self._padded.device == device else self._padded.to(device, non_blocking=True)
@@ -153,7 +153,7 @@ class PayloadParam(ShardedParam):
 
     @property
     def inner_nbytes(self) -> int:
-        """The bytes of that memory, if it is allocated."""
+        """The bytes that the class has allocated for the unsharded form."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._inner)
 
 
@@ -163,7 +163,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _shard_mesh(axes: Axes) -> DeviceMesh:
-    """Return the mesh of the shard axis alone, as the subclasses expect it."""
+    """Return the 1-D mesh of the shard axis, which the subclasses expect."""
     if axes.mesh.ndim == 1:
         return axes.mesh
     names = axes.mesh.mesh_dim_names
@@ -221,7 +221,7 @@ class _Form:
 
 
 class PayloadStorage(ShardStorage):
-    """The shards of tensor subclasses, each in memory that its class has chosen."""
+    """The shards of tensor subclasses. Each class allocates its memory."""
 
     def __init__(self, plan: PayloadPlan, params: Sequence[PayloadParam]) -> None:
         super().__init__(plan)
@@ -231,7 +231,7 @@ class PayloadStorage(ShardStorage):
         self.buffer: PayloadBuffer | None = None
 
     def prepare(self) -> PayloadBuffer:
-        """Get the payloads of all parameters, and return the buffer to receive them in, with memory.
+        """Get the payloads of all parameters, and return the allocated buffer to receive them in.
 
         Raises:
             ConfigError: a payload cannot be sent.
@@ -276,7 +276,7 @@ def _as_bytes(payload: Tensor) -> Tensor:
 class _SeparateBuffer(UnshardedBuffer):
     """Like `UnshardedBuffer`, but with a storage for each payload, and one for the message of the pack.
 
-    A class may require that the tensors which it makes one of start at equal offsets of their storages.
+    A class may require that the tensors it combines start at equal offsets of their storages.
     """
 
     def __init__(self, plan: GroupPlan, pack: Pack, storages: Sequence[torch.UntypedStorage]) -> None:
@@ -314,7 +314,7 @@ class PayloadBuffer:
         self.gathered: list[list[Tensor]] = []
 
     def allocate(self) -> None:
-        """Allocate the memory of the same tensors as before."""
+        """Allocate the memory. The tensors stay the same objects."""
         stream = accelerator_for(self._plan.device).streams.gather
         for slot, nbytes in zip(self._slots, self._nbytes, strict=True):
             slot.allocate(self, nbytes, stream)
@@ -335,16 +335,16 @@ class PayloadBuffer:
 
     @property
     def unsharded(self) -> UnshardedBuffer:
-        """The buffer as gathers use it: bytes."""
+        """The buffer that gathers use, with dtype uint8."""
         assert self._unsharded is not None, "allocated before it is used"
         return self._unsharded
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes when allocated."""
+        """The bytes of the buffer when it is allocated."""
         return sum(self._nbytes)
 
     @property
     def present_nbytes(self) -> int:
-        """The bytes that it takes now."""
+        """The bytes of the buffer that are allocated now."""
         return self.nbytes if self._slots[0].occupant is self else 0

@@ -67,10 +67,10 @@ class PayloadGroup(ParamGroup):
     def holds_its_shards(self) -> bool:
         return all(param.holds_its_shard for param in self.params)
 
-    def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
+    def start_gather(self, origin: Origin, *, into_shared: bool) -> Pending:
         """See `ParamGroup.start_gather`. The classes may run collectives first."""
         self.validity.invalidate()
-        return self.gather.start(self._storage.prepare().unsharded, origin, in_common=False)
+        return self.gather.start(self._storage.prepare().unsharded, origin, into_shared=False)
 
     def finish_gather(self) -> bool:
         buffer = self._storage.buffer
@@ -111,7 +111,7 @@ class WholeShards(ShardStorage):
 
 
 class WholeClassGroup(ParamGroup):
-    """Parameters of such classes for strategies that step whole parameters: modules use the original tensors."""
+    """Parameters of such classes for strategies that do not shard the optimizer. Modules use the original tensors."""
 
     def __init__(
         self, plan: GroupPlan, params: Sequence[ShardedParam], transports: GroupTransports, state: GradientState
@@ -133,7 +133,7 @@ class WholeClassGroup(ParamGroup):
                 local = local.to(plan.memory.device)
             params.append(ShardedParam(source, placed, local, plan))
             if not source.param.is_meta:
-                params[-1].note_made_of(source.local)
+                params[-1].note_initial_values(source.local)
         return cls(plan, params, transports, GradientState())
 
     def moved(self, plan: GroupPlan, transports: GroupTransports, region: Region | None) -> WholeClassGroup:
@@ -159,7 +159,7 @@ class WholeClassGroup(ParamGroup):
     def holds_its_shards(self) -> bool:
         return all(param.local is shard for param, shard in zip(self.params, self._shards, strict=True))
 
-    def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
+    def start_gather(self, origin: Origin, *, into_shared: bool) -> Pending:
         """See `ParamGroup.start_gather`. Nothing is sent, or copied."""
         return Pending()
 

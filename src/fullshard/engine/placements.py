@@ -1,9 +1,9 @@
 """The choice of units to offload, for policies with a fraction. See `policy.offload.StatePlacement`.
 
-[Note: from the last unit on]
-Backward reaches the last unit first. So its gradients are the first on the CPU, while all of backward has still to run.
-The next forward needs this unit last, after all others have computed. So copies and CPU steps of the last unit have the
-most time to overlap with the device's work. The root is chosen last: its forward encloses all others.
+[Note: the last units are offloaded first]
+Backward reaches the last unit first. So its gradients are the first on the CPU, while the rest of backward still runs.
+The next forward needs this unit last. So copies and CPU steps of the last unit have the most time to overlap with the
+device's work. The root is chosen last, because its forward encloses all others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def placements_of(units: Sequence[Unit]) -> dict[Unit, StatePlacement]:
             policies.append(policy)
             identical = [other for other in units if other.options.offload.in_full == policy]
             is_open = policy.budget is not None
-            there = _pays_on_disk(identical) if is_open else [unit for unit in identical if unit.shards.is_on_disk]
+            there = (
+                _worth_storing_on_disk(identical) if is_open else [unit for unit in identical if unit.shards.is_on_disk]
+            )
             requested = _requested(identical, policy, there)
             placements |= {
                 unit: unit.shards.destination if unit.runtime is not None else requested[unit] for unit in identical
@@ -49,12 +51,12 @@ def place_as_requested(units: Sequence[Unit], policy: Offload) -> None:
     Raises:
         DiskError: units cannot be read from the disk.
     """
-    whole = _first(on_disk_in_turn(units), lambda unit: unit.whole_nbytes, policy.parameters.get("disk", 0.0), units)
+    whole = _first(units_on_disk(units), lambda unit: unit.whole_nbytes, policy.parameters.get("disk", 0.0), units)
     for unit, destination in _requested(units, policy, whole).items():
         unit.shards.move_to(destination)
 
 
-def on_disk_in_turn(units: Sequence[Unit]) -> list[Unit]:
+def units_on_disk(units: Sequence[Unit]) -> list[Unit]:
     """Return the units that are on a disk, in the order of priority for staying there under a budget.
 
     The root is last: it is likely the largest, and would need the largest buffers.
@@ -62,12 +64,12 @@ def on_disk_in_turn(units: Sequence[Unit]) -> list[Unit]:
     return sorted((unit for unit in units if unit.shards.is_on_disk), key=lambda unit: unit.is_root)
 
 
-def _pays_on_disk(units: Sequence[Unit]) -> list[Unit]:
-    """Return the units on a disk, or as many of them as free the most memory.
+def _worth_storing_on_disk(units: Sequence[Unit]) -> list[Unit]:
+    """Return the units on a disk for which the disk frees the most memory.
 
     A few units can need larger buffers than they free. So can many units if one of them is much larger.
     """
-    in_turn = on_disk_in_turn(units)
+    in_turn = units_on_disk(units)
     counts = range(len(in_turn) + 1)
     return in_turn[: max(counts, key=lambda count: (_freed_on_disk(in_turn[:count]), -count))]
 
@@ -86,17 +88,17 @@ def _shard_nbytes(param_group: ParamGroup) -> int:
     return param_group.plan.layout.shard_numel * param_group.plan.contract.stored.itemsize
 
 
-def stepped_on_cpu_in_turn(units: Sequence[Unit]) -> list[Unit]:
-    """Return the units in `units` whose optimizer states can be on the CPU, in the order in which they are moved."""
+def units_steppable_on_cpu(units: Sequence[Unit]) -> list[Unit]:
+    """Return the units whose optimizer states can be on the CPU. The first ones are moved first."""
     return [unit for unit in reversed(units) if unit.trained_nbytes and not unit.shards.is_on_disk]
 
 
 def fractions_of(units: Sequence[Unit]) -> list[float]:
-    """Return the fractions of the optimizer's state that put one unit on the CPU, two units, up to all.
+    """Return the fractions of the optimizer's state that place 1, 2, ..., all units on the CPU.
 
     Among equivalent fractions, the one with the fewest digits is used.
     """
-    ends = list(accumulate((unit.trained_nbytes for unit in stepped_on_cpu_in_turn(units)), initial=0))
+    ends = list(accumulate((unit.trained_nbytes for unit in units_steppable_on_cpu(units)), initial=0))
     return [_fraction_between(low, high, ends[-1]) for low, high in pairwise(ends)]
 
 
@@ -111,7 +113,7 @@ def _requested(units: Sequence[Unit], policy: Offload, on_disk: Collection[Unit]
     alongside = accelerator_for(units[0].device).has_streams
     there = [unit for unit in reversed(units) if not unit.shards.is_on_disk]
     whole = _first(there, lambda unit: unit.whole_nbytes, policy.parameters.get("cpu", 0.0), units)
-    in_turn, fraction = stepped_on_cpu_in_turn(units), policy.states_on_cpu(alongside=alongside)
+    in_turn, fraction = units_steppable_on_cpu(units), policy.states_on_cpu(alongside=alongside)
     stepped = _first(in_turn, lambda unit: unit.trained_nbytes, fraction, units)
     placements = {}
     for unit in units:
@@ -128,7 +130,7 @@ def _requested(units: Sequence[Unit], policy: Offload, on_disk: Collection[Unit]
 
 def _first(in_turn: Sequence[Unit], nbytes: Callable[[Unit], int], fraction: float, of: Sequence[Unit]) -> set[Unit]:
     """Return the first of `in_turn` that have at least `fraction` of the bytes of all units `of`."""
-    wanted = round(fraction * sum(map(nbytes, of)))  # a fraction that was made of bytes gives these again
+    wanted = round(fraction * sum(map(nbytes, of)))  # rounded, so that a fraction computed from bytes is exact
     taken, chosen = 0, set()
     for unit in in_turn:
         if taken < wanted:

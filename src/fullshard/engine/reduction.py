@@ -1,4 +1,4 @@
-"""The reduction of a parameter group: from whole gradients on every rank to the gradients that the optimizer sees.
+"""The reduction of a parameter group: from the unsharded gradients of every rank to the optimizer's gradients.
 
 Reduction
 ├── WholeReduction       optimizer whole: all-reduce, over the shard axis and then over the replicate axis
@@ -38,9 +38,10 @@ class ReductionOf:
         transports: the collectives that sum them.
         pack: The pack for small parameters.
         divisor: The divisor of the sum over all ranks.
-        finishes: whether to take the second sum too, if there is one, or to keep the first sums for a later one.
+        finishes: Whether to reduce over the second level too, if there is one. Otherwise the first sums are kept for
+            a later microbatch.
         origin: the unit and phase of the reduction.
-        hook: called with the sums before delivery, 1-D in the reduce dtype, which it may change.
+        hook: A function that is called with the sums before delivery, 1-D in the reduce dtype. It may modify them.
     """
 
     grads: dict[int, Tensor]
@@ -54,7 +55,7 @@ class ReductionOf:
 
 
 def start_reduction(of: ReductionOf) -> Reduction:
-    """Start to sum whole gradients over the ranks, with the kind of reduction that the placements need."""
+    """Start the reduction of unsharded gradients over the ranks, with the class that the placements need."""
     if of.gradients.plan.contract.reduce == torch.float16:
         of = _scaled_down(of)
     if not of.gradients.plan.shards_optimizer:
@@ -104,7 +105,7 @@ class Reduction(ABC):
         self._hook = of.hook
         self._finishes = of.finishes or not has_second_level
         self._scratch: list[Tensor] = []
-        self._kept: list[Tensor] = []  # what a stream may still read
+        self._kept: list[Tensor] = []  # tensors that a stream may still read
         self._accumulates = _have_grads(of.gradients.params, of.grads)
         self._first_sums = of.gradients.state.first_sums
         if self._finishes:
@@ -135,8 +136,8 @@ class Reduction(ABC):
         self._hook = None
         self.complete()
 
-    def free_whole_grads(self) -> None:  # noqa: B027  # whole ones stay
-        """Free whole gradients if only shards of them are needed. Call it when the sums are complete."""
+    def free_whole_grads(self) -> None:  # noqa: B027  # the default keeps them
+        """Free the unsharded gradients, unless they are the result. Call it when the sums are complete."""
 
     @property
     def sends_more(self) -> bool:
@@ -196,7 +197,7 @@ class Reduction(ABC):
                 hook(param)
                 hooked = True
         if hooked and not any(param.has_grad for param in gradients.params):
-            gradients.drop_shards()  # they have been used, and the memory is for gradients of other units
+            gradients.drop_shards()  # a hook has consumed them: free the memory for gradients of other units
         return hooked
 
     def _take(self, numel: int) -> Tensor:
@@ -361,12 +362,12 @@ class WholeReduction(Reduction):
         layout = self._plan.layout
         self._packed = packed = [i for i in grads if not layout.params[i].in_place]
         flat: list[Tensor] = []
-        if packed:  # one message for the small ones; they stay in its buffer
+        if packed:  # one message for the small gradients, which stay in its buffer
             flat = [torch.cat([grads[i].view(-1) for i in packed])]
             parts = flat[0].split([grads[i].numel() for i in packed])
             self._grads = {**grads, **dict(zip(packed, parts, strict=True))}
         for i in self._grads.keys() - set(packed):
-            if shares_memory(self._grads[i]):  # autograd may hand it on, and sums are written to it meanwhile
+            if shares_memory(self._grads[i]):  # the sum is written in place, but autograd may still use the memory
                 self._grads[i] = self._grads[i].clone()
         self._wholes = [*(grad.view(-1) for i, grad in self._grads.items() if i not in packed), *flat]
         divisor, sums = 1 if self._has_second_level else of.divisor, of.transports.sums
@@ -423,7 +424,7 @@ class UnitReduction:
         self._reductions = list(reductions)
         self._streams = streams
         self._origin = origin
-        self.is_complete = streams.reduce.is_stream  # nothing is left to wait for
+        self.is_complete = streams.reduce.is_stream  # the host need not wait for other ranks
         self._read = list(read) if self.is_complete else []
         self._summed = self._ended = streams.reduce.mark() if self.is_complete else None
         self.ends_after_first_sums = False  # the optimizer's gradients are complete later than the first sums
@@ -459,7 +460,7 @@ class UnitReduction:
         return any(reduction.has_hooks for reduction in self._reductions)
 
     def complete_if_arrived(self) -> None:
-        """Free the whole gradients early, if no data of other ranks is missing. Only for devices without streams."""
+        """Free the unsharded gradients if the data of all ranks has arrived. Only for devices without streams."""
         for reduction in self._reductions:
             if not reduction.has_arrived:
                 return
@@ -470,7 +471,7 @@ class UnitReduction:
         self.is_complete = True
 
     def free_whole_grads(self) -> None:
-        """Free whole gradients if only shards of them are needed, once the first sums are complete."""
+        """Make compute wait for the first sums, and free the unsharded gradients, unless they are the result."""
         if self._summed is None:
             return
         is_over = None if active.recorder is None else note_wait(self._streams.compute, self._origin)
@@ -483,7 +484,7 @@ class UnitReduction:
             reduction.free_whole_grads()
 
     def finish(self) -> None:
-        """Set the gradients of the sharded parameters. The compute stream waits for them."""
+        """Make compute wait for the sums, and set the gradients of the sharded parameters."""
         with without_grad():
             if not self.is_complete:
                 self._complete_all()
@@ -508,7 +509,7 @@ class UnitReduction:
             self._streams.gather.wait(self._streams.compute.mark())
 
     def abandon(self) -> None:
-        """Complete the pending communication and drop its result, so that it is not taken for a later message."""
+        """Complete the pending communication and drop its result, so that later messages are not confused with it."""
         with torch.no_grad():
             if not self.is_complete:
                 for reduction in self._reductions:

@@ -1,4 +1,4 @@
-"""The pending reductions of a root's units: their maximum number, and when each is completed."""
+"""The pending reductions of a root's units. It limits their number and completes them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ReductionQueue:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self.under_way: dict[Unit, UnitReduction] = {}  # oldest first
-        self.incomplete: list[UnitReduction] = []  # of them, those that may wait for data of other ranks
-        self._early: set[Unit] = set()  # in this backward, those that also reduce parameters unused on this rank
+        self.pending: dict[Unit, UnitReduction] = {}  # oldest first
+        self.incomplete: list[UnitReduction] = []  # pending reductions that may wait for data of other ranks
+        self._early: set[Unit] = set()  # units that `start_before_end` has reduced in this backward
         self._tallies: list[Tally] = []
 
     def start(self, unit: Unit) -> None:
@@ -34,9 +34,9 @@ class ReductionQueue:
             or unit.gradients.await_second_sum
             or (unit.settings.reduces_unused and unit.is_trained)
         ):
-            # One at a time: gradients of an unlimited number of units would take memory without a bound.
-            self.finish(all_but=0 if unit in self.under_way else 1)
-            self.under_way[unit] = reduction = unit.gradients.start_reduce(Phase.POST_BACKWARD)
+            # One at a time, to bound the memory of unsharded gradients.
+            self.finish(all_but=0 if unit in self.pending else 1)
+            self.pending[unit] = reduction = unit.gradients.start_reduce(Phase.POST_BACKWARD)
             if not reduction.is_complete:
                 self.incomplete.append(reduction)
 
@@ -61,9 +61,9 @@ class ReductionQueue:
 
     def finish(self, *, all_but: int = 0) -> None:
         """Finish reductions, except for up to `all_but` reductions that wait for second sums only."""
-        for unit, reduction in list(self.under_way.items()):
-            if len(self.under_way) > all_but or not reduction.ends_after_first_sums:
-                del self.under_way[unit]
+        for unit, reduction in list(self.pending.items()):
+            if len(self.pending) > all_but or not reduction.ends_after_first_sums:
+                del self.pending[unit]
                 if reduction in self.incomplete:
                     self.incomplete.remove(reduction)
                 reduction.finish()
@@ -80,7 +80,7 @@ class ReductionQueue:
 
     def has_hooks(self, unit: Unit) -> bool:
         """Return True if a pending reduction of `unit` has hooks, which may step with its gradients."""
-        return unit in self.under_way and self.under_way[unit].has_hooks
+        return unit in self.pending and self.pending[unit].has_hooks
 
     def take_tallies(self) -> list[Tally]:
         """Return the counts since the last call, if the user has requested checks for finite gradients."""
@@ -94,9 +94,9 @@ class ReductionQueue:
 
     def abandon(self) -> None:
         """Drop all pending reductions, even if their messages have not arrived."""
-        under_way, self.under_way = self.under_way, {}
+        pending, self.pending = self.pending, {}
         self.incomplete.clear()
         self._early.clear()
         self._tallies.clear()
-        for reduction in under_way.values():
+        for reduction in pending.values():
             reduction.abandon()

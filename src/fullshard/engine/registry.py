@@ -13,7 +13,7 @@ from fullshard.device.awaited import settled
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
-_UNIT = "_fullshard_unit"  # the attribute that holds a module's unit, so that both end together
+_UNIT = "_fullshard_unit"  # attribute of a module that holds its unit, so that both have the same lifetime
 
 
 def register(unit: Unit) -> None:

@@ -1,24 +1,24 @@
 """The state of a unit: whether its parameters are sharded, being gathered or unsharded, and what changes that.
 
 [Note: states of a unit]
-`Residency` is the only class that writes the state. Each state says what the modules show and whether the unit occupies
-the memory of its unsharded parameters (its slot, see `device/memory.py`):
+Only `Residency` writes the state. Each state determines which form the modules show, and whether the unit occupies the
+memory of its unsharded parameters (its slot, see `device/memory.py`):
 
     state           modules show            memory
-    META            shards without values   free (or kept, where it is kept between steps)
+    META            shards without values   free (or occupied, if kept between steps)
     SHARDED         shards                  free
     GATHERING       shards                  being filled
     BROKEN          shards                  as GATHERING, but the wait for its gather failed
     UNSHARDED       unsharded parameters    filled
     KEPT            shards                  occupied: used again without a gather unless shards have changed
     DEFERRED_FREE   shards                  as KEPT, until the next gather has started
-    SUMMONED        the user's own copies   as in the state before
+    SUMMONED        the user's copies       as in the previous state
 
     SHARDED, KEPT or DEFERRED_FREE -> GATHERING -> UNSHARDED -> KEPT (-> DEFERRED_FREE) -> SHARDED
 
 `start_unshard` leads to GATHERING, `finish_gather` and `wait_unshard` to UNSHARDED, and `reshard` back to SHARDED, or
-to KEPT with `keep=True`. A unit whose parameters are whole between steps is KEPT instead of SHARDED. A unit whose
-gather failed raises the same error again when it is needed, until it is resharded or `forget_gather` is called. A wait
+to KEPT with `keep=True`. A unit whose parameters are unsharded between steps is KEPT instead of SHARDED. After a failed
+gather, the unit raises the same error whenever it is needed, until it is resharded or `forget_gather` is called. A wait
 that was only interrupted (`KeyboardInterrupt`) is repeated instead.
 """
 
@@ -61,8 +61,8 @@ _SUMMONED = UnitState.SUMMONED
 
 TRANSITIONS: dict[UnitState, tuple[UnitState, ...]] = {
     _META: (_SHARDED, _KEPT, _SUMMONED),
-    _SHARDED: (_GATHERING, _SUMMONED, _META, _KEPT),  # to KEPT: a gather could not be started in memory that it has
-    _GATHERING: (_UNSHARDED, _BROKEN, _KEPT),  # to KEPT: what was gathered was refused, or the gather forgotten
+    _SHARDED: (_GATHERING, _SUMMONED, _META, _KEPT),  # to KEPT: memory was allocated, but the gather failed to start
+    _GATHERING: (_UNSHARDED, _BROKEN, _KEPT),  # to KEPT: the gathered data was rejected, or the gather was dropped
     _BROKEN: (_UNSHARDED, _KEPT),
     _UNSHARDED: (_KEPT,),
     _KEPT: (_GATHERING, _DEFERRED_FREE, _SHARDED, _SUMMONED, _META),
@@ -71,13 +71,13 @@ TRANSITIONS: dict[UnitState, tuple[UnitState, ...]] = {
 }
 """The states that may follow each state."""
 
-AT_REST = (_META, _SHARDED, _KEPT, _DEFERRED_FREE)
-"""The states in which modules show shards, and no gather is pending."""
+INACTIVE = (_META, _SHARDED, _KEPT, _DEFERRED_FREE)
+"""States with a sharded form in the modules and without a pending gather."""
 
 ACTIVE = (_GATHERING, _BROKEN, _UNSHARDED)
-"""The states in which the unit is unsharded, or about to be."""
+"""States of a unit that is unsharded or being gathered."""
 
-_UNDER_WAY = (_GATHERING, _BROKEN)
+_GATHERS = (_GATHERING, _BROKEN)
 _OCCUPIED = (_KEPT, _DEFERRED_FREE)
 
 
@@ -91,20 +91,20 @@ class Residency:
     def __init__(self, unit: UnitParts, memory: UnshardedMemory) -> None:
         self._unit = unit
         self.memory = memory
-        self.state = self._found_at_rest()
-        self.users = 0  # forwards and backwards that need the unit unsharded at the moment
+        self.state = self._inactive_state()
+        self.users = 0  # number of running forwards and backwards that need the unit unsharded
         self.is_unsharded_manually = False  # by `unshard()`, until it is resharded
         self.is_used_without_forward = False  # unsharded by `unshard()`, and no forward of the unit has begun since
-        self.awaits_backward = False  # until the next backward is over, since no hook reports the end of its use
-        self.written_in: set[Phase] = set()  # passes with writes to shards before the unit was needed
+        self.awaits_backward = False  # kept until the end of the next backward
+        self.written_in: set[Phase] = set()  # phases in which shards were written to before the unit was needed
         self._pending: list[Pending] = []
         self._failure: Exception | None = None  # of the pending gather
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
-        self.deferred_steps: list[Callable[[], None]] = []  # steps that change shards, to be run when these are needed
-        self._ordered_versions: list[int] = []  # versions of shards that gathers are ordered after
+        self.deferred_steps: list[Callable[[], None]] = []  # optimizer steps that run before the shards are used
+        self._ordered_versions: list[int] = []  # versions of the shards whose writes gathers are ordered after
         self.has_secondary = any(param_group.gather.is_two_level for param_group in unit.param_groups)
-        """Whether there may be secondary shards."""
+        """True if there may be secondary shards."""
         self._keeps_secondary = unit.options.placements.parameters is Placement.GROUPED
 
     def _become(self, state: UnitState) -> None:
@@ -115,7 +115,7 @@ class Residency:
             )
         self.state = state
 
-    def _found_at_rest(self) -> UnitState:
+    def _inactive_state(self) -> UnitState:
         if are_on_meta([param_group.plan for param_group in self._unit.param_groups]):
             return _META
         return _KEPT if self.memory.is_occupied else _SHARDED
@@ -123,7 +123,7 @@ class Residency:
     def note_layout(self) -> None:
         """Record that the memory of shards or unsharded parameters was replaced. The unit is not in use."""
         self.has_secondary = any(param_group.gather.is_two_level for param_group in self._unit.param_groups)
-        if self.state is not _SUMMONED and (found := self._found_at_rest()) is not self.state:
+        if self.state is not _SUMMONED and (found := self._inactive_state()) is not self.state:
             self._become(found)
 
     # -- unshard ------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Residency:
         unit.check_replacements()
         groups = unit.param_groups
         for param_group in groups:
-            if not param_group.holds_its_shards:  # a part of the module was moved or cast alone
+            if not param_group.holds_its_shards:  # a submodule was moved or cast separately
                 unit.shards.adopt()
                 break
         if self.state is _META:
@@ -154,13 +154,13 @@ class Residency:
                 stale.append(param_group)
         streams = unit.streams
         secondary_nbytes, separate_nbytes = (self.secondary_nbytes, self._separate_nbytes) if is_recorded else (0, 0)
-        origin, in_common = unit.origin(phase), self.memory.slot.is_common
+        origin, into_shared = unit.origin(phase), self.memory.slot.is_rank_shared
         try:
             with Communicating(origin, streams.gather, is_recorded=is_recorded):
                 if len(stale) == 1:
-                    self._pending = [stale[0].start_gather(origin, in_common=in_common)]
+                    self._pending = [stale[0].start_gather(origin, into_shared=into_shared)]
                 else:
-                    self._pending = start_gathers(stale, origin, in_common=in_common) if stale else []
+                    self._pending = start_gathers(stale, origin, into_shared=into_shared) if stale else []
                 self._gathered = streams.gather.mark() if streams.gather.is_stream else None
         except BaseException:
             if not is_allocated:
@@ -180,7 +180,7 @@ class Residency:
         Gather again if shards were written to since the gather started, for example by a hook of an earlier module.
 
         Returns:
-            True if they were.
+            True if shards were written to.
         """
         if self.finish_gather():
             return False
@@ -196,9 +196,9 @@ class Residency:
         """Wait for the pending all-gather, and show the modules the gathered parameters.
 
         Returns:
-            True if these are the present values.
+            True unless shards were written to since the gather started.
         """
-        if self.state not in _UNDER_WAY:
+        if self.state not in _GATHERS:
             return True
         if self._failure is not None:
             raise self._failure
@@ -222,7 +222,7 @@ class Residency:
             renewed = False
             for param_group in stale:
                 renewed = param_group.finish_gather() or renewed
-        except BaseException:  # a class refused what was gathered
+        except BaseException:  # a tensor subclass rejected the gathered data
             self._become(_KEPT)
             raise
         self._become(_UNSHARDED)
@@ -233,8 +233,8 @@ class Residency:
         return True
 
     def forget_gather(self) -> None:
-        """Reset to sharded, without the pending gather, which failed or which other ranks did not start."""
-        if self.state in _UNDER_WAY:
+        """Drop the pending gather, which failed or was not started by all ranks, and invalidate the values."""
+        if self.state in _GATHERS:
             self._pending, self._failure, self._gathered, self._stale = [], None, None, []
             self._become(_KEPT)
         for param_group in self._unit.param_groups:
@@ -247,11 +247,11 @@ class Residency:
 
         Args:
             phase: The phase to record.
-            keep: leave the unsharded parameters in memory: they are gathered again only if shards have changed.
+            keep: Whether to keep the unsharded parameters in memory. They are gathered again only if shards change.
         """
         if self._failure is not None:
             self.forget_gather()
-        elif self.state in _UNDER_WAY:
+        elif self.state in _GATHERS:
             self.finish_gather()
         unit = self._unit
         if self.state is _UNSHARDED:
@@ -272,17 +272,17 @@ class Residency:
             self.release_secondary(phase)
 
     def defer_free(self) -> None:
-        """Note that the unit, which is kept, is freed when the next gather has started."""
+        """Mark a kept unit to be freed when the next gather has started."""
         if self.state is _KEPT and not self._unit.keeps_unsharded:
             self._become(_DEFERRED_FREE)
 
     def keep(self) -> None:
-        """Note that the unit stays in memory if it was to be freed."""
+        """Cancel `defer_free`."""
         if self.state is _DEFERRED_FREE:
             self._become(_KEPT)
 
     def hand_over_shards(self) -> None:
-        """Reshard. The host may write to shards in its memory when this returns."""
+        """Reshard, and make the host wait for copies from the shards, so that it may write to them."""
         self.reshard()
         self.await_copies_of_shards()
 
@@ -305,20 +305,20 @@ class Residency:
             self._note("free", phase, nbytes)
 
     def move(self, slot: Slot) -> None:
-        """Use `slot` for the unsharded parameters. No pending graph may have a view of the present one."""
-        assert self.state in AT_REST, "only a sharded unit moves"
+        """Use `slot` for the unsharded parameters. No pending graph may have a view of the present slot."""
+        assert self.state in INACTIVE, "only a sharded unit moves"
         self.memory.move(slot, self._unit.param_groups)
         self.note_layout()
 
     # -- the user's copies --------------------------------------------------------------------------------------------
 
     def summon(self) -> None:
-        """Note that the modules have whole parameters of the user's. The unit was resharded before."""
+        """Record that the modules show the user's full parameters. The unit must be resharded."""
         self._become(_SUMMONED)
 
     def end_summon(self) -> None:
-        """Note that the modules show the sharded parameters again."""
-        self._become(self._found_at_rest())
+        """Record that the modules show the sharded parameters again."""
+        self._become(self._inactive_state())
 
     def check_not_summoned(self) -> None:
         """Raise if the unit's parameters are summoned."""
@@ -331,25 +331,25 @@ class Residency:
     # -- changes of shards --------------------------------------------------------------------------------------------
 
     def invalidate_if_stepped(self) -> None:
-        """Gather parameters again that are kept, or were unsharded manually, if they may have changed since."""
+        """Invalidate unsharded parameters if an optimizer may have stepped since their gradients were delivered."""
         groups = self._unit.param_groups
         stepped = [param_group for param_group in groups if param_group.gradients.take_possible_step()]
-        if stepped and self.state in _UNDER_WAY:
+        if stepped and self.state in _GATHERS:
             self.finish_gather()
             streams = self._unit.streams
-            streams.gather.wait(streams.compute.mark())  # which has unpacked the received data
+            streams.gather.wait(streams.compute.mark())  # compute has unpacked the received data
         for param_group in stepped:
             param_group.gather.note_changed_shards()
         if self.state is _UNSHARDED and not all(param_group.gather.is_current for param_group in groups):
             self.reshard(keep=True)
 
     def note_writes_ordered(self) -> None:
-        """Note that gathers are ordered after all writes to shards so far."""
+        """Record that gathers are ordered after all writes to shards so far."""
         self._ordered_versions = [param_group.gather.version for param_group in self._unit.param_groups]
 
     @property
     def are_writes_ordered(self) -> bool:
-        """True if no write to shards is known since. (Fused optimizers write without a trace between steps.)"""
+        """True if gathers are ordered after all known writes. (Writes of fused optimizers have no versions.)"""
         return self._ordered_versions == [param_group.gather.version for param_group in self._unit.param_groups]
 
     def run_deferred_steps(self) -> None:
@@ -359,13 +359,13 @@ class Residency:
         steps, self.deferred_steps = self.deferred_steps, []
         for step in steps:
             step()
-        self.note_writes_ordered()  # the CPU's own work comes before whatever it queues
+        self.note_writes_ordered()  # the steps run on the CPU, before later gathers are queued
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     @property
     def secondary_nbytes(self) -> int:
-        """Bytes of the secondary shards that are in memory, where groups of ranks keep parameters together."""
+        """Bytes of the secondary shards that are in memory."""
         return sum(param_group.gather.secondary_nbytes for param_group in self._unit.param_groups)
 
     @property

@@ -1,8 +1,8 @@
-"""Unsharded parameters in what a unit returns.
+"""Copies of unsharded parameters in the outputs of a unit.
 
-A module of learned positions returns a slice of its parameter, for example. The memory of the parameter is freed, or
-used by another unit, while the caller still reads what was returned. So the caller gets copies instead. The gradient of
-a copy is that of the parameter.
+For example, a module of learned positions returns a slice of its parameter. The memory of the parameter is freed, or
+reused by another unit, while the caller still reads the output. So the caller gets copies. Their gradients flow to the
+parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def copy_returned_params(unit: Unit, output: Any, evaluated: Sequence[Unit]) -> 
 
     Args:
         unit: the unit whose forward returns `output`.
-        output: what it returns.
+        output: The output of its forward.
         evaluated: all units of the root, if this is the end of an evaluation, or else none.
 
     Raises:

@@ -42,7 +42,7 @@ class Disks:
         self._units = units
         self._failures = DiskFailures()
         self.are_in_pass = False
-        """Whether the shards of any unit were on a disk when the last pass began."""
+        """True if the shards of any unit were on a disk when the last pass began."""
 
     @property
     def are_used(self) -> bool:
@@ -148,15 +148,15 @@ class RootState:
         return prepared
 
     def begin_microbatch(self) -> None:
-        """Begin a microbatch, which counts unless forwards without their backward are open."""
+        """Begin a microbatch. It is counted unless earlier forwards still wait for their backward."""
         self.check_streams()
         self.activations.begin_forward()
         self.microbatches.begin(counts=torch.is_grad_enabled() and not self.expected.open)
 
     def check_streams(self) -> None:
-        """Refuse a model that was sharded within `fullshard.dry.taped()` and is used outside of it, or vice versa.
+        """Raise if a model that was sharded within `fullshard.dry.taped()` is used outside of it, or vice versa.
 
-        Without streams, operations are recorded all the same.
+        Models without streams are not checked, because their operations are recorded in either case.
         """
         now, known = accelerator_for(self.device).streams, self.streams
         if now is not known and (now.compute.is_stream or known.compute.is_stream):
@@ -191,7 +191,7 @@ class RootState:
         return not unit.reshards_after_forward and self.expected.awaits_backward_of(unit)
 
     def return_to_idle(self, *, trained: bool = True) -> None:
-        """Reset to idle after a backward. Not `trained` means that it was for gradients of inputs only."""
+        """Reset to idle after a backward. `trained` is False if it computed gradients of inputs only."""
         if self.disks.are_in_pass:
             for unit in self.units:
                 unit.shards.forget_ahead()
@@ -206,7 +206,7 @@ class RootState:
         _last[:] = [weakref.ref(self)]
 
     def check_backward(self, tallies: Sequence[Tally]) -> None:
-        """Raise what the backward that is over has found, on every rank. `tallies` are of its gradients.
+        """Raise the errors found in the last backward, on every rank. `tallies` count its non-finite gradients.
 
         Raises:
             DiskError: the disk of a rank has failed.

@@ -18,7 +18,7 @@ from fullshard.engine.manual_driver import ManualDriver
 from fullshard.engine.nested import keepers_among
 from fullshard.engine.placements import placements_of
 from fullshard.engine.registry import name_units, own_modules
-from fullshard.engine.residency import AT_REST
+from fullshard.engine.residency import INACTIVE
 from fullshard.engine.root_state import RootState
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
@@ -59,7 +59,7 @@ class Runtime:
             unit.shards.move_to(destination)
         name_units(root, units)
         for unit in units:
-            if unit.residency.state in AT_REST:
+            if unit.residency.state in INACTIVE:
                 unit.check_replacements()
         number_parameters(root)
         drop_if_stale()  # drops state of an earlier default process group
@@ -82,7 +82,7 @@ class Runtime:
         self._direct_gradients()
 
     def __del__(self) -> None:
-        """Order the streams if an unfinished step is dropped, since its memory is reused immediately."""
+        """Synchronize the streams if an unfinished step is dropped, because its memory may be reused immediately."""
         with suppress(Exception):  # the interpreter may be ending
             state = self.state
             if (state.phase is not Phase.IDLE or self.manual_driver.is_open) and not is_capturing(state.device):
@@ -111,7 +111,7 @@ class Runtime:
         self._direct_gradients()
 
     def _direct_gradients(self) -> None:
-        """Let the hooks of parameters call the present driver."""
+        """Make the gradient hooks of parameters call the present driver."""
         for unit in self.units:
             on_grad = partial(self.driver.on_grad, unit)
             for param in unit.params:
@@ -164,8 +164,8 @@ class Runtime:
     def abandon(self) -> None:
         """Undo the current step. This is a collective: every rank calls it.
 
-        It completes pending communication that all ranks have started. If ranks have started different operations, this
-        is detected here at the latest, and communication starts again.
+        Communication that all ranks have started is completed. If ranks have started different operations, the
+        collectives are renewed.
         """
         collectives = dict.fromkeys(item for unit in self.units for of in unit.collectives.values() for item in of.each)
         with suppress(RankMismatchError):

@@ -34,7 +34,7 @@ from fullshard.errors import StateError
 from fullshard.layout.group_layout import ParamLayout
 from fullshard.layout.offsets import contiguous_strides
 
-_SAMPLES = 16  # values that a digest looks at
+_SAMPLES = 16  # number of values that a digest uses
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Source:
 
 
 class ShardedParam:
-    """One parameter of a unit. Two forms, two objects; the module has one of them at a time.
+    """One parameter of a unit in its two forms, which are separate objects. Modules have one of them at a time.
 
-    `sharded` is what optimizers, checkpoints and users see between steps: an `nn.Parameter` around a `DTensor` whose
-    local tensor is this rank's shard. `unsharded` is what compute sees: an `nn.Parameter` of the whole shape in the
-    compute dtype, over storage that is freed and filled again. With tensor parallelism it is also a `DTensor`.
+    Optimizers, checkpoints and users see `sharded` between steps: an `nn.Parameter` around a `DTensor` whose local
+    tensor is this rank's shard. Compute uses `unsharded`: an `nn.Parameter` of the full shape in the compute dtype,
+    over storage that is freed and refilled. With tensor parallelism it is also a `DTensor`.
     """
 
     def __init__(
@@ -92,30 +92,30 @@ class ShardedParam:
         self.owners = list(source.owners)
         self.layout = param_layout
         self.axes = plan.axes
-        self.number = -1  # among all managed parameters, once a root that has it has run: the same on every rank
+        self.number = -1  # set by the first forward of a root, equal on all ranks, see `number_parameters`
         self.view = source.view
         whole = source.local
         names = inner_names(whole) if holds_tensors(whole) else []
-        self.inner_shapes = {name: tuple(getattr(whole, name).shape) for name in names}  # of what it wraps
+        self.inner_shapes = {name: tuple(getattr(whole, name).shape) for name in names}  # of the wrapped tensors
         requires_grad = source.param.requires_grad
-        at_rest = self.view.make_sharded(at_start(local), plan.axes, param_layout.spec, sharded=plan.shards_optimizer)
-        self.sharded = nn.Parameter(at_rest, requires_grad=requires_grad)
+        dtensor = self.view.make_sharded(at_start(local), plan.axes, param_layout.spec, sharded=plan.shards_optimizer)
+        self.sharded = nn.Parameter(dtensor, requires_grad=requires_grad)
         self.local = local
         self.grad_dtype = plan.contract.grad
-        self._ask_for_grads(self.sharded)
+        self._set_grad_dtype(self.sharded)
         nothing = torch.empty(0, dtype=plan.contract.compute, device=plan.device)
         self.unsharded = self.view.make_param(nothing, requires_grad=requires_grad)
-        self._ask_for_grads(self.unsharded)
+        self._set_grad_dtype(self.unsharded)
         self.is_unsharded_trained = requires_grad  # as set by the engine; a user may have changed it since
         self.counters = Counters(self)
-        self.on_grad: Callable[[ShardedParam], None] | None = None  # see `watch`; another one while a root runs
-        self.is_watched = False  # it calls `on_grad`, see `watch`
-        self._made_of: tuple[int | None, int | None] = None, None
-        for attribute, value in marks_of(source.param).items():  # marks that users leave on their parameters
+        self.on_grad: Callable[[ShardedParam], None] | None = None  # see `watch`; replaced by the driver of a root
+        self.is_watched = False  # the unsharded form has the hook that calls `on_grad`
+        self._initial_digests: tuple[int | None, int | None] = None, None
+        for attribute, value in marks_of(source.param).items():  # attributes set by users
             setattr(self.sharded, attribute, value)
             setattr(self.unsharded, attribute, value)
 
-    def _ask_for_grads(self, form: nn.Parameter) -> None:
+    def _set_grad_dtype(self, form: nn.Parameter) -> None:
         """Set the requested dtype of gradients, for autograd and the optimizer."""
         if self.grad_dtype is not None:
             form.grad_dtype = self.grad_dtype
@@ -135,19 +135,19 @@ class ShardedParam:
     def local(self, shard: Tensor) -> None:
         set_local_tensor(self.dtensor, shard)
 
-    def note_made_of(self, whole: Tensor, own: Tensor | None = None) -> None:
+    def note_initial_values(self, whole: Tensor, own: Tensor | None = None) -> None:
         """Record that this rank's shard, whose current values are `own`, was taken from `whole`."""
-        self._made_of = digest(whole), digest(self.local if own is None else own)
+        self._initial_digests = digest(whole), digest(self.local if own is None else own)
 
     @property
-    def made_of(self) -> int | None:
+    def initial_digest(self) -> int | None:
         """A digest of the whole initial values on this rank; None if they are unknown or modified since."""
-        whole, shard = self._made_of
+        whole, shard = self._initial_digests
         return whole if shard is not None and digest(self.local) == shard else None
 
     @property
     def is_encoded(self) -> bool:
-        """True if its class encodes its values, so that whole ones cannot be cut."""
+        """True if its class encodes the values, so that full values cannot be split into shards."""
         return holds_tensors(self.local) and plain_values(self.local) is None
 
     def write(self, whole: Tensor) -> None:
@@ -196,7 +196,7 @@ class ShardedParam:
 
     @property
     def shown(self) -> nn.Parameter:
-        """The form that the modules have now; the sharded one if no module has it any more (see `Unit._adopt_tie`)."""
+        """The form that the modules have now. If no module has one (see `Unit._adopt_tie`), the sharded form."""
         if not self.owners:
             return self.sharded
         current = self.owners[0].module._parameters[self.owners[0].name]
@@ -223,12 +223,12 @@ class ShardedParam:
         current = self.shown
         changed = current is not self.sharded
         self.sharded = current
-        self._ask_for_grads(current)
-        vars(current).update(marks_of(self.unsharded))  # marks that users left, which torch does not carry over
+        self._set_grad_dtype(current)
+        vars(current).update(marks_of(self.unsharded))  # attributes set by users, which torch does not copy
         return changed
 
     def watch(self, on_grad: Callable[[ShardedParam], None]) -> None:
-        """Call `on_grad(self)` whenever autograd has accumulated the whole gradient, now or once it is trainable."""
+        """Call `on_grad(self)` whenever autograd has accumulated the unsharded gradient."""
         self.on_grad = on_grad
         self.is_watched = False
         self.follow_requires_grad()
@@ -264,14 +264,14 @@ class ShardedParam:
         """Replace the unsharded parameter by a new one with the data of `whole`."""
         self.is_unsharded_trained = self.sharded.requires_grad
         self.unsharded = self.view.make_param(whole, requires_grad=self.is_unsharded_trained)
-        self._ask_for_grads(self.unsharded)
+        self._set_grad_dtype(self.unsharded)
         vars(self.unsharded).update(marks_of(self.sharded))
         if self.on_grad is not None:
             self.watch(self.on_grad)
 
 
 class Assignments:
-    """Detection of `param.data = values`, which leaves the shard of a `DTensor` unchanged, without an error of torch.
+    """Detects `param.data = values`, which torch ignores for a `DTensor`.
 
     Args:
         params: the parameters to watch, in their present sharded form.
@@ -332,13 +332,13 @@ def digest(tensor: Tensor) -> int | None:
 def full_copy(tensor: DTensor) -> Tensor:
     """Return the whole values of `tensor`, in new memory. This is a collective if the tensor is sharded.
 
-    For a tensor subclass that only wraps its values, return these. For one that encodes them, its class decides.
+    For a tensor subclass that only wraps its values, return the values. A class that encodes values decides itself.
     """
     if holds_tensors(tensor._local_tensor):
         values = plain_values(tensor._local_tensor)
         return tensor.full_tensor() if values is None else full_copy(dtensor_like(values, tensor))
     gathered, placements = tensor, list(tensor.placements)
-    if tensor.dtype.itemsize == 1:  # gloo knows no 8-bit floats
+    if tensor.dtype.itemsize == 1:  # gloo does not support 8-bit floats
         local = tensor._local_tensor.view(torch.uint8)
         gathered = make_dtensor(local, tensor.device_mesh, tensor.placements, tuple(tensor.shape))
     for axis in range(1, len(placements))[::-1]:  # one after the other, or torch warns that it cannot do all at once

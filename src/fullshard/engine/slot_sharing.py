@@ -1,4 +1,4 @@
-"""Units that share memory: chosen once, after the first backward that runs in a known order."""
+"""Assignment of units to shared slots, once, after the first backward that repeats the order of the previous one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SlotSharing:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._is_wished = switches.shares_memory_between_units  # None: as is best for the device
-        self.are_assigned = False  # for good
+        self._requested = switches.shares_memory_between_units  # None: the default of the device
+        self.are_assigned = False
         self._is_paused = False
         self._backwards = 0  # counted until slots are assigned
-        self._since: dict[int, int] = {}  # when each unit that is unsharded came to be so
+        self._since: dict[int, int] = {}  # the time at which each unsharded unit was unsharded
         self._intervals: list[Interval] = []
 
     @property
@@ -38,7 +38,7 @@ class SlotSharing:
 
     @property
     def _is_enabled(self) -> bool:
-        return self._is_cpu if self._is_wished is None else self._is_wished
+        return self._is_cpu if self._requested is None else self._requested
 
     def note_unsharded(self, unit: Unit, time: int) -> None:
         """Record that `unit` needs its memory from `time` on, if not from earlier."""
@@ -50,14 +50,14 @@ class SlotSharing:
         if start is not None:
             self._intervals.append(Interval(unit.number, start, time))
 
-    def give_own_memory(self, unit: Unit) -> None:
+    def give_separate_memory(self, unit: Unit) -> None:
         """Give `unit` separate memory, since another unit needs its slot at the same time."""
-        self._is_wished = False
+        self._requested = False
         unit.residency.move(Slot(unit.device))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context that assigns no slots, since backwards in it are trials."""
+        """Return a context in which no slots are assigned, because its backwards are trials."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -65,16 +65,16 @@ class SlotSharing:
             self._is_paused = before
 
     def end_backward(self, backward: OrderTracker, *, awaits_more: bool) -> None:
-        """Assign slots, once, after a microbatch that ran in the order of the one before on all ranks.
+        """Assign slots, once, after a microbatch that repeated the order of the previous one on all ranks.
 
-        Ranks may skip different modules, so each rank may see a repeated order at another microbatch. All ranks
-        therefore exchange what they saw until it was repeated on all of them. They do so after every backward: a rank
-        that called a module without a backward does not know that the microbatch is over on other ranks. Only units
-        with something to gather are compared.
+        Ranks may skip different modules, so the order may be repeated at different microbatches. Therefore all ranks
+        exchange their orders after every backward until all of them have repeated it. A rank that called a module
+        without a backward does not know whether the microbatch is over on other ranks. Only units that are gathered
+        are compared.
 
         Args:
-            backward: the order in which units were needed.
-            awaits_more: whether a forward of this rank still waits for its backward, or units stay unsharded for one.
+            backward: The order in which units were needed.
+            awaits_more: Whether a forward of this rank still waits for its backward, or units stay unsharded for one.
         """
         if not (self.are_assigned or self._is_paused):
             self._backwards += 1
@@ -96,11 +96,11 @@ class SlotSharing:
         sizes = [max(nbytes[unit] for unit in assigned if assigned[unit] == slot) for slot in set(assigned.values())]
         written = any(param.counters.was_written for unit in units for param in unit.params)
         plan = "parameters are written to" if written else f"{assigned} {nbytes}"
-        common = _common_storages(units, [] if written else sizes, plan if is_in_order else None)
+        common = _rank_shared_storages(units, [] if written else sizes, plan if is_in_order else None)
         if common is None or not is_in_order:
             return False
         storages = common or [None] * len(sizes)
-        slots = [Slot(units[0].device, shared=True, common=storage) for storage in storages]
+        slots = [Slot(units[0].device, shared=True, rank_shared=storage) for storage in storages]
         for number in sorted(assigned, key=lambda number: -nbytes[number]):  # the largest sizes the slot
             self._units[number].residency.move(slots[assigned[number]])
         for slot in slots:
@@ -111,18 +111,18 @@ class SlotSharing:
 def _are_unreferenced(units: Sequence[Unit]) -> bool:
     """Return True if nothing except the units has a view of their storages.
 
-    Garbage in reference cycles does not count. Each rank collects it at another time. All ranks must decide equally,
-    because units that share memory are gathered at other times.
+    Garbage in reference cycles is collected first, because ranks collect it at different times and all ranks must
+    return the same value.
     """
     if any(unit.slot.is_referenced for unit in units):
         gc.collect()
     return not any(unit.slot.is_referenced for unit in units)
 
 
-def _common_storages(
+def _rank_shared_storages(
     units: Sequence[Unit], sizes: Sequence[int], plan: str | None
 ) -> Sequence[torch.UntypedStorage | None] | None:
-    """Return memory for slots that the ranks of one host share, so that each rank writes its part for all of them.
+    """Return memory for slots that the ranks of one host share. Each rank writes its shards for all of them.
 
     A rank whose units cannot move passes no sizes; the list is then empty on all ranks. Return None if the plan of any
     rank is None.
@@ -133,10 +133,10 @@ def _common_storages(
     plans = (param_group.plan for unit in units for param_group in unit.param_groups)
     if len(collectives) != 1 or not all(plan.gathers_from_all for plan in plans):
         return []
-    return collectives.pop().common_storages(sizes, plan)
+    return collectives.pop().rank_shared_storages(sizes, plan)
 
 
 def _writes_to_parameters(module: nn.Module) -> bool:
-    """Return True if a forward within `module` is known to change unsharded parameters: other ranks must not see it."""
+    """Return True if a forward within `module` is known to modify unsharded parameters, which must not be shared."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return any(isinstance(inner, kinds) and inner.max_norm is not None for inner in module.modules())

@@ -14,12 +14,12 @@ from fullshard._compat import holds_tensors
 from fullshard.comm.mesh import Axes
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import Slot
-from fullshard.engine.at_rest import accept_calls, refuse_calls
 from fullshard.engine.group_transports import GroupTransports
 from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.payload_group import group_type
 from fullshard.engine.residency import Residency, UnitState
 from fullshard.engine.sharded_param import Owner, ShardedParam, Source
+from fullshard.engine.sharded_use import accept_calls, refuse_calls
 from fullshard.engine.unit_gradients import UnitGradients
 from fullshard.engine.unit_parts import UnitSettings
 from fullshard.engine.unit_plans import (
@@ -36,7 +36,7 @@ from fullshard.tape.recorder import Origin, Phase
 
 
 class Unit:
-    """The parameters of some modules, gathered and freed together. The runtime decides when.
+    """The parameters of some modules, gathered and freed together at times that the runtime chooses.
 
     Args:
         modules: the modules whose forward needs them.
@@ -71,11 +71,11 @@ class Unit:
         self.is_root = False
         self.data_ranks: frozenset[int] = frozenset()  # ranks of the root: a gradient is the mean over their data
         self.gradients = UnitGradients(self)
-        self.finished_modules: set[int] = set()  # whose forward is over, where the unit has several
+        self.finished_modules: set[int] = set()  # modules whose forward is over, if the unit has several
         self.keeps_unsharded = options.keeps_unsharded  # between steps
         self.microbatch = 0  # of the step, starting with 1
         self._origins: dict[Phase, Origin] = {}
-        self.trainable = 0  # number of parameters that a backward computes gradients for
+        self.trainable = 0  # number of parameters that require gradients
         kinds = by_kind(sources)
         where = device_of(sources, device)
         memory = self.shards.memory_found_on(where)
@@ -96,7 +96,7 @@ class Unit:
         ]
         self.register_params()
         self._leaves = _leaves_alongside(self.modules, self.params)
-        self.keepers: list[nn.Module] = []  # modules whose forward may set tensors as attributes, once a root is known
+        self.keepers: list[nn.Module] = []  # modules whose forward may set tensors as attributes, set by the root
         self.show_sharded()
         note_made(self)
 
@@ -108,7 +108,7 @@ class Unit:
         for managed in self._managed:
             managed.register()
 
-    # -- what it has --------------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -132,12 +132,12 @@ class Unit:
 
     @property
     def whole_nbytes(self) -> int:
-        """Bytes of its parameters as they are stored, on all ranks of the shard axis together."""
+        """Bytes of its full parameters in the stored dtype."""
         return sum(param.layout.spec.numel * param.sharded.itemsize for param in self.params)
 
     @property
     def trained_nbytes(self) -> int:
-        """The bytes of those that are trainable."""
+        """Bytes of its full trained parameters in the stored dtype."""
         trained = (param for param in self.params if param.sharded.requires_grad)
         return sum(param.layout.spec.numel * param.sharded.itemsize for param in trained)
 
@@ -151,7 +151,7 @@ class Unit:
 
     @property
     def frees_in_step(self) -> bool:
-        """True if freed while its backward may be far, as in a pipeline stage."""
+        """True if freed between forward and backward of a step that is finalized manually, as in a pipeline stage."""
         choice = self.settings.reshard_after_forward
         return self.options.placements.parameters_in_step is not Placement.WHOLE if choice is None else choice
 
@@ -184,7 +184,7 @@ class Unit:
         self._origins[phase] = origin = Origin(self.name, phase, self.microbatch)
         return origin
 
-    # -- what modules show ---------------------------------------------------------------------------------------------
+    # -- forms that modules show --------------------------------------------------------------------------------------
 
     def uses(self, unit: Unit) -> bool:
         """Return True if calls of this unit use parameters of `unit`, its own or tied ones."""
@@ -200,7 +200,7 @@ class Unit:
         self.device, self.streams = device, accelerator_for(device).streams
 
     def check_replacements(self) -> None:
-        """Adopt weights that were tied after sharding, and refuse parameters that were replaced by other parameters.
+        """Adopt weights that were tied after sharding, and raise if parameters were replaced by other parameters.
 
         Call it while modules show sharded parameters, before these are read or written.
 
@@ -216,7 +216,7 @@ class Unit:
                     self._adopt_tie(param, owner)
 
     def refuse_replacements(self) -> None:
-        """Refuse parameters that were replaced while modules show unsharded parameters. Changes nothing."""
+        """Raise if parameters were replaced while modules show unsharded parameters."""
         for param in self.params:
             for owner in param.owners:
                 found = owner.module._parameters.get(owner.name)
@@ -252,8 +252,7 @@ class Unit:
             param.show(param.sharded)
         self.hide_unsharded()
 
-    # The loops of the next two methods run twice in each microbatch: a call for each parameter would be half of their
-    # time.
+    # The next two methods run twice per microbatch. A function call for each parameter would double their time.
 
     def hide_unsharded(self) -> None:
         """Show the sharded parameters to the modules that have the unsharded ones.

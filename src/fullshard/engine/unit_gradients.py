@@ -14,7 +14,7 @@ from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Phase, acting_for, active
 
 holding: weakref.WeakSet[UnitGradients] = weakref.WeakSet()
-"""Those that hold, or have held, gradients of microbatches that were not reduced completely."""
+"""Objects that hold, or have held, gradients of microbatches that are not completely reduced."""
 
 
 class UnitGradients:
@@ -23,7 +23,7 @@ class UnitGradients:
     def __init__(self, unit: UnitParts) -> None:
         self._unit = unit
         self.arrived: dict[ShardedParam, bool] = {}  # parameters that have a gradient in this backward
-        self.are_held = False  # whole gradients wait for a later microbatch's reduction
+        self.are_held = False  # unsharded gradients wait for the reduction of a later microbatch
 
     @property
     def have_whole(self) -> bool:
@@ -60,7 +60,7 @@ class UnitGradients:
 
     @property
     def _finish_sums(self) -> bool:
-        """True if a reduction now takes the second sum too: over the replicate axis, or across groups."""
+        """True if a reduction now includes the second level: over the replicate axis, or across groups."""
         return self._unit.settings.syncs_gradients and self._unit.settings.syncs_replicas
 
     def hold(self) -> None:
@@ -71,7 +71,7 @@ class UnitGradients:
         holding.add(self)
 
     def drop_unreduced(self, dropped: Container[ShardedParam]) -> None:
-        """Drop gradients of the `dropped` parameters that were not reduced yet, or over one level only."""
+        """Drop gradients of the `dropped` parameters that are not reduced yet, or over the first level only."""
         for param_group in self._unit.param_groups:
             state = param_group.gradients.state
             for i, param in enumerate(param_group.params):
@@ -97,7 +97,7 @@ class UnitGradients:
             param.sharded.grad = None
 
     def start_reduce(self, phase: Phase) -> UnitReduction:
-        """Start the reduction of whole gradients to those that the optimizer sees."""
+        """Start the reduction of unsharded gradients to the optimizer's gradients."""
         streams = self._unit.streams
         self.are_held = False
         finishes, origin, hook = self._finish_sums, self._unit.origin(phase), self._unit.settings.all_reduce_hook

@@ -1,4 +1,4 @@
-"""The interface of a unit for its parts, and the settings that users change between steps."""
+"""The interface of a unit for its components, and the settings that users change between steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UnitSettings:
     """The settings of a unit that users change: `FSDPModule` has a method for each."""
 
     reshard_after_forward: bool | None
-    gradient_divisor: float | None = None  # what sums of gradients are divided by, instead of a number of ranks
+    gradient_divisor: float | None = None  # replaces the number of ranks as the divisor of gradient sums
     all_reduce_hook: Callable[[Tensor], None] | None = None  # called with the sums of each parameter group
     reshard_after_backward: bool = True
     unshards_in_backward: bool = True
@@ -40,7 +40,7 @@ class UnitSettings:
 
 
 class UnitParts(Protocol):
-    """The interface of a unit that its parts use. See `Unit`, which is defined after them."""
+    """The interface of a unit that its components use. `Unit` is defined after them."""
 
     name: str
     device: torch.device
@@ -59,7 +59,7 @@ class UnitParts(Protocol):
 
     @property
     def slot(self) -> Slot:
-        """The memory of its unsharded parameters, which units may take turns on."""
+        """The memory of its unsharded parameters, which several units may share."""
 
     @property
     def is_meta(self) -> bool:
@@ -67,7 +67,7 @@ class UnitParts(Protocol):
 
     @property
     def whole_nbytes(self) -> int:
-        """Bytes of its parameters as they are stored, on all ranks of the shard axis together."""
+        """Bytes of its full parameters in the stored dtype."""
 
     def compute_on(self, device: torch.device) -> None:
         """Set the device that computes, and its streams."""

@@ -20,7 +20,7 @@ from fullshard.layout.offsets import align
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import DtypeContract
 
-_STORAGE_STEP = 256  # bytes: a parameter group starts where its first parameter may, see MessageRule.start_step_bytes
+_STORAGE_STEP = 256  # alignment of a parameter group in bytes, see MessageRule.start_step_bytes
 
 
 def by_kind(sources: Sequence[Source]) -> list[list[Source]]:

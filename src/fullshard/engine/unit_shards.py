@@ -1,4 +1,4 @@
-"""The memory of a unit's shards: where it is, and moves to other memory."""
+"""The placement of a unit's shards, and moves to other memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_transports import AxesCollectives, GroupTransports
 from fullshard.engine.param_group import ParamGroup
-from fullshard.engine.residency import AT_REST
+from fullshard.engine.residency import INACTIVE
 from fullshard.engine.sharded_param import ShardedParam, Source
 from fullshard.engine.unit_parts import UnitParts
 from fullshard.engine.unit_plans import check_one_dtype, contract_for
@@ -36,7 +36,7 @@ class UnitShards:
         self._unit = unit
         alongside = accelerator_for(unit.device).has_streams
         policy = unit.options.offload.in_full
-        self.destination = policy.placement_of_all(alongside=alongside)  # until the root knows all of its units
+        self.destination = policy.placement_of_all(alongside=alongside)  # until the root chooses for all of its units
         is_trained = any(source.param.requires_grad for source in sources)
         if self.destination is StatePlacement.STEPPED_ON_CPU and not is_trained:
             self.destination = StatePlacement.DEVICE
@@ -73,9 +73,9 @@ class UnitShards:
     def destination(self, destination: StatePlacement) -> None:
         self._destination = destination
         self.is_on_cpu = destination in (StatePlacement.STEPPED_ON_CPU, StatePlacement.CPU)
-        """Whether shards and gradients are on the CPU, and the optimizer steps them there, wherever compute runs."""
+        """True if shards and gradients are on the CPU, where the optimizer steps them."""
         self.is_on_disk = destination is StatePlacement.DISK
-        """Whether shards, gradients and the optimizer's state are on a disk between uses."""
+        """True if shards, gradients and the optimizer's state are on a disk between uses."""
 
     @property
     def is_offloaded(self) -> bool:
@@ -94,7 +94,7 @@ class UnitShards:
 
     @property
     def disk_failures(self) -> list[DiskFailures]:
-        """Failures of the disk that stores it, see `engine/root_state.py`."""
+        """Failures of the disk that stores the shards, see `engine/root_state.py`."""
         return [disk_failure for param_group in self._unit.param_groups for disk_failure in param_group.disk_failures]
 
     def offload_as(self, policy: OffloadPolicy) -> None:
@@ -103,17 +103,17 @@ class UnitShards:
 
     def read_ahead(self) -> None:
         """Start to read shards from a disk for a gather that will start soon."""
-        if self.is_on_disk and self._unit.residency.state in AT_REST and not self._unit.is_meta:
+        if self.is_on_disk and self._unit.residency.state in INACTIVE and not self._unit.is_meta:
             for param_group in self._unit.param_groups:
                 param_group.gather.read_ahead()
 
     def forget_ahead(self) -> None:
         """Free the data that was read for a gather that did not start."""
-        if self.is_on_disk and self._unit.residency.state in AT_REST:
+        if self.is_on_disk and self._unit.residency.state in INACTIVE:
             for param_group in self._unit.param_groups:
                 param_group.gather.forget_ahead()
 
-    @torch.inference_mode(False)  # what is made stays, whatever mode finds it
+    @torch.inference_mode(False)  # the new tensors must not be inference tensors
     @torch.no_grad()
     def adopt(self, *, may_wait: bool = False) -> None:
         """Adopt parameters that `Module.to`, `to_empty`, `load_state_dict(assign=True)` or similar set in the modules.
@@ -134,7 +134,7 @@ class UnitShards:
         if not any(changed) and all(param_group.holds_its_shards for param_group in self._unit.param_groups):
             return
         if len({param.local.is_meta for param in self._unit.params}) > 1:
-            return  # some have been given values; this is called again when others are
+            return  # called again when the other parameters have values
         self._has_layout_of([self._plan_as_found(param_group) for param_group in self._unit.param_groups])
 
     @torch.inference_mode(False)
@@ -169,7 +169,7 @@ class UnitShards:
         Raises:
             DiskError: the shards cannot be read from the disk.
         """
-        assert self.is_on_disk or destination is not StatePlacement.DISK, "no unit goes to a disk"
+        assert self.is_on_disk or destination is not StatePlacement.DISK
         self.forget_ahead()
         was_on_disk, self.destination = self.is_on_disk, destination
         if self._unit.is_meta or all(
@@ -188,7 +188,7 @@ class UnitShards:
             with allocating("gradient shards"):
                 param.grad = self._memory.zeros(grad.numel(), grad.dtype).view(grad.shape).copy_(grad)
         if was_on_disk:
-            buffers_of(self._unit.device).drop()  # their number was for more units
+            buffers_of(self._unit.device).drop()  # fewer are needed now
 
     def _has_layout_of(self, plans: Sequence[GroupPlan], slot: Slot | None = None) -> None:
         """Move the parameter groups to the memory of `plans`, with the present values of the shards.
@@ -233,10 +233,10 @@ class UnitShards:
 
 
 def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, alongside: bool) -> bool:
-    """Return True if the shards of a new unit go to a disk, so that the policy's fraction of all units is there.
+    """Return True if the shards of a new unit go to a disk, to reach the policy's fraction of all units.
 
-    The fraction refers to all units with the same policy that were not in a step yet: those of the model that is being
-    built. With a budget, all units that can go to the disk do, until fractions are chosen.
+    The fraction refers to all units with the same policy that were not in a step yet: the units of the model that is
+    being built. With a budget, all possible units go to the disk until fractions are chosen.
 
     Args:
         options: the options of the unit.
@@ -273,7 +273,7 @@ def note_made(unit: UnitParts) -> None:
 
 
 def _let_unused_follow(params: Sequence[ShardedParam]) -> None:
-    """Cast and move parameters that no module has any more after tying, like the other parameters of the unit."""
+    """Cast and move parameters that belong to no module after tying, like the other parameters of the unit."""
     used = next((param.shown for param in params if param.owners), None)
     for param in params:
         shard = param.sharded

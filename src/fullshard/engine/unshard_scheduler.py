@@ -1,4 +1,4 @@
-"""Unsharding and resharding of a root's units: when each is gathered and freed, and what its gather waits for."""
+"""The schedule of a root's all-gathers and frees, and the dependencies of the all-gathers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fullshard.tape.recorder import Phase
 
 
 class UnshardScheduler:
-    """Decides when the units of a root are gathered and freed, and what their gathers wait for."""
+    """Gathers and frees the units of a root, and orders all-gathers after other work."""
 
     def __init__(self, units: Sequence[Unit], reductions: ReductionQueue) -> None:
         self._units = units
         self._reductions = reductions
-        self.after_optimizer: Mark | None = None  # the next forward waits for it
+        self.after_optimizer: Mark | None = None  # event that the next forward waits for
         self.slots = SlotSharing(units)
         self._deferred_frees: list[tuple[Unit, Phase]] = []  # to be freed once the next gather has started
         self._clock = 0
@@ -34,21 +34,21 @@ class UnshardScheduler:
         return self._clock
 
     def hold(self, unit: Unit) -> None:
-        """Note that a forward or backward needs `unit`, and those whose parameters it borrows, until `release`."""
+        """Add a user to `unit`, and to units whose parameters it borrows, until `release`."""
         for held in (unit, *unit.borrowed):
             held.residency.users += 1
 
     def release(self, unit: Unit) -> None:
-        """Note that a forward or backward that needed `unit` is over."""
+        """Remove a user from `unit`, and from units whose parameters it borrows."""
         for held in (unit, *unit.borrowed):
             if held.residency.users > 0:
                 held.residency.users -= 1
 
     def unshard(self, unit: Unit, phase: Phase) -> None:
-        """Unshard `unit`, and those whose parameters it borrows, for the next compute work."""
+        """Unshard `unit`, and units whose parameters it borrows, for the next compute work."""
         if unit.residency.state not in ACTIVE:
             self.start_unshard(unit, phase)
-        for lender in unit.borrowed:  # the call before may have added one: a weight tied after sharding
+        for lender in unit.borrowed:  # `start_unshard` may have added one, for a weight tied after sharding
             self.start_unshard(lender, phase)
         for item in (unit, *unit.borrowed):
             if item.residency.wait_unshard():
@@ -62,14 +62,12 @@ class UnshardScheduler:
         if residency.state is UnitState.SUMMONED:
             residency.check_not_summoned()
         is_stream = unit.streams.gather.is_stream
-        # Asked before deferred steps, which are not the user's writes.
+        # Evaluated before deferred steps, which are not the user's writes.
         are_writes_ordered = not is_stream or residency.are_writes_ordered
         if residency.deferred_steps:
             residency.run_deferred_steps()
-        if unit in self._reductions.under_way and self._reductions.has_hooks(
-            unit
-        ):  # they may step with an earlier use's gradients before this use
-            self._reductions.finish()
+        if unit in self._reductions.pending and self._reductions.has_hooks(unit):
+            self._reductions.finish()  # hooks may step the shards with gradients of an earlier use
         if phase is Phase.IDLE:
             residency.invalidate_if_stepped()
             self.order_gathers_after_compute()
@@ -81,7 +79,7 @@ class UnshardScheduler:
                 residency.written_in.discard(phase)
         occupant = residency.memory.slot.occupant
         if occupant is not None and occupant is not unit and not unit.keeps_unsharded:
-            self._make_room(unit)
+            self._free_slot_for(unit)
         residency.start_unshard(phase)
         if not self.slots.are_assigned:
             self.slots.note_unsharded(unit, self.tick())
@@ -89,10 +87,10 @@ class UnshardScheduler:
             self._free_deferred()
 
     def prefetch(self, units: Iterable[Unit], phase: Phase) -> None:
-        """Start to gather those of `units` that can be gathered now.
+        """Start to gather `units`, except for those that cannot be gathered yet.
 
-        If the shards of a unit were written to in the last pass, before the unit was needed, it is gathered when it is
-        needed: the same hook may write to them again, which must not happen while a gather reads them.
+        A unit is not prefetched if its shards were written to in the last pass before it was needed: the same hook may
+        write to them again while the gather reads them.
         """
         needed_in = Phase.FORWARD if phase is Phase.FORWARD else Phase.PRE_BACKWARD
         for unit in units:
@@ -101,7 +99,7 @@ class UnshardScheduler:
                 continue
             occupant = residency.memory.slot.occupant
             may_move = occupant is None or occupant is unit or unit.keeps_unsharded
-            if may_move and not (unit in self._reductions.under_way and self._reductions.has_hooks(unit)):
+            if may_move and not (unit in self._reductions.pending and self._reductions.has_hooks(unit)):
                 self.start_unshard(unit, phase)
 
     def order_writes_after(self, unit: Unit) -> None:
@@ -128,23 +126,22 @@ class UnshardScheduler:
     def free(self, unit: Unit, phase: Phase, order: OrderTracker) -> None:
         """Reshard `unit`, which is not in use. Free it now if the gather of the next unit has started, or else later.
 
-        A gather waits until compute has finished with all units that were freed before it. So if the next unit in
-        `order` is not known, this one is freed after the next gather has started. That gather then overlaps with this
-        unit's compute.
+        A gather waits until compute has finished with all units that were freed earlier. So if the next unit in `order`
+        is not known, `unit` is freed after the next gather has started, which then overlaps with its compute.
         """
-        is_deferred = unit.streams.gather.is_stream and not self._is_next_under_way(order)
+        is_deferred = unit.streams.gather.is_stream and not self._is_next_started(order)
         self.reshard(unit, phase, keep=is_deferred)
         if is_deferred:
             unit.residency.defer_free()
             self._deferred_frees.append((unit, phase))
 
     def forget_deferred_frees(self) -> None:
-        """Forget the units that wait for the next gather. The caller frees them."""
+        """Cancel all deferred frees. The caller frees the units."""
         for unit, _ in self._deferred_frees:
             unit.residency.keep()
         self._deferred_frees.clear()
 
-    def _is_next_under_way(self, order: OrderTracker) -> bool:
+    def _is_next_started(self, order: OrderTracker) -> bool:
         """True if the next unit is unsharded or being gathered, or there is none."""
         coming = order.following(1)
         return self._units[coming[0]].residency.state in ACTIVE if coming else order.is_at_end
@@ -155,11 +152,11 @@ class UnshardScheduler:
             if unit.residency.state not in ACTIVE:
                 self.reshard(unit, phase)
 
-    def _make_room(self, unit: Unit) -> None:
-        """Provide memory for `unit` although a unit that shares its slot is unsharded."""
+    def _free_slot_for(self, unit: Unit) -> None:
+        """Free the slot of `unit`, which another unit occupies, or give `unit` separate memory."""
         other = next((other for other in self._units if other is unit.slot.occupant), None)
         held = other is None or other.residency.is_unsharded_manually or other.residency.awaits_backward
         if other is not None and other.residency.users == 0 and not held:
-            self.reshard(other, Phase.IDLE)  # prefetched, or kept for later: it can be gathered again
+            self.reshard(other, Phase.IDLE)  # it was prefetched or kept, and can be gathered again
         if not unit.residency.memory.can_occupy:
-            self.slots.give_own_memory(unit)
+            self.slots.give_separate_memory(unit)

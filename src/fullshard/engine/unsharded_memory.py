@@ -36,10 +36,10 @@ class UnshardedMemory:
         return self.slot.occupant is self._unit
 
     def occupy(self, slot: Slot, plans: Sequence[GroupPlan]) -> Sequence[Region | None]:
-        """Use `slot` from now on. Return the groups' regions in it; None for each unless it has permanent memory.
+        """Use `slot`. Return the regions of the groups in it, or None for each if its memory is not permanent.
 
-        Views of other memory are made when it is first allocated. Making them needs memory for the whole unit, which a
-        rank that only builds its shards may not have.
+        Other memory gets views when it is first allocated. Creating them needs memory for the whole unit, which a rank
+        that only creates its shards may not have.
         """
         self.slot, self.nbytes = slot, nbytes_of(plans)
         self._has_views = self._keeps or slot.shared

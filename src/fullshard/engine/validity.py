@@ -11,7 +11,7 @@ A counter that has changed since it was set back shows an in-place write to the 
 the memory is freed. The counter then continues from a new number, so that a graph that saved the written values is
 also refused: the next all-gather does not bring them back.
 
-Autograd does not compare versions of what saved-tensor hooks return; `activations.py` does it there.
+Autograd does not compare versions of tensors that saved-tensor hooks return. `activations.py` compares them instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def owner_of_version(version: int) -> Any | None:
-    """Return the `ShardedParam` at `version` that has no valid values, or other values than saved."""
+    """Return the `ShardedParam` that was assigned the special `version`, or None."""
     return _owners.get(version)
 
 
@@ -110,7 +110,7 @@ class Validity:
         set_versions(self._tensors, self._valid)
 
     def invalidate(self) -> None:
-        """Record that values are not valid any more, or soon will not be."""
+        """Record that values are not valid. Call it before the memory is freed or refilled."""
         if self.is_valid:
             if tuple(map(_VERSION, self._tensors)) != self._valid:
                 self._note_writes()

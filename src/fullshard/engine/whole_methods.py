@@ -1,4 +1,4 @@
-"""Methods of Hugging Face models that need whole parameters. Sharded models refuse them with the remedy."""
+"""Checks of methods of Hugging Face models that need full parameters. On sharded models they raise with a remedy."""
 
 from __future__ import annotations
 

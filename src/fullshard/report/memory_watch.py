@@ -225,7 +225,7 @@ def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
         if grads:
             yield Held(nbytes=grads, state=State.SHARDED_GRADIENTS.value, what=f"gradient shards of {name}")
         if unit.slot.storage.nbytes():
-            ranks = unit.axes.shard_world if unit.slot.is_common else 1
+            ranks = unit.axes.shard_world if unit.slot.is_rank_shared else 1
             state = State.PARAMETERS if unit.keeps_unsharded else State.UNSHARDED
             slots[id(unit.slot)] = Held(
                 nbytes=unit.slot.storage.nbytes() // ranks,

@@ -58,7 +58,7 @@ from fullshard.engine.footprint import gathered_peak, kept_between_steps
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.managed import in_model_order, managed_by
 from fullshard.engine.param_group import ParamGroup
-from fullshard.engine.placements import on_disk_in_turn, place_as_requested, stepped_on_cpu_in_turn
+from fullshard.engine.placements import place_as_requested, units_on_disk, units_steppable_on_cpu
 from fullshard.engine.registry import process_groups_along
 from fullshard.engine.runtime import Runtime, runtime_or_none
 from fullshard.engine.unit import Unit
@@ -454,7 +454,7 @@ def _chosen_on_cpu(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
     """Return the result of `least_that_fits` when computing on the CPU."""
     disk = [] if budget.policy.folder is None else [_states_on_disk(budget)]
     kept = [] if budget.policy.activations_tier == "cpu" else [_activations(budget)]
-    shards = [_shards_on_disk(budget, disk + kept)] if on_disk_in_turn(budget.units) else []
+    shards = [_shards_on_disk(budget, disk + kept)] if units_on_disk(budget.units) else []
     chosen, least = budget.least_that_fits(disk + kept + shards)
     if any(tier.what == "parameters" for tier, _ in chosen):  # [Note: shards go last]
         chosen = [*((tier, 1.0) for tier in disk + kept), chosen[-1]]
@@ -485,7 +485,7 @@ def _shards_on_disk(budget: _Budget, before: Sequence[Tier]) -> Tier:
     gone = sum(budget.needs_of(unit).kept for unit in budget.units)
     needed = needs.at_most() - sum(max((freed for _, freed in tier.steps), default=0) for tier in before)
     steps, taken, numbers = [], 0, []
-    for unit in on_disk_in_turn(budget.units):
+    for unit in units_on_disk(budget.units):
         taken += unit.whole_nbytes
         numbers.append(budget.number_of(unit))
         then = needs.at_most(gone=gone, buffers=2 * offloaded.WINDOW_BYTES, on_disk=numbers)
@@ -509,7 +509,7 @@ def _chosen_alongside(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
     Raises:
         ConfigError: the budget is sufficient, but host memory is not.
     """
-    numbers = [budget.number_of(unit) for unit in stepped_on_cpu_in_turn(budget.units)]
+    numbers = [budget.number_of(unit) for unit in units_steppable_on_cpu(budget.units)]
     chosen, least = budget.least_that_fits(_tiers_alongside(budget, numbers))
     room, requested = _room_on_host(budget.runtime.units), budget.needs.on_host(numbers[: _count_on_cpu(chosen)])
     if requested > room:
@@ -632,7 +632,7 @@ def _host_too_small(policy: Offload, requested: int, room: int, least: int) -> C
 def _remedies(policy: Offload, units: Sequence[Unit]) -> list[str]:
     """Return other measures that would offload more of `units`."""
     options = units[0].options
-    if accelerator_for(units[0].device).has_streams or on_disk_in_turn(units):
+    if accelerator_for(units[0].device).has_streams or units_on_disk(units):
         return []
     if policy.folder is None:
         return ["pass a folder on a disk, so that the optimizer state can be there"]

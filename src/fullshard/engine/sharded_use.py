@@ -1,7 +1,7 @@
 """Errors that name a parameter which is used while it is sharded. Torch's own errors name types only.
 
-A call of such a module is refused. Use of a parameter in a function is not seen before it has failed. In this case a
-text is printed after the traceback, if the exception ends the process.
+Calling a module whose parameters are sharded raises an error. Use of a sharded parameter in a function can only be
+detected after it has failed. If the exception ends the process, a text is printed after the traceback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fullshard.engine.nested import tensors_in
 from fullshard.engine.validity import is_invalid, owner_of_version
 from fullshard.errors import StateError
 
-_HOOK = "fullshard: parameters at rest"  # where hooks of torch's have numbers
+_HOOK = "fullshard: sharded parameters"  # the key among a module's hooks; torch's own keys are numbers
 
 
 def refuse_calls(modules: Sequence[nn.Module]) -> None:
