@@ -1436,7 +1436,7 @@ def run_sharded(program: Json, folder: str) -> Outcome:
             warnings.simplefilter("ignore")
             outcome = Outcome(records=Sharded(program, folder).run())
             if program.get("ranks", 1) > 1:  # ranks may still wait for collectives that the others never start
-                collectives_for(dist.group.WORLD, torch.device("cpu")).meet("end of the program", origin=IDLE)
+                collectives_for(dist.group.WORLD, torch.device("cpu")).barrier("end of the program", origin=IDLE)
             return outcome
     except Exception as error:
         own = [item for item in traceback.extract_tb(error.__traceback__) if "/fullshard/" in item.filename]

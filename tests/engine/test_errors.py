@@ -2763,7 +2763,7 @@ FUNCTIONS_ELSEWHERE = {
     "checkpoint/opening.py": {"accounts"},
     "comm/mesh.py": {"check_own_part"},
     "engine/residency.py": {"_become"},
-    "optim/local_steps.py": {"_step_in_place_of"},
+    "optim/local_steps.py": {"_step_instead_of"},
 }
 # Actions of other ranks and values of numbers are not mistakes of a call. Tests: agreement, watchdog, finite, commit.
 # Nor is the end of a stage's forward.

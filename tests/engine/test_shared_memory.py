@@ -288,7 +288,7 @@ def test_nothing_is_sent_to_another_user_who_listens_at_the_name_of_a_rank(monke
         addresses = [peers._Address("host", name, "0" * 16)] * 2
         sockets: dict[int, socket.socket] = {}
         with pytest.raises(OSError, match="belongs to another user"):
-            peers._meet(sockets, stranger, addresses, 1)
+            peers._connect_all(sockets, stranger, addresses, 1)
         for connection in sockets.values():
             connection.close()
         accepted, _ = stranger.accept()
@@ -303,14 +303,14 @@ def test_ranks_on_several_hosts_share_nothing_and_agree_on_that(meet, monkeypatc
 
 
 def test_one_that_cannot_connect_is_enough(meet, monkeypatch):
-    connect_all = peers._meet
+    connect_all = peers._connect_all
 
     def fail(sockets: Any, listener: Any, addresses: Any, rank: int) -> None:
         connect_all(sockets, listener, addresses, rank)
         if rank == 1:
             raise OSError("out of sockets")
 
-    monkeypatch.setattr(peers, "_meet", fail)
+    monkeypatch.setattr(peers, "_connect_all", fail)
     assert meet(Ranks(3)) == ["rank 1 could not connect: out of sockets"] * 3
 
 
@@ -504,7 +504,7 @@ def test_a_unit_that_leaves_the_memory_in_common_on_one_rank_only_is_an_error_on
     messages = run_ranks(2, leave_on_one_rank)
     assert messages[0] == messages[1]
     assert "rank 0 started all_gather of layers.1" in messages[0]
-    assert messages[0].count("bytes, in common)") == 1
+    assert messages[0].count("bytes, into shared memory)") == 1
 
 
 def agree_on_one_rank() -> str:

@@ -57,7 +57,7 @@ def levels(size: int) -> tuple[Collectives, Collectives]:
 
 def by_places(whether: bool) -> AbstractContextManager[object]:
     """Return a context that gathers within groups in the order of places, or directly in place."""
-    return mock.patch.object(two_level, "_goes_by_places", lambda *_: whether)
+    return mock.patch.object(two_level, "_reorders", lambda *_: whether)
 
 
 @pytest.mark.parametrize(("world", "size"), [(4, 2), (6, 2), (6, 3)])

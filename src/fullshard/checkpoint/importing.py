@@ -124,7 +124,7 @@ class _WeightReader:
         for fqn, value in self._state.items():
             if fqn in self._tied:
                 continue
-            found = [self._name_of(item) for item in (fqn, *others.get(fqn, []))]
+            found = [self._stored.get(item) or self._aliases.get(item) for item in (fqn, *others.get(fqn, []))]
             names = list(dict.fromkeys(name for name in found if name is not None))
             if names and isinstance(value, Tensor):
                 self._names[fqn] = names[0]
@@ -159,10 +159,6 @@ class _WeightReader:
             misfit.misshapen.append(f"{fqn} ({there.dtype} in it, {value.dtype} in the model)")
         elif len(names) > 1 and not self._are_identical(names, value):
             misfit.untied.append(" and ".join(names))
-
-    def _name_of(self, fqn: str) -> str | None:
-        """Return the tensor in the files that has the values of `fqn`."""
-        return self._stored.get(fqn) or self._aliases.get(fqn)
 
     def _are_identical(self, names: Sequence[str], value: Tensor) -> bool:
         """Return True if this rank's shards of several tensors for one tied weight are bitwise identical."""

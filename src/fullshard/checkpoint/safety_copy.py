@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from fullshard.checkpoint.background import Background, PendingSave
 from fullshard.checkpoint.contents import Contents, collect
 from fullshard.checkpoint.folder import (
-    Entry,
     clear_up,
     commit,
     delete,
@@ -133,7 +132,7 @@ class SafetyCopies:
         """
         doing = f"copying step {step} to the memory of the hosts"
         self._behind.wait()
-        default_ranks().meet("SafetyCopies.save")
+        default_ranks().barrier("SafetyCopies.save")
         contents = self._ranks.do(doing, lambda: self._memory.copy(collect(model, optimizer, None, None, extra)))
         return self._behind.start(lambda: self._write(contents, step, doing))
 
@@ -253,7 +252,14 @@ class SafetyCopies:
         for entry in entries(self._folder):
             if entry.manifest is not None:
                 files = entry.manifest.files
-                yield entry.manifest, [name for name, stored in files.items() if _is_there(entry, name, stored)]
+                yield (
+                    entry.manifest,
+                    [
+                        name
+                        for name, stored in files.items()
+                        if not any(damage_in(entry.path, {name: stored}, reads=False))
+                    ],
+                )
 
     def _make_room_for(self, path: Path, manifest: Manifest) -> None:
         if self._leads and not path.exists():
@@ -310,10 +316,6 @@ class _Exchange:
 
 def _mapped(path: Path, stored: StoredFile) -> Tensor:
     return torch.from_file(str(path), shared=True, size=stored.nbytes, dtype=torch.uint8)
-
-
-def _is_there(entry: Entry, name: str, stored: StoredFile) -> bool:
-    return not any(damage_in(entry.path, {name: stored}, reads=False))
 
 
 def _check(folder: Path, files: Mapping[str, StoredFile]) -> None:

@@ -147,7 +147,7 @@ def async_save(
     """
     order = _Order(Path(folder), step, keep)
     checkpoints.wait()
-    default_ranks().meet("async_save")  # the ranks below use a separate group, where calls are not compared
+    default_ranks().barrier("async_save")  # the ranks below use a separate group, where calls are not compared
     ranks = checkpoints.ranks()
     memory = _memory.get_or_make(None, HostMemory)
     contents = ranks.do(order.doing, lambda: memory.copy(collect(model, optimizer, scheduler, data, extra)))

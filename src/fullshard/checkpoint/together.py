@@ -44,10 +44,10 @@ class GroupRanks:
         """True on the rank that acts for all ranks."""
         return self.index == 0
 
-    def meet(self, name: str) -> None:
+    def barrier(self, name: str) -> None:
         """Wait until all ranks have reached `name`, which will communicate over another group."""
         if self.group is not None and self.world > 1:
-            collectives_of(self.group).meet(name, origin=Origin("", Phase.IDLE))
+            collectives_of(self.group).barrier(name, origin=Origin("", Phase.IDLE))
 
     def do(self, doing: str, action: Callable[[], T]) -> T:
         """Return the result of `action()` on this rank, once it has succeeded on every rank.

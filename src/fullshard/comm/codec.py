@@ -1,6 +1,6 @@
-"""Codecs: numbers in fewer bits for communication, with a scale for each block of them.
+"""Codecs that quantize numbers for communication, with a scale for each block.
 
-A tensor of n elements is cut into blocks of `BLOCK`. Its encoding is
+A tensor of n elements is divided into blocks of `BLOCK` elements. Its encoding is
 
     [scale of block 0][scale of block 1]...   [code, code, ... of block 0][... of block 1]...   up to 16 bytes
 
@@ -28,19 +28,19 @@ from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import align
 
 BLOCK = 128
-"""Elements that share a scale: its four bytes are 3 % of an int8 message, 6 % of an int4 one."""
+"""Number of elements that share a scale. The scales are 3 % of an int8 message, and 6 % of an int4 message."""
 
-_LEAST_SCALE = torch.finfo(torch.float32).tiny  # below, division would lose the significant bits of the codes
-_CPU_PIECE, _PIECE = 1 << 18, 1 << 24  # elements at a time: fits a core's cache; bounds a GPU's scratch
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # division by a smaller scale would lose significant bits
+_CPU_PIECE, _PIECE = 1 << 18, 1 << 24  # elements per chunk, to fit a core's cache and to bound scratch on a GPU
 
 
 class Codec(ABC):
     """Encodes numbers to bytes and back, row by row. Both directions are deterministic.
 
-    A row of numbers is 1-D and contiguous, in any floating-point dtype; its bytes start on a boundary of 16.
+    A row of numbers is 1-D and contiguous, in any floating-point dtype. Its encoding starts on a 16-byte boundary.
     """
 
-    keeps_error = True  # whether senders add the error of a message to the next one
+    keeps_error = True  # True if senders use error feedback
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
@@ -51,10 +51,10 @@ class Codec(ABC):
         """Write `values`, of shape (rows, numel), to `transport`, bytes of shape (rows, nbytes(numel)).
 
         Args:
-            values: the numbers. With `keep_error` they are in float32, and are replaced by the error of their encoding.
-            transport: receives the encoding.
-            scratch: memory to work in.
-            keep_error: store the error in `values`; zero where it is not finite, so that it does not affect later ones.
+            values: The numbers. With `keep_error` they are in float32, and are replaced by their quantization error.
+            transport: The buffer for the encoding.
+            scratch: The pool for temporary memory.
+            keep_error: Whether to store the error in `values`, with zeros instead of values that are not finite.
         """
 
     @abstractmethod
@@ -62,11 +62,11 @@ class Codec(ABC):
         """Write the numbers in `transport`, or add them with `adds`, to `out`.
 
         Args:
-            transport: rows of encodings, of `numel` numbers each.
-            numel: how many were encoded.
-            out: the same number of rows; the first of the numbers if it is shorter.
-            scratch: memory to work in.
-            adds: sums up in the dtype of `out`.
+            transport: Rows of encodings, of `numel` numbers each.
+            numel: The number of encoded numbers per row.
+            out: As many rows. If they are shorter, only the first numbers are decoded.
+            scratch: The pool for temporary memory.
+            adds: Whether to add in the dtype of `out`, instead of overwriting.
         """
 
 
@@ -132,7 +132,7 @@ class _Blockwise(Codec):
             steps = work[: piece.numel()].view(piece.shape)
             steps.copy_(piece).abs_()
             scale.copy_(steps.amax(-1).div_(self.largest).clamp_(min=_LEAST_SCALE))
-            scale.add_(scale * 0)  # infinity becomes NaN, as what it scales must
+            scale.add_(scale * 0)  # infinity becomes NaN, so that the whole block is decoded as NaN
             torch.div(piece, scale.unsqueeze(-1), out=steps)
             self._write(steps, code)
             if keep_error:
@@ -210,9 +210,9 @@ class _Float8(_Blockwise):
         codes.view(torch.float8_e4m3fn).copy_(steps)
 
     def _read(self, codes: Tensor, steps: Tensor) -> None:
-        """Convert by integer operations, because torch's own cast processes elements one by one on a CPU.
+        """Convert by integer operations, because torch's cast is not vectorized on a CPU.
 
-        A float16 has a wider exponent above the same bits, so that these, moved there, are the number by 2 ** -8.
+        The bits of a float8_e4m3fn, shifted into the exponent and mantissa of a float16, are its value times 2 ** -8.
         """
         moved = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
         steps.copy_(moved.view(torch.float16)).mul_(256)
@@ -239,7 +239,7 @@ def _work_memory(blocks: Tensor, scratch: Pool) -> Tensor:
 
 
 def _pieces(blocks: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield rows and columns of `blocks` in pieces: whole rows if several fit, else slices of one."""
+    """Yield slices of rows and columns that divide `blocks` into chunks."""
     rows, columns, _ = blocks.shape
     at_a_time = _piece_numel(blocks) // BLOCK
     if columns <= at_a_time:

@@ -6,8 +6,9 @@
     │       └── PretendedCollectives     the same with simulated peers: dry runs of CPU ranks
     └── NativeCollectives                the backend's own, coalesced: NCCL, and the fake backend
 
-`Collectives` counts and records every call. For calls through a channel, ranks compare fingerprints, and an error names
-a rank that is lost. All communication of this package over a process group uses this class.
+`Collectives` counts and records every call, and compares fingerprints between ranks if the backend supports this. NCCL
+does not: there `liveness/watchdog.py` detects ranks that make different calls. If a rank is lost, the error names it.
+All communication of this package over a process group uses this class.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from fullshard.tape.recorder import Event, Origin, Phase, active
 
 T = TypeVar("T")
 
-_FIRST_TAG = 1 << 24  # far from the small numbers that users give their own messages
+_FIRST_TAG = 1 << 24  # far from the tags of users' own messages, which are small
 
 
 @dataclass(slots=True, eq=False)
@@ -51,10 +52,10 @@ class Call:
     name: str
     origin: Origin
     tensors: int
-    nbytes: int  # the same count on all ranks
-    sent_nbytes: int  # by this rank, to all others together
-    messages: int  # of this rank
-    how: str = ""  # the variant, if ranks could differ in it
+    nbytes: int  # equal on all ranks
+    sent_nbytes: int  # by this rank to all other ranks
+    messages: int  # sent by this rank
+    how: str = ""  # the variant, if it may differ between ranks
 
     @property
     def compared_origin(self) -> Origin:
@@ -68,8 +69,8 @@ class Collectives(GroupProgress, ABC):
     """All communication over one process group. Subclasses move the data; this class counts, records and compares."""
 
     is_queued = False  # see `Transport`
-    compares = True  # fingerprints, if the backend can do it
-    is_of_accelerator = False  # whether it keeps tensors of one accelerator, and is created again for another one
+    compares = True  # whether calls through channels compare fingerprints
+    is_of_accelerator = False  # True if it keeps tensors of one accelerator, and is recreated for other accelerators
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -84,10 +85,7 @@ class Collectives(GroupProgress, ABC):
         here.register(self)
 
     def link(self, others: Iterable[Collectives]) -> None:
-        """Link other groups, whose waits also end when ranks of this group make different calls.
-
-        They serve the same units over other process groups, whose ranks would wait for the ranks of this one.
-        """
+        """Link groups that serve the same units, whose waits also end when ranks of this group make different calls."""
         self._linked.update(other for other in others if other is not self)
 
     def channel(self, tensors: int, *, variants: int = 1) -> Channel:
@@ -95,7 +93,7 @@ class Collectives(GroupProgress, ABC):
 
         Args:
             tensors: the maximum number of tensors of a call.
-            variants: number of distinguished sets of message sizes, see `Channel.variant`.
+            variants: The number of sets of message sizes with separate tags, see `Channel.variant`.
         """
         return Channel(self, self._reserve_tags(2 * tensors * variants), 2 * tensors, variants)
 
@@ -106,25 +104,30 @@ class Collectives(GroupProgress, ABC):
         return self._channels[purpose]
 
     def _reserve_tags(self, count: int) -> int:
-        """Return the first of `count` tags that no other message over this group has."""
+        """Reserve `count` unique tags of this group, and return the first one."""
         tag, self._next_tag = self._next_tag, self._next_tag + count
         return tag
 
     def rank_shared_storages(self, sizes: Sequence[int], plan: str | None) -> list[torch.UntypedStorage] | None:
-        """Return storages that all ranks write and read, of `sizes` bytes; an empty list if ranks do not share memory.
+        """Return storages of `sizes` bytes that all ranks share. This is a collective if ranks can share memory.
 
-        A collective, unless ranks cannot share memory. The list is also empty if `plan`, which describes the use of the
-        storages, differs between ranks. Return None if `plan` is None on any rank.
+        Args:
+            sizes: The bytes of each storage.
+            plan: A description of the use of the storages.
+
+        Returns:
+            An empty list if ranks cannot share memory, or if `plan` differs between ranks. None if `plan` is None on
+            any rank.
         """
         return []
 
     def renew(self) -> None:
         """Make the group usable again after ranks have made different calls.
 
-        Every rank of the group must call it, without pending collectives that it will still wait for.
+        Every rank of the group must call it. Pending collectives must not be waited for afterwards.
 
         Raises:
-            RankLostError: a rank is lost, and with it the group.
+            RankLostError: A rank is lost, so the group cannot be used again.
         """
         if isinstance(self.broken, RankLostError):
             raise self.broken
@@ -136,7 +139,7 @@ class Collectives(GroupProgress, ABC):
     def close(self) -> None:
         """Close resources that were opened for the process group, which no longer exists."""
 
-    # -- small messages, which are waited for immediately -------------------------------------------------------------
+    # -- synchronous collectives of small messages --------------------------------------------------------------------
 
     def broadcast(self, tensors: Sequence[Tensor], source: int, *, origin: Origin) -> None:
         """Broadcast the values of rank `source` (of this group) in every tensor, and wait for them."""
@@ -144,51 +147,51 @@ class Collectives(GroupProgress, ABC):
 
         def send() -> None:
             for tensor in tensors:
-                sent = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # gloo knows no 8-bit floats
+                sent = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # gloo lacks 8-bit floats
                 dist.broadcast(sent, group=self.group, group_src=source)
 
         sent_nbytes = nbytes if self.rank == source else 0
-        self._at_once(Call("broadcast", origin, len(tensors), nbytes, sent_nbytes, len(tensors)), send)
+        self._run(Call("broadcast", origin, len(tensors), nbytes, sent_nbytes, len(tensors)), send)
 
     def gather_rows(self, own: Tensor, *, origin: Origin) -> Tensor:
         """Gather every rank's `own`, 1-D and of one size, as the rows of a matrix in rank order."""
         rows = own.new_empty(self.world, own.numel())
         nbytes = own.nbytes * (self.world - 1)
         call = Call("all_gather", origin, 1, rows.nbytes, nbytes, self.world - 1)
-        self._at_once(call, lambda: all_gather_rows(rows, own.contiguous(), self.group))
+        self._run(call, lambda: all_gather_rows(rows, own.contiguous(), self.group))
         return rows
 
     def combine(self, tensor: Tensor, how: dist.ReduceOp.RedOpType, *, origin: Origin) -> None:
         """Reduce `tensor` in place over ranks, for example to the sum or maximum, with the backend's all-reduce."""
         nbytes = tensor.nbytes * 2 * (self.world - 1) // self.world
         call = Call("all_reduce", origin, 1, tensor.nbytes, nbytes, 2 * (self.world - 1))
-        self._at_once(call, lambda: dist.all_reduce(tensor, op=how, group=self.group))
+        self._run(call, lambda: dist.all_reduce(tensor, op=how, group=self.group))
 
     def gather_objects(self, own: Any, *, origin: Origin, name: str = "all_gather_object") -> list[Any]:
         """Gather every rank's `own`, pickled for transport, in rank order."""
         every: list[Any] = [None] * self.world
         call = Call(name, origin, 0, 0, 0, self.world - 1)
-        self._at_once(call, lambda: dist.all_gather_object(every, own, group=self.group))
+        self._run(call, lambda: dist.all_gather_object(every, own, group=self.group))
         return every
 
     def broadcast_object(self, own: Any, source: int, *, origin: Origin) -> Any:
         """Broadcast the `own` of rank `source` (of this group), pickled for transport."""
         box = [own]
         call = Call("broadcast_object", origin, 0, 0, 0, self.world - 1 if self.rank == source else 0)
-        self._at_once(call, lambda: dist.broadcast_object_list(box, group=self.group, group_src=source))
+        self._run(call, lambda: dist.broadcast_object_list(box, group=self.group, group_src=source))
         return box[0]
 
-    def meet(self, name: str, *, origin: Origin) -> None:
-        """Wait until all ranks have reached `name`, which will communicate without this class.
+    def barrier(self, name: str, *, origin: Origin) -> None:
+        """Wait until all ranks have reached the operation `name`, which communicates without this class.
 
         Return immediately if the backend cannot compare fingerprints.
 
         Raises:
-            RankMismatchError: some rank has reached another operation.
+            RankMismatchError: A rank has reached another operation.
         """
-        self._at_once(Call(name, origin, 0, 0, 0, 0), lambda: None, records=False)
+        self._run(Call(name, origin, 0, 0, 0, 0), lambda: None, records=False)
 
-    def _at_once(self, call: Call, send: Callable[[], T], *, records: bool = True) -> T:
+    def _run(self, call: Call, send: Callable[[], T], *, records: bool = True) -> T:
         if self.broken is not None:
             raise self.broken
         self.started += 1
@@ -212,10 +215,13 @@ class Collectives(GroupProgress, ABC):
     def start(
         self, call: Call, start: Callable[..., Callable[[], None] | None], *args: Any, arrives: bool = False
     ) -> Pending:
-        """Start the collective with `start(*args)`, the last of which is its first tag. Waiting for it first compares
-        `call` between ranks, and names a lost peer.
+        """Start a collective with `start(*args)`. `Pending.wait` compares `call` between ranks and names a lost peer.
 
-        If it `arrives`, the result can test without waiting whether all data has arrived, if the backend knows this.
+        Args:
+            call: The description of the collective.
+            start: A function that starts it, and returns a function that waits for it, or None.
+            args: The arguments of `start`. The last one is the first tag.
+            arrives: Whether `Pending.has_arrived` should test for the data, if the backend supports this.
         """
         if self.broken is not None:
             raise self.broken
@@ -253,7 +259,7 @@ class Collectives(GroupProgress, ABC):
         return Pending(agree_and_finish, event, arrival or (lambda: False))
 
     def _compare(self, call: Call, *, alone: bool = False) -> Callable[[], None] | None:
-        """Send the fingerprint of `call` to the other ranks. The returned function waits for theirs, and compares."""
+        """Send the fingerprint of `call`. The returned function waits for those of the other ranks and compares."""
         if self.world == 1 or not switches.compares_ranks:
             return None
         local = fingerprint(call.name, call.compared_origin, call.tensors, call.nbytes)
@@ -268,12 +274,12 @@ class Collectives(GroupProgress, ABC):
         while self.broken is None and received in self._uncompared:
             self.broken = mismatch(self._uncompared.popleft()(), self.ranks)
             if self.broken is not None:
-                self._end_linked(self.broken)
+                self._break_linked(self.broken)
         if self.broken is not None:
             raise self.broken
 
-    def _end_linked(self, error: FullshardError) -> None:
-        """Break the linked groups by `error`. Ranks that wait in them find a fingerprint that says so."""
+    def _break_linked(self, error: FullshardError) -> None:
+        """Break the linked groups by `error`, and notify their ranks by a fingerprint."""
         name = f"to raise RankMismatchError, since {named_ranks(self.ranks)} differ"
         for other in self._linked:
             if other.broken is None and other.world > 1:
@@ -292,7 +298,7 @@ class Collectives(GroupProgress, ABC):
         _never_finished.get_or_make(id(received), lambda: received)
 
     def _lost(self, gone: PeerGoneError, call: Call) -> FullshardError:
-        if self.broken is None:  # otherwise the rank is gone since it raised that error too
+        if self.broken is None:  # otherwise the rank has ended because it raised the same error
             with here.waiting(call.name, call.origin):
                 self.broken = lost(self.ranks[gone.peer], here.now()[0])
         return self.broken
@@ -300,16 +306,16 @@ class Collectives(GroupProgress, ABC):
     def _exchange_fingerprints(self, local: bytes, *, alone: bool) -> Callable[[], list[bytes]] | None:
         """Send this rank's fingerprint to all. The returned function waits for all of them, in rank order.
 
-        Return None if the backend does not support this. Then only a time-out detects a mismatch.
+        Return None if the backend does not support this. Then only the watchdog and time-outs detect a mismatch.
 
         Args:
             local: The fingerprint of this rank.
-            alone: no message of a channel follows that could contain it.
+            alone: Whether it needs a separate message, because no message of a channel follows.
         """
         return None
 
     def arrival(self, tag: int) -> Callable[[], bool] | None:
-        """Return a test, which does not wait, whether all data of the last collective has arrived; None without one."""
+        """Return a non-blocking test whether all data of the last collective has arrived; None if not supported."""
         return None
 
     def _record(self, call: Call) -> Event | None:
@@ -335,8 +341,9 @@ class Collectives(GroupProgress, ABC):
 
     @abstractmethod
     def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None] | None:
-        """Start `Gathers.all_gather`. The returned function waits for it; None if
-        nothing is to be waited for. The same holds for all methods below.
+        """Start `Gathers.all_gather`, and return a function that waits for it, or None if the host need not wait.
+
+        The methods below do the same for their collectives.
         """
 
     @abstractmethod
@@ -350,13 +357,13 @@ class Collectives(GroupProgress, ABC):
 
 
 class Channel(Transport):
-    """Messages for one purpose over a process group, never mixed up with those of another channel.
+    """Messages for one purpose over a process group, with tags that no other channel uses.
 
     Args:
         collectives: The collectives of the process group.
-        first_tag: the first tag of the channel. Each variant has `tags` tags.
-        tags: of one variant, two per tensor: an all-reduce sends twice.
-        variants: number of distinguished sets of message sizes.
+        first_tag: The first tag of the channel.
+        tags: The number of tags per variant: two per tensor, because an all-reduce sends two messages.
+        variants: The number of sets of message sizes with separate tags.
     """
 
     def __init__(self, collectives: Collectives, first_tag: int, tags: int, variants: int = 1) -> None:
@@ -371,8 +378,8 @@ class Channel(Transport):
     def variant(self, text: str) -> Channel:
         """Return the channel for the variant `text` of messages; an empty text is the normal variant.
 
-        Ranks with gradients of different parameters send messages of different sizes, and gloo ends a process that
-        receives more than it expects. So messages for other tensors must not arrive as those that this rank waits for.
+        Ranks with gradients of different parameters send messages of different sizes. gloo ends a process that receives
+        more bytes than expected. So messages of different variants have different tags.
         """
         if not text or self._variants == 1:
             return self
@@ -386,7 +393,9 @@ class Channel(Transport):
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, into_shared: bool = False
     ) -> Pending:
         collectives, others = self.collectives, self.world - 1
-        how, begin = ("in common", collectives.gather_into_shared) if into_shared else ("", collectives.all_gather)
+        how, begin = (
+            ("into shared memory", collectives.gather_into_shared) if into_shared else ("", collectives.all_gather)
+        )
         call = Call(
             "all_gather",
             origin,
@@ -424,7 +433,7 @@ class Channel(Transport):
     ) -> Pending:
         collectives, rank, tag = self.collectives, self.rank, self._tag(origin)
         sent = [part for other, part in enumerate(send) if other != rank and part.numel()]
-        keep_own([receive[rank]], [send[rank]])
+        copy_own([receive[rank]], [send[rank]])
         return collectives.start(
             Call("all_to_all", origin, len(send), common_nbytes, _nbytes(sent), len(sent)),
             collectives.all_to_all,
@@ -442,7 +451,7 @@ _QUEUED = Pending(has_arrived=_always)
 
 
 def _note_launched(event: Event) -> None:
-    """Record that the program continues during a collective, which has been queued completely if there is a queue."""
+    """Record the time at which the program continues after starting a collective."""
     event.launched = time.perf_counter()
     if event.began is not None:
         event.ended = stamp_here()
@@ -459,8 +468,8 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
 _NBYTES = attrgetter("nbytes")
 
 
-def keep_own(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Copy this rank's own parts to their positions, unless they are there already."""
+def copy_own(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Copy this rank's parts to their positions, unless they are there already."""
     for place, part in zip(places, parts, strict=True):
         if address(place) != address(part):
             place.copy_(part)

@@ -1,17 +1,17 @@
-"""Gathers and sums with encoded messages: any transport, with fewer bytes.
+"""Gathers and sums with encoded messages, which send fewer bytes over any transport.
 
     gather      encode this rank's parts; all-gather bytes; decode all parts in place, including this rank's own
     sum         encode every other rank's parts; all-to-all bytes; decode and sum in rank order; the own part is exact
     sum, whole  the same, and then a gather of the sums
 
-So all ranks have bitwise identical whole parameters and whole sums: the decoded values.
+So all ranks have bitwise identical full parameters and full sums: the decoded values.
 
 [Note: error feedback]
-Rounded gradients have a similar error in every step. Gradients that are small compared with the largest of their block
-have it in the same direction. So a sender keeps the quantisation error of a message and adds it to its next message
-(Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847). The total of all received values then differs from the
-total of all exact values by one error, and not by the sum of all errors. For a sum that all ranks have whole, the rank
-that sends a part of it to the others keeps the error of this message, too.
+Quantization errors of gradients are similar in every step. For gradients that are much smaller than the largest one of
+their block, they also have the same sign. So a sender keeps the quantization error of a message and adds it to its next
+message (Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847). The total of all received values then differs
+from the total of all exact values by one error, instead of the sum of all errors. In an all-reduce, the rank that sends
+a part of the sum to the others also keeps the error of this message.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from fullshard.device.memory import Pool
 from fullshard.layout.shard_spec import owned
 from fullshard.tape.recorder import Origin
 
-_DECODED_AT_ONCE = 1 << 20  # numbers: in large worlds parts are small, and operations on one at a time cost the host
+_DECODED_AT_ONCE = 1 << 20  # numbers decoded in one operation, which limits host overhead when parts are small
 
 
 def gathers_encoded_as(name: str | None, transport: Gathers, scratch: Pool) -> Gathers:
-    """Return `transport`, or gathers over it by the codec of that name; one rank alone has nothing to encode."""
+    """Return gathers over `transport` with the codec `name`; `transport` itself if `name` is None or for one rank."""
     return transport if name is None or transport.world == 1 else EncodedGathers(transport, codec_named(name), scratch)
 
 
 def sums_encoded_as(name: str | None, transport: Transport, scratch: Pool) -> Sums:
-    """Return `transport`, or sums over it by the codec of that name; one rank alone has nothing to encode."""
+    """Return sums over `transport` with the codec `name`; `transport` itself if `name` is None or for one rank."""
     return transport if name is None or transport.world == 1 else EncodedSums(transport, codec_named(name), scratch)
 
 
@@ -75,13 +75,13 @@ class EncodedGathers(Gathers):
 class EncodedSums(Sums):
     """Sums over `transport` whose terms `codec` encodes, in float32.
 
-    The error of a term is added to the next term of the same name. It is dropped if a term with another name of the
-    same kind is sent before: this limits memory, at the cost of one message's rounding error.
+    The error of a term is added to the next term of the same name. It is dropped if a term of the same kind with
+    another name is sent first, which limits memory at the cost of the error of one message.
 
     Args:
-        transport: between the ranks to sum over.
+        transport: The transport between the ranks to sum over.
         codec: The codec of the terms.
-        scratch: memory to work in.
+        scratch: The pool for temporary memory.
     """
 
     names_terms = True
@@ -91,7 +91,7 @@ class EncodedSums(Sums):
         self._transport = transport
         self._codec = codec
         self._scratch = scratch
-        self._errors: dict[object, tuple[TermName, Tensor]] = {}  # of the last message, by kind of the term
+        self._errors: dict[object, tuple[TermName, Tensor]] = {}  # errors of the last message, by kind of the term
 
     @property
     def error_nbytes(self) -> int:
@@ -99,7 +99,7 @@ class EncodedSums(Sums):
         return sum(kept.nbytes for _, kept in self._errors.values())
 
     def forget_errors(self) -> None:
-        """Forget the errors of earlier messages."""
+        """Reset the errors of earlier messages."""
         self._errors.clear()
 
     def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:
@@ -152,7 +152,7 @@ class EncodedSums(Sums):
         origin: Origin,
         names: Sequence[TermName],
     ) -> None:
-        """Gather every rank's sums to `tensors`. This rank's sums are also encoded and decoded, as on its peers."""
+        """Gather the sums of all ranks to `tensors`. This rank's sums are also encoded and decoded."""
         transport, codec = self._transport, self._codec
         sizes = [codec.nbytes(n) for n in part_numels]
         flat = self._scratch.take(transport.world * sum(sizes), torch.uint8)
@@ -170,7 +170,7 @@ class EncodedSums(Sums):
         self._scratch.give(flat)
 
     def _add(self, out: Tensor, message: Tensor, n: int, *, adds: bool) -> None:
-        """Decode the rows of `message` and add them to `out`, in order; without `adds`, the first replaces `out`."""
+        """Decode the rows of `message` and add them to `out`, in order. Unless `adds`, the first row replaces `out`."""
         several = max(1, _DECODED_AT_ONCE // max(1, n))
         for start in range(0, len(message), several):
             rows = message[start : start + several]
@@ -190,9 +190,14 @@ class EncodedSums(Sums):
         return [(0, whole[:start]), (start, whole[end:])]
 
     def _encode(self, name: TermName, parts: Sequence[tuple[int, Tensor]], rows: int, n: int, message: Tensor) -> None:
-        """Write `parts`, which start where they say in (rows, n) numbers, to `message`, and the error of the last one.
+        """Encode `parts` with error feedback to `message`, see [Note: error feedback].
 
-        See [Note: error feedback].
+        Args:
+            name: The name of the term.
+            parts: Pairs of an offset in the (rows, n) numbers, and the values at this offset.
+            rows: The number of rows.
+            n: The numbers per row.
+            message: The buffer for the encoding.
         """
         codec = self._codec
         if codec.keeps_error:
@@ -206,7 +211,7 @@ class EncodedSums(Sums):
             self._scratch.give(terms)
 
     def _error_of(self, name: TermName, numel: int, device: torch.device) -> Tensor:
-        """Return the error of the last message of `name`; zeros if there was none."""
+        """Return the buffer with the error of the last message of `name`, or zeros."""
         kind = name[:2] if name[0] == "sum" else name[0]
         known = self._errors.get(kind)
         if known is None or known[0] != name:
@@ -220,12 +225,12 @@ class EncodedSums(Sums):
 
 
 def error_feedback_numel(part_numels: Sequence[int], world: int, *, whole: bool) -> int:
-    """Return the numbers that error feedback keeps on a rank, for terms with parts of `part_numels` elements.
+    """Return the number of elements that error feedback keeps on a rank.
 
     Args:
-        part_numels: The largest part of each term.
-        world: the number of ranks to sum over.
-        whole: whether all ranks get the whole sums, so that each sends its sums to the others.
+        part_numels: The elements of the largest part of each term.
+        world: The number of ranks to sum over.
+        whole: Whether all ranks get the full sums, so that each sends its sums to the others.
     """
     return sum(part_numels) * (world if whole else world - 1)
 

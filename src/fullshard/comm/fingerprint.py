@@ -1,9 +1,9 @@
-"""Fingerprints of collectives, which detect that ranks start different ones.
+"""Fingerprints of collectives, to detect ranks that start different collectives.
 
 Ranks wait for messages that are never sent if they take different branches of a model, end a step after different
 numbers of microbatches, or if only one of them saves. So each rank sends a *fingerprint* with every collective: 192
-bytes that describe what it has started. Fingerprints are numbered in the order of the collectives, independent of their
-kind, so they arrive whatever the other ranks start.
+bytes that describe it. Fingerprints are numbered in the order of the collectives, independent of their kind, so they
+arrive even if the other ranks start different collectives.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def fingerprint(collective: str, origin: Origin, tensors: int, nbytes: int) -> b
     """Return the fingerprint of a `collective` of `origin` with its tensors and bytes, both 0 for objects."""
     checksum = crc32("\0".join((collective, origin.note, origin.unit)).encode())  # the texts may be cut below
     texts = [collective.encode()[:_NAME_NBYTES], origin.phase.value.encode(), origin.note.encode()[:_NOTE_NBYTES]]
-    room = FINGERPRINT_NBYTES - _HEAD.size - sum(map(len, texts))
-    texts.append(origin.unit.encode()[-room:])  # the end of a long name is more specific than its beginning
+    remaining = FINGERPRINT_NBYTES - _HEAD.size - sum(map(len, texts))
+    texts.append(origin.unit.encode()[-remaining:])  # the end of a long name is more specific than its beginning
     head = _HEAD.pack(checksum, origin.microbatch, tensors, nbytes, *map(len, texts))
     return (head + b"".join(texts)).ljust(FINGERPRINT_NBYTES, b"\0")
 
 
 def mismatch(fingerprints: Sequence[bytes], ranks: Sequence[int]) -> RankMismatchError | None:
-    """Return the error that every rank raises if `fingerprints`, one for each of `ranks`, are not all identical."""
+    """Return the error to raise if `fingerprints`, one for each of `ranks`, differ; None if they are identical."""
     if fingerprints.count(fingerprints[0]) == len(fingerprints):
         return None
     sides: dict[bytes, list[int]] = {}

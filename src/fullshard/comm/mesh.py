@@ -39,11 +39,11 @@ class Axes:
 
     mesh: DeviceMesh
     group_size: int | None = None
-    """Number of neighbouring ranks in a group, where the shard axis is used in two levels."""
+    """Number of consecutive ranks in a group, if the shard axis is used in two levels."""
     spmd_mesh: DeviceMesh | None = None
     """The mesh that these axes were taken from by name. Parameters may be `DTensor`s on all axes of it."""
     spmd_names: frozenset[str] = frozenset()
-    """The names of these axes in that mesh; several of them may be one axis here."""
+    """The names of these axes in `spmd_mesh`. Several of them may be flattened to one axis here."""
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -57,7 +57,7 @@ class Axes:
 
     @property
     def group_ranks(self) -> tuple[list[int], list[int]]:
-        """The ranks of this rank's group on the shard axis, and those with the same position in every group.
+        """The ranks of this rank's group on the shard axis, and the ranks with the same position in every group.
 
         Both are global ranks, in the order of the mesh.
         """
@@ -87,7 +87,7 @@ class Axes:
         return frozenset(self.mesh.mesh.flatten().tolist())
 
     def tensor_placements(self, spec: ShardSpec, *, sharded: bool) -> tuple[TensorPlacement, ...]:
-        """Return the `DTensor` placements, one per axis, of a parameter cut by `spec`, or whole if not `sharded`."""
+        """Return the `DTensor` placements of a parameter sharded by `spec`; replicated unless `sharded`."""
         on_shard_axis = Shard(spec.dim) if sharded and spec.dim is not None else Replicate()
         return (*(Replicate() for _ in range(self.mesh.ndim - 1)), on_shard_axis)
 
@@ -102,13 +102,13 @@ def own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[TensorPlaceme
 def check_own_part(name: str, tensor: DTensor, target: DeviceMesh | None) -> None:
     """Raise an error if a `DTensor` holds another rank's shard, as after loading the file of another rank.
 
-    A pickled `DTensor` keeps its mesh, and the mesh keeps the coordinate of the rank that pickled it. Meshes are
-    equal regardless of their coordinate, so torch treats such a shard as that of this rank.
+    A pickled `DTensor` keeps its mesh, and the mesh keeps the coordinate of the rank that pickled it. Meshes compare
+    equal regardless of their coordinate, so torch treats such a shard as this rank's.
 
     Args:
         name: The name of the tensor, for the message.
-        tensor: made on this rank, or loaded from a file.
-        target: the mesh of the parameter that it is for; None if there is none.
+        tensor: The tensor, which may have been loaded from a file.
+        target: The mesh of the parameter to load it into; None if there is none.
 
     Raises:
         CheckpointError: `tensor` was pickled by a rank at a different coordinate of an axis that the tensor is sharded
@@ -179,7 +179,7 @@ def broadcast_from_first(tensors: Sequence[Tensor], axes: Axes, phase: Phase) ->
 
 
 def resolve_axes(mesh: DeviceMesh | Axes | None, placements: Placements, device_type: str) -> Axes:
-    """Return the axes to shard and replicate over: those of `mesh`, or of a default one over all ranks.
+    """Return the axes of `mesh`, or of a default mesh over all ranks, to shard and replicate over.
 
     Raises:
         ConfigError: the mesh has more than two axes, or only one although the strategy replicates.
@@ -208,7 +208,7 @@ _by_name: Kept[tuple[DeviceMesh, tuple[str, ...], tuple[str, ...]], DeviceMesh] 
 
 
 def axes_by_name(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> Axes:
-    """Return the axes of `mesh` that `dims` names, several of them flattened to one. Every rank must call it."""
+    """Return the axes of `mesh` that `dims` names, flattened to at most two axes. Every rank must call it."""
     requested = f"dp_mesh_dims=DataParallelMeshDims(shard={dims.shard!r}, replicate={dims.replicate!r})"
     has = None if mesh is None else mesh.mesh_dim_names
     if mesh is None or has is None:
@@ -236,7 +236,7 @@ def _mesh_of(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...
 
 
 def axes_chosen(info: Any, fqn: str) -> Axes:
-    """Return the axes that a `shard_placement_fn` chose for parameter `fqn`: of an `FSDPMeshInfo`, or of a mesh."""
+    """Return the axes that a `shard_placement_fn` chose for parameter `fqn`, as an `FSDPMeshInfo` or a mesh."""
     mesh = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None)
     if isinstance(info, Axes):
         return info
@@ -255,11 +255,11 @@ def axes_chosen(info: Any, fqn: str) -> Axes:
     return Axes(mesh, spmd_mesh=whole, spmd_names=frozenset((*dims.shard_names, *dims.replicate_names)))
 
 
-_of_replicas: Kept[DeviceMesh, DeviceMesh] = Kept("meshes of replicas alone")
+_of_replicas: Kept[DeviceMesh, DeviceMesh] = Kept("meshes with a replicate axis only")
 
 
 def axes_of_replicas(axes: Axes) -> Axes:
-    """Return axes over the same ranks that keep everything whole: all replicate, and each shards over itself only."""
+    """Return axes over the same ranks with a shard axis of size 1, so that parameters are replicated on all ranks."""
 
     def make() -> DeviceMesh:
         ranks = axes.mesh.mesh.flatten()
@@ -274,13 +274,13 @@ def axes_of_replicas(axes: Axes) -> Axes:
 
 
 def resolve_groups(axes: Axes, placements: Placements) -> tuple[Axes, Placements]:
-    """Return the axes, with the shard axis in groups if a state is grouped, and the resulting placements.
+    """Return the axes, with a group size if a state is grouped, and the resulting placements.
 
-    States that are grouped in groups of one rank are whole. In one group of all ranks they are sharded.
+    Groups of one rank make grouped states whole. One group of all ranks makes them sharded.
 
     Raises:
-        ConfigError: the shard axis does not divide into such groups, or gradients would be summed in three levels.
-        RankMismatchError: groups were to be hosts, but these have different numbers of ranks.
+        ConfigError: The shard axis does not divide into such groups, or gradients would be summed in three levels.
+        RankMismatchError: Groups are hosts, and hosts have different numbers of ranks.
     """
     if not placements.is_grouped:
         return axes, placements
@@ -307,7 +307,7 @@ _subgroups: Kept[tuple[int, ...], dist.ProcessGroup] = Kept("subgroups")
 
 
 def subgroup(ranks: list[int]) -> dist.ProcessGroup:
-    """Return the process group of `ranks`, which include this rank. The first call creates it, on these ranks only."""
+    """Return the process group of `ranks`, which include this rank. The first call on these ranks creates it."""
     return _subgroups.get_or_make(tuple(ranks), lambda: group_made_alone(ranks))
 
 
@@ -315,7 +315,7 @@ _joined: Kept[tuple[DeviceMesh, DeviceMesh], DeviceMesh | None] = Kept("joined m
 
 
 def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
-    """Return a mesh of the axes of both, those of `outer` first, always the same object; None if they share ranks."""
+    """Return the cached mesh of the axes of `outer` followed by those of `inner`; None if they cannot be joined."""
     return _joined.get_or_make((outer, inner), lambda: joined_mesh(outer, inner))
 
 
@@ -323,7 +323,7 @@ _defaults: Kept[tuple[str, tuple[int, ...]], DeviceMesh] = Kept("default meshes"
 
 
 def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
-    """Return a mesh of all ranks on one shard axis; if `replicated`, with hosts as replicas, each on a shard axis."""
+    """Return a 1-D mesh of all ranks. If `replicated`, return a 2-D mesh that replicates across hosts."""
     if not dist.is_initialized():
         raise StateError(
             "no process group is initialized. Call torch.distributed.init_process_group() first, under torchrun. A "
@@ -338,7 +338,7 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
         if world % ranks:
             raise ConfigError(f"{requested}, but {world} ranks do not divide into hosts of {ranks}. {remedy}.")
         shape = (world // ranks, ranks)
-    names = ("replicate", "shard") if replicated else None  # torch gives a mesh of one axis no name, and so compares it
+    names = ("replicate", "shard") if replicated else None  # no name, so that it equals torch's own 1-D mesh
 
     def make() -> DeviceMesh:
         with outside_of_modes():
@@ -347,26 +347,27 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
     return _defaults.get_or_make((device_type, shape), make)
 
 
-_agreed: Kept[tuple[dist.ProcessGroup, int], bool] = Kept("comparisons of ranks a host")
+_agreed: Kept[tuple[dist.ProcessGroup, int], bool] = Kept("comparisons of ranks per host")
 
 
 def _ranks_per_host(group: dist.ProcessGroup, requested: str, remedy: str) -> int:
-    """Return the number of ranks of `group` on a host: torchrun's, or the number of GPUs, or all of them.
+    """Return the number of ranks of `group` per host, see `ranks_of_this_host`.
 
     Raises:
-        RankMismatchError: hosts have different numbers. The message contains what was `requested`, and the `remedy`.
+        RankMismatchError: Hosts have different numbers. The message contains `requested` and `remedy`.
     """
     ranks = ranks_of_this_host(group)
     if dist.get_backend(group) != "fake":
-        # A rank knows its own host only, and all must raise the same error: so they exchange the numbers, once.
+        # A rank knows its own host only, but all ranks must raise the same error. So they exchange the numbers once.
         _agreed.get_or_make((group, ranks), lambda: _compare(group, ranks, requested, remedy))
     return ranks
 
 
 def ranks_of_this_host(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of ranks on this host: torchrun's, else the number of GPUs, else all ranks of `group`.
+    """Return the number of ranks on this host.
 
-    If `group` is None, it is the default process group.
+    This is LOCAL_WORLD_SIZE (set by torchrun), or else the number of GPUs, or else the size of `group` (by default the
+    default process group).
     """
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or count_devices() or dist.get_world_size(group)
 

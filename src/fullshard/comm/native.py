@@ -23,8 +23,8 @@ class NativeCollectives(Collectives):
         all_gather_each([*wholes], [*parts], self.group)
 
     def reduce_scatter(self, of: PartSums, tag: int) -> None:
-        # Rows missing in the last part are the one reason to copy a gradient: the backend wants equal parts. Who has
-        # made room for them behind it has spared that.
+        # The backend needs parts of equal size. So a gradient whose last part is short is copied, unless its storage
+        # already has space for the padding.
         sums, wholes = [*of.sums], [*of.wholes]
         for i, n in enumerate(of.part_numels):
             if wholes[i].shape[0] != n * self.world:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard._compat import break_connections, connected_again
-from fullshard.comm.collectives import Collectives, divide, keep_own
+from fullshard.comm.collectives import Collectives, copy_own, divide
 from fullshard.comm.transport import PartSums
 from fullshard.device.memory import Pool
 from fullshard.errors import RankMismatchError, named_ranks
@@ -21,7 +21,7 @@ from fullshard.tape.recorder import Origin, Phase
 
 _FINGERPRINT_TAGS = 1 << 16  # more than the number of pending collectives
 
-_WHOLE, _CUT = b".", b"x"  # whether the connections of a rank were broken by `end_wait`
+_WHOLE, _CUT = b".", b"x"  # messages of ranks whose connections are intact, or broken by `end_wait`
 
 _Works = list[tuple[int, dist.Work]]  # pending messages, by peer
 
@@ -45,10 +45,9 @@ class PairwiseCollectives(Collectives):
         self._is_cut = False
 
     def renew(self) -> None:
-        """See `Collectives.renew`. Unreceived messages stay on the old connections, and new connections are made.
+        """See `Collectives.renew`. Create new connections. Unreceived messages stay on the old ones.
 
-        Messages that both sides have started are delivered before this returns, so that they do not write to memory
-        later.
+        Messages that both sides have started are delivered first, so that they do not write to memory later.
         """
         super().renew()
         with here.waiting("renewal of a process group", Origin("", Phase.IDLE)):
@@ -89,7 +88,7 @@ class PairwiseCollectives(Collectives):
             self._waits_for_messages = False
 
     def _peers(self) -> list[int]:
-        """Return the other ranks, nearest above first, so that not all ranks send to the same one at the same time."""
+        """Return the other ranks, starting with the next one, so that ranks do not all send to the same rank first."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
     def _exchange_fingerprints(self, local: bytes, *, alone: bool) -> Callable[[], list[bytes]]:
@@ -98,7 +97,7 @@ class PairwiseCollectives(Collectives):
         return self._exchange(local, tag)
 
     def _exchange(self, local: bytes, tag: int) -> Callable[[], list[bytes]]:
-        """Send `local`, of the same size on all ranks, to all. The returned function waits for those of all ranks."""
+        """Start to all-gather `local`, of equal size on all ranks. The returned function waits for the messages."""
         published = torch.frombuffer(bytearray(local), dtype=torch.uint8)
         received_bytes = list(torch.empty(self.world, len(local), dtype=torch.uint8, device="cpu"))
         received_bytes[self.rank] = published
@@ -136,7 +135,7 @@ class PairwiseCollectives(Collectives):
         for peer in self._peers():
             for i, part in enumerate(parts):
                 works += self._send(part, peer, tag + i)
-        keep_own([place[self.rank] for place in places], parts)
+        copy_own([place[self.rank] for place in places], parts)
         return lambda: self._wait_all(works)
 
     def reduce_scatter(self, of: PartSums, tag: int) -> Callable[[], None]:
@@ -195,12 +194,12 @@ class PairwiseCollectives(Collectives):
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return `tensor` in a form that gloo supports, which has no complex numbers."""
+    """Return a real view of `tensor` if it is complex, which gloo does not support."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _raise_if_gone(peer: int, error: RuntimeError) -> None:
-    """Raise that `peer` was lost, given the `error` of a message to or from it, unless it is a timeout."""
+    """Raise `PeerGoneError` for the `error` of a message to or from `peer`, unless it is a timeout."""
     if "Timed out" not in str(error):
         raise PeerGoneError(peer) from error
 
@@ -211,7 +210,7 @@ def part_of(whole: Tensor, part_numel: int, rank: int) -> Tensor:
 
 
 def sum_in_rank_order(out: Tensor, terms: Sequence[Tensor], divisor: float) -> None:
-    """Compute `out` = (terms[0] + terms[1] + ...) / divisor, in as few passes as this order of operations allows."""
+    """Compute `out` = (terms[0] + terms[1] + ...) / divisor, in this order of operations."""
     if len(terms) == 1:
         out.copy_(terms[0])
     else:

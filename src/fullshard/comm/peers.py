@@ -1,12 +1,12 @@
-"""Ranks on one host: shared memory, and the small messages that describe its contents.
+"""Shared memory of the ranks on one host, and the small messages that describe its contents.
 
 A rank writes data for its peers to a *block* of shared memory, and publishes its offset. The peers read the data there
 and acknowledge it. Then the block may be used again.
 
 [Note: cleanup]
-Nothing is left behind, however a rank ends. Blocks are anonymous (memfd): no name in a file system can outlive the
-processes, and the kernel frees the blocks with the last process. /dev/shm and its limit are not used. Sockets do not
-have names in a file system either.
+All resources are freed, however a rank ends. Blocks are anonymous (memfd): they have no name in a file system, and the
+kernel frees them with the last process. /dev/shm and its limit are not used. Sockets have no names in a file system
+either.
 
 [Note: waiting]
 A rank that waits sleeps in the kernel until a message arrives. If the rank that it waits for ends, the kernel closes
@@ -51,15 +51,15 @@ _HEAD = struct.Struct("<BIQQQ")  # kind, block, collective, tag, and a number th
 _HELLO = struct.Struct("<i16s")  # rank, and the token of the one that listens
 _DESCRIPTOR = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-_PATIENCE_S = 1.0  # how long to wait until a block was read, before allocating a new one
+_PATIENCE_S = 1.0  # maximum wait for a block to be read, before a new one is allocated
 _POLL_S = 1.0  # interval at which a waiting rank checks whether to continue
-_FULL_MS = 10  # how long to wait for space in a socket before checking for messages again
+_FULL_MS = 10  # maximum wait for space in a socket, before checking for messages again
 
 _BLOCK, _DROP, _PUBLISH, _READ, _SIGNAL = range(5)  # new block; dropped block; published data; data was read; progress
 
 
 def nbytes_end_to_end(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes that `tensors` need in one contiguous buffer, laid out as by `MappedMemory.tensors_like`."""
+    """Return the bytes of one buffer for `tensors`, with the layout of `MappedMemory.tensors_like`."""
     return sum(align(tensor.nbytes, _ALIGNMENT) for tensor in tensors)
 
 
@@ -113,9 +113,9 @@ class SharedBlock:
 
     number: int
     memory: MappedMemory
-    readers: int = 0  # how many have not acknowledged that they have read it
+    readers: int = 0  # number of peers that have not acknowledged reading it
     about: Key | None = None  # the key that was published last
-    is_due: bool = False  # they have all they need to read it
+    is_due: bool = False  # the peers can read it without further data from this rank
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class HostPeers:
         if fitting:
             block = min(fitting, key=lambda candidate: candidate.memory.nbytes)
         else:
-            if free:  # grow rather than keep what is too small
+            if free:  # replace a block that is too small
                 self._drop(min(free, key=lambda candidate: candidate.memory.nbytes))
             block = self._new_block(nbytes)
             self._blocks[block.number] = block
@@ -274,7 +274,7 @@ class HostPeers:
         self._wait_for_all(lambda other: key not in self._acts or key in other.signals)
 
     def rank_shared(self, sizes: Sequence[int], collective: int) -> list[MappedMemory]:
-        """Return shared memory for all ranks, one for each of `sizes` (bytes): a collective with the given number.
+        """Allocate memory of `sizes` bytes that all ranks share, in the collective of this number.
 
         It is freed when no rank uses it any more.
         """
@@ -373,14 +373,14 @@ class HostPeers:
             try:
                 other.socket.sendmsg([message], ancillary)
                 return
-            except BlockingIOError:  # it has much to read; it may be waiting for us to read what it sent
+            except BlockingIOError:  # the socket is full. The peer may be waiting for this rank to receive
                 if not self._receive(0) and monotonic() >= deadline:
                     raise self._too_late([other.rank]) from None
-                room = select.poll()
-                room.register(other.socket, select.POLLOUT)
-                room.poll(_FULL_MS)
+                poll = select.poll()
+                poll.register(other.socket, select.POLLOUT)
+                poll.poll(_FULL_MS)
             except ConnectionError:
-                return  # it has ended; what it sent before is still to be read
+                return  # the peer has ended. Its earlier messages are still received
 
     def close(self) -> None:
         """Close the connections. For the peers this looks like the end of this rank."""
@@ -393,7 +393,7 @@ _open: weakref.WeakSet[HostPeers] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the connections in a forked process, such as a data loader's worker: only the parent keeps them open."""
+    """Close the connections in a forked process, such as a worker of a data loader."""
     for peers in list(_open):
         peers.close()
 
@@ -423,18 +423,18 @@ def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: 
     with ExitStack() as listening:
         listener, address = _listen(listening)
         addresses = [_Address(**json.loads(published)) for published in exchange(address.published())]
-        _refuse(one.obstacle for one in addresses)
+        _check_obstacles(one.obstacle for one in addresses)
         hosts = {one.host for one in addresses}
-        _refuse([f"they are on {len(hosts)} hosts" if len(hosts) > 1 else ""])
+        _check_obstacles([f"they are on {len(hosts)} hosts" if len(hosts) > 1 else ""])
         sockets: dict[int, socket.socket] = {}
         failure = ""
         try:
             assert listener is not None
-            _meet(sockets, listener, addresses, rank)
+            _connect_all(sockets, listener, addresses, rank)
         except OSError as error:
             failure = f"rank {rank} could not connect: {error}"
         try:
-            _refuse(
+            _check_obstacles(
                 _Address(**json.loads(published)).obstacle
                 for published in exchange(_Address(obstacle=failure).published())
             )
@@ -450,7 +450,7 @@ def address_of_none(obstacle: str) -> bytes:
     return _Address(obstacle=obstacle).published()
 
 
-def _refuse(obstacles: Iterable[str]) -> None:
+def _check_obstacles(obstacles: Iterable[str]) -> None:
     obstacle = next(filter(None, obstacles), "")
     if obstacle:
         raise CannotShareError(obstacle)
@@ -461,8 +461,8 @@ class _Address:
     """The address at which a rank listens, or why it does not."""
 
     host: str = ""
-    name: str = ""  # for all to see
-    token: str = ""  # known to the ranks of the group only
+    name: str = ""  # visible to other processes
+    token: str = ""  # known only to the ranks of the group
     obstacle: str = ""
 
     def published(self) -> bytes:
@@ -496,7 +496,9 @@ def _user_of(connection: socket.socket) -> int:
     return int(user)
 
 
-def _meet(sockets: dict[int, socket.socket], listener: socket.socket, addresses: Sequence[_Address], rank: int) -> None:
+def _connect_all(
+    sockets: dict[int, socket.socket], listener: socket.socket, addresses: Sequence[_Address], rank: int
+) -> None:
     """Connect to every other rank, and add the connections to `sockets`: connect to lower ranks, accept higher ones."""
     for peer in range(rank):
         sockets[peer] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

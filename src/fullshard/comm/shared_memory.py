@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard._compat import group_timeout_s
-from fullshard.comm.collectives import Call, keep_own
+from fullshard.comm.collectives import Call, copy_own
 from fullshard.comm.pairwise import PairwiseCollectives, part_of, sum_in_rank_order
 from fullshard.comm.peers import (
     CannotShareError,
@@ -55,16 +55,16 @@ class _once(Generic[T]):  # noqa: N801  # a decorator
 class SharedMemoryCollectives(PairwiseCollectives):
     """Every rank writes data to shared memory, and its peers read it there. Fingerprints are sent along.
 
-    If not all ranks are on one host, it is pairwise instead. This is decided in the first collective, since only there
-    all ranks of the group certainly meet.
+    If not all ranks are on one host, messages are pairwise instead. The first collective decides this, because all
+    ranks of the group take part in it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self._meeting_tag = self._reserve_tags(2)
+        self._connect_tag = self._reserve_tags(2)
         self._plan_tag = self._reserve_tags(1)
         self._fingerprint = b""  # sent with the collective that is being started
-        self._started = 0  # collectives, counted equally on all ranks, so that messages are not mixed up
+        self._started = 0  # number of collectives, which identifies messages and is equal on all ranks
 
     @_once
     def peers(self) -> HostPeers | None:
@@ -73,14 +73,14 @@ class SharedMemoryCollectives(PairwiseCollectives):
             return None
         with here.waiting("meeting of the ranks on a host", Origin("", Phase.IDLE), self, self.started):
             try:
-                return self._meet()
+                return self._connect()
             except CannotShareError as obstacle:
                 _log.info("ranks %s communicate over gloo without shared memory: %s", self.ranks, obstacle)
                 return None
 
-    def _meet(self) -> HostPeers:
+    def _connect(self) -> HostPeers:
         """Connect to the other ranks: a collective."""
-        tags = iter(range(self._meeting_tag, self._meeting_tag + 2))
+        tags = iter(range(self._connect_tag, self._connect_tag + 2))
 
         def exchange(local: bytes) -> list[bytes]:
             return self._exchange(local, next(tags))()
@@ -101,8 +101,8 @@ class SharedMemoryCollectives(PairwiseCollectives):
             peers.end_wait(self.broken)
 
     def leave(self, last: bytes) -> None:
-        if "peers" not in vars(self):  # the others may wait to meet this rank
-            self._keep_unread(self._exchange(address_of_none("ranks make different calls"), self._meeting_tag))
+        if "peers" not in vars(self):  # the others may wait to connect to this rank
+            self._keep_unread(self._exchange(address_of_none("ranks make different calls"), self._connect_tag))
             vars(self)["peers"] = None
         super().leave(last)
 
@@ -117,9 +117,9 @@ class SharedMemoryCollectives(PairwiseCollectives):
         if peers is None:
             return []
         digest = _NO_PLAN if plan is None else sha256(f"{plan}{list(sizes)}".encode()).digest()
-        # Its fingerprint finds ranks that call another collective. Sizes are no part of it, since they may differ.
+        # The fingerprint does not contain sizes, which may differ between ranks.
         call = Call("agreement on shared memory after a backward", Origin("", Phase.IDLE), 0, 0, 0, 0)
-        return self._at_once(call, partial(self._rank_shared_storages, peers, sizes, digest), records=False)
+        return self._run(call, partial(self._rank_shared_storages, peers, sizes, digest), records=False)
 
     def _rank_shared_storages(
         self, peers: HostPeers, sizes: Sequence[int], digest: bytes
@@ -129,13 +129,13 @@ class SharedMemoryCollectives(PairwiseCollectives):
             return None
         if not sizes or any(other != digest for other in plans):
             return []
-        peers.drop_free()  # what was gathered went through them, and will not any more
+        peers.drop_free()  # later gathers do not need blocks
         collective, _ = self._next_key(0)
         return [memory.storage for memory in peers.rank_shared(sizes, collective)]
 
     def gather_into_shared(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
         peers = self.peers
-        assert peers is not None, "only ranks of one host share memory"
+        assert peers is not None
         collective, _ = self._next_key(tag)
         free, written = (collective, tag), (collective, tag + 1)
         local = [whole.view(self.world, -1)[self.rank] for whole in wholes]
@@ -150,7 +150,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
         peers.signal(free, self._take_fingerprint())
         peers.when_signalled(written, _nothing)
-        peers.when_signalled(free, write)  # when no rank needs the present contents
+        peers.when_signalled(free, write)  # once no rank needs the present contents
 
         def finish() -> None:
             peers.await_signals(free)
@@ -186,12 +186,12 @@ class SharedMemoryCollectives(PairwiseCollectives):
         if peers is None:
             return super().all_gather(wholes, parts, tag)
         key = self._next_key(tag)
-        self._show(peers, key, dict.fromkeys(self._peers(), parts))
+        self._publish(peers, key, dict.fromkeys(self._peers(), parts))
         places = [whole.view(self.world, -1) for whole in wholes]
-        keep_own([place[self.rank] for place in places], parts)
+        copy_own([place[self.rank] for place in places], parts)
 
         def finish() -> None:
-            self._take(peers, key, {rank: [place[rank] for place in places] for rank in range(self.world)})
+            self._read(peers, key, {rank: [place[rank] for place in places] for rank in range(self.world)})
 
         return finish
 
@@ -201,11 +201,11 @@ class SharedMemoryCollectives(PairwiseCollectives):
             return super().reduce_scatter(of, tag)
         key = self._next_key(tag)
         parts = self._parts_by_rank(of.wholes, of.part_numels)
-        block = self._show(peers, key, parts, patiently=True)
+        block = self._publish(peers, key, parts, patiently=True)
 
         def finish() -> None:
             self._sum(peers, key, of.sums, parts[self.rank], of.divisor)
-            # All have published, and peers that have not read it yet do not need anything else from this rank.
+            # All ranks have published, so peers can read the block without further data from this rank.
             block.is_due = block.about == key
 
         return finish
@@ -224,7 +224,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         local = parts[self.rank]
         number = self.started
         self.unsent[number] = False
-        self._show(peers, first, parts)
+        self._publish(peers, first, parts)
 
         def finish() -> None:
             block = peers.take(nbytes_end_to_end(local))
@@ -233,7 +233,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
             peers.publish(second, block)
             self.unsent.pop(number, None)
             _copy_each(local, sums)
-            self._take(peers, second, parts)
+            self._read(peers, second, parts)
 
         return finish
 
@@ -242,8 +242,8 @@ class SharedMemoryCollectives(PairwiseCollectives):
         if peers is None:
             return super().all_to_all(receive, send, tag)
         key = self._next_key(tag)
-        self._show(peers, key, {rank: [part] for rank, part in enumerate(send)})
-        return lambda: self._take(peers, key, {rank: [buffer] for rank, buffer in enumerate(receive)})
+        self._publish(peers, key, {rank: [part] for rank, part in enumerate(send)})
+        return lambda: self._read(peers, key, {rank: [buffer] for rank, buffer in enumerate(receive)})
 
     def _next_key(self, tag: int) -> Key:
         self._started += 1
@@ -254,7 +254,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         pairs = list(zip(wholes, part_numels, strict=True))
         return {rank: [part_of(whole, n, rank) for whole, n in pairs] for rank in range(self.world)}
 
-    def _show(
+    def _publish(
         self, peers: HostPeers, key: Key, parts: Mapping[int, Sequence[Tensor]], *, patiently: bool = False
     ) -> SharedBlock:
         """Publish the `parts` for every other rank in shared memory. Equal tensors are written once."""
@@ -278,7 +278,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         fingerprint, self._fingerprint = self._fingerprint, b""
         return fingerprint
 
-    def _take(self, peers: HostPeers, key: Key, receive: Mapping[int, Sequence[Tensor]]) -> None:
+    def _read(self, peers: HostPeers, key: Key, receive: Mapping[int, Sequence[Tensor]]) -> None:
         """Wait for the peers' data of `key`, and copy it to their buffers in `receive`."""
         published = peers.published(key)
         for one in published:

@@ -30,11 +30,11 @@ TermName = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class PartSums:
-    """Sums over ranks that are scattered to the ranks.
+    """The arguments of a reduce-scatter of several tensors.
 
-    Rank r's part of a whole is `whole[r * n : (r + 1) * n]` for its `n` of `part_numels`: the last parts may be short
-    or empty. The corresponding one of `sums` receives the sum over ranks of this rank's part, divided by `divisor`.
-    A transport with error feedback identifies the wholes by `names`, one for each.
+    Rank r's part of `wholes[i]` is `wholes[i][r * n : (r + 1) * n]` with `n = part_numels[i]`. The last parts may be
+    short or empty. `sums[i]` receives the sum over ranks of this rank's part, divided by `divisor`. `names[i]`
+    identifies the tensor for error feedback.
     """
 
     sums: Sequence[Tensor]
@@ -48,9 +48,10 @@ class Pending:
     """A started collective. Its tensors may be used after `wait()`, which may be called again.
 
     Args:
-        finish: returns when the result is in place.
+        finish: A function that waits for the result.
         event: The event of the collective in the trace.
-        has_arrived: returns True if `wait()` will not wait for other ranks. Not every collective knows.
+        has_arrived: A function that returns True if `wait()` does not wait for other ranks. By default it is unknown,
+            so the function returns False.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class Pending:
         """Wait until the result is in place.
 
         Raises:
-            RankMismatchError: another rank does something else. The group cannot be used any more.
-            RankLostError: another rank's process has ended. The group cannot be used any more.
+            RankMismatchError: Another rank has started a different collective. The group cannot be used any more.
+            RankLostError: The process of another rank has ended. The group cannot be used any more.
         """
         finish, self._finish = self._finish, None
         if self._event is not None:
@@ -94,15 +95,15 @@ class Gathers(ABC):
     def all_gather(
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, into_shared: bool = False
     ) -> Pending:
-        """Gather every rank's part of each tensor, contiguous in rank order, to the corresponding receive buffer.
+        """All-gather each tensor to the corresponding receive buffer, in rank order.
 
         Args:
             receive: buffers of `world * part.numel()` elements. They may contain this rank's part in its final
                 position.
             send: The parts of this rank.
             origin: the unit and phase of the call.
-            into_shared: the receive buffers are in memory that all ranks share, at the same offset on every rank, and
-                this rank does not need the present contents any more.
+            into_shared: Whether the receive buffers are in memory that all ranks share, at the same offset on every
+                rank. The caller does not need their present contents any more.
         """
 
 
@@ -112,17 +113,17 @@ class Sums(ABC):
     world: int
     rank: int
     is_queued: bool
-    names_terms = False  # whether terms must be named, since the error of a message is added to the next one
+    names_terms = False  # True if terms need names, for error feedback
 
     @abstractmethod
     def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:
-        """Compute the sums that `of` describes. The whole tensors must not change until `wait()` returns."""
+        """Start the reduce-scatter that `of` describes. `of.wholes` must not change until `wait()` returns."""
 
     @abstractmethod
     def all_reduce(
         self, tensors: Sequence[Tensor], divisor: float, *, origin: Origin, names: Sequence[TermName] = ()
     ) -> Pending:
-        """Sum each tensor over ranks and divide it by `divisor`, in place."""
+        """All-reduce each tensor in place, and divide it by `divisor`."""
 
 
 class Transport(Gathers, Sums):
@@ -132,13 +133,13 @@ class Transport(Gathers, Sums):
     def all_to_all(
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, common_nbytes: int, origin: Origin
     ) -> Pending:
-        """Receive every rank's message for this one in the corresponding receive buffer.
+        """Send one message to each rank, and receive one from each rank.
 
         Args:
-            receive: one per rank, each as large as the message of that rank for this one; it may be empty.
-            send: this rank's message for each rank. Its own may be in its final position; several may be the same
-                tensor.
-            common_nbytes: bytes of the exchange, counted equally on all ranks, for comparison between ranks.
+            receive: The receive buffers, one per rank. Sizes may differ, and may be 0.
+            send: The messages of this rank, one per rank. Its message to itself may already be in its receive buffer.
+                Several messages may be the same tensor.
+            common_nbytes: The bytes of the exchange, equal on all ranks, for comparison between ranks.
             origin: the unit and phase of the call.
         """
 

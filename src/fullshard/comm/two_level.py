@@ -1,19 +1,19 @@
 """A shard axis with two levels: across groups of consecutive ranks, and within a group.
 
-N ranks form h groups of k neighbours: rank r has position j = r % k in group g = r // k. A whole of N equal parts is
+N ranks form h groups of k consecutive ranks: rank r has position j = r % k in group g = r // k. A tensor of N parts is
 
     [part 0][part 1]...[part k-1]   [part k]...[part 2k-1]   ...      part g * k + j is that of rank (g, j)
 
 and the *secondary shard* of position j is the concatenation of parts j, k + j, 2k + j, ... of ranks (0, j), (1, j), ...
-A gather fills secondary shards across groups, then wholes within each group. As long as secondary shards are kept and
-valid, only the second half is needed, without communication between groups. A reduction has the opposite order.
+A gather fills secondary shards across groups, then full tensors within each group. As long as secondary shards are
+valid, only the second part is needed, without communication between groups. A reduction has the opposite order.
 
 [Note: few messages within a group]
-Within a group, part j of a whole and part k + j are not adjacent. So messages without intermediate buffers need h
-messages for each whole. This is the cheapest way between CPUs. A queue is slow at many operations in one group (see the
-note in `layout/group_layout.py`). So there, if they are more than a few, each whole is sent as one message in the order
-of positions, through scratch memory of its size: k contiguous secondary shards. One strided copy turns (position,
-group) into (group, position), or back.
+Within a group, parts j and k + j of a tensor are not adjacent. So without intermediate buffers, each tensor needs h
+messages. This is the cheapest way between CPUs. NCCL is slow at many operations in one group (see the note in
+`layout/group_layout.py`). There, more than a few messages are replaced by one message per tensor in the order of
+positions, through scratch memory of its size: k contiguous secondary shards. One strided copy converts (position,
+group) to (group, position), or back.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class TwoLevelGathers(Gathers):
     """Gathers across groups, and then within each.
 
     Args:
-        across: between the ranks with the same position in every group.
-        within: between the ranks of this rank's group, which are neighbours.
-        scratch: memory for secondary shards, and for wholes that are sent in another order.
+        across: The transport between the ranks with the same position in every group.
+        within: The transport between the consecutive ranks of this rank's group.
+        scratch: The pool for secondary shards, and for tensors that are sent in the order of positions.
     """
 
     def __init__(self, across: Gathers, within: Gathers, scratch: Pool) -> None:
@@ -63,7 +63,7 @@ class TwoLevelGathers(Gathers):
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, into_shared: bool = False
     ) -> Pending:
         """See `Gathers.all_gather`. This also fills secondary shards, which are kept until `release`."""
-        if not receive:  # of parameters without elements
+        if not receive:  # all parameters are empty
             return Pending()
         if self._flat is None:
             sizes = [whole.numel() // self._within.world for whole in receive]
@@ -83,29 +83,29 @@ class TwoLevelGathers(Gathers):
     def gather_within(self, receive: Sequence[Tensor], *, origin: Origin) -> Pending:
         """Gather the wholes from secondary shards, which must be valid on every rank of the group."""
         groups, size = self._across.world, self._within.world
-        if _goes_by_places(self._within, groups * len(receive)):
+        if _reorders(self._within, groups * len(receive)):
             numels = [whole.numel() for whole in receive]
             scratch = self._scratch.take(sum(numels), receive[0].dtype)
-            by_place = scratch.split(numels)
+            by_position = scratch.split(numels)
 
             def put() -> None:
-                for whole, shards in zip(receive, by_place, strict=True):
+                for whole, shards in zip(receive, by_position, strict=True):
                     whole.view(groups, size, -1).copy_(shards.view(size, groups, -1).transpose(0, 1))
                 self._scratch.give(scratch)
 
-            return then(self._within, self._within.all_gather(by_place, self._secondary, origin=origin), put)
+            return then(self._within, self._within.all_gather(by_position, self._secondary, origin=origin), put)
         places = [place for whole in receive for place in whole.view(groups, -1)]
         local = [part for shard in self._secondary for part in shard.view(groups, -1)]
         return self._within.all_gather(places, local, origin=origin)
 
 
 class TwoLevelSums:
-    """Sums within a group first. Sums `across` groups are a `reduce_scatter` of the results.
+    """Sums within a group. The sums `across` groups are then a reduce-scatter of the results.
 
     Args:
-        across: between the ranks with the same position in every group.
-        within: between the ranks of this rank's group, which are neighbours.
-        scratch: memory for wholes that are sent in another order.
+        across: The transport between the ranks with the same position in every group.
+        within: The transport between the consecutive ranks of this rank's group.
+        scratch: The pool for tensors that are sent in the order of positions.
     """
 
     def __init__(self, across: Sums, within: Sums, scratch: Pool) -> None:
@@ -119,13 +119,13 @@ class TwoLevelSums:
         """Sum this position's secondary shard of each whole over the group. Last parts may be short or empty.
 
         Args:
-            group_sums: the receive buffers, with space for equal parts of all groups.
-            wholes: The terms of this rank.
-            part_numels: the elements of a part of each whole.
+            group_sums: The receive buffers, with space for equal parts of all groups.
+            wholes: The full tensors of this rank.
+            part_numels: The elements of a part of each full tensor.
             origin: the unit and phase of the call.
         """
-        if _goes_by_places(self._within, self.across.world * len(wholes)):
-            return self._reduce_by_places(group_sums, wholes, part_numels, origin)
+        if _reorders(self._within, self.across.world * len(wholes)):
+            return self._reduce_reordered(group_sums, wholes, part_numels, origin)
         sums, terms, numels = [], [], []
         size = self._within.world
         for group_sum, whole, n in zip(group_sums, wholes, part_numels, strict=True):
@@ -135,16 +135,16 @@ class TwoLevelSums:
                 numels.append(n)
         return self._within.reduce_scatter(PartSums(sums, terms, numels, 1), origin=origin)
 
-    def _reduce_by_places(
+    def _reduce_reordered(
         self, group_sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], origin: Origin
     ) -> Pending:
         size, groups = self._within.world, self.across.world
         numels = [size * groups * n for n in part_numels]
         scratch = self._scratch.take(sum(numels), wholes[0].dtype)
-        by_place = scratch.split(numels)
-        for whole, shards, n in zip(wholes, by_place, part_numels, strict=True):
+        by_position = scratch.split(numels)
+        for whole, shards, n in zip(wholes, by_position, part_numels, strict=True):
             _spread(whole, shards.view(size, groups, n).transpose(0, 1))
-        terms = PartSums(group_sums, by_place, [groups * n for n in part_numels], 1)
+        terms = PartSums(group_sums, by_position, [groups * n for n in part_numels], 1)
         return then(
             self._within, self._within.reduce_scatter(terms, origin=origin), lambda: self._scratch.give(scratch)
         )
@@ -160,8 +160,8 @@ class TwoLevelSums:
         return [max(0, min(part_numel, numel - start)) for start in starts]
 
 
-def _goes_by_places(within: Gathers | Sums, messages: int) -> bool:
-    """Return True if fewer messages with a copy are faster than this number of messages within a group."""
+def _reorders(within: Gathers | Sums, messages: int) -> bool:
+    """Return True if one message per tensor with a copy is faster than `messages` messages."""
     return within.is_queued and messages > FEW_OPERATIONS
 
 

@@ -86,10 +86,6 @@ def _unpack_checked(unpack: Callable[[Any], Any], saved: Any) -> Any:
     return check_saved(found) if isinstance(found, Tensor) else found
 
 
-def _checking(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> saved_tensors_hooks:
-    return saved_tensors_hooks(pack, partial(_unpack_checked, unpack))
-
-
 def _checks(unpack: Callable[[Any], Any]) -> bool:
     return isinstance(unpack, partial) and unpack.func is _unpack_checked
 
@@ -171,7 +167,7 @@ class Activations:
             hooks = self._hooks_for(unit)
         top = saved_tensor_hooks() if hooks is None and torch.is_grad_enabled() else None
         if top is not None and not (in_backward() or top[1] is _unpack or _checks(top[1])):
-            hooks = _checking(*top)
+            hooks = saved_tensors_hooks(top[0], partial(_unpack_checked, top[1]))
         self._entered.append((unit, hooks))
         if hooks is not None:
             hooks.__enter__()

@@ -106,14 +106,14 @@ def check_same_names(names: Sequence[str], unit: Unit, optimizer: str, *, reason
     )
 
 
-def meet(units: Sequence[Unit], name: str) -> None:
+def barrier(units: Sequence[Unit], name: str) -> None:
     """Wait until all ranks that `units` are sharded over have reached the operation `name`, which gathers values."""
     sharded = [unit for unit in units if unit.options.placements.optimizer is Placement.SHARDED]
     groups = [axes.shard_group for unit in sharded for axes in unit.collectives]  # replicas gather by themselves
     groups += [group for unit in sharded for param in unit.params for group in param.view.process_groups]
     for group in dict.fromkeys(groups):
         if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
-            collectives_for(group, units[0].device).meet(name, origin=Origin("", Phase.IDLE))
+            collectives_for(group, units[0].device).barrier(name, origin=Origin("", Phase.IDLE))
 
 
 def _hash(of: object) -> bytes:

@@ -250,7 +250,9 @@ class PayloadStorage(ShardStorage):
                 f"{self.buffer.forms[odd[0]]} before. The all-gather inputs of a class must keep their shapes and "
                 "dtypes."
             )
-        self._payloads = [_as_bytes(payload) for payloads in sent for payload in payloads]
+        self._payloads = [
+            payload.detach().contiguous().view(-1).view(torch.uint8) for payloads in sent for payload in payloads
+        ]
         self.buffer.allocate()
         return self.buffer
 
@@ -267,10 +269,6 @@ class PayloadStorage(ShardStorage):
                 taken[part.start - layout.pack_offset : part.stop - layout.pack_offset].copy_(payloads[i])
             parts.append(taken)
         return parts, taken
-
-
-def _as_bytes(payload: Tensor) -> Tensor:
-    return payload.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class _SeparateBuffer(UnshardedBuffer):

@@ -173,7 +173,7 @@ class Runtime:
         for collective in collectives:
             if collective.broken is None:
                 with suppress(RankMismatchError):
-                    collective.meet("abandon_step", origin=Origin("", Phase.IDLE))
+                    collective.barrier("abandon_step", origin=Origin("", Phase.IDLE))
         broken = [collective for collective in collectives if collective.broken is not None]
         if broken:
             for unit in self.units:

@@ -295,7 +295,7 @@ def from_pretrained(
         )
     chosen: torch.dtype | None = dtype or config.dtype
     with accelerate.init_empty_weights(include_buffers=False):  # buffers that are not in files are computed
-        model = _build(cls, config, chosen)
+        model = (cls.from_config if hasattr(cls, "from_config") else cls._from_config)(config, dtype=chosen)
     merge = None
     if rename is None and (conversions := _conversions(model)):
         rename, merge = conversions.rename, conversions.merge
@@ -308,11 +308,6 @@ def from_pretrained(
 
 
 # Private to transformers as well, and covered by the same test.
-
-
-def _build(cls: Any, config: Any, dtype: torch.dtype | None) -> Any:
-    """Return a model of class `cls`. An auto class chooses the class by the configuration."""
-    return (cls.from_config if hasattr(cls, "from_config") else cls._from_config)(config, dtype=dtype)
 
 
 class _Conversions:

@@ -1,7 +1,7 @@
-"""Preparation of an optimizer before it steps.
+"""Preparation of an optimizer before a step.
 
-Its parameters from before sharding are replaced by sharded ones. Parameters that do not belong to any unit are checked,
-and so is the order of parameters, which must be the same on all ranks.
+Parameters from before sharding are replaced by the sharded ones. The parameters outside of units are checked, and so is
+the order of parameters, which must be identical on all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def point_to_shards(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         pointed = [_sharded(param, optimizer) for param in group["params"]]
         if any(new is not old for new, old in zip(pointed, group["params"], strict=True)):
-            group["params"] = list(dict.fromkeys(pointed))  # tied weights are one
+            group["params"] = list(dict.fromkeys(pointed))  # tied weights are one parameter
 
 
 def _sharded(param: Any, optimizer: Optimizer) -> Any:
@@ -64,12 +64,12 @@ _found_unchanged: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDic
 
 
 def check_modules(optimizer: Optimizer) -> None:
-    """Raise if modules that `optimizer` steps got other or further parameters after sharding.
+    """Raise if parameters of the modules that `optimizer` steps were replaced or added after sharding.
 
-    The check runs only after something was registered in a module.
+    The check runs only after a parameter or module was registered in any module.
 
     Raises:
-        StateError: a parameter was replaced by one that no unit has, or a trained one was added.
+        StateError: A parameter was replaced by one outside of units, or a trained parameter was added.
     """
     if _found_unchanged.get(optimizer) != number_of_registrations():
         found = (managed_by(param) for group in optimizer.param_groups for param in group["params"])
@@ -77,10 +77,10 @@ def check_modules(optimizer: Optimizer) -> None:
         _found_unchanged[optimizer] = number_of_registrations()
 
 
-def note_outside(optimizer: Optimizer) -> None:
-    """Make ranks compare the parameters of `optimizer` that no unit has, whose gradients might not be averaged.
+def register_outside_params(optimizer: Optimizer) -> None:
+    """Let ranks compare the parameters of `optimizer` outside of units, whose gradients might not be averaged.
 
-    They are compared if the optimizer trains units too, or if their gradients may come from a backward through units.
+    They are compared if the optimizer also trains units, or if their gradients may come from a backward through units.
     """
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _noted.get(optimizer) == count:
@@ -88,7 +88,12 @@ def note_outside(optimizer: Optimizer) -> None:
     _noted[optimizer] = count
     params: list[nn.Parameter] = [param for group in optimizer.param_groups for param in group["params"]]
     managed = next(filter(None, map(managed_by, params)), None)
-    outside = [param for param in params if param.requires_grad and not _is_looked_after(param)]
+    outside = [
+        param
+        for param in params
+        if param.requires_grad
+        and not (isinstance(param, DTensor) or managed_by(param) is not None or is_ignored(param))
+    ]
     if managed is None:
         state = state_of_last_backward()
         outside = [param for param in outside if param.grad is not None]
@@ -100,18 +105,14 @@ def note_outside(optimizer: Optimizer) -> None:
         state.microbatches.compare_outside(outside)
 
 
-def _is_looked_after(param: nn.Parameter) -> bool:
-    return isinstance(param, DTensor) or managed_by(param) is not None or is_ignored(param)
-
-
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def check_same_order(optimizer: Optimizer) -> None:
-    """Compare the order of the sharded parameters of `optimizer` between ranks, once. A collective.
+    """Compare the order of the sharded parameters of `optimizer` between ranks, once. This is a collective.
 
     Raises:
-        RankMismatchError: ranks have them in different orders, so that collectives would mix parameters.
+        RankMismatchError: The orders differ, so collectives would combine different parameters.
     """
     if optimizer in _checked:
         return
@@ -122,7 +123,7 @@ def check_same_order(optimizer: Optimizer) -> None:
     found = [managed_by(param) for param in params]
     first = managed_by(in_model_order(params)[0])
     if first is None or runtime_or_none(first.unit) is None:
-        return  # it has not run yet, so gradients do not exist
+        return  # the model has not run yet, so there are no gradients
     _checked.add(optimizer)
     names = [f"{item.unit.name}.{item.param.fqn}".removeprefix(".") for item in found if item is not None]
     check_same_names(

@@ -1,4 +1,4 @@
-"""Gradient norm, clipping, and the scaling of fp16 losses."""
+"""Gradient norms, gradient clipping, and loss scaling for fp16."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients down so that their total norm is at most `max_norm`, and return the norm before scaling.
 
-    Every rank gets the same number, and at one world size the same bits under every strategy: the norm is computed for
-    each rank's shard of each gradient, even if the rank has the whole gradient, and combined in rank order. The order
-    of `parameters` does not matter, and may differ between ranks.
+    Every rank gets the same norm. For a given world size, its bits do not depend on the strategy: the norm is computed
+    for each rank's shard of each gradient, even if the rank has the full gradient, and combined in rank order. The
+    order of `parameters` does not matter, and may differ between ranks.
 
     Args:
-        parameters: sharded parameters, plain ones, or both. Every rank must pass the same parameters.
-        max_norm: the maximum norm.
-        norm_type: the p of the p-norm; `math.inf` for the largest magnitude.
-        error_if_nonfinite: whether to raise if the norm is infinite or not a number.
+        parameters: Sharded parameters, plain ones, or both. Every rank must pass the same parameters.
+        max_norm: The maximum norm.
+        norm_type: The order of the norm. `math.inf` selects the largest magnitude.
+        error_if_nonfinite: Whether to raise if the norm is infinite or NaN.
 
     Returns:
-        The norm, 0-dim, float32 or wider.
+        The norm before scaling, a 0-dim tensor in float32 or a wider dtype.
 
     Raises:
         ConfigError: `max_norm` or `norm_type` is not a positive number.
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+        RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
     """
     if not isinstance(parameters, Tensor):
         check_iterable("parameters", parameters, "parameters, such as model.parameters()")
@@ -77,10 +77,10 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the p-norm of all `grads` together, like `clip_grad_norm_`. The order must be the same on every rank."""
+    """Return the total norm of `grads`, as `clip_grad_norm_` does. Their order must be identical on all ranks."""
     if not grads:
         return torch.tensor(0.0)
-    counted: list[Tensor] = []  # the part of each gradient that this rank counts
+    counted: list[Tensor] = []  # the slice of each gradient whose norm this rank computes
     parts: dict[tuple[int, tuple[Placement, ...]], tuple[_Part, list[int]]] = {}  # by mesh and placements
     spread: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
     for i, grad in enumerate(grads):
@@ -109,10 +109,9 @@ def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def _norms(values: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Return the norm of each of `values`, 0-dim, 0 if it is empty, in float32 or wider, since float16 squares
-    overflow.
+    """Return the norm of each of `values`, 0-dim, in float32 or wider. The norm of an empty tensor is 0.
 
-    On a GPU, the norms of all tensors of a dtype take a few kernels.
+    Squares of float16 numbers would overflow. On a GPU, the norms of all tensors of one dtype take a few kernels.
     """
     norms: list[Tensor] = [torch.empty(0)] * len(values)
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -130,13 +129,13 @@ def _norms(values: Sequence[Tensor], norm_type: float) -> list[Tensor]:
 
 
 class _Part:
-    """The part of gradients with the same placements that this rank counts in a norm.
+    """The slice of gradients with equal placements whose norm this rank computes.
 
-    On the last axis, the shard axis, the part is the shard, cut out of the gradient if the gradient is whole.
+    On the last axis, the shard axis, this is the shard, even if the gradient is replicated.
 
     Args:
         mesh: The mesh of the gradients.
-        placements: Their placements. Partial ones are those of a parameter that no unit has.
+        placements: Their placements. They may be `Partial` for parameters outside of units.
     """
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
@@ -145,12 +144,12 @@ class _Part:
         whole = [placement.is_replicate() for placement in self._summed]
         self._mesh, self._last, self._is_whole, self._is_summed = mesh, last, whole[last], self._summed == placements
         self.axes = (last, *(axis for axis in range(last) if not whole[axis]))
-        """The axes of the mesh over which the parts differ."""
+        """The axes of the mesh along which the slices differ."""
         self.is_local = self._is_summed and not whole[last]
-        """True if the part is the local tensor."""
+        """True if the slice is the local tensor."""
 
     def of(self, grad: DTensor) -> Tensor:
-        """Return the part of `grad`."""
+        """Return the slice of `grad`."""
         local: Tensor = (grad if self._is_summed else grad.redistribute(placements=self._summed))._local_tensor
         if not self._is_whole:
             return local
@@ -158,18 +157,17 @@ class _Part:
 
 
 def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
-    """Return the shard of the gradient `whole` on `rank` of `world`; empty for a scalar on all ranks but the first."""
+    """Return the shard of `whole` on `rank` of `world`. The shard of a scalar is empty, except on rank 0."""
     spec = choose_spec(whole.shape, world)
-    if spec.dim is None:  # a scalar, which every rank has: it counts once
+    if spec.dim is None:  # every rank has a scalar, which counts once
         return whole if rank == 0 else whole.new_empty(0)
     span = spec.span(rank)
-    return whole.narrow(
-        spec.dim, span.start, len(span)
-    ).contiguous()  # as the shard is: a norm's bits follow the strides
+    # The bits of a norm depend on the strides, and shards are contiguous.
+    return whole.narrow(spec.dim, span.start, len(span)).contiguous()
 
 
 def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Stack `norms` in one tensor: in their common memory, or else in the memory of `device`."""
+    """Stack `norms` in one tensor. If they are in different memory, move them to `device`."""
     places = _by_memory(norms)
     if len(places) == 1:
         return torch.stack(list(norms))
@@ -181,7 +179,7 @@ def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _combined(own: Tensor, mesh: DeviceMesh, axis: int, norm_type: float) -> Tensor:
-    """Return the norm over an axis of `mesh` of each of the norms in `own`, 1-D with one element per gradient."""
+    """Combine the norms in `own`, 1-D with one element per gradient, over an axis of `mesh`."""
     device = torch.device(mesh.device_type)
     gathered = collectives_for(mesh.get_group(axis), device).gather_rows(
         accelerator_for(device).to_device(own, device), origin=_NORM
@@ -197,7 +195,7 @@ def _locals(grads: Sequence[Tensor]) -> list[Tensor]:
 def _by_memory(tensors: Sequence[Tensor]) -> dict[Hashable, list[Tensor]]:
     """Group `tensors` by their memory."""
     devices = {*map(_DEVICE, tensors)}
-    if len(devices) == 1 and not accelerator_for(*devices).is_dry:  # usually all are in one
+    if len(devices) == 1 and not accelerator_for(*devices).is_dry:
         return {devices.pop(): [*tensors]}
     found: dict[Hashable, list[Tensor]] = {}
     for tensor in tensors:
@@ -206,10 +204,7 @@ def _by_memory(tensors: Sequence[Tensor]) -> dict[Hashable, list[Tensor]]:
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """Scales fp16 losses, and skips a step on every rank when any rank's shard of a gradient overflowed.
-
-    Takes the arguments of `torch.amp.GradScaler` (`device` is the type of the present one, if None), and the process
-    group over which ranks agree (all ranks, if None).
+    """A `torch.amp.GradScaler` for sharded gradients. All ranks skip a step if a gradient shard of any rank overflows.
 
     Args:
         device: The type of the device, such as `"cuda"`. If None, the type of the present accelerator.
@@ -217,7 +212,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         growth_factor: The factor of the scale after `growth_interval` steps without overflow.
         backoff_factor: The factor of the scale after an overflow.
         growth_interval: The number of steps without overflow before the scale grows.
-        enabled: False to scale nothing.
+        enabled: Whether to scale losses and gradients.
         process_group: The ranks that skip a step together. If None, all ranks.
     """
 

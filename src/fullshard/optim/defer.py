@@ -1,14 +1,16 @@
-"""Steps of the CPU that are deferred until their result is needed.
+"""Deferred optimizer steps on the CPU, which run when their results are needed.
 
 [Note: deferred steps]
-The shards of some units are on the CPU, while a device has queued work that overlaps with their step. After
-`optimizer.step()` the next forward needs the first unit immediately and the last one late. So a unit on the CPU is
-stepped when its gather is about to start, while the device computes the units before it. With more such units, more of
-the CPU's step is hidden. The inputs of the step are recorded when it is deferred: gradients, states, the options of the
-groups. Until the step runs, the parameters, their gradients and their states hold `Awaited` tensors. Any read or write
-of one runs the step first. So a deferred step is not visible, except in the time. A step is not deferred if it could be
-visible: if other code refers to shards or states, and would see old values; in the first step, which makes the states;
-with a closure, hooks, or a gradient scaler that joins the step; within a backward.
+The shards of some units are on the CPU, and their steps can overlap with work of the device. After `optimizer.step()`,
+the next forward needs the first unit immediately and the last one late. So a unit on the CPU is stepped just before its
+gather starts, while the device computes the earlier units. With more such units, more of the CPU time is hidden.
+
+The inputs of the step are recorded when it is deferred: gradients, states, and options of the groups. Until the step
+runs, the parameters, their gradients and their states hold `Awaited` tensors. Any access to one of them runs the step
+first. So a deferred step has no visible effect except the time at which it runs.
+
+A step is not deferred in these cases: other code refers to shards or states, and would see old values; it is the first
+step, which creates the states; it has a closure, hooks or a gradient scaler; it runs within a backward.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from fullshard.engine.unit import Unit
 
 
 def can_defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter]) -> bool:
-    """Return True if a step of `params`, which are the unit's, can be deferred without being visible."""
+    """Return True if a step of `params`, which belong to `unit`, can be deferred without a visible effect."""
     if any(param.grad is None for param in params):
         return False
     if in_backward() or not all(param_group.has_shards_alone for param_group in unit.param_groups):
@@ -46,7 +48,7 @@ def can_defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter]) 
 
 
 class _Deferred:
-    """A pending step, see the note above. Its creation replaces the tensors that it will change by placeholders."""
+    """A pending step. The constructor replaces the tensors that the step will change by placeholders."""
 
     def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter], run: Callable[[], None]) -> None:
         self._optimizer = optimizer
@@ -82,7 +84,7 @@ class _Deferred:
 
     @torch.inference_mode(False)
     def take(self) -> None:
-        """Run the step, unless it was run already, and remove the placeholders."""
+        """Remove the placeholders and run the step, unless this was done already."""
         if self._is_taken:
             return
         self._is_taken = True
@@ -109,9 +111,7 @@ class _Deferred:
 
 
 def defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter], run: Callable[[], None]) -> None:
-    """Defer `run`, the step of `params`, until `unit` is needed or a parameter is accessed. The `optimizer` has
-    no other parameters in that step.
-    """
+    """Defer `run`, which steps only `params` of `optimizer`, until `unit` is needed or a parameter is accessed."""
     unit.residency.deferred_steps.append(_Deferred(optimizer, params, run).take)
 
 

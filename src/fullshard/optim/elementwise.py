@@ -1,7 +1,7 @@
-"""Checks that an optimizer may step shards: by name, by a trial on test tensors, by a comparison with whole tensors.
+"""Checks whether an optimizer can step shards, by its name, a trial on test tensors, or a comparison with full tensors.
 
-Stepping shards gives the same results as a single process only if the step treats each element separately. Norms,
-means, factored or projected states need the whole parameter.
+Stepping shards gives the results of a single process only if the step treats each element separately. Norms, means,
+and factored or projected states need the full parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fullshard.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 trials: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that were made here, for a trial or a comparison. The rest of this package ignores them."""
+"""Optimizers that were created here for a trial or a comparison. The rest of this package ignores them."""
 
 _INSTEAD = {"muon": "Use Muon of fullshard.optim", "adafactor": "Use AdamW, or Muon of fullshard.optim for matrices"}
 _NEED_WHOLES = frozenset(
@@ -76,13 +76,13 @@ def _options(optimizer: Any) -> list[Mapping[str, Any]]:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise if the step of `optimizer` on two halves of test tensors differs from that on the whole tensors.
+    """Raise if steps of `optimizer` on two halves of test tensors differ from steps on the full tensors.
 
-    The halves are stepped by two optimizers of its class, like two ranks. There is no communication. A warning is
-    logged if the optimizer cannot be tried, or has states which show that later steps need whole parameters.
+    Two optimizers of its class step the halves, as two ranks would, without communication. A warning is logged if the
+    optimizer cannot be tested, or if its states indicate that later steps need full parameters.
 
     Raises:
-        ConfigError: the steps differ.
+        ConfigError: The steps differ.
     """
     kind = type(optimizer).__name__
     try:
@@ -119,12 +119,12 @@ def check_elementwise(optimizer: Optimizer) -> None:
         )
 
 
-Moves = list[Tensor]  # what each step added to each parameter
+Updates = list[Tensor]  # the change of each parameter in each step
 Shapes = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
-def _try_both(optimizer: Optimizer, seed: int = 0) -> tuple[Moves, Moves, Shapes]:
-    """Step test tensors, whole and in parts. Return both changes, and states with other shapes than the parameter."""
+def _try_both(optimizer: Optimizer, seed: int = 0) -> tuple[Updates, Updates, Shapes]:
+    """Step test tensors, full and in parts. Return both updates, and states whose shape is not the parameter's."""
     device = next(param.device for group in optimizer.param_groups for param in group["params"])
     for where in dict.fromkeys([torch.device("cpu"), device]):
         if where.type == "meta":
@@ -143,30 +143,30 @@ def _try_both(optimizer: Optimizer, seed: int = 0) -> tuple[Moves, Moves, Shapes
     raise RuntimeError(f"parameters are on {device}")
 
 
-def _steps_of(optimizer: Optimizer, device: torch.device, part: int, parts: int) -> tuple[Moves, Shapes]:
-    """Return the changes by some steps of part number `part` of `parts` of the test tensors."""
+def _steps_of(optimizer: Optimizer, device: torch.device, part: int, parts: int) -> tuple[Updates, Shapes]:
+    """Return the updates by some steps of part number `part` of `parts` of the test tensors."""
     generator = torch.Generator().manual_seed(0)
     groups = optimizer.param_groups[:_LARGEST_GROUPS]
     drawn = [[_draw(generator, shape) for shape in ((_ROWS, _COLUMNS), (_ROWS,))] for _ in groups]
     params = [[_part(item, part, parts).to(device).requires_grad_() for item in its] for its in drawn]
-    made = _made_like(optimizer, groups, params, lr=1e-2)
+    made = _clone_for(optimizer, groups, params, lr=1e-2)
     flat = [param for its in params for param in its]
-    moves = []
+    updates = []
     for step in range(_STEPS):
         for param, whole in zip(flat, (item for its in drawn for item in its), strict=True):
             grad = _draw(generator, tuple(whole.shape))
-            grad[_ROWS // 2 :] *= 10.0 ** (step % 3 - 1)  # sums over rows differ from part to part, and in time
+            grad[_ROWS // 2 :] *= 10.0 ** (step % 3 - 1)  # sums over rows differ between parts and steps
             param.grad = _part(grad, part, parts).to(device)
         before = [param.detach().clone() for param in flat]
         made.step()
-        moves += [(param.detach() - old).double().cpu() for param, old in zip(flat, before, strict=True)]
+        updates += [(param.detach() - old).double().cpu() for param, old in zip(flat, before, strict=True)]
     shapes = [
         (name, tuple(value.shape), tuple(param.shape))
         for param in flat
         for name, value in made.state.get(param, {}).items()
         if isinstance(value, Tensor) and value.numel() > 1 and value.shape != param.shape
     ]
-    return moves, shapes
+    return updates, shapes
 
 
 def _draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
@@ -189,7 +189,7 @@ def _difference(expected: Iterable[Tensor], found: Iterable[Tensor]) -> float:
 # -- optimizers of the same class -------------------------------------------------------------------------------------
 
 
-def _made_like(
+def _clone_for(
     optimizer: Optimizer,
     groups: Sequence[Mapping[str, Any]],
     params: Sequence[Sequence[Tensor]],
@@ -235,14 +235,14 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class StepComparison:
-    """The first steps of an optimizer on shards, compared with those of a second one of its class on whole tensors."""
+    """Compares the first steps of an optimizer on shards with those of a reference optimizer on full tensors."""
 
     optimizer: weakref.ref[Optimizer]
     steps_left: int = 3
     made: Optimizer | None = None
 
     def begin(self, args: Any, kwargs: Any) -> None:
-        """Gather parameters and gradients, and step the whole ones. A collective."""
+        """Gather parameters and gradients, and step the reference optimizer. This is a collective."""
         optimizer = self._optimizer
         if args or kwargs:
             raise ConfigError(
@@ -256,7 +256,7 @@ class StepComparison:
                     "optimizer starts without states. Verify before load_state_dict and before the first step."
                 )
             wholes = [[_whole(param).requires_grad_() for param in group["params"]] for group in optimizer.param_groups]
-            self.made = _made_like(optimizer, optimizer.param_groups, wholes)
+            self.made = _clone_for(optimizer, optimizer.param_groups, wholes)
         for group, own in zip(self.made.param_groups, optimizer.param_groups, strict=True):
             group.update({name: value for name, value in own.items() if name not in ("params", "param_names")})
             for whole, param in zip(group["params"], own["params"], strict=True):
@@ -265,7 +265,7 @@ class StepComparison:
         self.made.step()
 
     def end(self) -> bool:
-        """Gather parameters again and compare. Return True after the last step to compare. A collective.
+        """Gather parameters again and compare. Return True after the last step to compare. This is a collective.
 
         Raises:
             ConfigError: The results differ. The error is raised on every rank.
@@ -291,7 +291,7 @@ class StepComparison:
     @property
     def _optimizer(self) -> Optimizer:
         optimizer = self.optimizer()
-        assert optimizer is not None, "its caller keeps it"
+        assert optimizer is not None
         return optimizer
 
     @property

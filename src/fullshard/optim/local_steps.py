@@ -1,10 +1,10 @@
 """Steps of elementwise optimizers on plain shards instead of the `DTensor`s around them.
 
-Optimizers of torch do this automatically from their second step, others from their first one if the user requests it.
+Optimizers of torch do this automatically, starting with their second step. Other optimizers do it after `step_shards`.
 
-Every operation on a `DTensor` is dispatched in Python first, which takes as long as updating a small shard. So during a
-step an optimizer has this rank's shards instead of its parameters. The same operations on the same memory give the same
-bits. Before and after the step, its groups and its state are those of the `DTensor`s.
+Every operation on a `DTensor` is first dispatched in Python, which takes as long as updating a small shard. So during a
+step, the groups and the state of the optimizer have this rank's shards instead of the `DTensor`s. The same operations
+on the same memory give the same bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fullshard.disk.tensors import OnDisk
 from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
-from fullshard.optim.before_step import check_modules, check_same_order, note_outside, point_to_shards
+from fullshard.optim.before_step import check_modules, check_same_order, point_to_shards, register_outside_params
 from fullshard.optim.defer import can_defer, defer
 from fullshard.optim.elementwise import StepComparison, check_elementwise, check_name, trials
 from fullshard.policy.arguments import check_type
@@ -48,7 +48,7 @@ from fullshard.state.on_disk import ChunkedSteps, StatesOnDisk, states_on_disk
 from fullshard.state.optim_state import OWN
 from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
 
-# Exactly these classes: a derived class may do anything.
+# Subclasses are not included, because they may do anything.
 _ELEMENTWISE = frozenset(
     {
         *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
@@ -56,7 +56,7 @@ _ELEMENTWISE = frozenset(
     }
 )
 _LIBRARIES_WITH_KERNELS = {"bitsandbytes", "torchao"}
-_stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have shards at the moment
+_stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers in a step on shards
 _comparisons: weakref.WeakKeyDictionary[Optimizer, StepComparison] = weakref.WeakKeyDictionary()
 _MARK = "_fullshard_steps_shards"
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -71,36 +71,36 @@ def watch_optimizers() -> None:
 
 
 def _loaded_states() -> ModuleType:
-    from fullshard.state import loaded_states  # late: inference does not need it
+    from fullshard.state import loaded_states  # imported here, because inference does not need it
 
     return loaded_states
 
 
 def _budgets() -> ModuleType:
-    from fullshard.state import budget  # late, too
+    from fullshard.state import budget  # imported here for the same reason
 
     return budget
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Prepare a step, or run it. Return changed arguments for the optimizer's own step; None if they do not change."""
+    """Prepare a step of `optimizer`, or run it here. Return new arguments for its own step; None to keep them."""
     if torch.compiler.is_compiling():
         _refuse_compiled_step(optimizer)
     if optimizer in trials:
         return None
     replaced = None
     if optimizer not in _stepping:
-        _give_back(optimizer)
+        _restore(optimizer)
         point_to_shards(optimizer)
         check_modules(optimizer)
         _loaded_states().accept_whole_states(optimizer)
         _check_steps_shards(optimizer)
         if not _may_have_any_order(optimizer):
             check_same_order(optimizer)
-        note_outside(optimizer)
+        register_outside_params(optimizer)
         _budgets().choose_for_budget(optimizer)
         _step_shards(optimizer)
-        replaced = _step_in_place_of(optimizer, args, kwargs)
+        replaced = _step_instead_of(optimizer, args, kwargs)
     _note_step()
     return replaced
 
@@ -119,14 +119,15 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in trials:
         return
     if optimizer not in _stepping:
-        _give_back(optimizer)
-        _show_step(optimizer)
+        _restore(optimizer)
+        _record_writes(optimizer)
     _note_end_of_step()
 
 
-def _show_step(optimizer: Optimizer) -> None:
-    """Increment the versions of the sharded parameters that `optimizer` has updated, as fused and foreach kernels do
-    not. Kept unsharded parameters are gathered again if the version has changed.
+def _record_writes(optimizer: Optimizer) -> None:
+    """Increment the versions of the sharded parameters that `optimizer` has updated.
+
+    Fused and foreach kernels do not change them. Kept unsharded parameters are gathered again if the version changes.
     """
     params = (param for group in optimizer.param_groups for param in group["params"])
     torch.autograd.graph.increment_version(
@@ -138,7 +139,7 @@ def _note_step() -> None:
     """Attribute later events of the trace to a step."""
     global _interrupted
     recorder = active_recorder()
-    if recorder is not None and recorder.origin is not _STEP:  # as it still is after a step that raised
+    if recorder is not None and recorder.origin is not _STEP:  # it still is after a step that raised
         _interrupted = recorder.origin
         note_origin(_STEP)
 
@@ -156,31 +157,31 @@ _interrupted = Origin("", Phase.IDLE)  # the origin before a step, which may run
 def step_shards(optimizer: OptimizerT, *, verify: bool = False) -> OptimizerT:
     """Make `optimizer` step this rank's plain shards instead of the sharded parameters, and return it.
 
-    This is right for optimizers that treat each element, or each block of elements, separately, and needed for those of
-    other libraries whose kernels take plain memory. For bitsandbytes and torchao, which encode states in blocks, shards
-    must be whole blocks. States whose shape is not the parameter's are local to each rank, and are not saved. torch's
-    elementwise optimizers need no such call.
+    Use it for optimizers that treat each element, or each block of elements, separately, and whose kernels need plain
+    memory. torch's elementwise optimizers do not need it. The optimizers of bitsandbytes and torchao encode states in
+    blocks, so their shards must be whole blocks. States whose shape is not the parameter's are local to each rank, and
+    are not saved.
 
-    Optimizers that are known to need whole parameters are refused by name. Others that this package does not know are
-    tried on small test tensors, whole and cut in two, and refused if the steps differ. A warning is logged if they
-    cannot be tried.
+    Optimizers that are known by name to need full parameters raise an error. Unknown optimizers are tested on small
+    tensors, full and split in two, and raise an error if the steps differ. A warning is logged if they cannot be
+    tested.
 
     Args:
-        optimizer: an optimizer without states, or with states.
-        verify: whether to compare the first three steps with those of an optimizer of the same class on whole tensors.
-            Each rank gathers all parameters and gradients for it, and has memory for whole states.
+        optimizer: The optimizer, with or without states.
+        verify: Whether to compare the first three steps with those of an optimizer of the same class on full tensors.
+            For this, each rank gathers all parameters and gradients, and has memory for full states.
 
     Raises:
-        ConfigError: the optimizer needs whole parameters, or shards of whole blocks, which `shard_alignment` of
-            `fully_shard` gives. With `verify`, `step()` raises it, too.
+        ConfigError: The optimizer needs full parameters, or shards that are whole blocks (pass `shard_alignment` to
+            `fully_shard`). With `verify`, `step()` also raises it.
     """
     check_type("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     check_name(optimizer)
     blocks = block_states(optimizer)
     if blocks is not None:
-        blocks.check(_cut_params(optimizer))
+        blocks.check(_sharded_params(optimizer))
     is_known = type(optimizer) in _ELEMENTWISE or type(optimizer) is torch.optim.Rprop
-    if not (is_known or _is_of_library_with_kernels(optimizer) or _has_wholes_only(optimizer)):
+    if not (is_known or _is_of_library_with_kernels(optimizer) or _has_no_shards(optimizer)):
         check_elementwise(optimizer)
     if not hasattr(optimizer.step, _MARK):
         _replace_step(optimizer)
@@ -193,21 +194,21 @@ def _is_of_library_with_kernels(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.split(".")[0] in _LIBRARIES_WITH_KERNELS
 
 
-def _has_wholes_only(optimizer: Optimizer) -> bool:
-    """Return True if no parameter is cut, as under `ddp`, or can be cut before the first step."""
-    return all(isinstance(param, DTensor) for param in _params(optimizer)) and not _cut_params(optimizer)
+def _has_no_shards(optimizer: Optimizer) -> bool:
+    """Return True if all parameters are replicated `DTensor`s, as under `ddp`."""
+    return all(isinstance(param, DTensor) for param in _params(optimizer)) and not _sharded_params(optimizer)
 
 
 def _check_steps_shards(optimizer: Optimizer) -> None:
-    """Refuse optimizers that cannot step `DTensor`s, while they would."""
-    kind, sharded, blocks = type(optimizer), _cut_params(optimizer), block_states(optimizer)
+    """Raise if `optimizer` would step `DTensor`s but cannot."""
+    kind, sharded, blocks = type(optimizer), _sharded_params(optimizer), block_states(optimizer)
     if blocks is not None and blocks.draws:  # replicas must also draw identical numbers
         sharded = [item for item in _params(optimizer) if isinstance(item, DTensor)]
-    if kind is torch.optim.Rprop:  # it writes by masks, which torch does not do to DTensors without a dimension
+    if kind is torch.optim.Rprop:  # it writes by masks, which torch does not support for 0-dim DTensors
         sharded = sharded or [item for item in _params(optimizer) if isinstance(item, DTensor) and not item.ndim]
     if not sharded or hasattr(optimizer.step, _MARK):
         return
-    if kind is torch.optim.Adafactor:  # the others' sums are taken by operations on DTensors
+    if kind is torch.optim.Adafactor:
         check_name(optimizer)
     if kind is torch.optim.Rprop or _is_of_library_with_kernels(optimizer):
         raise ConfigError(
@@ -218,14 +219,14 @@ def _check_steps_shards(optimizer: Optimizer) -> None:
 
 
 def _may_have_any_order(optimizer: Optimizer) -> bool:
-    """Return True if a step gives the same values whatever the order of the parameters is, on each rank."""
+    """Return True if the order of the parameters of `optimizer` does not affect a step."""
     blocks = block_states(optimizer)
     if blocks is not None and blocks.draws:  # random numbers, which must be identical on replicas
         return False
     return type(optimizer) in _ELEMENTWISE or hasattr(optimizer.step, _MARK) or isinstance(optimizer, ChunkedSteps)
 
 
-def _cut_params(optimizer: Optimizer) -> list[Tensor]:
+def _sharded_params(optimizer: Optimizer) -> list[Tensor]:
     params = (param for group in optimizer.param_groups for param in group["params"])
     return [
         param for param in params if isinstance(param, DTensor) and any(isinstance(p, Shard) for p in param.placements)
@@ -242,13 +243,13 @@ def _step_shards(optimizer: Optimizer) -> None:
 
 def _replace_step(optimizer: Optimizer) -> None:
     known: Any = optimizer.step
-    # No reference to the optimizer, which would be a cycle: a function of the class, or a scheduler's replacement.
+    # Use the function of the class, or a scheduler's replacement. A bound method would be a reference cycle.
     inner = getattr(known, "__func__", None) or (lambda _, *args, **kwargs: known(*args, **kwargs))
-    optimizer.step = _stepping_shards(optimizer, known, inner)  # type: ignore[method-assign]
+    optimizer.step = _shard_stepping(optimizer, known, inner)  # type: ignore[method-assign]
 
 
-def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Callable[..., Any]) -> Any:
-    from fullshard.optim.plain_step import note_params, plain_step  # late, too
+def _shard_stepping(optimizer: Optimizer, known: Callable[..., Any], inner: Callable[..., Any]) -> Any:
+    from fullshard.optim.plain_step import note_params, plain_step  # imported here for the same reason
 
     owner = weakref.ref(optimizer)
 
@@ -267,10 +268,10 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
         if not torch.compiler.is_compiling():
             check_modules(optimizer)
             _loaded_states().accept_whole_states(optimizer)
-            note_outside(optimizer)  # which may have more parameters since its last step
-            _budgets().choose_for_budget(optimizer)  # before tiers are looked up: its hook runs after that
-        usual = None if args or kwargs or torch.compiler.is_compiling() else plain_step(optimizer)
-        disk, on_cpu = states_on_disk(optimizer), {} if usual is not None else _on_cpu(optimizer)
+            register_outside_params(optimizer)  # parameters may have been added since the last step
+            _budgets().choose_for_budget(optimizer)  # before tiers are looked up
+        plain = None if args or kwargs or torch.compiler.is_compiling() else plain_step(optimizer)
+        disk, on_cpu = states_on_disk(optimizer), {} if plain is not None else _on_cpu(optimizer)
         for unit in on_cpu:
             unit.residency.run_deferred_steps()
         if disk is not None or on_cpu:
@@ -281,13 +282,13 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
             return _step_outside_of_graphs(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
         if block_states(optimizer) is not None and not torch.compiler.is_compiling():  # their kernels take no DTensors
             return _step_in_chunks(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
-        # A closure, or a hook of the user, must see the parameters that the user knows.
+        # A closure or a hook of the user must see the sharded parameters.
         if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
             return inner(optimizer, *args, **kwargs)
-        if usual is not None:
-            return _step_as_usual(optimizer, usual, inner)
+        if plain is not None:
+            return _step_plain(optimizer, plain, inner)
         point_to_shards(optimizer)
-        with _having_shards(optimizer):
+        with _swapped_for_shards(optimizer):
             result = inner(optimizer)
         note_params(optimizer)
         return result
@@ -295,36 +296,36 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
     def step(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             _refuse_compiled_step(owner())  # type: ignore[arg-type]  # as below
-        if all(value is None for value in (*args, *kwargs.values())):  # `closure=None` is no closure
+        if all(value is None for value in (*args, *kwargs.values())):  # `closure=None`
             args, kwargs = (), {}
         return step_of(owner(), *args, **kwargs)  # type: ignore[arg-type]  # the caller keeps the optimizer alive
 
     update_wrapper(step, known)
     del step.__wrapped__  # type: ignore[attr-defined]  # it is bound to the optimizer
     setattr(step, _MARK, True)
-    step.__func__ = step_of  # type: ignore[attr-defined]  # schedulers of torch's take methods apart
+    step.__func__ = step_of  # type: ignore[attr-defined]  # torch's schedulers read `__func__`
     return step
 
 
-def _step_as_usual(optimizer: Optimizer, usual: Any, inner: Callable[..., Any]) -> Any:
+def _step_plain(optimizer: Optimizer, plain: Any, inner: Callable[..., Any]) -> Any:
     states: dict[Tensor, dict[str, Any]] = {}
     try:
-        with _having(optimizer, None), usual.exchanged() as states:
+        with _restricted_to(optimizer, None), plain.exchanged() as states:
             return inner(optimizer)
     finally:
-        for param, name, value in usual.replaced_values(states):
+        for param, name, value in plain.replaced_values(states):
             optimizer.state[param][name] = _placed_as(param, value)
 
 
 @contextmanager
-def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None) -> Iterator[None]:
+def _swapped_for_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None) -> Iterator[None]:
     """Context manager that replaces the sharded parameters of `optimizer` that have a gradient by plain shards.
 
-    If `params` are given, the optimizer has only these meanwhile.
+    If `params` are given, the optimizer has only these parameters in the context.
     """
     state = optimizer.state
     swapped: list[tuple[Any, Tensor]] = []  # (parameter, shard)
-    with _having(optimizer, params):
+    with _restricted_to(optimizer, params):
         for group in optimizer.param_groups:
             group["params"] = [_shard_of(param, swapped) for param in group["params"]]
         given: dict[Tensor, dict[str, Any]] = {}
@@ -350,7 +351,7 @@ def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None)
 
 
 @contextmanager
-def _having(optimizer: Optimizer, params: Iterable[Tensor] | None) -> Iterator[None]:
+def _restricted_to(optimizer: Optimizer, params: Iterable[Tensor] | None) -> Iterator[None]:
     """Context manager that restricts `optimizer` to `params`, if given, and restores its parameters afterwards."""
     given = [group["params"] for group in optimizer.param_groups]
     if params is not None:
@@ -367,12 +368,12 @@ def _having(optimizer: Optimizer, params: Iterable[Tensor] | None) -> Iterator[N
 
 
 def _shard_of(param: nn.Parameter, swapped: list[tuple[Any, Tensor]]) -> Tensor:
-    """Return this rank's shard of `param`, with its gradient, and record it in `swapped`; or return `param` itself."""
+    """Return this rank's shard of `param` with its gradient, and record it in `swapped`. Return other `param`s."""
     grad = param.grad
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or managed_by(param) is None:
         return param
     shard: Tensor = param._local_tensor
-    if not shard.ndim:  # with one dim, or its state would have the shape of a count of steps
+    if not shard.ndim:  # use a 1-D view, because the state would otherwise have the shape of a step count
         shard, local_grad = shard.view(1), grad._local_tensor.view(1)
     else:
         local_grad = grad._local_tensor
@@ -384,17 +385,14 @@ def _shard_of(param: nn.Parameter, swapped: list[tuple[Any, Tensor]]) -> Tensor:
 
 
 def _local_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the `state` of a parameter with plain tensors, and those tensors of it that share memory with `state`.
-
-    In-place writes to the latter also change `state`.
-    """
+    """Return the `state` of a parameter with plain tensors, and the subset that shares memory with `state`."""
     local, shared = dict[str, Any](), dict[str, Any]()
     for name, value in state.items():
         if not isinstance(value, DTensor):
             local[name] = shared[name] = value
             continue
         own: Tensor = value._local_tensor
-        if isinstance(own, OnDisk):  # another optimizer's, whose state dict was loaded
+        if isinstance(own, OnDisk):  # loaded from the state dict of another optimizer
             own = own.fetch()
             local[name] = own if value.ndim else own.view(1)
         else:
@@ -403,7 +401,7 @@ def _local_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _was_moved(known: Any, value: Any) -> bool:
-    """Return True if a step gave `value`, a view of the 0-dim `known`, other memory. With dims, they are one object."""
+    """Return True if `known` is 0-dim, and a step has moved `value`, its 1-D view, to other memory."""
     return isinstance(known, DTensor) and not known.ndim and address(value) != address(known._local_tensor)
 
 
@@ -425,13 +423,13 @@ def _placed_as(param: DTensor, value: Any) -> Any:
     return make_dtensor(value, param.device_mesh, tuple(param.placements), tuple(param.shape))
 
 
-# -- a portion at a time ----------------------------------------------------------------------------------------------
+# -- steps in chunks --------------------------------------------------------------------------------------------------
 
-_BY_PARAMETER = frozenset({torch.optim.Adafactor})  # in addition to the elementwise ones; whole parameters, one by one
+_BY_PARAMETER = frozenset({torch.optim.Adafactor})  # steps each full parameter separately
 _given: weakref.WeakKeyDictionary[Optimizer, list[list[Tensor]]] = weakref.WeakKeyDictionary()
-"""The parameters, by group, of optimizers that were stepped in parts, until their own step is over."""
+"""The parameters, by group, of optimizers that were stepped in chunks, until their own step is over."""
 _withheld: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""For each, restores the user's hooks, which its own step must not call a second time."""
+"""Functions that restore the user's hooks of these optimizers, which their own step must not call again."""
 
 
 Run = Callable[[Sequence[Tensor]], None]
@@ -440,16 +438,16 @@ Run = Callable[[Sequence[Tensor]], None]
 def _step_in_chunks(
     optimizer: Optimizer, step_all: Callable[[Run], None], inner: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Run the step `inner` of `optimizer`, one portion at a time, and return the result of the closure, if given.
+    """Run the step `inner` of `optimizer` in chunks, and return the result of the closure, if given.
 
-    The closure is called once, before any parameter is stepped. The user's hooks are called before and after all
-    portions.
+    The closure is called once, before any parameter is stepped. The user's hooks are called before the first and after
+    the last chunk.
 
     Args:
-        step_all: calls its argument with the parameters of each portion.
+        step_all: A function that calls its argument with the parameters of each chunk.
     """
     with without_step_hooks(optimizer) as (before, after):
-        for hook in before:  # which is given what torch gives it
+        for hook in before:
             (_, *args), kwargs = hook(optimizer, (optimizer, *args), kwargs) or ((optimizer, *args), kwargs)
         closure, *others = args or (kwargs.get("closure"),)
         options = {name: value for name, value in kwargs.items() if name != "closure"}
@@ -458,18 +456,18 @@ def _step_in_chunks(
             with torch.enable_grad():
                 loss = closure()
         point_to_shards(optimizer)
-        having = _having if type(optimizer) in _BY_PARAMETER else _having_shards
+        swap = _restricted_to if type(optimizer) in _BY_PARAMETER else _swapped_for_shards
         chunks = itertools.count()
 
         def run(params: Sequence[Tensor]) -> None:
-            for its, drawing in _drawing_identically(optimizer, params, next(chunks)):
-                with having(optimizer, its), drawing:
+            for its, drawing in _with_identical_random_numbers(optimizer, params, next(chunks)):
+                with swap(optimizer, its), drawing:
                     inner(optimizer, *([None, *others] if others else []), **options)
-                _note_step()  # since hooks of `inner` have recorded its end
+                _note_step()  # again, because hooks of `inner` have recorded its end
 
         _note_step()
         step_all(run)
-        _show_step(optimizer)
+        _record_writes(optimizer)
         _note_end_of_step()
         for hook in after:
             hook(optimizer, (optimizer, *args), kwargs)
@@ -505,9 +503,9 @@ def _step_separately(
     *,
     may_wait: bool,
 ) -> None:
-    """Step parameters on the device, in portions if states are on a disk, and those `on_cpu` on the CPU.
+    """Step parameters on the device, in chunks if states are on a disk, and parameters `on_cpu` on the CPU.
 
-    The CPU steps units in the order of their gradients, while the device is stepping, or later if `may_wait`.
+    The CPU steps units in the order of their gradients, while the device steps, or later if `may_wait`.
     """
     there = {id(param) for params in on_cpu.values() for param in params}
     if disk is None:
@@ -527,13 +525,13 @@ def _step_on_cpu(run: Run, unit: Unit, params: Sequence[nn.Parameter]) -> None:
         run(params)
 
 
-def _drawing_identically(
+def _with_identical_random_numbers(
     optimizer: Optimizer, params: Sequence[Tensor], chunk: int
 ) -> Iterator[tuple[Sequence[Tensor], AbstractContextManager[Any]]]:
-    """Yield `params`, grouped by the ranks that have the same parts, and a context to step each group in.
+    """Yield groups of `params` with the same mesh, and a context to step each group in.
 
-    In this context random numbers depend on the step, the portion and the part only. So stochastic rounding is the same
-    on all ranks with the same parts.
+    In this context random numbers depend only on the step, the chunk and the rank's coordinate on sharded axes. So
+    stochastic rounding is identical on all replicas.
     """
     blocks = block_states(optimizer)
     if blocks is None or not blocks.draws:
@@ -559,7 +557,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
     state = module.get_rng_state()
     if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)  # and no other device's
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed all devices
     else:
         module.manual_seed(seed)
     try:
@@ -569,11 +567,11 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _complex_without_view(optimizer: Optimizer) -> DTensor | None:
-    """Return a complex parameter that an optimizer of torch cannot step as a `DTensor`, if `optimizer` has one.
+    """Return a complex parameter that an optimizer of torch cannot step as a `DTensor`; None if there is none.
 
-    Optimizers view complex tensors as real ones. A `DTensor` that ranks have unequal parts of along its last dim is
-    gathered for that, so what is written to the view is lost. One without a dim raises `RuntimeError`. A view of one on
-    a disk, or of its states there, is a copy in memory.
+    Optimizers view complex tensors as real ones. If a `DTensor` is sharded unevenly along its last dim, torch gathers
+    it for the view, so writes to the view are lost. For a 0-dim `DTensor` it raises `RuntimeError`. The view of a
+    parameter or a state on a disk is a copy in memory.
     """
     for param in _params(optimizer):
         if param.is_complex() and isinstance(param, DTensor):
@@ -588,12 +586,12 @@ def _complex_without_view(optimizer: Optimizer) -> DTensor | None:
     return None
 
 
-def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Step `optimizer` in parts, if it has any, when its own step begins, and remove its parameters until that is over.
+def _step_instead_of(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Step `optimizer` in chunks if necessary, and remove its parameters until its own step is over.
 
-    With a closure, its own step is used: all its states are in memory then, and are written to the disk afterwards. But
-    it is not used for complex parameters that have no view: the arguments returned give it the closure's result. The
-    user's hooks, which may exist on some ranks only, do not matter: they are called here, around all parts.
+    With a closure, its own step runs with all states in memory, which are written to the disk afterwards. For complex
+    parameters without a view, it runs without parameters: the returned arguments contain a closure that returns the
+    loss. The user's hooks, which may exist on some ranks only, are called here, before and after all chunks.
     """
     disk = None if isinstance(optimizer, ChunkedSteps) else states_on_disk(optimizer)
     on_cpu, complex_param = _on_cpu(optimizer), _complex_without_view(optimizer)
@@ -615,7 +613,7 @@ def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
             "fullshard.optim.Muon. If it treats each element separately, use fullshard.optim.step_shards(optimizer)."
         )
     _given[optimizer] = [group["params"] for group in optimizer.param_groups]
-    has_closure = len(args) > 1 or bool(kwargs)  # the optimizer is one
+    has_closure = len(args) > 1 or bool(kwargs)  # args[0] is the optimizer
     if has_closure and complex_param is None:
         return None
     step_all = partial(_step_separately, optimizer, disk, on_cpu, may_wait=False)
@@ -630,7 +628,7 @@ def _nothing() -> None:
     """Do nothing, since no hooks were withheld."""
 
 
-def _give_back(optimizer: Optimizer) -> None:
+def _restore(optimizer: Optimizer) -> None:
     """Restore the parameters and hooks of `optimizer`, and write their states to the disk."""
     _withheld.pop(optimizer, _nothing)()
     given = _given.pop(optimizer, None)

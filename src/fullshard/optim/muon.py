@@ -1,9 +1,9 @@
-"""Muon for sharded matrices: every matrix is orthogonalised once, by one rank, and not once on every rank.
+"""Muon for sharded matrices. Every matrix is orthogonalised once, by one rank, instead of on every rank.
 
 The algorithm is that of Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024,
-https://kellerjordan.github.io/posts/muon): a step goes along the momentum with its singular values replaced by numbers
-around 1, which a Newton-Schulz iteration finds. The learning rate "match_rms_adamw" is that of Liu et al., "Muon is
-Scalable for LLM Training" (2025, arXiv:2502.16982). Numbers are those of `torch.optim.Muon`, operation by operation.
+https://kellerjordan.github.io/posts/muon). The update is the momentum with its singular values replaced by numbers
+close to 1, which a Newton-Schulz iteration computes. The learning rate "match_rms_adamw" is that of Liu et al., "Muon
+is Scalable for LLM Training" (2025, arXiv:2502.16982). The operations are those of `torch.optim.Muon`.
 
 [Note: how matrices are exchanged]
 Momenta are updated in shards. The iteration needs the whole matrix and computes in bfloat16. So messages are bfloat16,
@@ -16,11 +16,11 @@ and C by rank 1:
     rank 1    [A1 B1][C1]     [C0][C1]
 
 One all-to-all sends slices of `own_part` to the receive buffers of the owners. The owners overwrite the parts with
-their results, and a second all-to-all sends them back. Along a mesh axis whose ranks have the same parts nothing is
-collected, and results are sent along it at the end. If a matrix is cut along several axes (by tensor parallelism or
-expert parallelism in addition to the shard axis), these count as one axis: all the ranks that have different parts.
+their results, and a second all-to-all sends them back. Along a mesh axis whose ranks have the same parts, only the
+results are sent, at the end. If a matrix is sharded along several axes (by tensor parallelism or expert parallelism in
+addition to the shard axis), these count as one axis of all ranks with different parts.
 
-Each matrix of a stack (experts) is separate. A rank that has a matrix whole owns it, and nothing of it is sent.
+Each matrix of a stack (experts) is separate. A rank that has a full matrix owns it, without communication.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _VARIANTS = 1024  # the number of sets of matrices that the channel distinguishe
 
 
 class Muon(torch.optim.Optimizer, ChunkedSteps):
-    """Muon for matrices that are sharded under any strategy, or not at all, with the arguments of `torch.optim.Muon`.
+    """Muon for sharded and plain matrices under any strategy, with the arguments of `torch.optim.Muon`.
 
     On one process the results are bitwise identical to `torch.optim.Muon`. On several processes they are identical to
     those of one process with the same gradients, under every strategy. With bfloat16 parameters they are close to
@@ -74,8 +74,9 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
     they compute. Matrices that are not `DTensor`s are orthogonalised on each rank. Every rank must call `step`, with
     gradients of the same parameters.
 
-    A 3-D parameter is a stack of matrices, one per expert or head. Each is orthogonalised separately, and locally if a
-    rank has it whole. Matrices may be cut along any axes of their mesh, also by tensor or expert parallelism.
+    A 3-D parameter is a stack of matrices, one per expert or head. Each matrix is orthogonalised separately, and
+    locally if a rank has all of it. Matrices may be sharded along any axes of their mesh, also by tensor or expert
+    parallelism.
 
     Muon is for the weight matrices of hidden layers. Give embeddings, output heads, biases and norms to another
     optimizer:
@@ -184,7 +185,7 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
                 number += 1
 
     def _matrices_by_team(self) -> dict[Team, list[Matrix]]:
-        """All parameters, with a gradient or without."""
+        """Return the matrices of all parameters, with or without gradients, by team."""
         found: dict[Team, list[Matrix]] = {}
         named = {id(param): (name, group) for name, group, param in self._named()}
         for param in in_model_order([param for _, _, param in self._named()]):
@@ -261,11 +262,11 @@ class Cuts:
     whole_part: int | None
 
     def has(self, part: int) -> bool:
-        """Return True if `part` of the parameter has anything of this matrix."""
+        """Return True if `part` of the parameter contains elements of this matrix."""
         return all(at in span for at, span in zip(self.index, self.spans[part], strict=False))
 
     def tile(self, part: int) -> tuple[slice, slice]:
-        """Return the rows and columns that `part` has."""
+        """Return the rows and columns of the matrix in `part` of the parameter."""
         if not self.has(part):
             return slice(0), slice(0)
         rows, columns = self.spans[part][-2:]
@@ -376,8 +377,7 @@ def _matrices(
 def _divided(
     shape: tuple[int, ...], cuts: tuple[tuple[int, int], ...], places: tuple[tuple[int, ...], ...]
 ) -> tuple[list[list[range]], list[int | None]]:
-    """Return the division of a parameter: each part's positions along each dim, and for each matrix the part that is
-    the whole matrix, if there is one.
+    """Return the positions of each part of a parameter along each dim, and for each matrix the part that has all of it.
 
     Args:
         shape: The shape of the parameter.
@@ -423,7 +423,7 @@ def divide(
     limit: int,
     allowed: Mapping[int, Sequence[int]] | None = None,
 ) -> list[list[list[int]]]:
-    """Divide the work into batches, at least one: `divide(...)[batch][owner]` are indices of matrices.
+    """Divide the work into batches. `divide(...)[batch][owner]` are indices of matrices.
 
     Matrices are assigned in descending order of their cost, each to the owner with the least work so far. So the
     maximum work of an owner is at most 4/3 of that in the best division (Graham, 1969, "Bounds on multiprocessing
@@ -450,10 +450,11 @@ class Team:
     They are numbered with the last transport varying fastest. Results are sent back along the last transport first.
 
     Args:
-        transports: to the ranks with the same parts along each axis of the mesh; then, if matrices are cut, to all
-            ranks with different parts, along one axis or several. A plain tensor has none, and a team of one rank.
-        places: the coordinates of the ranks with different parts on the axes along which matrices are cut.
-        device: where matrices are orthogonalised.
+        transports: The collectives of the ranks with the same parts along each axis of the mesh; then, if matrices are
+            sharded, of all ranks with different parts, along one or several axes. Empty for a plain tensor, whose team
+            is one rank.
+        places: The coordinates of the ranks with different parts on the sharded axes.
+        device: The device that orthogonalises matrices.
     """
 
     transports: tuple[Collectives, ...]
@@ -476,12 +477,12 @@ class Team:
 
     @property
     def is_sharded(self) -> bool:
-        """True if some ranks have different parts: those along the last transport."""
+        """True if the ranks along the last transport have different parts."""
         return bool(self.places)
 
     @property
     def parts(self) -> int:
-        """The number of parts that a matrix is cut into."""
+        """The number of parts of a matrix."""
         return self.transports[-1].world if self.is_sharded else 1
 
     @property
@@ -508,15 +509,15 @@ class Team:
         first = self.number - self.part
         return range(first, first + self.parts)
 
-    def behind(self, axis: int, rank: int) -> range:
-        """Return the owners whose results `rank` of `axis` has, once results were sent back along the axes after it."""
+    def owners_reached(self, axis: int, rank: int) -> range:
+        """Return the owners whose results `rank` of `axis` has after results were sent back along the later axes."""
         each = math.prod(transport.world for transport in self.transports[axis + 1 :])
         every = each * self.transports[axis].world
         first = self.number // every * every + rank * each
         return range(first, first + each)
 
     def _resident(self, matrices: Sequence[Matrix]) -> dict[int, range]:
-        """Return the owners of those of `matrices` that some ranks have whole, while others have no part."""
+        """Return the possible owners of each of `matrices` that is complete on some ranks and absent on others."""
         whole_parts = {i: matrix.cuts.whole_part for i, matrix in enumerate(matrices)}
         return {
             i: range(whole_part, self.size, self.parts)
@@ -525,10 +526,10 @@ class Team:
         }
 
     def step(self, matrices: Sequence[Matrix], note: str) -> None:
-        """Step `matrices`, batch by batch. Meanwhile the next batch is sent to the owners and the last one back.
+        """Step `matrices` in batches. The next batch is sent to the owners, and the previous one back, during compute.
 
         Args:
-            matrices: the same on every rank, and each with a gradient.
+            matrices: Matrices with gradients, identical on every rank.
             note: A remark about special properties.
         """
         which = ", ".join(dict.fromkeys(f"{matrix.name} {tuple(matrix.param.shape)}" for matrix in matrices))
@@ -550,10 +551,10 @@ class MatrixBatch:
     """Some matrices that are sent to their owners and back. See [Note: how matrices are exchanged].
 
     Args:
-        team: the ranks.
-        by_owner: the matrices that each of them orthogonalises.
-        parity: 0 and 1 alternately: two batches are pending at the same time.
-        which: names and shapes of all the matrices, so that other matrices of another rank do not arrive as these.
+        team: The ranks.
+        by_owner: The matrices that each rank orthogonalises.
+        parity: 0 and 1 alternately, because two batches are pending at the same time.
+        which: The names and shapes of all matrices. Messages of different matrices have different tags.
         note: A remark about special properties.
     """
 
@@ -605,13 +606,13 @@ class MatrixBatch:
         self.take_back()
 
     def take_back(self) -> None:
-        """Start to send the results back along the next axis, to the ranks with other parts or with the same."""
+        """Start to send the results back along the next axis."""
         self._wait()
         if not self._axes:
             return
         axis = self._axes.pop()
         transport = self._team.transports[axis]
-        received = [self._region(self._team.behind(axis, rank)) for rank in range(transport.world)]
+        received = [self._region(self._team.owners_reached(axis, rank)) for rank in range(transport.world)]
         if self._team.is_sharded and axis == len(self._team.transports) - 1:
             sent, common_nbytes = self._received, self._partners_nbytes
         else:
@@ -667,7 +668,7 @@ _alongside: Kept[tuple[DeviceMesh, tuple[int, ...]], _Alongside] = Kept("ranks a
 def _along(mesh: DeviceMesh, axes: Sequence[int]) -> _Alongside:
     """Return a process group of this rank along `axes` of `mesh`, and the coordinates of its ranks on these axes."""
     own_part = mesh.get_coordinate()
-    assert own_part is not None, "a rank of the mesh steps"
+    assert own_part is not None
     alongside = mesh.mesh[tuple(slice(None) if axis in axes else at for axis, at in enumerate(own_part))]
     at = {int(alongside[place]): place for place in product(*(range(mesh.size(axis)) for axis in axes))}
     group = mesh.get_group(axes[0]) if len(axes) == 1 else subgroup(list(at))

@@ -1,8 +1,8 @@
-"""The usual step on plain shards: every parameter has a gradient, and all states are tensors in memory.
+"""A fast path for steps on plain shards, if every parameter has a gradient and all states are tensors in memory.
 
-Then parameters, gradients and states are exchanged for plain tensors by functions of C, at a fraction of the time that
-`local_steps.py` needs for the general case. Nothing is kept between steps but the units of the parameters, so that
-states and shards can be replaced, moved and freed at any time.
+Parameters, gradients and states are exchanged for plain tensors by functions of C. This takes a fraction of the time of
+the general case in `local_steps.py`. Only the units of the parameters are kept between steps, so states and shards can
+be replaced, moved and freed at any time.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PlainStep:
             torch.autograd.graph.increment_version(self._params)
 
     def replaced_values(self, plain: dict[Tensor, dict[str, Any]]) -> Iterator[tuple[Any, str, Any]]:
-        """Yield the state values that the step has made, or replaced: parameter, name, and plain value."""
+        """Yield the state values that the step has created or replaced, as (parameter, name, plain value)."""
         if len(plain) == len(self._values) and all(map(_are_same, self._values, map(dict.values, plain.values()))):
             return
         params = {id(shard): param for shard, param in zip(self._shards, self._params, strict=True)}
@@ -89,7 +89,7 @@ class PlainStep:
 
 
 def plain_step(optimizer: Optimizer) -> PlainStep | None:
-    """Return the exchange for the next step of `optimizer`; None if it is not a usual one, or its first one."""
+    """Return the exchange for the next step of `optimizer`; None if the fast path does not support it."""
     entries = [entry() for entry in _managed.get(optimizer, ())]
     params: list[nn.Parameter] = [param for group in optimizer.param_groups for param in group["params"]]
     if None in entries or not _are_same([*map(_SHARDED, entries)], params):

@@ -104,7 +104,7 @@ def read_run(folder: Path) -> Run:
     busy_s, starved_s, held, work = np.moveaxis(table[:, :, len(PARTS) :], 2, 0)
     step_s = parts.sum(axis=2)
     exposed = parts[:, :, PARTS.index("gather")] + parts[:, :, PARTS.index("reduce")]
-    links = tuple(_reached(rank) for rank in ranks)
+    links = tuple(float(rank.units.get("best_bytes_per_s", 0.0)) / 1e9 for rank in ranks)
     link = newest["link_bytes_per_s"]
     shown = _shown_step(ranks, steps, step_s)
     return Run(
@@ -271,11 +271,6 @@ def _units(ranks: Sequence[_RankLog]) -> tuple[UnitTimes, ...]:
         recomputed = bool(mean.pop("recomputed"))
         found.append(UnitTimes(**unit, **mean, recomputed=recomputed))
     return tuple(found)
-
-
-def _reached(rank: _RankLog) -> float:
-    """Return the best bandwidth of all all-gathers of this rank in GB/s; 0 if there were none."""
-    return float(rank.units.get("best_bytes_per_s", 0.0)) / 1e9
 
 
 def _host_waits(ranks: Sequence[_RankLog]) -> tuple[HostWait, ...]:

@@ -459,7 +459,9 @@ def gradients_in_float32(figures: RunFigures, rule: Rule) -> Finding | None:
         return None
     both = zip(figures.run.units, figures.waits.by_unit, strict=True)
     wide = [
-        (item, reduce) for item, (_, reduce) in both if _is_half(item.param_dtype) and item.reduce_dtype == "float32"
+        (item, reduce)
+        for item, (_, reduce) in both
+        if item.param_dtype in ("bfloat16", "float16") and item.reduce_dtype == "float32"
     ]
     exposed = sum(reduce for _, reduce in wide)
     if exposed / 2 < rule.least:
@@ -471,10 +473,6 @@ def gradients_in_float32(figures: RunFigures, rule: Rule) -> Finding | None:
     dtype = wide[0][0].param_dtype
     change = f"Sum in {dtype} (`MixedPrecisionPolicy(reduce_dtype=...)`, `--reduce-dtype`) to halve the bytes."
     return rule.found(stated, change, lost=exposed / 2)
-
-
-def _is_half(dtype: str) -> bool:
-    return dtype in ("bfloat16", "float16")
 
 
 @rule(

@@ -21,12 +21,10 @@ from fullshard.report.run import (
     COUNTERS,
     PARTS,
     Finding,
-    OutOfMemory,
     Run,
     Shard,
     Span,
     StepMemory,
-    TensorHeld,
     TierBytes,
     UnitTimes,
 )
@@ -55,7 +53,7 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
         "hosts": len({rank.host for rank in run.ranks}),
         "steps": _steps(run),
         "findings": [asdict(finding) for finding in findings],
-        "out_of_memory": _out_of_memory(run.out_of_memory),
+        "out_of_memory": None if run.out_of_memory is None else asdict(run.out_of_memory),
         "step": _step(run),
         "over_steps": _over_steps(run),
         "host_waits": [
@@ -327,15 +325,11 @@ def memory_curve(memory: StepMemory | None) -> dict[str, Any] | None:
         "peak_by_state": {state: int(values[memory.peak]) for state, values in memory.by_state.items()},
         "predicted": None if memory.predicted is None else memory.predicted[places],
         "predicted_bytes": None if memory.predicted is None else int(memory.predicted.max()),
-        "largest": _tensors(memory.largest),
+        "largest": [asdict(item) for item in memory.largest],
         "held": memory.held,
         "limit": memory.limit,
         "moments": len(total),
     }
-
-
-def _tensors(held: Iterable[TensorHeld]) -> list[dict[str, Any]]:
-    return [asdict(item) for item in held]
 
 
 def _held(run: Run) -> dict[str, Any] | None:
@@ -548,10 +542,6 @@ def _hardware(run: Run) -> dict[str, Any] | None:
         "curves": {name: _curve(values) for name, values in used.items()},
         "zero": [name for name in run.counters if name not in used],
     }
-
-
-def _out_of_memory(found: OutOfMemory | None) -> dict[str, Any] | None:
-    return None if found is None else asdict(found)
 
 
 def _alongside(run: Run, other: Run) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from fullshard._compat import holds_tensors, make_dtensor, tree_map
 from fullshard.comm.mesh import own_part
 from fullshard.comm.routes import collectives_for
-from fullshard.engine.comparison import meet
+from fullshard.engine.comparison import barrier
 from fullshard.engine.managed import managed_by
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.sharded_param import full_copy
@@ -254,7 +254,7 @@ def _meet(model: nn.Module, named: StateDict, doing: str) -> None:
 
     for fqn, values in named["state"].items():
         tree_map(partial(note, fqn), values)
-    meet(units_in(model), f"{doing}: {len(forms)} sharded states ({crc32(repr(forms).encode()):08x})")
+    barrier(units_in(model), f"{doing}: {len(forms)} sharded states ({crc32(repr(forms).encode()):08x})")
 
 
 def _is_of_shard_alone(value: Any) -> bool:

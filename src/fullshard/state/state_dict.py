@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fullshard._compat import dtensor_like, own_hook
 from fullshard.comm.mesh import check_own_part
 from fullshard.device.memory import in_separate_storage
-from fullshard.engine.comparison import meet
+from fullshard.engine.comparison import barrier
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.late_params import LateParams
 from fullshard.engine.managed import Managed, managed_by
@@ -249,7 +249,7 @@ def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: st
     config = settings.state_dict_config
     drops = full and getattr(config, "rank0_only", False) and not is_first_rank(module)
     if full:
-        meet(units_in(module), "state_dict() of whole tensors")
+        barrier(units_in(module), "state_dict() of whole tensors")
     live = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())} if full else set()
     for key in [key for key in state if key.startswith(prefix)]:
         value = state[key]

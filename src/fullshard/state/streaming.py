@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.routes import collectives_for
-from fullshard.engine.comparison import meet
+from fullshard.engine.comparison import barrier
 from fullshard.engine.hooks import check_idle
 from fullshard.engine.late_params import LateParams
 from fullshard.engine.managed import Managed, managed_by
@@ -93,7 +93,7 @@ def stream_weights(
                 "tensors and cannot be streamed. To skip it, return None for it from rename."
             )
     if units:
-        meet(units, "stream_weights")
+        barrier(units, "stream_weights")
     return _stream(weights, bucket_bytes, gives=to_rank is None or dist.get_rank() == to_rank)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fullshard._compat import marks_of
 from fullshard.device.accelerator import accelerator_for
-from fullshard.engine.comparison import meet
+from fullshard.engine.comparison import barrier
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import managed_by
 from fullshard.engine.registry import is_unit, units_in, unwrapped
@@ -86,7 +86,7 @@ def summon_full_params(
         if unit.residency.state is not UnitState.SUMMONED:
             unit.residency.reshard()
             unit.check_replacements()
-    meet(units, "summon_full_params")
+    barrier(units, "summon_full_params")
     wish = _Wish(writeback, offload_to_cpu, with_grads, shows=not rank0_only or is_first_rank(module))
     with ExitStack() as stack:
         for unit in units:

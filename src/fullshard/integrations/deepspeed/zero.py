@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate
 
 from fullshard._compat import dtensor_like, make_dtensor, marks_of
 from fullshard.comm.routes import collectives_for
-from fullshard.engine.comparison import meet
+from fullshard.engine.comparison import barrier
 from fullshard.engine.hooks import check_idle
 from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.residency import UnitState
@@ -72,7 +72,7 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
     for unit in outermost:
         check_idle(unit, "to be gathered")
         unit.check_materialized()
-    meet(units, "GatheredParameters")
+    barrier(units, "GatheredParameters")
     wholes = [_show_whole(item) for item in gathered]
     for unit in outermost:
         unit.residency.summon()
