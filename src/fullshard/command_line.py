@@ -62,7 +62,7 @@ class Command(Generic[S]):
         return parse(self.settings, argv, prog=self.usage, description=self.description, defaults=defaults)
 
     def take_words(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the positional arguments in `argv` and the remaining items, see `take_words`."""
+        """Return the positional arguments in `argv` and the remaining items."""
         return take_words(self.settings, argv, self.words, prog=self.prog)
 
     @property

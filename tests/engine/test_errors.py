@@ -2201,7 +2201,7 @@ class Perceptrons(nn.Module):
         return self.layers[1](x) if self.how == "twice" else x * self.scale
 
 
-@mistake(ConfigError, "pp: layer of Perceptrons is not there. Pass the nn.ModuleList or .*: layers", ranks=0)
+@mistake(ConfigError, "pp: layer of Perceptrons is missing. Pass the nn.ModuleList or .*: layers", ranks=0)
 def stages_of_what_is_not_there() -> None:
     in_two_stages(Perceptrons, "layer")
 

@@ -5,11 +5,11 @@ Autograd saves views of an unsharded parameter in forward and reads them in back
 the memory. Before backward the *same* storage is allocated and gathered into again, so the saved views are valid again.
 With values in another storage, those views would read stale memory, and no error would be raised.
 
-[Note: units take turns on slots]
-On an accelerator the caching allocator makes freeing and allocating cheap. On a CPU, memory that was given back to the
-system is faulted in again page by page, at several times the cost of a copy. There, once the order of units is known,
-units that are never unsharded at the same time share long-lived storages, called slots. A unit moves to a slot only
-while nothing but the unit itself refers to its storage, as the storage's reference count shows.
+[Note: units share slots]
+On an accelerator the caching allocator makes freeing and allocating cheap. On a CPU, memory that was returned to the
+system is mapped again page by page, at several times the cost of a copy. There, once the order of units is known, units
+that are never unsharded at the same time share long-lived storages, called slots. A unit moves to a slot only while
+nothing else refers to its storage, according to the reference count of the storage.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def typed_view(
 ) -> Tensor:
     """Return a contiguous tensor of `shape` over a slice of `storage`, with a separate version counter.
 
-    `device` defaults to that of the storage, and must be given for a storage without memory (of fake tensors).
+    `device` defaults to that of the storage, and must be given for the storage of a fake tensor.
 
-    Writing through another view does not disturb autograd's check of this one. It may be written to at any time, even
-    if it was made in inference mode.
+    Writes through other views do not change its version. It may be written to at any time, even if it was created in
+    inference mode.
     """
     with torch.inference_mode(False), torch.no_grad():
         view = torch.empty(0, dtype=dtype, device=device or storage.device)
@@ -49,9 +49,9 @@ def typed_view(
 
 
 def in_separate_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory as `tensor`, which is contiguous, in a storage with nothing else.
+    """Return a view of `tensor`, which must be contiguous, with a separate storage object for its memory.
 
-    `torch.save` refuses a storage that has views of several dtypes.
+    `torch.save` rejects a storage that has views of several dtypes.
     """
     nbytes, start = tensor.numel() * tensor.itemsize, int(tensor.storage_offset()) * tensor.itemsize
     view = torch.from_dlpack(typed_view(tensor.untyped_storage(), torch.uint8, start, (nbytes,)))
@@ -59,7 +59,7 @@ def in_separate_storage(tensor: Tensor) -> Tensor:
 
 
 def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Return a new storage on `device`. It is made through a tensor, since only tensors can be fake."""
+    """Return a new storage on `device`. It is the storage of a new tensor, because only tensors can be fake."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
@@ -89,8 +89,8 @@ class Slot:
 
     Args:
         device: The device of the storage.
-        shared: units take turns on it: it keeps its memory when freed. Otherwise its memory goes back to the allocator.
-        rank_shared: memory that the ranks of a group share, large enough for every unit that is gathered into it.
+        shared: Whether several units share the slot. Its memory is then kept when the slot is freed.
+        rank_shared: Memory that the ranks of a group share, large enough for every unit that uses the slot.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Slot:
         self._own_references = 0
 
     def allocate(self, occupant: object, nbytes: int, stream: Stream) -> None:
-        """Allocate `nbytes` for `occupant`; the slot must be free or already its own. Contents are undefined."""
+        """Allocate `nbytes` with undefined contents for `occupant`. No other unit may occupy the slot."""
         assert self.occupant in (None, occupant), "two units in one slot"
         self.occupant = occupant
         if self.storage.nbytes() < nbytes:
@@ -113,7 +113,7 @@ class Slot:
                 self._accelerator.resize(self.storage, nbytes)
 
     def free(self) -> None:
-        """Free the contents, and the memory unless the slot is shared. Later gathers may use it."""
+        """Free the slot for later gathers, which wait for compute. A shared slot keeps its memory."""
         self.occupant = None
         accelerator = self._accelerator
         if accelerator.has_streams:
@@ -122,19 +122,19 @@ class Slot:
             accelerator.resize(self.storage, 0)
 
     def count_references(self, others: int = 0) -> None:
-        """Record the present number of references, less `others`, as those of the units themselves."""
+        """Record the present number of references minus `others` as the references of the units."""
         self._own_references = storage_references(self.storage) - others
 
     @contextmanager
     def dropping_views(self) -> Iterator[None]:
-        """Return a context in which a unit drops its views. They are then subtracted from the units' references."""
+        """Context manager for dropping views of a unit, which subtracts them from the references of the units."""
         before = storage_references(self.storage)
         yield
         self._own_references -= before - storage_references(self.storage)
 
     @property
     def others(self) -> int:
-        """The number of references except for the units' own, such as those of a graph waiting for its backward."""
+        """The number of references not held by units, such as those of a graph that waits for its backward."""
         return storage_references(self.storage) - self._own_references
 
     @property
@@ -164,7 +164,7 @@ class Pool:
             if capacity >= nbytes and (best < 0 or capacity < self._free[best][0]):
                 best = i
         if best < 0:
-            if self._free:  # grow rather than keep what is too small
+            if self._free:  # replace memory that is too small
                 del self._free[min(range(len(self._free)), key=lambda i: self._free[i][0])]
             return typed_view(new_storage(nbytes, self._device), dtype, 0, (numel,), self._device)
         found = self._free[best][1]

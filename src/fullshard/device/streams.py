@@ -4,20 +4,20 @@
 A caching allocator keeps freed memory for the stream that it was allocated on. It immediately reuses the memory for the
 next allocation on that stream, even if other streams still use it. So each kind of memory is allocated on one stream:
 
-    gradients as autograd makes them, activations                           compute
+    gradients from autograd, activations                                    compute
     unsharded parameters, secondary shards, shards to send                  gather
     sums before delivery to the optimizer, send buffers of packs            reduce
     buffers of encoded sums on the second level                             replicate
 
-and is freed by the host only when the stream that owns it has waited for every other stream's last use of it. Until
-then a reference keeps it. If a stream waits for all work queued on compute, that includes all that compute has waited
-for. So no tensor needs `record_stream`, and peak memory is the same in every run.
+The host frees memory only after the stream that owns it has waited for the last use by every other stream. Until then a
+reference keeps it alive. Waiting for all work queued on compute includes all work that compute has waited for. So no
+tensor needs `record_stream`, and peak memory is identical in every run.
 
 The gather stream waits for compute when its own memory is freed, not when a gather starts. It also waits when shards
 may have changed: at the beginning of a forward or a backward, after hooks on gradients, and when their versions
-changed. A gather is started before the memory of the previous unit is freed. So it overlaps with that unit's
-computation even if the host only then knows that it is needed. At most two units are unsharded at the same time, though
-the host never waits. `dry/races.py` checks these rules.
+changed. A gather starts before the memory of the previous unit is freed. So it overlaps with the computation of that
+unit even without a prefetch. At most two units are unsharded at the same time, although the host never waits.
+`dry/races.py` checks these rules.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Stamp(Protocol):
     """A timed event: a point in the work of a stream whose time can be read after the stream has reached it."""
 
     def query(self) -> bool:
-        """Return True, since work of the program is never pending."""
+        """Return True if the stream has reached this point."""
 
     def synchronize(self) -> None:
         """Make the host wait for this point."""
@@ -54,9 +54,9 @@ class Stamp(Protocol):
 
 
 class Stream:
-    """A sequence of work. This class is the program order, which never has to wait."""
+    """A sequence of work. This class represents program order on a CPU, which never waits."""
 
-    is_stream = False  # true if work is queued here in order, so that the host need not wait before it queues more
+    is_stream = False  # True if the host can queue work without waiting for earlier work
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -83,14 +83,14 @@ class Stream:
         return None
 
     def wait(self, mark: Mark | None) -> None:
-        """Make this stream wait for `mark`. The host does not wait, unless this is its own stream."""
+        """Make this stream wait for `mark`. Only for `HostStream` does the host wait."""
 
 
 _PROGRAM_ORDER = nullcontext()
 
 
 class HostStream(Stream):
-    """The sequence of the host's work, next to an accelerator. Waiting here blocks the program."""
+    """The work of the host of an accelerator. Waiting blocks the program."""
 
     def wait(self, mark: Mark | None) -> None:
         if mark is not None:
@@ -111,8 +111,9 @@ class DeviceStream(Stream):
         return self._own
 
     def queueing(self) -> AbstractContextManager[object]:
-        """See `Stream.queueing`. It uses a new handle of the stream. Torch stores the previous stream in the handle,
-        which cannot be entered twice before torch 2.12, as threads that share a stream would.
+        """See `Stream.queueing`. Use a new handle, because threads may share a stream.
+
+        A handle stores the previous stream. Before torch 2.12 it cannot be entered twice.
         """
         own = self._own
         return torch.Stream(stream_id=own.stream_id, device_index=own.device_index, device_type=own.device_type)
@@ -125,7 +126,7 @@ class DeviceStream(Stream):
 
     def wait(self, mark: Mark | None) -> None:
         if mark is not None:
-            assert type(mark) is torch.Event  # of a subclass, such as CUDA's, this would wait for nothing
+            assert type(mark) is torch.Event  # waiting for a subclass, such as torch.cuda.Event, has no effect
             self._stream.wait_event(mark)
 
 
@@ -165,7 +166,7 @@ def reuse_stamps(stamps: Iterable[Stamp | None]) -> None:
     """Let `stamp_on` reuse `stamps` whose times were read. Creating an event is slower than recording one.
 
     Args:
-        stamps: Stamps in any order, even several times. Those that are not events of torch are ignored.
+        stamps: The stamps, possibly with duplicates. Stamps that are not events of torch are ignored.
     """
     for event in {id(stamp): stamp for stamp in stamps}.values():
         if isinstance(event, torch.Event):

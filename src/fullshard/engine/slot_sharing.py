@@ -21,7 +21,7 @@ _MOST_BACKWARDS = 256
 
 
 class SlotSharing:
-    """The slots of a root's units. See [Note: units take turns on slots] in `device/memory.py`."""
+    """The slots of a root's units. See [Note: units share slots] in `device/memory.py`."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units

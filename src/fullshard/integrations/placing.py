@@ -1,4 +1,4 @@
-"""Sharding of a plain model, shared by all integrations: unit by unit, with identical values on all ranks."""
+"""Sharding of a plain model for all integrations: one unit at a time, with identical values on all ranks."""
 
 from __future__ import annotations
 

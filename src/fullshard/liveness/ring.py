@@ -176,7 +176,7 @@ def _own_address(way: tuple[str, int] | None) -> str:
 
 
 def _received(connection: socket.socket, nbytes: int) -> bytes | None:
-    """Return up to `nbytes` that have arrived, and leave them there; None if the connection is closed."""
+    """Return up to `nbytes` that have arrived, without removing them; None if the connection is closed."""
     try:
         return connection.recv(nbytes, socket.MSG_PEEK) or None
     except BlockingIOError:

@@ -1,10 +1,10 @@
-"""Optimizer states that are encoded in blocks of elements, as bitsandbytes' and torchao's 8-bit optimizers keep them.
+"""Optimizer states that are encoded in blocks of elements, as by the 8-bit optimizers of bitsandbytes and torchao.
 
 Each block has a scale, so the encoding depends on where blocks begin: at multiples of the block size in a parameter, in
 memory order. A rank whose shard consists of whole blocks has a subset of the blocks that a single process has. The size
 of the whole parameter also decides whether it is encoded at all.
 
-In state dicts and checkpoints such a state is two tensors, cut along the parameter's rows like the parameter:
+In state dicts and checkpoints such a state is two tensors, sharded along the parameter's rows like the parameter:
 
     exp_avg.codes    of the parameter's shape; with several codes per byte, of the layout of the scales
     exp_avg.scale    one row for each slice of rows that consists of whole blocks, with the scales of this slice
@@ -37,7 +37,7 @@ _NESTED = "__bnb_optimizer_quant_state__"  # bitsandbytes' state dicts have tens
 
 
 def block_states(optimizer: Optimizer) -> BlockStates | None:
-    """Return the encoding of the states of `optimizer`; None if it encodes none in blocks."""
+    """Return the encoding of the states of `optimizer`; None if no states are encoded in blocks."""
     torchao, bitsandbytes = sys.modules.get("torchao.optim.adam"), sys.modules.get("bitsandbytes.optim.optimizer")
     if torchao is not None and isinstance(optimizer, torchao._AdamBase) and type(optimizer.block_size) is int:
         return _Torchao(optimizer)
@@ -47,7 +47,7 @@ def block_states(optimizer: Optimizer) -> BlockStates | None:
 
 
 def is_part(name: str) -> bool:
-    """Return True if a state of this name is a part of one that is encoded in blocks."""
+    """Return True if a state of this name is a component of an encoded state."""
     return name.endswith((_CODES, _SCALE))
 
 
@@ -60,7 +60,7 @@ class BlockStates:
         self._optimizer = optimizer
         self.block = block
 
-    # -- what a library does ------------------------------------------------------------------------------------------
+    # -- methods of each library --------------------------------------------------------------------------------------
 
     def encodes(self, param: nn.Parameter) -> bool:
         """Return True if the states of the whole `param` are encoded."""
@@ -87,10 +87,10 @@ class BlockStates:
         """Return a context in which the optimizer creates states for shards as for whole parameters."""
         raise NotImplementedError
 
-    # -- cuts ---------------------------------------------------------------------------------------------------------
+    # -- shards -------------------------------------------------------------------------------------------------------
 
     def check(self, params: Iterable[Any]) -> None:
-        """Refuse shards that do not consist of whole blocks."""
+        """Raise if shards do not consist of whole blocks."""
         for param in params:
             managed = managed_by(param)
             if managed is None or not self.encodes(param):
@@ -282,7 +282,7 @@ def _replacing(optimizer: Any, name: str, method: Any) -> Iterator[None]:
 
 
 def _numel(param: nn.Parameter) -> int:
-    """Return the elements that are cut into shards: for tensor parallelism, those of this rank's part."""
+    """Return the number of elements to shard. With tensor parallelism, this is the size of the local tensor."""
     managed = managed_by(param)
     return param.numel() if managed is None else managed.param.layout.spec.numel
 
@@ -292,7 +292,7 @@ def _local(tensor: Any) -> Any:
 
 
 def _like(local: Tensor, param: nn.Parameter) -> Tensor:
-    """Return `local`, placed as `param` is."""
+    """Return `local` as a `DTensor` with the placements of `param`."""
     if not isinstance(param, DTensor):
         return local
     return make_dtensor(local, param.device_mesh, tuple(param.placements), tuple(param.shape))
@@ -305,11 +305,11 @@ def _is_cut_once(param: nn.Parameter) -> bool:
 
 
 class _Cut:
-    """The slices of rows of a parameter that consist of whole blocks, and those of this rank.
+    """The division of a parameter into slices of rows that are whole blocks.
 
     In a tensor of R rows of C elements, k = block / gcd(block, C) rows are whole blocks. A shard of whole blocks has a
-    multiple of k rows, and the last one may have fewer. So ceil(R / k) slices are cut between ranks like the R rows,
-    by the rule of `DTensor`. (Rows are those of the first dim with several elements.)
+    multiple of k rows, except for the last one. So the ceil(R / k) slices are sharded by the rule of `DTensor`, as the
+    R rows are. (Rows are those of the first dim with several elements.)
     """
 
     def __init__(self, param: nn.Parameter, block: int) -> None:
@@ -322,13 +322,13 @@ class _Cut:
         self._blocks = self._rows * row_numel // block  # of a slice
 
     def codes(self, codes: Tensor, in_block: int) -> Tensor:
-        """Return this rank's `codes`, `in_block` elements per block, as its part of the codes of all ranks."""
+        """Return this rank's `codes`, `in_block` elements per block, as a `DTensor` of the codes of all ranks."""
         if in_block == self._block:
             return self._placed(codes.view(self._local.shape), tuple(self._param.shape))
         return self._by_regions(codes, self._blocks * in_block)
 
     def scale(self, scale: Tensor) -> Tensor:
-        """Return this rank's scales, one per block, as its part of the scales of all ranks."""
+        """Return this rank's scales, one per block, as a `DTensor` of the scales of all ranks."""
         return self._by_regions(scale, self._blocks)
 
     def _by_regions(self, part: Tensor, width: int) -> Tensor:

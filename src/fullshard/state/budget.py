@@ -1,19 +1,19 @@
 """The fractions of `Offload(budget=...)`, chosen at the first step of an optimizer.
 
-[Note: what a budget goes by]
-At that step everything except temporaries is known. Bytes of parameters, gradients and gathered parameters follow from
-shapes, and those of states from the optimizer. Activations were counted, storage by storage, while they were offloaded.
-Temporaries within a unit are assumed to be as large as the activations of the unit that keeps most. No number depends
-on an allocator or a clock, and ranks use the maximum of each number over all ranks. So all ranks make the same
-decision, in every run. A rank needs the larger of
+[Note: the estimate of needed memory]
+At that step everything except temporaries is known. The bytes of parameters, gradients and gathered parameters follow
+from shapes, and the bytes of states from the optimizer. Activations were counted while they were offloaded. Temporaries
+within a unit are assumed to be as large as the activations of the unit with the most activations. No number depends on
+an allocator or a clock, and ranks use the maximum of each number over all ranks. So all ranks make the same decision,
+in every run. A rank needs the larger of
 
     forward and backward   parameters + states + gathered + whole gradients + working memory
                            + activations or gradients: the larger, or both if microbatches accumulate
     the step               parameters + states + gradients + a copy of the largest of them
 
-Units that the CPU steps need on the device: a copy of the shards, no states, and the gradients that are being copied to
-the host, which are those of two units. Whole gradients are those of four units: two are copied into a message
-meanwhile.
+Units that the CPU steps need on the device a copy of their shards, no states, and the gradients of two units that are
+being copied to the host. Unsharded gradients are those of four units, because those of two units are being copied into
+a message.
 
 Host memory is separate from device memory, and the kernel reports how much is available. This is the only number that
 may differ between runs, and ranks use its minimum. Shards and gradients of all units are already in host memory at that
@@ -23,7 +23,7 @@ largest gradient, and the buffers for states that pass to a disk are added.
 If the CPU computes, units may be on a disk, with gradients and states. Then parts of them pass through buffers. All
 buffers are assumed to be as large as the largest. Forward and backward need buffers for the units that are read ahead,
 for the gradients of two units, and for pending writes (`disk/buffers.py`). The step needs buffers for the shards and
-gradients of two portions in addition to the states, and again for pending writes.
+gradients of two chunks in addition to the states, and again for pending writes.
 
 Before that step, everything that can be offloaded is offloaded, so that any model that can fit reaches this step. Units
 are on the CPU, or on the disk. Those that fit are then moved to the device, with gradients and loaded states
@@ -91,7 +91,7 @@ def choose_for_budget(optimizer: Optimizer) -> None:
     params = in_model_order([param for group in optimizer.param_groups for param in group["params"]])
     units = dict.fromkeys(managed.unit for param in params if (managed := managed_by(param)) is not None)
     runtimes = dict.fromkeys(runtime_or_none(unit) for unit in units)
-    if None in runtimes:  # nothing has run: there is nothing to go by
+    if None in runtimes:  # no forward has run, so nothing was counted
         return
     if any(runtime is not None and _is_in_backward(runtime) for runtime in runtimes):
         return
@@ -110,7 +110,7 @@ def choose_for_budget(optimizer: Optimizer) -> None:
 
 
 def _is_in_backward(runtime: Runtime) -> bool:
-    """Return True if an optimizer steps within a backward now, and units that this needs would move."""
+    """Return True if an optimizer steps within a backward, which needs units that would move."""
     is_elsewhere = (
         unit.shards.is_on_disk or unit.shards.is_on_cpu for unit in runtime.units if _open(unit) is not None
     )
@@ -127,32 +127,32 @@ def _open(unit: Unit) -> Offload | None:
 class _UnitNeeds:
     """Bytes of one unit that a rank needs on the device without offloading, and that can be offloaded."""
 
-    kept: int  # by forward for backward
+    kept: int  # activations
     gradients: int
     states: int
-    shards: int  # beyond the copy of them that stays on the device while the CPU steps them
-    outstanding: int  # of states, which are in host memory once the CPU steps them
+    shards: int  # without the copy that stays on the device while the CPU steps them
+    outstanding: int  # states, which are in host memory once the CPU steps them
     # If its shards are on a disk:
-    buffer: int = 0  # the largest that some of them, or their gradients, pass through
-    chunk: int = 0  # the most of both that is in memory while it is stepped
-    inseparable: int = 0  # shards that are stepped as one
-    reads: int = 0  # how many buffers a read of all of it takes
-    writes: int = 0  # and one of its gradients
+    buffer: int = 0  # the largest buffer for shards or gradients
+    chunk: int = 0  # the largest chunk of shards and gradients in memory during the step
+    inseparable: int = 0  # shards that are stepped together
+    reads: int = 0  # number of buffers to read all shards
+    writes: int = 0  # number of buffers to write all gradients
 
 
 @dataclass(frozen=True)
 class _Needs:
-    """Bytes that a rank needs without offloading. See [Note: what a budget goes by]."""
+    """Bytes that a rank needs without offloading. See [Note: the estimate of needed memory]."""
 
     parameters: int
     gathered: int
     whole_gradients: int
-    steps_at_once: int  # 1 if an optimizer makes temporaries of all gradients together, as on an accelerator
-    largest: int  # gradient of a parameter
+    steps_at_once: int  # 1 if an optimizer creates temporaries for all gradients together, as on an accelerator
+    largest: int  # bytes of the largest gradient of a parameter
     adds_up: int  # 1 if a step has several microbatches
-    steps_wholes: int  # 1 if each rank steps whole parameters, with the gradients of backward
-    held_whole: int  # 1 if whole gradients wait for a later microbatch
-    reads_ahead: int  # units whose shards are being read from a disk or sent after a read, at the same time
+    steps_wholes: int  # 1 if each rank steps full parameters, with the gradients of backward
+    held_whole: int  # 1 if unsharded gradients wait for a later microbatch
+    reads_ahead: int  # number of units whose shards are read from a disk, or sent after a read, at the same time
     units: tuple[_UnitNeeds, ...]
 
     @property
@@ -167,7 +167,7 @@ class _Needs:
 
     @property
     def kept(self) -> int:
-        """Bytes that forward keeps for backward, of all units."""
+        """Bytes of the activations of all units."""
         return sum(unit.kept for unit in self.units)
 
     @property
@@ -204,7 +204,7 @@ class _Needs:
         count, of_pass = len(stored_there), max(unit.buffer for unit in stored_there)
         reads = min(self.reads_ahead, count) * max(unit.reads for unit in stored_there)
         writes = min(_REDUCTIONS, count) * max(unit.writes for unit in stored_there)
-        in_step = 2 + MOST_WRITING  # a portion that is stepped, and the next one
+        in_step = 2 + MOST_WRITING  # a chunk that is stepped, and the next one
         in_all = max(reads + writes + MOST_WRITING, in_step)
         of_step = max(of_pass, *(unit.chunk for unit in stored_there))
         return (in_all - in_step) * of_pass + in_step * of_step
@@ -213,7 +213,7 @@ class _Needs:
         """Return the bytes of the buffers for `of` bytes of states on a disk, if units `numbers` have shards there."""
         inseparable = max((self.units[number].inseparable for number in numbers), default=0)
         largest = max(self.largest, inseparable)
-        blocks = 2 * on_disk.BUFFERS * ALIGNMENT  # that buffers are larger, to begin and to end with one
+        blocks = 2 * on_disk.BUFFERS * ALIGNMENT  # buffers are larger, to begin and end at a block
         return min(of, on_disk.BUFFERS * max(on_disk.CHUNK_NBYTES, on_disk.STATES * largest)) + blocks
 
     def on_host(self, on_cpu: Collection[int], *, passing: int = 0) -> int:
@@ -269,7 +269,7 @@ class _Budget:
     needs: _Needs  # the maximum over all ranks
 
     def number_of(self, unit: Unit) -> int:
-        """Return the index of `unit` among all units, and so in `needs`."""
+        """Return the index of `unit` among all units, which is its index in `needs`."""
         return self.runtime.units.index(unit)
 
     def needs_of(self, unit: Unit) -> _UnitNeeds:
@@ -279,7 +279,7 @@ class _Budget:
     def least_that_fits(self, tiers: Sequence[Tier]) -> tuple[list[tuple[Tier, float]], int]:
         """Return the `tiers` to use, with their fractions, and the bytes that are then needed.
 
-        These are more than the budget if it cannot be met.
+        The bytes exceed the budget if no choice meets it.
         """
         return least_that_fits(self.needs.at_most(), self.nbytes, tiers)
 
@@ -320,7 +320,7 @@ def _decided(policy: Offload, chosen: Iterable[tuple[Tier, float]]) -> Offload:
 
 
 def _move(runtime: Runtime, units: Sequence[Unit], decided: Offload) -> None:
-    """Move `units` to their tiers in `decided`: a collective, if any of them is read from a disk."""
+    """Move `units` to their tiers in `decided`. This is a collective if any of them is read from a disk."""
     if not any(unit.shards.is_on_disk for unit in units):
         place_as_requested(units, decided)
         return
@@ -372,7 +372,7 @@ def _needs_of(unit: Unit, runtime: Runtime, optimizer: Optimizer) -> _UnitNeeds:
 
 
 def _passing_of(unit: Unit) -> dict[str, int]:
-    """Return the sizes of buffers that `unit` needs while its shards are on a disk, as at the moment."""
+    """Return the sizes of the buffers that `unit` needs, whose shards are on a disk."""
     if not (unit.shards.is_on_disk and unit.params):
         return {}
     shards, gradients, inseparable = [], [], 0
@@ -383,7 +383,7 @@ def _passing_of(unit: Unit) -> dict[str, int]:
             gradients.append(aligned(layout.shard_numel * contract.delivered.itemsize))
             numel = max(layout.pack_numel, *(item.spec.part_numel for item in layout.in_place), 0)
             inseparable = max(inseparable, aligned(numel * max(contract.stored.itemsize, contract.delivered.itemsize)))
-    # Of the values in a portion one is the shard's, and one the gradient's. Shards in place, of 16 KiB and more, are in
+    # Of the values in a chunk one is the shard's, and one the gradient's. Shards in place, of 16 KiB and more, are in
     # whole blocks of the disk, which are 4 KiB.
     of_each = max(on_disk.CHUNK_NBYTES // (on_disk.STATES + 2) * 5 // 4, inseparable)
     return {
@@ -401,7 +401,7 @@ def _is_stepped_here(unit: Unit) -> bool:
 
 
 def _plan_on_device(unit: Unit, param_group: ParamGroup) -> GroupPlan:
-    """Return the plan of a group of `unit` without offloading."""
+    """Return the plan of `param_group` without offloading."""
     plan: GroupPlan = param_group.plan
     return (
         plan
@@ -415,7 +415,7 @@ def _trained(unit: Unit) -> list[nn.Parameter]:
 
 
 def _values(optimizer: Optimizer, param: nn.Parameter) -> int:
-    """Return the number of values that the optimizer keeps per element of `param`; AdamW's, if it has other params."""
+    """Return the number of state values per element of `param`; AdamW's if the optimizer does not have `param`."""
     group = next(
         (
             param_group
@@ -478,8 +478,8 @@ def _shards_on_disk(budget: _Budget, before: Sequence[Tier]) -> Tier:
     """Return the tier of shards and their gradients on disk, when everything in `before` is offloaded.
 
     [Note: shards go last]
-    Before shards, all states and activations are offloaded, even if that frees nothing while shards are in memory:
-    buffers for states are needed anyway, and the peak of memory may be at another time then.
+    All states and activations are offloaded before any shards, even if this does not reduce the peak of memory by
+    itself: buffers for states are needed in any case, and the peak may be at another time after shards are offloaded.
     """
     needs, total = budget.needs, sum(unit.whole_nbytes for unit in budget.units)
     gone = sum(budget.needs_of(unit).kept for unit in budget.units)
@@ -498,7 +498,7 @@ def _shards_on_disk(budget: _Budget, before: Sequence[Tier]) -> Tier:
 
 
 def _chosen_alongside(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
-    """Return the result of `least_that_fits` when computing on an accelerator: a collective.
+    """Return the result of `least_that_fits` when computing on an accelerator. This is a collective.
 
     [Note: states that do not fit in host memory]
     First, states are assigned to the CPU without a limit. If host memory is too small for this, the CPU steps only as
@@ -531,7 +531,7 @@ def _chosen_with_room(budget: _Budget, numbers: Sequence[int], room: int) -> tup
 
 
 def _room_on_host(units: Sequence[Unit]) -> int:
-    """Return the maximum of bytes to add to host memory on each rank: the minimum over all ranks."""
+    """Return the bytes that every rank can add to its host memory, as the minimum over all ranks."""
     device, groups = units[0].device, process_groups_along(units)
     room = accelerator_for(device).host_room(min(ranks_of_this_host(), dist.get_world_size()))
     return _over_all_ranks([_ANY if room is None else max(0, room)], groups, device, dist.ReduceOp.MIN)[0]
@@ -540,7 +540,7 @@ def _room_on_host(units: Sequence[Unit]) -> int:
 def _that_fit(needs: _Needs, numbers: Sequence[int], room: int, *, to_disk: bool) -> Sequence[int] | None:
     """Return the first units of `numbers` whose states fit in `room` bytes.
 
-    The states of the other units go `to_disk`. None if not even the buffers for these fit.
+    The states of the other units go `to_disk`. Return None if the buffers for them do not fit.
     """
     states = [needs.units[number].states for number in numbers]
     passing = [sum(states[count:]) if to_disk else 0 for count in range(len(numbers) + 1)]
@@ -572,7 +572,7 @@ def _states_on_cpu(budget: _Budget, numbers: Sequence[int]) -> Tier:
     return Tier(what="optimizer", where="cpu", steps=steps)
 
 
-# -- wherever ---------------------------------------------------------------------------------------------------------
+# -- on any device ----------------------------------------------------------------------------------------------------
 
 
 def _activations(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
@@ -587,7 +587,7 @@ def _activations(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
 
 
 def _bring_alongside(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Move states that were loaded before the placement of units was known to the memory that they are stepped in."""
+    """Move states that were loaded before units were placed to the memory in which they are stepped."""
     follow = {id(param) for group in optimizer.param_groups if _counts_follow(group) for param in group["params"]}
     for param in params:
         managed, state = managed_by(param), optimizer.state.get(param)

@@ -1,8 +1,8 @@
-"""State dicts that go straight into `optimizer.load_state_dict`: each rank takes its part of whole states, and another
-rank's part is refused.
+"""State dicts that are passed to `optimizer.load_state_dict`: each rank takes its shards of full states.
 
-An optimizer is often made and loaded before this package sees it. So its states are checked in its first step, or when
-they are saved before that. After that a hook of the optimizer checks loaded states.
+The shards of another rank raise an error. An optimizer is often created and loaded before this package is involved. So
+its states are checked in its first step, or when they are saved before that. Afterwards a hook of the optimizer checks
+loaded states.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _accepting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def accept_whole_states(optimizer: Optimizer) -> None:
-    """Replace whole states of sharded parameters in `optimizer` by this rank's parts, now and when it loads others.
+    """Replace full states of sharded parameters in `optimizer` by this rank's shards, now and after each loading.
 
     Raises:
-        CheckpointError: a state is another rank's part, or belongs to another number of ranks.
-        StateError: a state is whole, and the optimizer encodes states in blocks.
+        CheckpointError: A state is a shard of another rank, or of a different number of ranks.
+        StateError: A state is full, and the optimizer encodes states in blocks.
     """
     if optimizer in _accepting:
         return
@@ -47,8 +47,10 @@ def accept_whole_states(optimizer: Optimizer) -> None:
 
 
 def prepare_to_save(optimizer: Optimizer) -> None:
-    """Accept loaded states, sort them by parameter, and reshard units that the user has unsharded:
-    `torch.distributed.checkpoint` looks for their parameters in the model. This is called before each `state_dict()`.
+    """Prepare `optimizer` for `state_dict()`: accept loaded states, sort them by parameter, and reshard units.
+
+    `torch.distributed.checkpoint` looks for the sharded parameters in the model, so units that the user has unsharded
+    are resharded.
 
     Raises:
         StateError: `torch.distributed.checkpoint` loads full states, and the optimizer does not have states.
@@ -67,12 +69,12 @@ def prepare_to_save(optimizer: Optimizer) -> None:
         if unit.residency.state in ACTIVE and not is_in_use(unit):
             unit.residency.hand_over_shards()
     refuse_changed_modules(units)
-    for param in in_model_order(list(optimizer.state)):  # so that all ranks gather states in one order
+    for param in in_model_order(list(optimizer.state)):  # so that all ranks gather states in the same order
         optimizer.state[param] = optimizer.state.pop(param)
 
 
 def _check_loading(optimizer: Optimizer, found: Sequence[Managed]) -> None:
-    """Raise if `torch.distributed.checkpoint` cannot load full states into `optimizer`. A collective."""
+    """Raise if `torch.distributed.checkpoint` cannot load full states into `optimizer`. This is a collective."""
     values = (value for state in optimizer.state.values() for value in state.values())
     if not any(isinstance(value, Tensor) and value.ndim for value in values):
         raise StateError(
@@ -92,11 +94,11 @@ def _check_loading(optimizer: Optimizer, found: Sequence[Managed]) -> None:
 
 
 def _take_own(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return `state_dict` with this rank's parts. A pre-hook of `load_state_dict`."""
+    """Return `state_dict` with this rank's shards. This is a pre-hook of `load_state_dict`."""
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if len(saved) != len(params):
-        return state_dict  # which torch refuses
+        return state_dict  # torch raises an error
     numbers = {id(param): number for number, param in zip(saved, params, strict=True)}
     state = state_dict["state"]
     given = [(param, state[number]) for number, param in zip(saved, params, strict=True) if number in state]
@@ -107,7 +109,7 @@ def _take_own(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
 def _own_states(
     optimizer: Optimizer, states: Iterable[tuple[Any, Mapping[str, Any]]]
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return those of `states` that belong to sharded parameters, as the optimizer keeps them."""
+    """Return the `states` of sharded parameters in the form that the optimizer uses."""
     found = [(managed, param, values) for param, values in states if (managed := _sharded(param)) is not None]
     counters = {"step", "mu_product", "eta", "mu"}  # plain in torch.optim, also for parameters without a dimension
     for _, param, values in found:
@@ -135,7 +137,7 @@ def _name(managed: Managed) -> str:
 
 
 def _own(name: str, param: DTensor, value: Tensor, blocks: BlockStates | None) -> Tensor:
-    """Return the state `value` of `param` as this rank keeps it."""
+    """Return this rank's shard of the state `value` of `param`."""
     if isinstance(value, DTensor):
         check_own_part(name, value, param.device_mesh)
         return value

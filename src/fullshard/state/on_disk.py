@@ -1,8 +1,8 @@
-"""Optimizer states that are on a disk between steps, and pass through a few buffers in a step.
+"""Optimizer states that are on a disk between steps, and in a few buffers during a step.
 
-[Note: a step in portions]
-Parameters with states on the disk are stepped one portion at a time. The states of one portion are contiguous in the
-file, in one extent. Three buffers take turns: while one portion is stepped, the next one is read and the previous one
+[Note: a step in chunks]
+Parameters with states on the disk are stepped one chunk at a time. The states of one chunk are contiguous in the
+file, in one extent. Three buffers take turns: while one chunk is stepped, the next one is read and the previous one
 is written.
 
     disk       read 0   read 1   write 0, read 2   write 1, read 3   ...
@@ -11,12 +11,12 @@ is written.
 Shards and gradients of units with parameters on the disk are read with the states, and the shards are written. When
 computing on the CPU, the buffers are freed after the step, since forward and backward need most memory.
 
-The states are always the same `DTensor`s. Their local tensor is a view of a buffer while their portion is stepped, and
-an `OnDisk` tensor otherwise. A portion without states, or with others than the file has space for, as in a first step
-or after `load_state_dict`, is stepped with the present states, and gets an extent afterwards.
+The states are always the same `DTensor`s. Their local tensor is a view of a buffer while their chunk is stepped, and
+an `OnDisk` tensor otherwise. If a chunk has no extent for its states, as in the first step or after `load_state_dict`,
+it is stepped with the present states, and gets an extent afterwards.
 
-Disk failures are reported on all ranks at the end of the step, and after the first portion that gets an extent, since
-that allocates the space of all others, too. See [Note: a disk that fails on one rank] in `engine/findings.py`.
+Disk failures are reported on all ranks at the end of the step. They are also reported after the first chunk that gets
+an extent, which allocates the space for all chunks. See [Note: a disk that fails on one rank] in `engine/findings.py`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
 from fullshard.policy.offload import Offload, StatePlacement
 
-CHUNK_NBYTES = 64 * 2**20  # maximum bytes of states of a portion, unless it has a single larger parameter
-BUFFERS = 3  # number of buffers: for the portion that is stepped, the previous one and the next one
+CHUNK_NBYTES = 64 * 2**20  # maximum bytes of states of a chunk, unless it has a single larger parameter
+BUFFERS = 3  # number of buffers: for the chunk that is stepped, the previous one and the next one
 STATES = 2  # assumed number of states of a parameter's shape in an optimizer, as in AdamW
 
-Key = tuple[int, str]  # the number of a parameter in its portion, and the name of a state
+Key = tuple[int, str]  # the number of a parameter in its chunk, and the name of a state
 
 
 @dataclass(eq=False)
@@ -64,11 +64,11 @@ class _Chunk:
     params: list[nn.Parameter]
     scratch: Scratch
     disk_tensors: dict[Key, OnDisk] = field(default_factory=dict)  # all in one extent
-    buffer: Tensor = field(default_factory=no_buffer)  # what the extent is read into
-    block: Tensor = field(default_factory=no_buffer)  # the same on the device that steps
-    views: dict[Key, Tensor] = field(default_factory=dict)  # of the block: what its states hold while it is stepped
+    buffer: Tensor = field(default_factory=no_buffer)  # host memory that the extent is read into
+    block: Tensor = field(default_factory=no_buffer)  # the same data on the device that steps
+    views: dict[Key, Tensor] = field(default_factory=dict)  # views of `block`, which the states hold during the step
     reading: DiskWork | None = None
-    shards: ShardsInMemory | None = None  # those on the disk, and their gradients, while it is stepped
+    shards: ShardsInMemory | None = None  # shards on the disk, and their gradients, during the step
 
     @property
     def extent(self) -> Extent | None:
@@ -88,17 +88,17 @@ class _Chunk:
         return unit
 
     def where_it_is_stepped(self) -> AbstractContextManager[object]:
-        """Return a context for creating tensors there."""
+        """Return a context for creating tensors on the device that steps this chunk."""
         return accelerator_for(self._unit.device).on_host() if self.is_offloaded else nullcontext()
 
     def new_buffer(self, nbytes: int) -> Tensor:
-        """Memory for its states, on their way or, where the CPU steps them, while they are stepped."""
+        """Return host memory for its states."""
         with self.where_it_is_stepped():
             return aligned_buffer(nbytes)
 
     @property
     def has_grads(self) -> bool:
-        """True if there is anything to step."""
+        """True if any parameter has a gradient."""
         return any(param.grad is not None for param in self.params)
 
     @property
@@ -118,7 +118,7 @@ class _Chunk:
 
 
 class StatesOnDisk:
-    """The states of one optimizer on a disk. See [Note: a step in portions]."""
+    """The states of one optimizer on a disk. See [Note: a step in chunks]."""
 
     def __init__(self, chunks: Iterable[tuple[Path, list[nn.Parameter]]], name: str) -> None:
         scratches: dict[Path, Scratch] = {}
@@ -133,7 +133,7 @@ class StatesOnDisk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of states on the disk, rounded up to whole blocks in each portion."""
+        """Bytes of states on the disk, rounded up to whole blocks in each chunk."""
         return sum(self.chunks)
 
     @property
@@ -143,7 +143,7 @@ class StatesOnDisk:
 
     @property
     def chunks(self) -> list[int]:
-        """Bytes of each portion on the disk, in the order of their steps."""
+        """Bytes of each chunk on the disk, in the order of their steps."""
         return [chunk.extent.nbytes for chunk in self._chunks if chunk.extent is not None]
 
     def holds(self, param: Tensor) -> bool:
@@ -154,13 +154,13 @@ class StatesOnDisk:
         self, optimizer: Optimizer, run: Callable[[Sequence[nn.Parameter]], None], without: Collection[int] = ()
     ) -> None:
         """Step all parameters of `optimizer`, except for those with ids in `without`. Each call of `run` gets a
-        portion.
+        chunk.
 
         Raises:
-            DiskError: states cannot be read or written on some rank. Earlier portions stay stepped.
+            DiskError: states cannot be read or written on some rank. Earlier chunks stay stepped.
         """
         for param in (item for group in optimizer.param_groups for item in group["params"] if item.grad is not None):
-            optimizer.state[param]  # in the order of a step without portions
+            optimizer.state[param]  # creates entries in the order of a step without chunks
         todo = [chunk for chunk in self._chunks if chunk.has_grads]
         self._begin_to_read(todo, 0)
         params = (item for group in optimizer.param_groups for item in group["params"])
@@ -172,7 +172,7 @@ class StatesOnDisk:
             self._begin_to_read(todo, number + 1)
             self._fill(chunk, optimizer)
             try:
-                if isinstance(optimizer, ChunkedSteps):  # which communicates in its steps, and selects devices
+                if isinstance(optimizer, ChunkedSteps):  # it communicates in its steps, and selects devices itself
                     run(chunk.params)
                 elif not self._failures:
                     with chunk.where_it_is_stepped():
@@ -193,7 +193,7 @@ class StatesOnDisk:
             pace_of(folder).look()
 
     def _drop_buffers(self) -> None:
-        """Drop the buffers of this step. They are freed after the last portions have been written."""
+        """Drop the buffers of this step. They are freed after the last chunks have been written."""
         self._buffer_nbytes = sum(buffer.numel() for buffers in self._buffers.values() for buffer in buffers)
         device = next(self._managed).unit.device
         if not accelerator_for(device).has_streams:
@@ -207,7 +207,7 @@ class StatesOnDisk:
         return filter(None, (managed_by(param) for chunk in self._chunks for param in chunk.params))
 
     def write_all(self, optimizer: Optimizer) -> None:
-        """Write all states to the disk that are in memory, such as those of a step that was not taken in portions.
+        """Write all states to the disk that are in memory, such as those of a step that was not taken in chunks.
 
         Raises:
             DiskError: a write failed on some rank.
@@ -224,7 +224,7 @@ class StatesOnDisk:
             self._drop_buffers()
 
     def expect(self, dtypes: Mapping[tuple[int, str], torch.dtype]) -> None:
-        """Allocate space for states that will be loaded: their dtypes by id of the parameter and name."""
+        """Allocate space for states that will be loaded, given their dtypes by id of the parameter and name."""
         for chunk in self._chunks:
             forms = {
                 (number, name): _DiskForm(local_tensor(param).shape, dtype, local_tensor(param).device)
@@ -268,7 +268,7 @@ class StatesOnDisk:
         with self._failures.noted():
             writing.wait()
         if buffers[turn].numel() < nbytes:
-            buffers[turn] = no_buffer()  # before there is another
+            buffers[turn] = no_buffer()  # free the old buffer before a new one is allocated
             buffers[turn] = chunk.new_buffer(nbytes)
         return buffers[turn][:nbytes]
 
@@ -291,7 +291,7 @@ class StatesOnDisk:
         bring_to_memory(optimizer, chunk.params)
 
     def _empty(self, chunk: _Chunk, optimizer: Optimizer) -> None:
-        """Drop the memory: the file has the valid values."""
+        """Drop the memory. The file has the valid values."""
         if chunk.shards is not None:
             chunk.shards.end(writes=False)
             chunk.shards = None
@@ -303,7 +303,7 @@ class StatesOnDisk:
     def _begin_to_write(self, chunk: _Chunk, optimizer: Optimizer, number: int) -> None:
         """Start to write the states of `chunk`, which hold no memory afterwards.
 
-        After a failure nothing more is written, so the file keeps valid values of other portions.
+        After a failure nothing more is written, so the file keeps valid values of other chunks.
         """
         if not self._failures:
             with self._failures.noted():
@@ -312,7 +312,7 @@ class StatesOnDisk:
             self._empty(chunk, optimizer)
 
     def _write(self, chunk: _Chunk, optimizer: Optimizer, number: int) -> None:
-        """Start to write like `_begin_to_write`."""
+        """Start to write the states of `chunk`, and drop their memory."""
         states = chunk.states(optimizer)
         if not states:
             return
@@ -355,7 +355,7 @@ class StatesOnDisk:
 
 
 def bring_to_memory(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """Read states of `params` that are on a disk, since they were loaded from another model, to separate memory."""
+    """Read states of `params` into memory if they are on a disk, as after loading the states of another model."""
     for param in params:
         for name, value in optimizer.state.get(param, {}).items():
             if isinstance(value, DTensor) and isinstance(value._local_tensor, OnDisk):
@@ -387,7 +387,7 @@ def _items(chunk: _Chunk, optimizer: Optimizer) -> list[tuple[Key, Any]]:
 
 
 def _divided(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield `params` in portions, which are the same on every rank, though shards may differ in size."""
+    """Yield `params` in chunks, which are identical on all ranks, although shards may differ in size."""
     chunk: list[nn.Parameter] = []
     nbytes = 0
     for its in _inseparable(params):
@@ -412,7 +412,7 @@ def _inseparable(params: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]
 
 
 def _stepped_nbytes(param: nn.Parameter) -> int:
-    """Return the bytes of `param` that pass through the buffers of a step."""
+    """Return the bytes that a step reads for `param`."""
     managed = managed_by(param)
     values = (
         STATES if managed is None or not managed.unit.shards.is_on_disk else STATES + 2
@@ -441,10 +441,10 @@ class _Region:
 
 
 class ShardsInMemory:
-    """Shards and gradients of a portion that are on a disk, in memory while they are stepped.
+    """The shards and gradients of a chunk that are on a disk between steps, in memory during the step.
 
     Args:
-        held: the `DTensor`s, and the local tensor on disk of each.
+        held: Pairs of a `DTensor` and its local tensor on disk.
         is_shard: Whether each is a shard, which is written back.
     """
 
@@ -522,7 +522,7 @@ _made: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], StatesOnDisk | None]]
 def states_on_disk(optimizer: Optimizer) -> StatesOnDisk | None:
     """Return the states of `optimizer` on a disk, according to the policies of its units; None if there are none.
 
-    A new object is made if the optimizer has got other parameters. It adopts the states in its next step.
+    If the parameters of the optimizer have changed, a new object is created, which adopts the states in the next step.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ids = tuple(map(id, params))
@@ -542,9 +542,9 @@ def choose_chunks_again(units: Iterable[Unit]) -> None:
 
 
 def chunks_on_disk(params: Iterable[nn.Parameter]) -> list[tuple[Path, list[nn.Parameter]]]:
-    """Return the portions of `params`, which one optimizer steps, with states on a disk; each with the folder.
+    """Return the chunks of the `params` of an optimizer with states on a disk, each with the folder.
 
-    They are the same on every rank, since Muon runs collectives for each.
+    They are identical on all ranks, because Muon runs collectives for each chunk.
     """
     ordered = in_model_order(list(params))
     return [(folder, chunk) for folder, of_unit in _chosen(ordered) for chunk in _divided(of_unit)]

@@ -41,7 +41,7 @@ from fullshard.state.state_dict import (
 )
 from fullshard.tape.recorder import Origin, Phase
 
-OWN = "_fullshard_own"  # marks tensors in optimizer states that belong to this rank's shard, and have not its shape
+OWN = "_fullshard_own"  # marks tensors in optimizer states that are local to a rank and do not have the shard's shape
 
 _ORIGIN = Origin("optimizer state", Phase.IDLE)
 
@@ -53,12 +53,12 @@ def optim_state_dict(
 ) -> StateDict:
     """Return the state of `optim` by FQN, in the form set for `model`: full on every rank by default.
 
-    Every rank must call it. A full one is a copy; the tensors of a sharded one are the optimizer's own.
+    Every rank must call it. A full state dict is a copy. A sharded state dict shares tensors with the optimizer.
 
     Args:
-        model: has the parameters that `optim` steps.
-        optim: made after `model` was sharded.
-        optim_state_dict: used instead of `optim.state_dict()`.
+        model: The model with the parameters that `optim` steps.
+        optim: The optimizer, created after `model` was sharded.
+        optim_state_dict: A state dict of `optim` to use instead of `optim.state_dict()`.
 
     Returns:
         `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn]}]}`; empty on all ranks but the first if
@@ -107,20 +107,20 @@ def optim_state_dict_to_load(
     *,
     from_first_rank: bool | None = None,
 ) -> StateDict:
-    """Return a state dict for `optim.load_state_dict`, from one of `optim_state_dict`, with this rank's shards.
+    """Convert the result of `optim_state_dict` to a state dict for `optim.load_state_dict` with this rank's shards.
 
     Args:
-        model: has the parameters that `optim` steps.
-        optim: the optimizer to load into. Its parameter groups may differ from the saved ones. If None, an optimizer
-            that has not stepped yet and has the saved groups.
-        optim_state_dict: full or sharded. Never changed, not even by later steps.
-        load_directly: whether to load it as well.
-        from_first_rank: whether only the first rank has `optim_state_dict`, and sends it to the others; as
-            `rank0_only` of `model`'s settings, if None.
+        model: The model with the parameters that `optim` steps.
+        optim: The optimizer to load into. Its parameter groups may differ from the saved ones. If None, the result is
+            for an optimizer with the saved groups that has not stepped yet.
+        optim_state_dict: The state dict, full or sharded. It is not modified, and shares no memory with the result.
+        load_directly: Whether to load the result into `optim` as well.
+        from_first_rank: Whether only the first rank has `optim_state_dict`, and sends it to the others. None means
+            `rank0_only` of the settings of `model`.
 
     Raises:
-        ConfigError: a parameter of `optim` is not in `model`, or the state dict has different parameters than `optim`,
-            or of states in another shape.
+        ConfigError: A parameter of `optim` is not in `model`, or the parameters or the shapes of the states differ from
+            those of `optim`.
     """
     _check_arguments(model, optim, optim_state_dict)
     config = get_state_dict_type(model).optim_state_dict_config
@@ -162,7 +162,7 @@ def optim_state_dict_to_load(
 
 
 def _as_saved(model: nn.Module, named: StateDict) -> torch.optim.Optimizer:
-    """Return an optimizer of `model` that has the parameters and groups of `named`, and steps nothing."""
+    """Return a placeholder optimizer with the parameters and groups of `named`."""
     if "param_groups" not in named:
         raise ConfigError(
             f"optim_state_dict has the keys {list(named)} and no param_groups. Pass the result of optim_state_dict(), "
@@ -174,7 +174,7 @@ def _as_saved(model: nn.Module, named: StateDict) -> torch.optim.Optimizer:
 
 
 def params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the parameters of `optim` by FQN, in the order in which `optim` numbers them."""
+    """Return the parameters of `optim` by FQN, in the order of their numbers in `optim`."""
     fqns: dict[int, str] = {}
     for name, param in model.named_parameters():
         managed = managed_by(param)
@@ -299,9 +299,9 @@ class _Absent:
 
 
 def _sent_by_first(state_dict: StateDict | None, model: nn.Module) -> tuple[StateDict, Callable[[Any], Any]]:
-    """Return the first rank's `state_dict` without tensors on every rank, and a function to fetch each, in order.
+    """Return the first rank's `state_dict` without tensors, and a function that fetches the next tensor in order.
 
-    So no other rank ever holds more than one whole tensor.
+    So other ranks hold at most one full tensor at a time.
     """
     groups, device = groups_of(model), device_of(model)
     first_rank_state = state_dict if state_dict and is_first_rank(model) else None
@@ -358,11 +358,11 @@ def _is_scalar(value: Any) -> bool:
 
 
 class StateTemplate:
-    """The form of the states of `optim`, whose parameters are given by FQN in `params`.
+    """The placements of the states of `optim`, whose parameters are given by FQN in `params`.
 
-    If the optimizer has stepped, this is the present form. Otherwise it is the form after the first step. Optimizers
-    make states like their parameters. So these are `DTensor`s too: sharded identically if they have the parameter's
-    shape, whole otherwise. Counters are plain tensors.
+    If the optimizer has stepped, these are the present placements. Otherwise they are those after the first step:
+    states with the shape of their parameter are sharded like it, other states are replicated, and counters are plain
+    tensors.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
@@ -378,7 +378,7 @@ class StateTemplate:
         return self._params.keys()
 
     def note_counters(self, scalars: Iterable[tuple[str, str]]) -> None:
-        """Record which states are counters, such as step counts, from the FQNs and names of 0-dim states."""
+        """Record that the given states, which are 0-dim, are counters, such as step counts."""
         self._counters |= {name for fqn, name in scalars if self._params[fqn].shape}
 
     def make_room(self, states: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]) -> None:
@@ -474,12 +474,12 @@ def _placements(like: DTensor, name: str, shape: tuple[int, ...]) -> tuple[Place
 
 
 def placed_like(like: DTensor, value: Tensor) -> DTensor:
-    """Return `value`, a whole state of the shape of `like`, placed like it, in separate memory. Nothing is sent."""
+    """Return a copy of `value`, a full state of the shape of `like`, with its placements. Nothing is sent."""
     return _distributed(value, like.device_mesh, tuple(like.placements), like.to_local().device)
 
 
 def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], device: torch.device) -> DTensor:
-    """Return `value`, whole or sharded, with these placements. Communicate only if it has other placements."""
+    """Return `value`, full or sharded, with these placements. This is a collective if its placements differ."""
     if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
         local = value.to_local()
     else:

@@ -1,7 +1,7 @@
 """State dicts of sharded modules: sharded or full, always with the FQNs of the user's own module.
 
-Loading takes either form, for every module that has units: a plain tensor is the whole parameter, from which each rank
-takes its own shard, without communication.
+Modules with units load both forms. A plain tensor is the full parameter: each rank copies its shard from it, without
+communication.
 """
 
 from __future__ import annotations
@@ -241,9 +241,9 @@ def state_dict_type(
 
 
 def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: str, settings: StateDictSettings) -> None:
-    """Convert the entries of `state` under `prefix` to the form in `settings`: a collective for full tensors.
+    """Convert the entries of `state` under `prefix` to the form in `settings`. This is a collective for full tensors.
 
-    A full state dict is a snapshot: buffers, and parameters that no unit has, are copied too.
+    A full state dict is a copy, including buffers and parameters outside of units.
     """
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     config = settings.state_dict_config
@@ -268,7 +268,7 @@ def _memory(tensor: Tensor) -> int | None:
 
 
 def is_first_rank(module: nn.Module) -> bool:
-    """Return True on the first of the ranks that `module` is sharded over: the one that `rank0_only` means."""
+    """Return True on the first of the ranks that `module` is sharded over, to which `rank0_only` refers."""
     return all(dist.get_rank(group) == 0 for group in groups_of(module))
 
 
@@ -278,7 +278,7 @@ def groups_of(module: nn.Module) -> list[dist.ProcessGroup | None]:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device that `module` computes on, and its groups send from."""
+    """Return the device that `module` computes on."""
     units = units_in(module)
     return units[0].device if units else torch.device("cpu")
 
@@ -292,11 +292,11 @@ class _Hooks:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._late_params = LateParams([unit])
-        self._outermost: nn.Module | None = None  # the module whose loading includes the others'
-        self._assigned: dict[tuple[int, str], Managed] = {}  # in this loading, by module and name
+        self._outermost: nn.Module | None = None  # the outermost module that is being loaded
+        self._assigned: dict[tuple[int, str], Managed] = {}  # parameters assigned in this loading, by module and name
 
     def before(self, module: nn.Module) -> None:
-        """Show the shards, in their own dtype, in the modules."""
+        """Show the sharded parameters in the modules."""
         if is_in_use(self._unit):
             raise StateError(
                 f"state dict within a forward or backward of {self._unit.name or 'the root'}: its parameters are "
@@ -322,7 +322,7 @@ class _Hooks:
 
     @own_hook
     def before_save(self, module: nn.Module, *_: Any) -> None:
-        """Show the shards, and refuse parameters that were added after sharding."""
+        """Show the sharded parameters, and raise if parameters were added after sharding."""
         self.before(module)
         self._late_params.check(again=module is self._unit.module)
 
@@ -338,11 +338,11 @@ class _Hooks:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Shard whole tensors, so that `module` loads this rank's shards."""
+        """Replace full tensors in the state dict by this rank's shards."""
         self.before(module)
         if self._outermost is None:
             self._outermost = module
-            self._assigned.clear()  # of a loading that raised
+            self._assigned.clear()  # left by a loading that raised
             known = next((unit.params[0].dtensor.device_mesh for unit in units_in(module) if unit.params), None)
             for key, value in state.items():  # all of them before any is loaded
                 if isinstance(value, DTensor):
@@ -356,7 +356,7 @@ class _Hooks:
                 self._assigned[place] = managed
                 sharded = managed.param
                 if value.numel() == sharded.layout.spec.numel == 1 and not sharded.sharded.ndim:
-                    value = value.reshape(())  # as torch saved scalars long ago
+                    value = value.reshape(())  # old versions of torch saved scalars as 1-D tensors
                 if value.shape != sharded.sharded.shape:
                     errors.append(
                         f"{clean_fqn(prefix + name)} is of shape {tuple(sharded.sharded.shape)} in the model, but of "
@@ -385,7 +385,7 @@ class _Hooks:
 
 
 def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
-    """Make `state_dict()` of the `modules` of `unit` return shards at any time, and loading accept whole tensors."""
+    """Make `state_dict()` of the `modules` of `unit` always return shards, and loading accept full tensors."""
     hooks = _Hooks(unit)
     for module in set(modules):
         module.register_state_dict_pre_hook(hooks.before_save)
@@ -395,7 +395,7 @@ def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
 
 
 def shard_of(value: Tensor, unit: Unit, sharded: ShardedParam) -> Tensor:
-    """Return `value`, a whole parameter or a `DTensor`, as this rank's shard of `sharded`, on the shard's device."""
+    """Return this rank's shard of `value`, a full parameter or a `DTensor`, on the device of the shard of `sharded`."""
     target = sharded.dtensor
     device = unit.shards.device if sharded.local.is_meta else sharded.local.device
     if isinstance(value, DTensor):

@@ -37,25 +37,25 @@ def stream_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and whole values of all weights of `model`, one bucket at a time, for inference engines.
 
-    Every rank calls it and iterates to the end before it continues to train. Each bucket is one collective, which sends
-    shards in `dtype`. A rank holds one bucket at a time, unless the caller keeps tensors of earlier ones: buckets are
-    not overwritten. A weight larger than a bucket has a separate one. Weights that are cut on another dim than the
-    first, or by tensor parallelism, need memory for one more of them, and the latter one collective each. Weights that
-    need not be gathered may share the model's memory.
+    Every rank must call it and iterate to the end before it continues to train. Each bucket is one collective, which
+    sends shards in `dtype`. A rank holds one bucket at a time, unless the caller keeps tensors of earlier buckets. A
+    weight larger than `bucket_bytes` has a separate bucket. Weights that are sharded on a dim other than 0, or by
+    tensor parallelism, need memory for one more weight. With tensor parallelism, each weight takes one collective.
+    Weights that need not be gathered may share the model's memory.
 
     Args:
-        model: sharded or not. Its parameters and persistent buffers are yielded with their names and order in the
-            user's own module; tied weights once, with their first name.
-        bucket_bytes: bytes of whole weights in `dtype` that are gathered together.
-        dtype: The dtype for floating-point weights; None keeps the dtype of each.
-        rename: returns the new name for a name; None leaves the weight out, and it is not gathered.
-        to_rank: the only global rank that gets weights. The other ranks must also call this function, and get no
-            weights.
+        model: The model, sharded or not. Its parameters and persistent buffers are yielded with the names and in the
+            order of the user's module. Tied weights are yielded once, with their first name.
+        bucket_bytes: The bytes of full weights in `dtype` that are gathered together.
+        dtype: The dtype of floating-point weights. None keeps their dtypes.
+        rename: A function that returns a new name. If it returns None, the weight is not gathered.
+        to_rank: The only global rank that gets weights. The other ranks must also call this function. If None, all
+            ranks get weights.
 
     Raises:
         ConfigError: `bucket_bytes` is not a positive number, or two weights would have the same name.
-        StateError: a unit is in forward or backward, or on the meta device; or a weight is encoded by its class; or
-            a trained parameter was added after sharding.
+        StateError: A unit is in forward or backward, or on the meta device; a weight is encoded by its class; or a
+            trained parameter was added after sharding.
 
     Example:
         ```python

@@ -25,7 +25,7 @@ from fullshard.state.state_dict import is_first_rank
 
 @dataclass(frozen=True)
 class _Wish:
-    """The options of the user's call."""
+    """The options of one call."""
 
     writeback: bool
     offload: bool
@@ -45,22 +45,22 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Context manager that unshards the parameters of `module` to plain tensors in their stored dtype.
 
-    Every rank must enter it. Parameters that an outer context has unsharded stay as they are. Do not use it within
-    forward or backward, and do not start these within it. Changes take effect when the context ends, even with an
-    exception.
+    Every rank must enter it. Parameters that an outer context has unsharded do not change. Do not use it within forward
+    or backward, and do not run these within it. Changes take effect when the context ends, even with an exception.
 
     Args:
-        module: a unit, or a module with units in it.
-        recurse: whether to include the units below `module`, or only its own.
+        module: A unit, or a module that contains units.
+        recurse: Whether to include the units below `module`.
         writeback: Whether to keep changes to the parameters. Each rank keeps the changes of its shard.
-        rank0_only: other ranks keep their shards, and need no memory. Not with `writeback`.
-        offload_to_cpu: whether unsharded parameters are moved to the CPU.
-        with_grads: whether gradients are unsharded too. Changes to gradients are kept with `writeback`.
+        rank0_only: Whether only the first rank gets unsharded parameters. The others keep their shards. Not supported
+            with `writeback`.
+        offload_to_cpu: Whether unsharded parameters are moved to the CPU.
+        with_grads: Whether gradients are unsharded too. With `writeback`, changes to gradients are kept.
 
     Raises:
-        ConfigError: `rank0_only` together with `writeback`.
-        StateError: a unit is in forward or backward, or on the meta device; on leaving, if a parameter was given
-            another shape, or its shards were written to meanwhile.
+        ConfigError: `rank0_only` and `writeback` are both set.
+        StateError: A unit is in forward or backward, or on the meta device. At the end of the context: a parameter has
+            another shape, or its shards were written to within the context.
     """
     check_type("module", module, nn.Module, "a sharded nn.Module")
     check_flags(
@@ -96,9 +96,9 @@ def summon_full_params(
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    """Return the units that have parameters of `module`; without `recurse`, the one unit that it is or only wraps.
+    """Return the units that have parameters of `module`. Without `recurse`, return the unit of `module` only.
 
-    The units of tied weights, and of a module that is a part of a unit, are found elsewhere than in `module`.
+    These include units outside of `module` that own tied weights, or that contain `module`.
     """
     inner = unwrapped(module)
     found = units_in(module) if recurse else units_in(inner)[:1] if is_unit(inner) else []
@@ -134,7 +134,7 @@ def _unsharded(unit: Unit, wish: _Wish) -> Iterator[None]:
 
 
 def _summoned(param: ShardedParam, device: torch.device, transport: torch.device, wish: _Wish) -> nn.Parameter | None:
-    """Return the unsharded parameter in separate memory on `device`; None on a rank that only joins the gather."""
+    """Return the unsharded parameter in separate memory on `device`; None on a rank that does not need it."""
     value = _gathered(param, param.local, transport)
     grad = _gathered(param, param.grad, transport) if wish.with_grads and param.grad is not None else None
     if not wish.shows:
@@ -152,7 +152,7 @@ def _gathered(param: ShardedParam, shard: Tensor, transport: torch.device) -> Te
 
 
 def _check_unchanged(param: ShardedParam, whole: nn.Parameter, first: nn.Parameter, version: int) -> None:
-    """Refuse changes to a whole parameter that could not be cut.
+    """Raise if a full parameter was changed in a way that cannot be written back.
 
     Raises:
         StateError: `whole` is another object than `first`, or was written to since it had `version`.

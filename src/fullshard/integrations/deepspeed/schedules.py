@@ -282,7 +282,7 @@ class OneCycle(Schedule):
             group["betas"] = (momentum, 0.99)
 
     def _decayed(self) -> float | None:
-        """Intervals of decay that are over; None within the cycle."""
+        """The number of completed decay intervals; None within the cycle."""
         after = self.last_batch_iteration - (self._up + self._down)
         if after < 0:
             return None

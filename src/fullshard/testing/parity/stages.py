@@ -91,7 +91,7 @@ def _blocks_of(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
         ]
         raise ConfigError(
             f"pp: {name} of {type(model).__name__} is "
-            f"{'not there' if found is None else 'a ' + type(found).__name__}. Pass the nn.ModuleList or "
+            f"{'missing' if found is None else 'a ' + type(found).__name__}. Pass the nn.ModuleList or "
             f"nn.Sequential of its blocks: {', '.join(lists) or 'it has none with several modules'}."
         )
     if len(found) < count:
