@@ -357,7 +357,7 @@ def _check_stored(
     nbytes = math.prod(chunk.sizes) * dtype.itemsize
     if place is None or place.length < nbytes:
         found = "nothing" if place is None else f"{place.length} bytes"
-        raise CheckpointError(f"{name!r} needs {nbytes} bytes at {tuple(chunk.offsets)}, but the files have {found}")
+        raise CheckpointError(f"{name!r} has {nbytes} bytes at {tuple(chunk.offsets)}, but the files contain {found}")
 
 
 def _bytes(value: Any) -> BytesStorageMetadata:
