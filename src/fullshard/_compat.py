@@ -182,6 +182,16 @@ def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
     return tuple((param._post_accumulate_grad_hooks or {}).values())
 
 
+def share_grad_hooks(source: Tensor, target: Tensor) -> None:
+    """Register the hooks for complete gradients of `source` on `target` too. The same handles remove them."""
+    if source._post_accumulate_grad_hooks is not None:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+TENSOR_HOOKS: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
+"""Return the hooks registered by `param.register_hook`; None or empty if there are none."""
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if a hook was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

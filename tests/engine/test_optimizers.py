@@ -17,7 +17,7 @@ import torch.distributed as dist
 from logged import Operations
 from pages import code_blocks, page, section
 from shared_ranks import on_ranks, run_ranks
-from small_models import Chain, Layer, agree_with_plain, chain, inputs, leave, whole, wholes
+from small_models import Chain, Layer, agree_with_plain, chain, inputs, leave, whole, whole_grads, wholes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -283,6 +283,49 @@ def test_hooks_wait_for_complete_gradients():
 
     model = Chain()
     assert run(fully_shard)[0] == len(list(model.parameters()))
+
+
+def halve(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad = param.grad * 0.5
+
+
+def hooked(shard: Any, registers_early: bool) -> dict[str, Tensor | None]:
+    model = Chain()
+    shard = partial(chain, shard, model)
+    if not registers_early:
+        shard()
+    handles = [param.register_post_accumulate_grad_hook(halve) for param in model.parameters()]
+    if registers_early:
+        shard()
+    backward(model, 0)
+    for handle in handles[::2]:
+        handle.remove()
+    backward(model, 1)
+    return whole_grads(model)
+
+
+@on_ranks(2)
+def test_hooks_for_complete_gradients_may_be_registered_before_sharding():
+    for registers_early in (False, True):
+        agree_with_plain(partial(hooked, registers_early=registers_early), "ddp", "zero2", "zero3")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@on_ranks(1)
+def test_tensor_hooks_of_parameters_are_refused_as_long_as_they_are_registered(strategy):
+    model = Chain()
+    handle = model.head.weight.register_hook(torch.neg)
+    with pytest.raises(StateError, match="weight has a hook of register_hook, which is never called"):
+        fully_shard(model, strategy=strategy)
+    handle.remove()
+    fully_shard(model, strategy=strategy)
+    handle = model.head.weight.register_hook(torch.neg)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"head\.weight has a hook of register_hook, which is never called"):
+            backward(model, 0)
+    handle.remove()
+    backward(model, 0)
 
 
 def gradient_peak(in_backward: bool, layers: int) -> int:

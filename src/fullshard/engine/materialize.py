@@ -19,7 +19,7 @@ from fullshard.engine.hooks import changing_shards
 from fullshard.engine.managed import is_ignored, managed_by
 from fullshard.engine.param_view import check_payloads, view_of
 from fullshard.engine.registry import clean_fqn, own_modules, units_in
-from fullshard.engine.sharded_param import Owner, Source
+from fullshard.engine.sharded_param import Owner, Source, refuse_tensor_hooks
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.policy.precision import is_castable
@@ -50,6 +50,7 @@ def find_parameters(
     Raises:
         ConfigError: A parameter is a `DTensor` that cannot be sharded over these axes, has no shape yet, or shares
             memory with another parameter.
+        StateError: A parameter has a hook that would never be called.
     """
     skip = {id(param) for param in ignored}
     new: dict[int, Source] = {}
@@ -77,6 +78,7 @@ def find_parameters(
                         "sharding, with the same seed and an input of the same shape; or build the module with its "
                         "sizes instead of a lazy one."
                     )
+                refuse_tensor_hooks(fqn, param)
                 axes, dim = place(fqn, param)
                 new[id(param)] = Source(param, [], fqn, axes, dim, view_of(fqn, param, axes))
                 if new[id(param)].sends_payloads:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard._compat import (
+    TENSOR_HOOKS,
     at_start,
     dtensor_like,
     has_values,
@@ -23,6 +24,7 @@ from fullshard._compat import (
     marks_of,
     plain_values,
     set_local_tensor,
+    share_grad_hooks,
 )
 from fullshard.comm.mesh import Axes, own_part
 from fullshard.device.awaited import settled
@@ -114,6 +116,7 @@ class ShardedParam:
         for attribute, value in marks_of(source.param).items():  # attributes set by users
             setattr(self.sharded, attribute, value)
             setattr(self.unsharded, attribute, value)
+        share_grad_hooks(source.param, self.sharded)
 
     def _set_grad_dtype(self, form: nn.Parameter) -> None:
         """Set the requested dtype of gradients, for autograd and the optimizer."""
@@ -271,7 +274,7 @@ class ShardedParam:
 
 
 class Assignments:
-    """Detects `param.data = values`, which torch ignores for a `DTensor`.
+    """Detects `param.data = values` and `param.register_hook`, which torch ignores for a sharded parameter.
 
     Args:
         params: the parameters to watch, in their present sharded form.
@@ -284,11 +287,14 @@ class Assignments:
         self._storages = [*map(Tensor.untyped_storage, self._sharded)]  # without memory; an assignment replaces them
 
     def refuse(self) -> None:
-        """Raise an error if `data` of a parameter was assigned.
+        """Raise an error if `data` of a parameter was assigned, or it has a hook that would never be called.
 
         Raises:
-            StateError: `data` was assigned.
+            StateError: `data` was assigned, or `register_hook` was called.
         """
+        if any(map(TENSOR_HOOKS, self._sharded)):
+            for param in self._params:
+                refuse_tensor_hooks(param.fqn, param.sharded)
         storages = [*map(Tensor.untyped_storage, self._sharded)]
         if storages == self._storages:
             return
@@ -302,6 +308,20 @@ class Assignments:
                     "param.data.copy_(values) with a DTensor of the same placement, load_state_dict, or "
                     "summon_full_params. torch's vector_to_parameters also assigns data."
                 )
+
+
+def refuse_tensor_hooks(fqn: str, param: nn.Parameter) -> None:
+    """Raise an error if `param`, before or after sharding, has a hook that would never be called.
+
+    Raises:
+        StateError: `param.register_hook` was called.
+    """
+    if TENSOR_HOOKS(param):
+        raise StateError(
+            f"{fqn} has a hook of register_hook, which is never called on a sharded parameter, because autograd sees "
+            "the unsharded one. Call register_post_accumulate_grad_hook instead, whose hooks get the sharded parameter "
+            "with its reduced gradient in param.grad; or change param.grad before the optimizer steps."
+        )
 
 
 def _dtensor(tensor: Tensor) -> DTensor:

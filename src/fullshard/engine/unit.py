@@ -205,7 +205,8 @@ class Unit:
         Call it while modules show sharded parameters, before these are read or written.
 
         Raises:
-            StateError: a parameter was replaced by one that no unit has, or its `data` was assigned.
+            StateError: a parameter was replaced by one that no unit has, its `data` was assigned, or it has a hook
+                that would never be called.
         """
         for param_group in self.param_groups:
             param_group.assignments.refuse()
