@@ -1,9 +1,9 @@
-"""The layout of a parameter group's buffers: arithmetic on sizes, nothing else.
+"""The layout of a parameter group's buffers, computed from sizes only.
 
 A parameter group (the parameters of a unit that share a dtype) has two 1-D buffers, both counted in elements:
 
-    unsharded    [A, every row][B, every row]...[w, every element][b]...     read by compute
-    shard        [A, my rows][B, my rows]...[w, b: my shards, packed]        kept by this rank
+    unsharded    [A, all rows][B, all rows]...[w, all elements][b]...            read by compute
+    shard        [A, local rows][B, local rows]...[w, b: local shards, packed]   stored on this rank
 
 A parameter *in place* (A, B) is divided on dim 0 into ceil(rows / world) rows per rank. Its region of the unsharded
 buffer holds `world` such shards, so rank r's shard is received in its final position, and the first rows *are* the
@@ -11,7 +11,7 @@ parameter. *Packed* parameters (w, b) are too small for a separate message, or c
 starts on a 16-byte boundary. Their shards are contiguous at the end of the shard buffer. They are sent as one message,
 the pack, which needs a copy.
 
-[Note: what a message is worth]
+[Note: the cost of a message]
 A separate message saves a copy out of the pack, or into it. Which of the two is cheaper depends on the transport.
 
 Between each pair of ranks (CPUs) a message is one shard to one rank. There a copy is expensive, about 5 GB/s, and each
@@ -35,16 +35,16 @@ from fullshard.layout.offsets import align, aligned_offsets
 from fullshard.layout.shard_spec import ShardSpec, choose_spec
 
 ALIGNMENT_BYTES = 16
-"""Every shard starts on such a boundary: NCCL moves packs of 16 bytes, and falls to single elements otherwise."""
+"""Alignment of every shard. NCCL moves 16 bytes at a time, and single elements if they are not aligned."""
 
-FEW_OPERATIONS = 16  # number of operations in one group that cost little more than one on a queue
+FEW_OPERATIONS = 16  # number of operations in one group that take little more time than one operation on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageRule:
     """The rule that decides which parameters get a separate message, and where they start in the unsharded buffer.
 
-    See [Note: what a message is worth]. Bytes are those of the elements that are sent.
+    See [Note: the cost of a message]. Bytes are those of the elements that are sent.
     """
 
     least_part_nbytes: int = 0  # of a shard
@@ -61,8 +61,8 @@ ON_A_QUEUE = MessageRule(
     least_nbytes=1 << 20,
     most=FEW_OPERATIONS,
     always_from_nbytes=2 << 20,
-    start_step_bytes=256,  # kernels are chosen by alignment; a GPU's allocator starts plain tensors so, or better
-    max_padding=1.0,  # any: the pack also has equal parts, so it would have the same padding, and an additional copy
+    start_step_bytes=256,  # as torch's allocator aligns tensors on a GPU, because alignment affects kernel selection
+    max_padding=1.0,  # no limit, because the pack has the same padding
 )
 """For a backend's own collectives on a queue, such as NCCL."""
 
@@ -151,13 +151,15 @@ def lay_out(
     rule: MessageRule = PAIRWISE,
     part_step: int = 1,
 ) -> GroupLayout:
-    """Return the layout of parameters of `shapes`, in order. `itemsize` is the size of the smallest element sent, in
-    bytes.
+    """Return the layout of parameters of `shapes`, in order.
 
     Args:
-        dims: the dim that each is sharded along, or None to leave it open.
-        rule: which of them get a separate message.
-        part_step: shards in place, and the pack, start at multiples of this number of elements in the shard buffer.
+        shapes: The shapes of the parameters.
+        world: The number of ranks to shard over.
+        itemsize: The size of the smallest element sent, in bytes.
+        dims: The dim to shard each parameter along. None selects the best dim.
+        rule: The rule that decides which parameters get a separate message.
+        part_step: Shards in place, and the pack, start at multiples of this number of elements in the shard buffer.
     """
     step = max(1, ALIGNMENT_BYTES // itemsize)
     chosen = dims or [None] * len(shapes)

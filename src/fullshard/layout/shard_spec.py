@@ -1,4 +1,4 @@
-"""Shard specs: the rows of one tensor that each rank owns, at one world size and between two."""
+"""Shard specs: the rows of one tensor that each rank owns."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ def owned(size: int, world: int, rank: int) -> range:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The division of one tensor of `shape` over `world` ranks: along `dim`, or not at all if `dim` is None.
-
-    A tensor that is not divided (a scalar) is whole on every rank.
-    """
+    """The sharding of one tensor of `shape` over `world` ranks along `dim`. If `dim` is None, it is replicated."""
 
     shape: tuple[int, ...]
     dim: int | None
@@ -63,7 +60,7 @@ class ShardSpec:
 
     @property
     def padding(self) -> int:
-        """Elements that equal parts would hold beyond the tensor's own."""
+        """Elements of padding that make all shards equal."""
         return 0 if self.dim is None else self.world * self.part_numel - self.numel
 
     def consists_of_blocks(self, block: int) -> bool:

@@ -1,4 +1,4 @@
-"""The present activity of this rank: recorded by the engine, read by the watchdog when something goes wrong.
+"""The present activity of this rank, which the engine records and the watchdog reports.
 
 [Note: waits of all threads]
 Any thread of this process may wait for other ranks, so a wait belongs to the thread that recorded it. Background
@@ -39,7 +39,7 @@ class GroupProgress:
     """The number of collectives of one process group that this rank has started. All its ranks count them from 1.
 
     Args:
-        name: the same on all ranks of the group; no other group has it.
+        name: A unique name of the group, identical on all of its ranks.
         ranks: The ranks of the group, numbered as in the default group.
     """
 
@@ -66,12 +66,12 @@ class Task:
     name: str
     origin: Origin | None  # None if it belongs to no unit
     since: float
-    in_first_step: bool  # or before it: ranks may compile meanwhile, each for as long as it takes
-    ended: End | None = None  # of a collective on a GPU, while the host continues
+    in_first_step: bool  # in or before the first step, where ranks may compile
+    ended: End | None = None  # the end of a collective on a GPU, while the host continues
     is_torchs: bool = False  # not called by this package; its process group has a separate timeout
-    thread: int | None = None  # that is in a call of torch's
-    group: GroupProgress | None = None  # of a collective of this package that the host waits for
-    number: int = 0  # of the collective in that group
+    thread: int | None = None  # the thread that is in a call of torch
+    group: GroupProgress | None = None  # the group of a collective of this package that the host waits for
+    number: int = 0  # number of the collective in that group
 
     @property
     def waited_s(self) -> float:
@@ -89,8 +89,8 @@ class Task:
 class Wait:
     """The collective that a rank waits for, and the collectives that it has started.
 
-    A waiting rank starts nothing. So it waits for ever for a rank that waits for ever and has not sent all data of that
-    collective (`has_sent`).
+    A waiting rank starts no other collective. So it waits forever if the rank that it waits for also waits forever and
+    has not sent all data of that collective (`has_sent`).
     """
 
     group: str
@@ -124,10 +124,10 @@ class _TorchCall:
 
 @dataclass
 class RankProgress:
-    """The activity of this rank. The waiting threads write it, and a separate thread reads it. All drop ended work."""
+    """The activity of this rank, which waiting threads write and the watchdog's thread reads."""
 
-    step: int = 0  # steps that the root which ran last has begun
-    unwatched: Unwatched | None = None  # the last queued collective that had to be given up, if there was one
+    step: int = 0  # number of steps that the last root has begun
+    unwatched: Unwatched | None = None  # the last queued collective whose end could not be detected
     _waiting: dict[int, Task] = field(default_factory=dict)  # by thread, as in all that follows
     _behind: set[int] = field(default_factory=set)  # threads that work for others
     _joining: dict[int, float] = field(default_factory=dict)  # since when a thread waits for one of those
@@ -356,7 +356,7 @@ _LIBRARIES = (str(Path(__file__).parent.parent), _TORCH)
 _COLLECTIVES = tuple(
     str(Path(_TORCH, "distributed", name)) for name in ("distributed_c10d.py", "_functional_collectives.py")
 )
-_LEAVING = ("destroy_process_group", "abort")  # which wait for no other rank
+_LEAVING = ("destroy_process_group", "abort")  # these do not wait for other ranks
 
 
 def _frame_of(thread: int | None) -> FrameType | None:

@@ -1,13 +1,13 @@
-"""A ring of connections, from each rank to the next, so that the end of a process is noticed immediately.
+"""A ring of connections, from each rank to the next, to detect the end of a process immediately.
 
-The system closes a connection when its process ends, however it ends, and detects when a host does not answer any more.
+The system closes a connection when its process ends for any reason, and detects when a host does not answer any more.
 Only a greeting and a farewell are sent, so a slow rank is never considered lost.
 
 [Note: where a rank listens]
 Only the previous rank connects. If it is on the same host, the socket is bound to the loopback address, and other hosts
 cannot reach it. Otherwise it is bound to the address that this host uses to reach the store. So ranks first exchange
 their hosts through the store. A connection that does not begin with the token from the store is closed. Any user of the
-host can connect, so the ring never waits for a message of a connection: it looks whether the token has arrived.
+host can connect, so the ring never waits for a message of a connection: it polls for the token.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Ring:
     """This rank's position in the ring.
 
     Args:
-        store: used to exchange addresses. Not used after `join()` has returned True.
-        rank: this rank.
-        world: the number of ranks.
-        silence_s: seconds without an answer of a host before it is considered lost; 127 at most.
-        way: host and port of a server that all ranks reach; this host, if None.
+        store: The store to exchange addresses. It is not used after `join()` has returned True.
+        rank: This rank.
+        world: The number of ranks.
+        silence_s: The seconds without an answer of a host before it is considered lost, at most 127.
+        way: The host and port of a server that all ranks can reach. None means this host.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Ring:
         self._greet_strangers()
 
     def _greet_strangers(self) -> None:
-        """Look for the token. A part of it is not compared, since the answer would help to guess the rest."""
+        """Check for the token. It is compared only when complete, so that it cannot be guessed in parts."""
         for connection, deadline in list(self._strangers.items()):
             token = _received(connection, len(self._token))
             if self._from_previous is None and secrets.compare_digest(token or b"", self._token):
@@ -133,7 +133,7 @@ class Ring:
         try:
             farewell = self._from_previous.recv(1)
         except OSError as error:
-            if isinstance(error, TimeoutError) and error.errno is None:  # our own time is up, not the system's
+            if isinstance(error, TimeoutError) and error.errno is None:  # `timeout_s` has passed
                 return False
             self.previous_is_silent = error.errno in _SILENT
             farewell = b""
@@ -147,7 +147,7 @@ class Ring:
         return self._from_previous is not None
 
     def leave(self, *, farewell: bool) -> None:
-        """Close the connections; without a farewell the next rank takes this one for lost."""
+        """Close the connections. Without a farewell, the next rank considers this rank lost."""
         for connection in (self._to_next, self._from_previous, self._server, *self._strangers):
             if connection is not None:
                 with suppress(OSError):

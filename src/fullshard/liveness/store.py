@@ -1,8 +1,8 @@
-"""A process group's store, with calls that give up in time.
+"""A process group's store, with a time-out for every call.
 
-A `TCPStore` whose host has fallen silent keeps most callers waiting until the system gives up, a quarter of an hour
-later: its time-out covers keys that are missing, not answers that do not come. So a thread makes the calls, and is left
-behind if it gets no answer.
+If the host of a `TCPStore` does not respond, most calls wait until the system closes the connection after about 15
+minutes, because the store's time-out applies only to missing keys. So a separate thread makes the calls, and is
+abandoned if it gets no answer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.distributed as dist
 class PatientStore:
     """A few calls of `store`. Each returns or raises within `patience_s` seconds.
 
-    A call raises `RuntimeError`, like torch's own errors of the store, if the store is gone. It raises immediately
-    while an earlier call has not been answered. Use it from one thread at a time.
+    A call raises `RuntimeError`, like torch's own errors of the store, if the store does not answer. It raises
+    immediately while an earlier call has not been answered. Use it from one thread at a time.
     """
 
     def __init__(self, store: dist.Store, patience_s: float) -> None:
@@ -29,7 +29,7 @@ class PatientStore:
         self._last: Future[Any] = Future()
         self._last.set_result(None)
         self._requested: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]] | None] = SimpleQueue()
-        # Started now, since a process that is about to end, and wants to say how, cannot start a thread any more.
+        # Started now, because a process that is exiting cannot start a thread to publish its end.
         Thread(target=self._ask, name="fullshard store", daemon=True).start()
 
     def set(self, key: str, value: str) -> None:
@@ -45,15 +45,15 @@ class PatientStore:
         return bool(self._answer(self._store.check, keys))
 
     def add(self, key: str, amount: int) -> int:
-        """Add `amount` to the number at `key`; the sum."""
+        """Add `amount` to the number at `key`, and return the sum."""
         return int(self._answer(self._store.add, key, amount))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Set `key` to `value` if it was `expected`; its value after that."""
+        """Set `key` to `value` if it was `expected`, and return its value afterwards."""
         return bytes(self._answer(self._store.compare_set, key, expected, value))
 
     def close(self) -> None:
-        """Ask no more."""
+        """End the thread."""
         self._requested.put(None)
 
     def _answer(self, call: Callable[..., Any], *args: Any) -> Any:

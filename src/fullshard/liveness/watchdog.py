@@ -1,21 +1,21 @@
 """A thread that reports the progress of every rank when a collective takes long, and ends a process that would hang.
 
-Ranks wait for ever if one of them is gone, or if they do not reach the same collective. The ring (`ring.py`) and, on
-gloo, the connections of the collective itself detect the first case. The clock detects the second. Ranks then exchange
-messages through the store, since the group is stuck.
+Ranks wait forever if one of them is lost, or if they do not reach the same collective. The ring (`ring.py`) and, on
+gloo, the connections of the process group detect the first case. A timer detects the second, on every backend. Ranks
+then exchange messages through the store, because the process group is stuck.
 
-A rank that waits long posts a question for the progress of all ranks on the board. Every rank answers. The rank that
-asked collects the answers and logs them. If the question ends the job, ranks also end once it is answered. If it is
-asked early, the answers are logged only if all ranks wait, and not for the same collective.
+A rank that waits too long posts a question for the progress of all ranks on the board. Every rank answers. The rank
+that posted the question collects the answers and logs them. If the question ends the job, the ranks then exit. If it is
+an early question, the answers are logged only if all ranks wait for different collectives.
 
 [Note: waits in a circle]
-Ranks that make different calls may wait for one another in different process groups. No rank then receives the
-fingerprint that would show the difference. So each rank also publishes which collective it waits for, and how many it
-has started in each group. A number stands for one collective on all ranks: where it does not, their fingerprints differ
-and all raise. If each of them waits for a rank that has not started that collective, and none of them has
-moved between two such accounts, then no rank will ever go on, however slow the network is: all raise RankMismatchError.
-They mark their process groups as broken first, and wait for one another to do so. Otherwise a rank that raises, and
-ends, would seem to be lost.
+Ranks that make different calls may wait for each other in different process groups. No rank then receives a fingerprint
+that shows the difference. So each rank also publishes the collective that it waits for, and the number of collectives
+that it has started in each group. A number identifies one collective on all ranks; otherwise fingerprints differ and
+all ranks raise. Assume that each rank waits for a rank that has not started that collective, and that no rank has
+progressed between two reports. Then no rank will ever continue, however slow the network is: all raise
+RankMismatchError. First they mark their process groups as broken, and wait until all have done so. Otherwise a rank
+that raises and exits would seem to be lost.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from fullshard.liveness.store import PatientStore
 from fullshard.policy.arguments import is_number
 from fullshard.policy.switches import switches
 
-EXIT_CODE = os.EX_TEMPFAIL  # 75: a temporary failure, worth another start
+EXIT_CODE = os.EX_TEMPFAIL  # 75: a temporary failure, after which the job can be restarted
 """The exit code of a process that the watchdog ends."""
 
 SILENCE_S = 30
 """Seconds without an answer of a host before it is considered lost. Tests set less, before the first forward."""
 
-_LOOK_S = 1.0  # between two reads of the store; longer in large worlds, where it has many ranks to answer
+_LOOK_S = 1.0  # interval between two reads of the store; longer with many ranks
 _LOOKS_A_SECOND = 500
-_GRACE_S = 3.0  # for a rank that learns of a loss to raise an exception by itself
-_LONG_GRACE_S = 10.0  # the same where only a background thread waits, or a collective that is not this package's
-_ANSWER_S = 4.0  # for the other ranks to report their progress
-_STORE_S = 5.0  # for the store to answer
-_EARLY_S = 10.0  # of waiting: if all ranks wait, and not for the same, hardly any of them will ever go on
-_LINES = 16  # ranks that an error names
-_SETTLED_S = 2.0  # of waiting: a rank that has just arrived may be about to start what the others wait for
-_LEAD_S = 10.0  # to get the report before the process group gives up, whose error names one rank only
+_GRACE_S = 3.0  # time for a rank to raise an exception after a loss, before its process is ended
+_LONG_GRACE_S = 10.0  # the same if only a background thread waits, or a collective of other code
+_ANSWER_S = 4.0  # time for the other ranks to report their progress
+_STORE_S = 5.0  # time-out of the store
+_EARLY_S = 10.0  # wait before an early question
+_LINES = 16  # maximum number of ranks that an error names
+_SETTLED_S = 2.0  # shorter waits are ignored, because the rank may be about to start the collective of the others
+_LEAD_S = 10.0  # time for the report before the time-out of the process group, whose error names one rank only
 
 _NO_WORD = "its process ended without a message (killed, out of memory, or crashed)"
 _NO_ANSWER = "its host does not answer (powered off, or the network is down)"
@@ -72,10 +72,10 @@ def set_collective_timeout(seconds: float | None, *, report_after: float | None 
     """End the job when a collective takes longer than `seconds`; never if None.
 
     Each rank then writes its progress to the standard error stream (step, microbatch, unit, phase, collective,
-    duration), and the first rank to notice also writes that of all ranks. The processes end with exit code 75. By
-    default this happens a few seconds before the time-out of the default process group
-    (`init_process_group(timeout=...)`: 30 minutes on gloo, 10 on NCCL). A longer time has no effect, since the group
-    aborts its collectives then.
+    duration), and the first rank to detect the time-out also writes the progress of all ranks. The processes end with
+    exit code 75. By default this happens a few seconds before the time-out of the default process group
+    (`init_process_group(timeout=...)`: 30 minutes on gloo, 10 on NCCL). A longer time has no effect, because the group
+    then aborts its collectives.
 
     The progress of all ranks is also reported earlier, once for each stuck collective, as a warning of the logger
     `fullshard.liveness.watchdog`. The job continues after this: one rank may delay the others to evaluate or to save.
@@ -87,11 +87,11 @@ def set_collective_timeout(seconds: float | None, *, report_after: float | None 
     This function may be called at any time. The rank with the shortest time decides.
 
     Args:
-        seconds: until the job ends.
-        report_after: seconds until the report, or None for no report.
+        seconds: The time in seconds until the job ends.
+        report_after: The time in seconds until the report. None disables the report.
 
     Raises:
-        ConfigError: not a positive number.
+        ConfigError: A time is not a positive number.
     """
     for name, value in (("seconds=", seconds), ("report_after=", report_after)):
         if value is not None and not (is_number(value) and value > 0):
@@ -217,7 +217,7 @@ class _Watchdog:
         return dist.group.WORLD is self.group or (self._missed_since < math.inf and here.waited_behind_s > 0)
 
     def _look(self) -> None:
-        """Check the previous rank, the board and the clock."""
+        """Check the previous rank, the board and the time-outs."""
         self._joined = self._joined or self._join()
         if (noticed := self._lost_previous()) is not None:
             self._own_board.first_loss(noticed)
@@ -226,7 +226,7 @@ class _Watchdog:
         if question is not None and question != self._answered:
             self._answered = question
             self._answer(question, task)
-            if task is not None and task.waited_s > _SETTLED_S:  # later ones ask by themselves
+            if task is not None and task.waited_s > _SETTLED_S:
                 self._requested_early = task, 2 * max(task.waited_s, _EARLY_S)
             if question.purpose in ("report", "end"):
                 self._reported = task
@@ -397,7 +397,7 @@ def _long(end_s: float) -> str:
 
 
 def _separate(end_s: float) -> str:
-    """Return the verdict on ranks that all wait, and not for the same collective."""
+    """Return the verdict on ranks that all wait for different collectives."""
     return (
         "and all ranks wait, but not for the same collective: every rank must make the same calls (including saving, "
         f"state dicts and barriers) after the same number of batches; {_long(end_s).removeprefix('and ')}"
@@ -416,7 +416,7 @@ def _too_long(end_s: float) -> str:
 
 
 def is_deadlock(waits: Sequence[Wait | None]) -> bool:
-    """Return True if each rank waits for one that cannot send what it waits for before its own wait has ended."""
+    """Return True if each rank waits for data that another waiting rank has not sent."""
     return all(wait is not None and _missing(wait, waits) for wait in waits)
 
 
@@ -456,7 +456,7 @@ class _Question:
 
 
 class _Board:
-    """The messages between ranks through the store. If the store is gone, writes are lost and reads find nothing."""
+    """The messages between ranks through the store. Without the store, writes are lost and reads return nothing."""
 
     def __init__(self, store: PatientStore) -> None:
         self._store = store
@@ -530,7 +530,7 @@ class _Board:
         return [f"{named_ranks(who)}: {place}{waited[place]}" for place, who in ranks.items()]
 
     def is_split(self, question: _Question, world: int) -> bool:
-        """Return True if all ranks have been waiting for a while, and not for the same collective."""
+        """Return True if all ranks have been waiting for a while for different collectives."""
         answers = self.places(question, world)
         settled = all(is_waiting and seconds > _SETTLED_S for _, seconds, is_waiting in answers)
         return settled and len({place for place, _, _ in answers}) > 1
