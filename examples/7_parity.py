@@ -3,7 +3,7 @@
     fullshard parity --model examples/7_parity.py:make_model --batch examples/7_parity.py:make_batch --wrap Block
     fullshard parity --model examples/7_parity.py:make_careless_model --batch examples/7_parity.py:make_batch
 
-The first agrees bit for bit. The second draws noise that nobody can draw again; it differs, and the parameter is named.
+The first agrees bit for bit. The second draws noise that cannot be reproduced; it differs, and the parameter is named.
 In a test the same is one line, which this file runs as a script: python examples/7_parity.py
 """
 

@@ -19,7 +19,7 @@ from torch import nn
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker does: an epoch of its own part of the rows, a checkpoint of all of them, and so on."""
+    """Train on this worker: each epoch uses its part of the rows, and ends with a checkpoint of all workers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     model = prepare_model(model)

@@ -2,7 +2,7 @@
 
     python examples/ray/digits.py --workers 2
 
-Kill a worker while it runs: Ray starts it anew, and the run goes on from its newest checkpoint.
+Kill a worker while it runs: Ray restarts it, and the run continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fullshard.integrations.ray import restore, save_and_report
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker does: an epoch of its own part of the rows, a checkpoint of all of them, and so on."""
+    """Train on this worker: each epoch uses its part of the rows, and ends with a checkpoint of all workers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     model = model.to(get_device())

@@ -1,4 +1,4 @@
-"""Which learning rate: Ray Tune tries several, each on sharded workers of its own.
+"""Search for a learning rate: Ray Tune tries several, each on separate sharded workers.
 
     python examples/ray/learning_rates.py --workers 2
 

@@ -1,4 +1,4 @@
-"""Handwritten digits on sharded ranks, which all begin anew when one is lost.
+"""Handwritten digits on sharded ranks, which all restart when one is lost.
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 100 examples/torchft/before.py
 """
@@ -16,7 +16,7 @@ from fullshard import fully_shard
 
 
 def train(steps: int) -> None:
-    """What each rank does: its own rows of each step."""
+    """Train on this rank, with its own rows of each step."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

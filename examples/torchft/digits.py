@@ -1,11 +1,11 @@
-"""Handwritten digits on replicas that come and go: what one of them loses costs the others a step, and no restart.
+"""Handwritten digits on replicas that join and leave: the loss of one costs the others one step and no restart.
 
     torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 --bind '[::]:29510' &
     export TORCHFT_LIGHTHOUSE=http://localhost:29510 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 100 examples/torchft/digits.py --replica a &
     torchrun --standalone --nproc-per-node 2 --max-restarts 100 examples/torchft/digits.py --replica b
 
-Kill one process while it runs: its torchrun starts that replica anew, which gets its state from the other one.
+Kill one process while it runs: its torchrun restarts that replica, which gets its state from the other replica.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fullshard.integrations.torchft import Replicas
 
 
 def train(replica: str, steps: int) -> None:
-    """What each rank of a replica does: its own rows of each step, as many replicas as there then are."""
+    """Train on this rank of a replica, with its own rows of each step for the current number of replicas."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

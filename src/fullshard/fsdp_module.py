@@ -321,13 +321,13 @@ class FSDPModule:
             super().__init_subclass__(**kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Unshard the unit's parameters now, until `reshard` or the module's next forward frees them.
+        """Unshard the unit's parameters, until `reshard` or the module's next forward frees them.
 
-        The unit keeps the `requires_grad` that unsharded parameters are given meanwhile. It does not keep values that
-        are written to them, and logs a warning.
+        Changes of `requires_grad` of the unsharded parameters are kept. In-place changes of their values are lost, and
+        a warning is logged.
 
         Args:
-            async_op: only start the gather, and return a handle to wait for it.
+            async_op: Whether to return immediately with a handle to wait for the all-gather.
         """
         check_flags(async_op=async_op)
         unit = unit_of(_module(self))
@@ -347,17 +347,15 @@ class FSDPModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager that makes backward accumulate whole gradients without reducing them.
+        """Context manager that makes backward accumulate unsharded gradients without reducing them.
 
-        Parameters are gathered as usual.
-        The first backward after it reduces everything together. Whole gradients take memory meanwhile.
+        Parameters are gathered as usual. The first backward after the context reduces the accumulated gradients.
         """
         with without_sync(units_in(_module(self))):
             yield
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients over the ranks. Pass False for all microbatches of a step but the
-        last.
+        """Set whether backward reduces gradients. Pass False for all microbatches of a step except for the last one.
 
         Args:
             requires_gradient_sync: True to reduce in each backward; False to accumulate whole gradients on this rank.
@@ -422,10 +420,10 @@ class FSDPModule:
         """
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether backwards reduce nothing, and you call `finalize_backward` after the last one of each step.
+        """Set whether gradients are reduced by `finalize_backward` only. Call it after the last backward of each step.
 
         This is for an outermost module whose backwards run in parts or in any order, such as a pipeline stage. Its
-        units stay unsharded after the step's first forward (or `unshard`), and its whole gradients stay in memory.
+        units stay unsharded after the step's first forward (or `unshard`), and its unsharded gradients stay in memory.
         Disabling it within a step drops the gradients of that step.
 
         Args:
@@ -435,10 +433,10 @@ class FSDPModule:
         runtime_of(_module(self)).finalize_manually(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Reduce the whole gradients, and reshard. After `set_requires_gradient_sync(False)` gradients are held back.
+        """Reduce the accumulated gradients, and reshard. `set_requires_gradient_sync(False)` defers the reduction.
 
         Args:
-            async_op: return a handle, for scripts written for torch. Its `wait()` returns immediately.
+            async_op: Whether to return a handle, for compatibility with torch. Its `wait()` returns immediately.
 
         Raises:
             StateError: `set_manual_backward_finalization(True)` was not called.
@@ -449,7 +447,7 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether this unit's parameters are gathered for its backward.
 
-        Switch it off only where backward reads no parameter, as that of an embedding: it would read freed memory.
+        Disable it only if backward does not read parameters, as for an embedding. Otherwise backward raises an error.
 
         Args:
             unshard_in_backward: False to leave the parameters sharded in backward.
@@ -460,9 +458,10 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients by `factor` instead of the number of the root's ranks.
 
-        Without it, units on fewer ranks than the root are also divided by the number of the root's ranks. This is
-        right for experts, which have seen the tokens of all these ranks. torch divides by the number of the unit's
-        ranks. A warning is logged for such units, unless their parameters are `DTensor`s that expert parallelism made.
+        By default, the gradients of units on fewer ranks than the root are also divided by the number of the root's
+        ranks. This is correct for experts, which process the tokens of all these ranks. torch divides by the number of
+        the unit's ranks. A warning is logged for such units, unless their parameters are `DTensor`s of expert
+        parallelism.
 
         Args:
             factor: A positive number.
@@ -490,22 +489,23 @@ class FSDPModule:
         """
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
-        """Call `hook(sums)` with this unit's gradients when they are summed over its ranks.
+        """Call `hook(sums)` with this unit's gradients after they are summed over its ranks.
 
-        The optimizer's gradients are made of the sums after the call. So the hook may change them in place, or sum them
-        over further ranks.
+        The optimizer gets the values after the call. So the hook may modify them in place, or sum them over further
+        ranks.
 
         `sums` is 1-D, in the reduce dtype, and contains this rank's shards of the means over the ranks, in order, with
         padding between them. There is one call per parameter group (the parameters on one mesh, of one dtype). If
-        gradients are whole (`"ddp"`), there is one call for each tensor that was sent. All ranks make the calls in the
-        same order, and only in microbatches that are synced. An exception in the hook ends the backward.
+        gradients are not sharded (`"ddp"`), there is one call per message. All ranks make the calls in the same order,
+        and only in microbatches that reduce gradients. An exception in the hook ends the backward.
 
         Args:
-            hook: the function.
-            stream: the stream to run it on, on a GPU; that of sums over the replicate axis, if None. Ignored on a CPU.
+            hook: The function.
+            stream: The stream to run it on, on a GPU. If None, this is the stream of sums over the replicate axis.
+                Ignored on a CPU.
 
         Raises:
-            ConfigError: `stream` was given for a mesh with a replicate axis, whose sums have a stream already.
+            ConfigError: `stream` was given for a mesh with a replicate axis, whose sums already have a stream.
         """
         check_callable("hook", hook, "a function of one tensor")
         unit = unit_of(_module(self))
@@ -715,19 +715,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def take_part(module: nn.Module) -> Tensor:
     """Return a zero to add to the loss on a rank without inputs for `module`, while other ranks have some.
 
-    The module's units are gathered, and in backward gradients of zeros are sent, as in a call of the module. So
-    gradients are means over all ranks, including those without inputs. Call
+    The module's units are gathered, and backward contributes gradients of zeros, as in a call of the module. So
+    gradients are means over all ranks, including ranks without inputs. Call
     `module.set_reduce_scatter_unused_params(True)` first, on all ranks. The module's forward should call inner units
     once, in the order of its submodules, and end with its own operation, such as a norm. If ranks gather in different
-    orders, all of them raise.
+    orders, all of them raise an error.
 
         features = tower(images) if len(images) else take_part(tower)
 
     Args:
-        module: a unit, with or without inner units.
+        module: A unit, with or without inner units.
 
     Returns:
-        A tensor without dims. It needs a gradient if any parameter of these units does.
+        A 0-dim tensor. It requires a gradient if any parameter of these units does.
 
     Raises:
         StateError: the module is not a unit, or its unused parameters are not reduced.

@@ -1,15 +1,15 @@
 """A whole training step in a CUDA graph: `capture`.
 
-[Note: what a replay must not skip]
-A replay repeats the kernels and collectives of one step, with the addresses that they had. Python code of the step does
-not run. So a replay is right only if that code would have queued the same work again. `_Conditions` holds all that the
-engine, torch's optimizers and autocast decide by, and a call replays only if these are as they were at the capture.
-The code of the user's step may depend on other things. What it decides by must be an argument of the step.
+[Note: conditions of a replay]
+A replay repeats the kernels and collectives of one step with the same addresses. The Python code of the step does not
+run. So a replay is correct only if this code would queue the same work again. `_Conditions` contains everything that
+decisions of the engine, torch's optimizers and autocast depend on. A call replays the graph only if the conditions are
+those of the capture. All other values that decisions in the user's step depend on must be arguments of the step.
 
 [Note: the learning rate of a graph]
-A number in the group of an optimizer becomes a constant of the graph. Schedulers change the learning rate in every
-step. So it is put into a tensor on the device, which the graph reads, and what the user or a scheduler sets is copied
-there.
+A number in a parameter group of an optimizer becomes a constant of the graph. Schedulers change the learning rate in
+every step. So it is replaced by a tensor on the device, which the graph reads. Values set by the user or a scheduler
+are copied to this tensor.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def capture(step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup:
     A call runs eagerly, and logs the reason once, if inputs have other shapes than the examples, if modules, buffers,
     parameters, settings or optimizers have changed, or if a unit is unsharded by `unshard()`. If the change lasts, the
     step is captured again after a few calls. Other values that Python code of the step reads are constants of the
-    graph: pass what changes as an argument.
+    graph: pass changing values as arguments.
 
-    `capture` sets `capturable=True` and a tensor as `lr` in the groups of the optimizers. If parameters are in no
-    unit, ranks compare them during the first 64 steps, and the step is captured after these.
+    `capture` sets `capturable=True` and a tensor as `lr` in the groups of the optimizers. If parameters do not belong
+    to a unit, ranks compare them during the first 64 steps, and the step is captured afterwards.
 
-    All parts of a step belong to `step`: forward, backward, all of its microbatches, clipping, the optimizer's step and
-    `zero_grad`. The graph keeps the memory of one step: unsharded parameters, activations and gradients.
+    `step` must contain the whole training step: forward, backward, all of its microbatches, clipping, the optimizer's
+    step and `zero_grad`. The graph keeps the memory of one step: unsharded parameters, activations and gradients.
 
     Args:
         step: A function of positional arguments. It must not read values of tensors on the host, as `.item()` and
@@ -100,7 +100,7 @@ def capture(step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup:
 
 
 class Graph(Protocol):
-    """Device work that is recorded once and replayed. Tests have one for the CPU."""
+    """Device work that is recorded once and replayed. Tests use an implementation for the CPU."""
 
     device: torch.device
     backends: frozenset[str]
@@ -113,7 +113,7 @@ class Graph(Protocol):
         """Return a context for eager steps before a capture."""
 
     def host_random_state(self) -> Any:
-        """Return the state of random generators whose numbers a replay would not draw again."""
+        """Return the state of the random generators on the host, which a replay does not advance."""
 
     def noting_waits(self, note: Callable[[FrameType], object]) -> Any:
         """Return a context that calls `note` with the frame of the caller when the host waits for the device."""
@@ -145,7 +145,7 @@ class CapturedStep(Generic[ResultT]):
         self._in_a_row = 0  # eager calls with these conditions
         self._eager_calls = 0
         self._calls: list[int] = []  # of units and optimizers in the last eager call
-        self._refusal: str | None = None  # why a graph would not do what the last eager call did
+        self._refusal: str | None = None  # the reason why a graph cannot repeat the last eager call
         self._captured: _Capture | None = None
         self._written: list[tuple[list[Tensor | None], Tensor | None]] = []  # lists of the engine with memory of graphs
         self._reported: set[str] = set()
@@ -291,7 +291,7 @@ _OTHER_GRADS = "gradients were set outside of the step. Call zero_grad at its en
 
 @dataclass
 class _Conditions:
-    """Inputs of the decisions of the engine and of optimizers. See [Note: what a replay must not skip].
+    """Inputs of the decisions of the engine and of optimizers. See [Note: conditions of a replay].
 
     Values are numbers or identities; `kept` keeps the objects alive, so that no other object gets their identity.
     """

@@ -59,19 +59,19 @@ def shard_unit(
     sync_module_states: bool = False,
     buffer_dtype: torch.dtype | None = None,
 ) -> Unit:
-    """Make one unit of `modules`, with its hooks: the common part of `fully_shard` and `FullyShardedDataParallel`.
+    """Create one unit of `modules`, with its hooks, for `fully_shard` and `FullyShardedDataParallel`.
 
     Args:
-        modules: see `fully_shard`, also for all arguments with the same names.
-        options: how to shard them.
-        mesh: the ranks; or the axes themselves.
-        ignored_params: parameters that are neither sharded nor synchronised.
-        shard_placement_fn: the dim to shard each parameter along, and the ranks, if they differ from the unit's.
-        device: the device that computes; if None, that of the mesh's type with the current index.
-        param_init_fn: initialises one module that is on the meta device.
-        materialize: whether modules on the meta device are initialised now, rather than stay there.
-        sync_module_states: whether every rank gets the values of the mesh's first rank.
-        buffer_dtype: floating-point buffers are cast to it.
+        modules: See `fully_shard`, also for all arguments with the same names.
+        options: The options of the unit.
+        mesh: The mesh to shard over, or its axes.
+        ignored_params: Parameters that are neither sharded nor synchronised.
+        shard_placement_fn: The function that selects the dim, and optionally the mesh, to shard a parameter along.
+        device: The device that computes. If None, it is the current device of the mesh's type.
+        param_init_fn: The function that initialises one module on the meta device.
+        materialize: Whether to initialise modules on the meta device now. Otherwise they stay there.
+        sync_module_states: Whether every rank gets the values of the mesh's first rank.
+        buffer_dtype: The dtype to cast floating-point buffers to.
     """
     _check(modules)
     ranks = mesh.mesh if isinstance(mesh, Axes) else mesh
@@ -152,7 +152,7 @@ _ALIGNED_FROM_NUMEL = 4096  # minimum number of elements of parameters to align:
 
 
 def _aligned_place(axes: Axes, dim: int | None, block: int, fqn: str, param: nn.Parameter) -> tuple[Axes, int | None]:
-    """Return a placement with shards of whole blocks: along dim 0, or else whole on every rank."""
+    """Return a placement with shards of whole blocks along dim 0, or else a replicated one."""
     shape = tuple(param._local_tensor.shape if isinstance(param, DTensor) else param.shape)
     specs = [choose_spec(shape, axes.shard_world, dim)]
     if dim is None:
@@ -328,8 +328,8 @@ def _check_not_copied(module: nn.Module, units: Sequence[Unit], memo: dict[Any, 
 def _copy_structure(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """Return a copy of `module` as if it were not sharded, with the entries of `memo` in place of parameters.
 
-    A class that defines `__deepcopy__` copies its modules by that, as it does for plain modules: parametrized modules
-    have no other way. The method of this package's wrapper comes back here, and is not called a second time.
+    If the class defines `__deepcopy__`, such as a parametrized module, that method is used. The method of this
+    package's wrapper calls this function again, and is not called a second time.
     """
     method: Callable[..., nn.Module] | None = getattr(type(module), "__deepcopy__", None)
     called = (_COPYING, id(module))

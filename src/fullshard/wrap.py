@@ -61,7 +61,7 @@ class WrapPolicy(ABC):
     def descends(self, module: nn.Module, numel: int) -> bool:
         """Return True if modules below `module` may become units; `numel` elements in it are not in a unit yet.
 
-        If not, `module` does not become one either: it stays, undivided, in the unit above it.
+        If False, `module` does not become a unit either, and belongs to the unit above.
 
         Args:
             module: The module to decide about.
@@ -73,7 +73,6 @@ class WrapPolicy(ABC):
     def overrides(self, module: nn.Module, numel: int) -> dict[str, Any] | None:
         """Return the arguments for `module` as a unit that differ from the root's; None if it does not become a unit.
 
-        `numel` is the number of elements of `module` that no unit below it holds.
 
         Args:
             module: The module to decide about.
@@ -203,14 +202,14 @@ def size_based_auto_wrap_policy(
     """Return True for the smallest modules of `min_num_params` elements or more, not counting those of units below.
 
     Args:
-        module: the module in question.
-        recurse: True on the way down, False on the way up.
-        nonwrapped_numel: elements in `module` that no unit holds so far.
-        min_num_params: smallest size of a unit, in elements.
-        force_leaf_modules: modules of these classes stay whole, in the unit above. `nn.MultiheadAttention` by default,
-            since it reads the weights of its children without running their forward.
-        exclude_wrap_modules: modules of these classes are not units, while modules in them may be. `nn.ModuleList` and
-            `nn.ModuleDict` by default, since they have no forward that could gather a unit.
+        module: The module that the policy decides about.
+        recurse: If True, return whether to visit the children of `module`; otherwise, whether `module` becomes a unit.
+        nonwrapped_numel: The number of elements of parameters in `module` that are not in a unit yet.
+        min_num_params: The minimum size of a unit, in elements.
+        force_leaf_modules: Classes of modules that are not divided, and belong to the unit above. By default this is
+            `nn.MultiheadAttention`, which reads the weights of its children without calling their forward.
+        exclude_wrap_modules: Classes of modules that do not become units, although modules in them may. By default
+            these are `nn.ModuleList` and `nn.ModuleDict`, which have no forward that could gather a unit.
     """
     if nonwrapped_numel < min_num_params:
         return False

@@ -59,7 +59,7 @@ _HOOKED = "_has_comm_hook"
 class BackwardPrefetch(Enum):
     """The time in backward at which the gather of the next unit starts."""
 
-    BACKWARD_PRE = "pre"  # before this unit's backward: most overlap, two units unsharded at once
+    BACKWARD_PRE = "pre"  # before this unit's backward: most overlap, two units unsharded at the same time
     BACKWARD_POST = "post"  # after it, when this unit is freed: less memory
 
 
@@ -70,24 +70,25 @@ class FullyShardedDataParallel(nn.Module):
     shapes and FQNs. Between steps they are `DTensor`s.
 
     Args:
-        module: the module to shard. Its submodules may be wrapped already.
-        process_group: the ranks to shard over; all, if None. A pair (shard group, replicate group) for hybrid
+        module: The module to shard. Its submodules may be wrapped already.
+        process_group: The ranks to shard over. If None, all ranks. A pair (shard group, replicate group) for hybrid
             strategies is not supported: pass `device_mesh`.
-        sharding_strategy: a `ShardingStrategy`, its short name or `Placements`; `FULL_SHARD` if None.
+        sharding_strategy: A `ShardingStrategy`, its short name or `Placements`. If None, `FULL_SHARD`.
         cpu_offload: `CPUOffload(offload_params=True)` keeps shards, their gradients and the optimizer step on the CPU.
-        auto_wrap_policy: selects the submodules that become separate units; see `fullshard.wrap`.
-        backward_prefetch: when the next unit's gather starts in backward; if None, when the unit is needed.
-        mixed_precision: the dtypes of compute, of the reduction and of buffers.
-        ignored_modules: modules whose parameters are neither sharded nor synchronised.
-        param_init_fn: initialises one module that is on the meta device; `reset_parameters()`, if None.
-        device_id: the device that computes; if None, that of `device_mesh`, else the current GPU if there is one, else
-            the CPU.
-        sync_module_states: whether every rank gets the values of rank 0.
-        forward_prefetch: whether the next unit's gather starts before this one's forward.
-        limit_all_gathers: whether at most one unit is gathered ahead; two, if False.
-        use_orig_params: must be True: parameters are never flattened.
-        ignored_states: parameters, or modules, to leave as they are; instead of `ignored_modules`.
-        device_mesh: the mesh to shard over, instead of `process_group`.
+        auto_wrap_policy: Selects the submodules that become separate units; see `fullshard.wrap`.
+        backward_prefetch: The time in backward at which the next unit's gather starts. If None, backward does not
+            prefetch units.
+        mixed_precision: The dtypes of compute, of the reduction and of buffers.
+        ignored_modules: Modules whose parameters are neither sharded nor synchronised.
+        param_init_fn: Initialises one module on the meta device. If None, `reset_parameters()` is called.
+        device_id: The device that computes. If None, the device of `device_mesh`, or else the current GPU if there is
+            one, or else the CPU.
+        sync_module_states: Whether every rank gets the values of rank 0.
+        forward_prefetch: Whether the next unit's gather starts before this unit's forward.
+        limit_all_gathers: Whether to prefetch at most one unit. If False, at most two.
+        use_orig_params: Must be True, because parameters are never flattened.
+        ignored_states: Parameters or modules that are neither sharded nor synchronised. Replaces `ignored_modules`.
+        device_mesh: The mesh to shard over, instead of `process_group`.
         broadcast_buffers, shard_alignment: see `fullshard.fully_shard`. torch's class does not have these arguments.
 
     Raises:
@@ -312,7 +313,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager that makes backward accumulate whole gradients without communication until after it."""
+        """Context manager that makes backward accumulate unsharded gradients without communication."""
         with without_sync(self._units()):
             yield
 
