@@ -158,9 +158,7 @@ def test_the_state_of_the_process_is_listed():
     assert set(listed) == state_of_modules()
 
 
-@pytest.mark.parametrize(
-    ("name", "heading"), [("README.md", "Strategies"), ("docs/strategies.md", "Where things live")]
-)
+@pytest.mark.parametrize(("name", "heading"), [("README.md", "Strategies"), ("docs/strategies.md", "Placements")])
 def test_strategies_are_those_of_the_engine(name, heading):
     table = rows(section(page(name), heading))
     assert [(row[0], row[1].split(" ")[0]) for row in table] == [(s.value, s.name) for s in ShardingStrategy]
