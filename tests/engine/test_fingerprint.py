@@ -169,6 +169,21 @@ def test_parameters_that_only_some_ranks_use_are_an_error_that_states_what_to_ca
     assert "set_reduce_scatter_unused_params(True)" in messages[0]
 
 
+def frozen_on_one_rank(name: str, before: int, strategy: str) -> None:
+    model = chain(partial(fully_shard, strategy=strategy))
+    steps(model, before)
+    model.get_parameter(name).requires_grad_(dist.get_rank() != 1)
+    steps(model, 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["head.bias", "head.weight"])
+def test_parameters_that_only_one_rank_freezes_between_steps_are_an_error(name, strategy):
+    messages = run_ranks(2, published, partial(frozen_on_one_rank, name), 1, strategy)
+    assert len(set(messages)) == 1
+    assert f"without {name})" in messages[0]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @on_new_ranks(2)
 def test_parameters_that_only_some_ranks_use_count_as_zero_if_requested(strategy):

@@ -165,8 +165,8 @@ class Gradients:
             param.unsharded.grad = None
 
     def missing(self, grads: dict[int, Tensor]) -> str:
-        """Return a text that names the trained parameters without a gradient in `grads`; empty if all have one."""
-        names = [p.fqn for i, p in enumerate(self.params) if p.unsharded.requires_grad and i not in grads]
+        """Return a text that names the parameters without a gradient in `grads`; empty if all have one."""
+        names = [param.fqn for i, param in enumerate(self.params) if i not in grads]
         return f"without {', '.join(names)}" if names else ""
 
     def fill_missing(self, grads: dict[int, Tensor]) -> None:
