@@ -16,7 +16,7 @@ from fullshard import ConfigError, FullyShardedDataParallel, ShardedGradScaler, 
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
-NORMS = (0.5, 1.0, 2.0, 3.0, math.inf)
+NORMS = (0.5, 1.0, 2.0, 3.0, math.inf, "inf")
 
 
 def backward(model: Any) -> Any:

@@ -361,7 +361,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         abandon_step(self._unit.module)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
         """Clip the gradients of all parameters, and return their norm before. See `fullshard.clip_grad_norm_`.
 
         Args:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from math import inf
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ _OVERFLOW = Origin("overflow check", Phase.STEP)
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients down so that their total norm is at most `max_norm`, and return the norm before scaling.
@@ -43,7 +44,7 @@ def clip_grad_norm_(
     Args:
         parameters: Sharded parameters, plain ones, or both. Every rank must pass the same parameters.
         max_norm: The maximum norm.
-        norm_type: The order of the norm. `math.inf` selects the largest magnitude.
+        norm_type: The order of the norm. `math.inf` or "inf" selects the largest magnitude.
         error_if_nonfinite: Whether to raise if the norm is infinite or NaN.
 
     Returns:
@@ -56,9 +57,12 @@ def clip_grad_norm_(
     if not isinstance(parameters, Tensor):
         check_iterable("parameters", parameters, "parameters, such as model.parameters()")
     check_flags(error_if_nonfinite=error_if_nonfinite)
-    numbers = all(is_number(item) or isinstance(item, Tensor) for item in (norm_type, max_norm))
-    if not numbers or not norm_type > 0 or not max_norm >= 0:
-        raise ConfigError(f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): both must be positive.")
+    order = inf if norm_type == "inf" else cast(float, norm_type)
+    numbers = all(is_number(item) or isinstance(item, Tensor) for item in (order, max_norm))
+    if not numbers or not order > 0 or not max_norm >= 0:
+        raise ConfigError(
+            f"clip_grad_norm_(max_norm={max_norm!r}, norm_type={norm_type!r}): both must be positive numbers."
+        )
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for param in params:
         if not isinstance(param, Tensor):
@@ -66,7 +70,7 @@ def clip_grad_norm_(
     params = in_model_order(params)
     grads = [param.grad for param in params if param.grad is not None]
     with acting_for(_NORM):
-        norm = total_norm(grads, norm_type)
+        norm = total_norm(grads, order)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the total gradient norm of order {norm_type} is {norm.item()}, so nothing was clipped")
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
