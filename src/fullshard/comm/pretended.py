@@ -36,7 +36,7 @@ class PretendedCollectives(SharedMemoryCollectives):
 
     is_of_accelerator = True
 
-    def _meet(self) -> HostPeers:
+    def _connect(self) -> HostPeers:
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         if not switches.shares_memory_between_ranks:
             raise CannotShareError("it is switched off")
