@@ -2,7 +2,7 @@
 
     python benchmarks/predicted_memory.py
     python benchmarks/predicted_memory.py --part peaks
-    python benchmarks/predicted_memory.py --part process --part limits --threshold 65536
+    python benchmarks/predicted_memory.py --part process --threshold 65536
 
     peaks     the most bytes of tensors at once on a rank, from the making of the model to the end of the third step.
               Measured by an independent counter without access to the engine or its tape: after each operation of
@@ -13,7 +13,8 @@
               of those that ranks share. The kernel keeps the peak. Numbers are means over three runs and their ranks.
               The C library's allocator is left as it is, unless a threshold is given
     limits    runs with RLIMIT_AS on their ranks, at several sizes and at the smallest one that is predicted to fit: no
-              run may fail that is predicted to fit
+              run may fail that is predicted to fit. Limits below its tensors are left out. MALLOC_MMAP_THRESHOLD_
+              is 65536 unless a threshold is given
 
 Both sides run the same function. The table goes to the screen, all numbers to benchmarks/results/predicted_memory.json,
 and predicted over measured to a picture next to it.
@@ -27,7 +28,6 @@ import json
 import os
 import platform
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -49,7 +49,7 @@ from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Placement, Placeme
 from fullshard.device.accelerator import Accelerator, pretending
 from fullshard.plan.memory_used import PeakMemory, process_bytes
 from fullshard.plan.process import process_memory
-from fullshard.testing import run_ranks
+from fullshard.testing import RanksFailed, run_ranks
 
 transformers.logging.set_verbosity_error()
 RESULTS = Path(__file__).parent / "results"
@@ -410,39 +410,26 @@ def processes(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 LIMITS = tuple(64 * 2**20 << i for i in range(5))  # bytes of addresses, beyond what a process has after tiny steps
-_PATIENCE_S = 120
+LIMITS_THRESHOLD = 65536  # each tensor has a separate mapping, so that the memory of a process is predictable
+_PATIENCE_S = 60.0
 
 
-def limited_runs(case: Case, limits: Sequence[int]) -> list[bool]:
-    """On a rank: whether it gets through under each limit, in a fork of its process that joins those of other ranks."""
-    store = dist.distributed_c10d._get_default_store()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    tiny_steps(case, make_mesh(case))
-    dist.destroy_process_group()
-    return [
-        _runs_within(case, limit, dist.PrefixStore(f"{number}/", store), rank, world)
-        for number, limit in enumerate(limits)
-    ]
+def limited_run(case: Case, limit: int) -> None:
+    """On a rank: train within this many bytes of addresses more than the process has after steps of a tiny model."""
+    mesh = make_mesh(case)
+    tiny_steps(case, mesh)
+    dist.barrier()
+    most = address_bytes() + limit
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    train(case, mesh)
 
 
-def _runs_within(case: Case, limit: int, store: dist.Store, rank: int, world: int) -> bool:
-    child = os.fork()
-    if child == 0:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        try:
-            signal.alarm(_PATIENCE_S)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-            mesh = make_mesh(case)
-            tiny_steps(case, mesh)
-            dist.barrier()
-            most = address_bytes() + limit
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            train(case, mesh)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
+def runs_within(case: Case, limit: int) -> bool:
+    try:
+        run_ranks(case.ranks, limited_run, case, limit, timeout=_PATIENCE_S)
+    except RanksFailed:
+        return False
+    return True
 
 
 def address_bytes() -> int:
@@ -469,13 +456,12 @@ def limits(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
     print(
         "| case | fits from, MB | said, done within "
         + ", ".join(f"{limit / 1e6:.0f}" for limit in LIMITS)
-        + " MB and the least |\n|---|---|---|"
+        + " MB (those above its tensors), and the least |\n|---|---|---|"
     )
     for case in limit_cases()[:limit]:
         predicted = process_memory(predicted_tape(case), threshold=threshold)
-        given = [*LIMITS, predicted.fits_from]
-        by_rank = run_ranks(case.ranks, limited_runs, case, given, timeout=200.0)
-        done = [all(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+        given = [*(limit for limit in LIMITS if limit > predicted.tensors), predicted.fits_from]
+        done = [runs_within(case, limit) for limit in given]
         stated = [predicted.fits(item) for item in given]
         marks = "".join(
             {(True, True): "+", (False, False): "-", (True, False): "F", (False, True): "r"}[item]
@@ -504,6 +490,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="number of cases of each part")
     parser.add_argument("--threshold", type=int, help="MALLOC_MMAP_THRESHOLD_ of the ranks, for both sides")
     options = parser.parse_args()
+    if options.part == ["limits"] and options.threshold is None:
+        options.threshold = LIMITS_THRESHOLD
     if options.threshold:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(options.threshold)  # for processes that start from here on
     parts = options.part or list(PARTS)
@@ -535,7 +523,8 @@ def main() -> None:
     print(f"{part}: {len(rows)} rows{worst}, in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     if options.limit is None:
         found = json.loads(results.read_text()) if results.exists() else {}
-        found |= {"about": about, f"{part} at {options.threshold}" if options.threshold else part: rows}
+        name = f"{part} at {options.threshold}" if options.threshold and part != "limits" else part
+        found |= {"about": about, name: rows}
         results.write_text(json.dumps(found, indent=1) + "\n")
         draw(found, results.with_suffix(".png"))
 

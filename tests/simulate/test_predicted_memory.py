@@ -14,11 +14,10 @@ from fullshard import ConfigError, dry, fully_shard
 from fullshard.comm.pretended import PretendedCollectives
 from fullshard.dry import watch
 from fullshard.plan.hardware import hardware
-from fullshard.plan.malloc import Malloc
 from fullshard.plan.prediction import read_off
-from fullshard.plan.process import FIRST_STEPS_NBYTES, ProcessHeap, process_memory
+from fullshard.plan.process import FIRST_STEPS_NBYTES, HEAP_FACTOR, ProcessPages, process_memory
 from fullshard.tape.recorder import Phase
-from fullshard.tape.tape import HOST, Allocation, Collective, Entry, Free, Operation
+from fullshard.tape.tape import HOST, Allocation, Collective, Free, Operation
 
 STRATEGIES = ("zero1", "zero3")
 
@@ -157,122 +156,34 @@ def test_a_loop_that_waits_for_a_value_is_named(monkeypatch):
 MIB = 1 << 20
 
 
-def test_memory_of_mappings_is_gone_when_freed_and_that_of_the_heap_is_not():
-    fixed, rising = Malloc(threshold=1 << 16), Malloc()
-    for malloc in (fixed, rising):
-        kept, large = malloc.allocate(100), malloc.allocate_aligned(MIB)
-        assert malloc.mapped >= MIB
-        malloc.free(large)
-        assert malloc.mapped == 0
-        below, above = malloc.allocate_aligned(1 << 19), malloc.allocate_aligned(1 << 17)
-        assert bool(malloc.mapped) == (malloc is fixed)  # the threshold has risen
-        before = malloc.address_nbytes
-        malloc.free(below)
-        assert (malloc.address_nbytes < before) == (malloc is fixed)
-        malloc.free(above)
-        malloc.free(kept)
-        assert malloc.address_nbytes < MIB
-
-
-def numbers(below: int, many: int) -> list[int]:
-    return torch.randint(1, below, (many,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-def test_chunks_of_the_heap_never_overlap():
-    malloc, chunks = Malloc(), dict[int, int]()
-    for number, nbytes in enumerate(numbers(60_000, 2000)):
-        nbytes = nbytes if number % 2 else nbytes % 200
-        is_aligned = number % 5 > 1
-        address = malloc.allocate_aligned(nbytes) if is_aligned else malloc.allocate(nbytes)
-        assert address % 64 == 48 or not is_aligned  # what it holds comes 16 bytes later
-        assert all(address + nbytes <= other or other + n <= address for other, n in chunks.items())
-        chunks[address] = nbytes
-        if number % 3:
-            address = list(chunks)[nbytes % len(chunks)]
-            malloc.free(address)
-            del chunks[address]
-
-
-def test_large_chunks_join_when_they_are_free_and_small_ones_wait_for_their_size():
-    malloc = Malloc()
-    chunks = [malloc.allocate(2000 + nbytes) for nbytes in numbers(60_000, 50)]
-    for chunk in chunks[::2] + chunks[1::2]:
-        malloc.free(chunk)
-    assert malloc.allocate(100_000) == 0, "all of it is one free end"
-    small, _ = malloc.allocate(100), malloc.allocate(5000)
-    malloc.free(small)
-    assert malloc.allocate(40) != small and malloc.allocate(100) == small
-
-
-def test_an_aligned_request_finds_no_room_where_an_equal_one_was():
-    malloc = Malloc()
-    first = malloc.allocate_aligned(100_000)
-    malloc.allocate(5000)
-    malloc.free(first)
-    before = malloc.nbytes
-    second = malloc.allocate_aligned(100_000)
-    assert second != first and malloc.nbytes > before, "what was cut off is kept for its size"
-    malloc.free(second)
-    assert malloc.allocate(100_000) == first
-
-
-def test_what_is_small_lives_as_long_as_its_tensor_or_as_its_node_of_the_graph():
-    heap, origin = ProcessHeap(), dry.Tape().origin
-
-    def in_use(*entries: Entry) -> int:
-        for entry in entries:
-            heap.note(entry)
-        return sum(heap.malloc._sizes.values())
-
-    def done_in(phase: Phase) -> Operation:
-        return Operation("aten.mul", "compute", origin._replace(phase=phase), (), ())
-
-    tensor, end = Allocation(1, 10_000, "compute", origin), Free(1, 10_000, "compute", origin)
-    alone = in_use(tensor)
-    assert 10_200 < alone < 10_500
-    one, two = in_use(done_in(Phase.FORWARD)), in_use(done_in(Phase.FORWARD))
-    assert alone < one < two
-    assert in_use(done_in(Phase.BACKWARD)) == one
-    assert in_use(done_in(Phase.FORWARD), done_in(Phase.STEP)) == alone, "what no backward has come to"
-    assert in_use(end) == 0
-
-
-def touched_in_turns(heap: ProcessHeap, mib: int, turns: int) -> list[int]:
-    """MiB of pages that are touched first when a tensor is allocated, which is freed before the next one is."""
+def touched_in_turns(pages: ProcessPages, mib: int, turns: int) -> list[int]:
+    """Return the MiB of pages first touched for a tensor that is allocated and freed several times."""
     found, origin = [], dry.Tape().origin
     for _ in range(turns):
-        found.append(round(heap.note(Allocation(1, mib * MIB, "compute", origin)) / MIB))
-        heap.note(Free(1, mib * MIB, "compute", origin))
+        found.append(pages.note(Allocation(1, mib * MIB, "compute", origin)) // MIB)
+        assert pages.note(Free(1, mib * MIB, "compute", origin)) == 0
     return found
 
 
-def test_pages_are_new_for_what_is_too_large_for_the_heap_and_for_what_just_misses_the_room_that_it_left():
-    """This matches torch's tensors, by the page faults of such loops."""
-    heap = ProcessHeap()
-    assert touched_in_turns(heap, 16, 5) == [16] * 5
-    assert sum(touched_in_turns(heap, 12, 5)) < 12, "most of it where the larger ones were"
-    assert touched_in_turns(heap, 64, 5) == [64] * 5
-
-
-def test_a_heap_gives_its_end_back_when_more_than_twice_the_largest_is_free_there():
-    malloc = Malloc()
-    malloc.free(malloc.allocate(16 * MIB))
-    chunks = [malloc.allocate(12 * MIB) for _ in range(4)]
-    ends = []
-    while chunks:
-        malloc.free(chunks.pop())
-        ends.append(malloc.heap // MIB)
-    assert ends == [48, 48, 12, 12]
+def test_pages_are_new_for_mappings_and_where_the_heap_grows():
+    pages = ProcessPages()
+    assert touched_in_turns(pages, 16, 3) == [16, 0, 0]
+    assert touched_in_turns(pages, 20, 3) == [4, 0, 0]
+    assert touched_in_turns(pages, 64, 3) == [64] * 3, "too large for the heap"
+    assert touched_in_turns(ProcessPages(threshold=MIB), 16, 3) == [16] * 3
+    assert pages.note(Allocation(2, MIB, "compute", dry.Tape().origin, ranks=2)) == MIB, "shared memory is mapped"
+    assert pages.heap_nbytes == 20 * MIB
 
 
 def test_a_process_has_its_tensors_and_its_part_of_what_is_shared():
     tape = dry_steps("zero3", 2, 0)
-    found = process_memory(tape, threshold=1 << 16)
-    assert found.tensors == tape.peak_bytes()
-    assert found.tensors <= found.held <= found.tensors + (2 << 20)
-    assert found.nbytes == found.held + FIRST_STEPS_NBYTES
-    assert not found.fits(found.nbytes)
-    assert found.fits(2 * found.nbytes)
+    mapped, on_heap = process_memory(tape, threshold=1), process_memory(tape)
+    assert mapped.tensors == mapped.held == tape.peak_bytes()
+    assert mapped.addresses > mapped.held, "memory shared by two ranks is mapped in full"
+    assert mapped.held < on_heap.held < mapped.held * HEAP_FACTOR
+    assert mapped.nbytes == mapped.held + FIRST_STEPS_NBYTES
+    assert not mapped.fits(mapped.nbytes)
+    assert mapped.fits(2 * mapped.nbytes)
 
 
 def test_a_threshold_in_the_environment_is_predicted_with(monkeypatch):

@@ -20,7 +20,7 @@ from fullshard.errors import ConfigError
 from fullshard.plan.costs import Costs
 from fullshard.plan.cpu_speeds import OWN_CACHE
 from fullshard.plan.hardware import Hardware
-from fullshard.plan.process import ProcessHeap, threshold_set
+from fullshard.plan.process import ProcessPages, threshold_set
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation
 
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
@@ -74,7 +74,7 @@ class CoreTime:
         usual = {**by_dtype["float32"], **by_dtype[dtype]}
         self._kernels = defaultdict(lambda: usual, {name: {**usual, **own} for name, own in by_dtype.items()})
         self._cache = _Cache(self._speeds["cache_bytes"] * min(1.0, here.ranks_per_host / ranks))
-        self._heap = ProcessHeap(threshold_set())
+        self._pages = ProcessPages(threshold_set())
         self._new: dict[int, int] = {}  # bytes of storages whose pages have not been written to
         self._after_s = 0.0  # extra time of the next call
         self._unit_s: float = self._speeds["unit_s"] if ranks > 1 else 0.0
@@ -91,7 +91,7 @@ class CoreTime:
 
     def note(self, entry: Entry) -> None:
         """Add the cost of `entry`."""
-        new = self._heap.note(entry)
+        new = self._pages.note(entry)
         self._spend("pages", new * self._speeds["page_s"])
         match entry:
             case Allocation():

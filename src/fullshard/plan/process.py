@@ -1,12 +1,9 @@
-"""The memory of a rank's process on CPUs: tensors, the overhead of the C library's allocator, and fixed costs.
+"""The memory of a rank's process on CPUs: tensors, the overhead of the C library's heap, and fixed costs.
 
-torch allocates CPU tensors with `malloc`, together with many small objects that are not in a trace: for each tensor,
-and for each node of the autograd graph. They are small, but occupy gaps where larger memory was freed, which are then
-too short for the next allocation. A heap that is fragmented in this way was measured to be a third larger than its
-tensors. So small objects are also passed to a model of the allocator (`malloc.py`), as observed in a trace of the
-`malloc` calls of torch 2.13. Their exact sizes make little difference.
-
-Not modeled: the heaps of other threads, and pages that a program never touches.
+torch allocates CPU tensors with `malloc`, together with many small objects that are not in a trace. They occupy gaps
+where larger memory was freed, which are then too short for the next tensor. So a heap is larger than its tensors by a
+measured factor (`docs/log.md`, "Heap fragmentation"). Tensors of `MALLOC_MMAP_THRESHOLD_` bytes or more have separate
+mappings, which are returned to the system when they are freed.
 """
 
 from __future__ import annotations
@@ -16,14 +13,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fullshard.plan.malloc import Malloc
-from fullshard.tape.recorder import Phase
 from fullshard.tape.tape import Allocation, Entry, Free, Operation, Tape
 
-_BEFORE_DATA, _AFTER_DATA = (96,), (176, 24)  # bytes before and after a tensor's data
-# Bytes of a node of the autograd graph, which lives from an operation's forward to its backward.
-_NODE = (496, 312, *(24,) * 8, 40, 64)
-_BACKWARD = (Phase.PRE_BACKWARD, Phase.BACKWARD, Phase.POST_BACKWARD)
+_LARGEST_THRESHOLD = 32 << 20
+"""The largest threshold of glibc. It rises to the size of the largest mapping freed if the environment sets none."""
+
+HEAP_FACTOR = 1.24
+"""Bytes of the heap per byte of its tensors at the peak: the mean of the 12 configurations of
+`benchmarks/predicted_memory.py --part process`, which need 1.12 to 1.34."""
 
 FIRST_STEPS_NBYTES = 2_500_000
 """The memory of a process for its first steps, without tensors: measured, see `benchmarks/predicted_memory.py`."""
@@ -38,7 +35,7 @@ MARGIN, MARGIN_NBYTES = 0.04, 3_000_000
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Peak bytes of tensors, of the pages that the process has for them, and of address space.
+    """Peak bytes of a rank's tensors, of the pages that the process has for them, and of address space.
 
     Shared memory counts as a share per rank for tensors and pages, and in full for address space. `dtype` is that of
     most matrix products.
@@ -55,19 +52,17 @@ class ProcessMemory:
         return self.held + fixed_nbytes(self.dtype)
 
     @property
-    def address_nbytes(self) -> int:
-        """The address space that it takes. `RLIMIT_AS` counts it, whether the process writes to it or not."""
+    def fits_from(self) -> int:
+        """The smallest additional `RLIMIT_AS` that is predicted to be sufficient. There is a margin for errors.
+
+        It is reliable with a fixed `MALLOC_MMAP_THRESHOLD_` only. Without one, a heap can be much more fragmented.
+        """
         _, addresses = PRODUCTS_NBYTES.get(self.dtype, (0, 0))
-        return self.addresses + FIRST_STEPS_NBYTES + addresses
+        return round((self.addresses + FIRST_STEPS_NBYTES + addresses + MARGIN_NBYTES) * (1 + MARGIN))
 
     def fits(self, limit: int) -> bool:
-        """Return True if a process with this additional limit is predicted to succeed. There is a margin for errors."""
+        """Return True if a process with this additional limit is predicted to succeed."""
         return self.fits_from <= limit
-
-    @property
-    def fits_from(self) -> int:
-        """The smallest limit with `fits(limit)`."""
-        return round((self.address_nbytes + MARGIN_NBYTES) * (1 + MARGIN))
 
 
 def fixed_nbytes(dtype: str) -> int:
@@ -76,42 +71,36 @@ def fixed_nbytes(dtype: str) -> int:
     return FIRST_STEPS_NBYTES + pages
 
 
-class ProcessHeap:
-    """The simulated `malloc` of the process of a trace's rank, entry by entry."""
+class ProcessPages:
+    """The pages of a rank's process, entry by entry: a heap that never shrinks, and mappings of large tensors.
+
+    Args:
+        threshold: The value of `MALLOC_MMAP_THRESHOLD_` in bytes. None if it is not set.
+    """
 
     def __init__(self, threshold: int | None = None) -> None:
-        self.malloc = Malloc(threshold)
-        self._chunks: dict[int, list[int]] = {}  # by storage
-        self._graph: list[list[int]] = []  # chunks of each node
+        self.heap_nbytes = 0  # the most bytes of tensors on the heap so far
+        self._threshold = min(threshold or _LARGEST_THRESHOLD, _LARGEST_THRESHOLD)
+        self._on_heap = dict[int, int]()  # bytes by storage
+        self._on_heap_nbytes = 0
+
+    def has_mapping(self, entry: Allocation | Free) -> bool:
+        """Return True if a storage is not on the heap. Memory shared by ranks never is."""
+        return entry.ranks > 1 or entry.nbytes >= self._threshold
 
     def note(self, entry: Entry) -> int:
-        """Return the bytes of pages touched for the first time for `entry`. Shared memory is not on the heap."""
-        before = self.malloc.touched
-        match entry:
-            case Allocation() if entry.ranks > 1:
+        """Process an entry and return the bytes of pages that its allocation touches for the first time."""
+        if isinstance(entry, Free):
+            self._on_heap_nbytes -= self._on_heap.pop(entry.storage, 0)
+        elif isinstance(entry, Allocation):
+            if self.has_mapping(entry):
                 return entry.nbytes
-            case Allocation():
-                self._drop(self._chunks.pop(entry.storage, []))
-                chunks = self._small(_BEFORE_DATA)
-                chunks.append(self.malloc.allocate_aligned(entry.nbytes))
-                self._chunks[entry.storage] = chunks + self._small(_AFTER_DATA)
-            case Free():
-                self._drop(self._chunks.pop(entry.storage, []))
-            case Operation() if entry.origin.phase is Phase.FORWARD:
-                self._graph.append(self._small(_NODE))
-            case Operation() if entry.origin.phase in _BACKWARD and self._graph:
-                self._drop(self._graph.pop())
-            case Operation() if entry.origin.phase is Phase.STEP:
-                while self._graph:
-                    self._drop(self._graph.pop())
-        return self.malloc.touched - before
-
-    def _small(self, sizes: Iterable[int]) -> list[int]:
-        return [self.malloc.allocate(nbytes) for nbytes in sizes]
-
-    def _drop(self, chunks: list[int]) -> None:
-        for chunk in reversed(chunks):
-            self.malloc.free(chunk)
+            self._on_heap[entry.storage] = entry.nbytes
+            self._on_heap_nbytes += entry.nbytes
+            growth = max(0, self._on_heap_nbytes - self.heap_nbytes)
+            self.heap_nbytes += growth
+            return growth
+        return 0
 
 
 def threshold_set() -> int | None:
@@ -121,21 +110,27 @@ def threshold_set() -> int | None:
 
 
 def process_memory(tape: Tape, *, threshold: int | None = None) -> ProcessMemory:
-    """Return the peak memory of a rank's process, for a trace of whole steps of CPU ranks (`streams="cpu"`)."""
-    heap = ProcessHeap(threshold)
-    tensors = in_common = mapped_in_common = 0.0
+    """Return the peak memory of a rank's process, for a trace of whole steps of CPU ranks (`streams="cpu"`).
+
+    Args:
+        tape: The trace.
+        threshold: The value of `MALLOC_MMAP_THRESHOLD_` in bytes. None if it is not set.
+    """
+    pages = ProcessPages(threshold)
+    tensors = mapped = mapped_addresses = 0.0
     most_tensors = most_held = most_addresses = 0.0
     for entry in tape.entries:
-        heap.note(entry)
-        if isinstance(entry, Allocation | Free):
-            sign = 1 if isinstance(entry, Allocation) else -1
-            tensors += sign * entry.own_nbytes
-            if entry.ranks > 1:
-                in_common += sign * entry.own_nbytes
-                mapped_in_common += sign * entry.nbytes
+        pages.note(entry)
+        if not isinstance(entry, Allocation | Free):
+            continue
+        sign = 1 if isinstance(entry, Allocation) else -1
+        tensors += sign * entry.own_nbytes
+        if pages.has_mapping(entry):
+            mapped += sign * entry.own_nbytes
+            mapped_addresses += sign * entry.nbytes
         most_tensors = max(most_tensors, tensors)
-        most_held = max(most_held, heap.malloc.nbytes + in_common)
-        most_addresses = max(most_addresses, heap.malloc.address_nbytes + mapped_in_common)
+        most_held = max(most_held, HEAP_FACTOR * pages.heap_nbytes + mapped)
+        most_addresses = max(most_addresses, HEAP_FACTOR * pages.heap_nbytes + mapped_addresses)
     return ProcessMemory(
         tensors=round(most_tensors),
         held=round(most_held),
