@@ -2,12 +2,13 @@
 
     python benchmarks/published.py
 
-Nothing is measured here, and no GPU is needed. Four parts; `benchmarks/data/README.md` has the sources:
+Nothing is measured here, and no GPU is needed. Five parts; `benchmarks/data/README.md` has the sources:
 
 mpt       115 rows that MosaicML published: MPT models from 125M to 70B parameters, trained by PyTorch's FSDP1. Two
           constants a GPU type are fitted on the rows of 8 GPUs and sequences of 2048 tokens; the others are predicted.
 vtrain    160 rows of GPTs under DDP on 2 and 4 A100. The host's time for an operation is fitted on the rows of 2.
 pytorch   runs that PyTorch's team published of GPTs of 175B and 1T parameters, and of a T5 of 11B.
+titan     6 rows that torchtitan published of Llama 3.1 8B on 8 and 128 H100: eager, compiled, and with float8.
 large     how long a prediction takes of 70B parameters on 4096 ranks.
 
 What the rows were trained with and this engine does not do is added to its tape, and said: see `as_fsdp1`, `FusedLoss`,
@@ -37,6 +38,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.published_torchtitan`
+
+from benchmarks.published_torchtitan import torchtitan
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, dry, fully_shard
 from fullshard.plan.allocator import TapeAllocator, allocator_use
 from fullshard.plan.costs import Costs, costs_of
@@ -930,7 +934,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="mpt,vtrain,pytorch,large")
+    parser.add_argument("--parts", default="mpt,vtrain,pytorch,titan,large")
     parser.add_argument(
         "--reduce",
         action="append",
@@ -949,7 +953,13 @@ def main() -> None:
     }
     path = args.results / "published.json"
     found = json.loads(path.read_text()) if path.is_file() else {}
-    parts = {"mpt": lambda: mpt(reduced), "vtrain": vtrain, "pytorch": pytorch, "large": large_alone}
+    parts = {
+        "mpt": lambda: mpt(reduced),
+        "vtrain": vtrain,
+        "pytorch": pytorch,
+        "titan": torchtitan,
+        "large": large_alone,
+    }
     for part in args.parts.split(","):
         start = time.perf_counter()
         found[part] = parts[part]()

@@ -15,7 +15,7 @@ from fullshard.plan.hardware import Hardware, described, hardware, known_hardwar
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Collective, Operation
 
-GPUS = ("v100-32", "a100-40", "a100-80", "h100-80", "h200", "b200", "gb200", "mi300x")
+GPUS = ("v100-32", "a100-40", "a100-80", "h100-80", "h100hbm2e-96", "h200", "b200", "gb200", "mi300x")
 
 
 def written(path, text):

@@ -31,6 +31,7 @@ from fullshard.plan.prediction import steps_of
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.candidates import Candidate, Cluster, Program, checkpointed, units_of
 from fullshard.planner.question import Question, with_cpu
+from fullshard.planner.sketch import sketch
 from fullshard.planner.steps import take_steps
 from fullshard.planner.subject import Subject, gpt_subject, named_subject, transformers_subject
 from fullshard.tape.recorder import Origin, Phase, note_origin, recording
@@ -208,6 +209,21 @@ def test_lines_to_paste_take_the_steps_that_are_simulated(advice):
         simulated = take_steps(subject, TWO_HOSTS, program, {}, (1, 1, 1), 1.0, None).tape.entries
         pasted = dry_steps(subject, advice, TWO_HOSTS).entries
     assert kinds(pasted[steps_of(pasted)[-1] :]) == kinds(simulated[steps_of(simulated)[-1] :])
+
+
+def test_compiled_blocks_are_compiled_before_they_are_sharded():
+    program = Program(strategy="zero3", compiled=True)
+    advice = Advice("gpt", program, 1, 1)
+    with configs() as folder:
+        subject = subject_named("gpt", folder)
+    lines = python_lines(subject, program, advice.figures, TWO_HOSTS)
+    assert lines.index("    block.compile()") < lines.index("    fully_shard(block, **options)")
+    assert train_flags(subject, program, advice.figures, TWO_HOSTS) is None, "the trainer does not compile"
+    eager, compiled = (
+        sketch(subject, TWO_HOSTS, replace(program, compiled=item)).figures(2, 1) for item in (False, True)
+    )
+    assert compiled.step_s < eager.step_s
+    assert compiled.needed_bytes == eager.needed_bytes
 
 
 # ------------------------------------------------------------------------------------------------------ run on ranks

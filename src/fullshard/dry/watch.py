@@ -112,14 +112,14 @@ class Watch(TorchDispatchMode):
             if not self._storages.is_known(tensor) and not tensor.is_meta:
                 self._storages.note_allocated(tensor.untyped_storage(), stream)
                 made.append(tensor)
-        if name in _NO_VALUES or not (given or made):  # such as a query of dtypes
+        if name in _NO_VALUES or not (results or written or name in _READ_BY_HOST):  # such as a query of dtypes
             return result
         if name == _COPIES_INTO_FIRST_RESULT:
             writes += (self._storages.access(result[0]),)
         writes += tuple(map(self._storages.access, made))
         flops = flops_of(func, args, kwargs, result)
-        reported = next(itertools.chain(results, written, given)).dtype
-        dtype = str(reported).removeprefix("torch.")
+        reported = given[0] if flops else next(itertools.chain(results, written, given))
+        dtype = str(reported.dtype).removeprefix("torch.")
         skipped = skipped_flops_of(func, args, kwargs, flops) if flops else 0
         origin, copies = self._tape.origin, name in _COPIES
         crosses = copies and self._crosses(given)

@@ -23,6 +23,7 @@ from functools import lru_cache
 from math import ceil, log2
 from types import MappingProxyType
 
+from fullshard.errors import ConfigError
 from fullshard.plan.hardware import AttentionRates, Hardware, Link
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation
 
@@ -71,7 +72,7 @@ class Costs:
     """
 
     flops_per_s: float = 0.65 * 989e12  # the rate of large matrix products for dtypes not in `flops_by_dtype`
-    # The rate of large matrix products by the dtype of their result.
+    # The rate of large matrix products by the dtype of their operands.
     flops_by_dtype: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     memory_bytes_per_s: float = 0.8 * 3.35e12  # the bandwidth of memory-bound kernels
     launch_s: float = 2e-6  # the time between two kernels of a stream
@@ -167,12 +168,13 @@ class Costs:
         flops = operation.flops - operation.skipped_flops
         if not flops:
             return 0.0
-        rate = self.flops_by_dtype.get(operation.dtype, self.flops_per_s)
+        dtype = rate_name(operation.dtype)
+        rate = self.flops_by_dtype.get(dtype, self.flops_per_s)
         if "attention" in operation.name:
-            if self.attention is not None and operation.dtype in self.peak_by_dtype:
+            if self.attention is not None and dtype in self.peak_by_dtype:
                 shares = self.attention
                 share = shares.backward if "backward" in operation.name else shares.forward
-                rate = share * self.peak_by_dtype[operation.dtype]
+                rate = share * self.peak_by_dtype[dtype]
             return flops / rate
         return self._product_s(operation, flops, rate)
 
@@ -210,6 +212,10 @@ def _dims(operation: Operation, flops: float) -> tuple[int, int, int] | None:
     a = s m k, b = s k n and c = s m n, and the FLOPs are 2 m k n: four equations with four unknowns. Batched products
     are not supported.
     """
+    if operation.name == "aten._scaled_mm":  # 8-bit operands, their scales, and a wider product
+        a, b = (matrix.nbytes for matrix in operation.reads[:2])
+        half = flops / 2
+        return round(half / b), round(a * b / half), round(half / a)
     if operation.name not in ("aten.mm", "aten.addmm"):
         return None
     matrices: Sequence[Access] = operation.reads[-2:]
@@ -219,6 +225,11 @@ def _dims(operation: Operation, flops: float) -> tuple[int, int, int] | None:
     itemsize = (2 * (a * b * c) ** 0.5 / flops) ** (2 / 3)
     rows, inner, columns = (round(itemsize * flops / 2 / nbytes) for nbytes in (b, c, a))
     return rows, inner, columns
+
+
+def rate_name(dtype: str) -> str:
+    """Return the name of the rate of products of this dtype in descriptions of machines, such as "float8"."""
+    return "float8" if dtype.startswith("float8") else dtype
 
 
 @lru_cache(maxsize=64)
@@ -233,11 +244,19 @@ def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None =
 
     The costs of a CPU can be used for one tape only, from its beginning. `ranks` ranks share its cores. If None, each
     core has one rank.
+
+    Raises:
+        ConfigError: The machine has no rate for `dtype`.
     """
     if hardware.kind == "cpu":
         from fullshard.plan.cpu_costs import CpuCosts  # which is one of these
 
         return CpuCosts.of(hardware, dtype=dtype, ranks=ranks or hardware.ranks_per_host)
+    if dtype not in hardware.flops_per_s:
+        raise ConfigError(
+            f"{hardware.name} has no rate of matrix products in {dtype}, in which most of the model's are. Known are "
+            f"{', '.join(hardware.flops_per_s)}. Train in one of these, or add {dtype} to its description."
+        )
     fitted, parts = hardware.fitted, hardware.multiprocessors
     return Costs(
         flops_per_s=fitted.matmul_share * hardware.flops_per_s[dtype],

@@ -18,7 +18,14 @@ from fullshard.dry.run import taped
 from fullshard.plan.timeline import Placed
 from fullshard.tape.tape import Operation
 
-_OF_LIBRARIES = ("prim", "prims", "fsdp", "fullshard", "profiler")  # whose operations copy or query
+_OF_LIBRARIES = (
+    "prim",
+    "prims",
+    "fsdp",
+    "fullshard",
+    "inductor",
+    "profiler",
+)  # whose operations copy, query, or are fused
 _OF_MEMORY = re.compile(
     "|".join(
         (

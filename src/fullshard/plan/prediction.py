@@ -15,6 +15,7 @@ from fullshard import dry
 from fullshard.errors import ConfigError
 from fullshard.plan.allocator import TapeAllocator, allocator_use
 from fullshard.plan.costs import costs_of
+from fullshard.plan.fusion import fused
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_curve, memory_peak, memory_turns
 from fullshard.plan.operations import unknown_seconds
@@ -88,11 +89,13 @@ def predict(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     host_bytes: int | None = None,
+    compile_blocks: bool = False,
 ) -> Prediction:
     """Return the predicted memory and step time of a run on `world` ranks of `hardware`.
 
     Only the host's part of two steps is executed, on tensors without memory. Arguments are those of
-    `fullshard.dry.run`. If `ranks_per_host` or `streams` is None, it follows from the hardware.
+    `fullshard.dry.run`. If `ranks_per_host` or `streams` is None, it follows from the hardware. With `compile_blocks`,
+    the time is that of units below the root compiled by `torch.compile`; see `plan/fusion.py`.
 
     Raises:
         ConfigError: See `fullshard.dry.run`.
@@ -111,10 +114,17 @@ def predict(
         streams=streams or ("gpu" if hardware.kind == "gpu" else "cpu"),
         host_bytes=host_bytes,
     )
-    return read_off(tape, hardware, world, ranks_per_host)
+    return read_off(tape, hardware, world, ranks_per_host, compile_blocks=compile_blocks)
 
 
-def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | None = None) -> Prediction:
+def read_off(
+    tape: Tape,
+    hardware: Hardware,
+    world: int,
+    ranks_per_host: int | None = None,
+    *,
+    compile_blocks: bool = False,
+) -> Prediction:
     """Return the prediction from a trace of at least two steps. By default, hosts are as large as in `hardware`."""
     begins = steps_of(tape.entries)
     if len(begins) < 2:
@@ -138,7 +148,7 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
         memory = TapeAllocator(room=hardware.memory_bytes)
         for entry in tape.entries[: begins[-1]]:
             memory.note(entry)
-    timeline = lay_out(step, costs, memory)
+    timeline = lay_out(list(fused(step)) if compile_blocks else step, costs, memory)
     return Prediction(
         hardware=hardware,
         world=world,

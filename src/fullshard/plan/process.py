@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fullshard.plan.costs import rate_name
 from fullshard.tape.tape import Allocation, Entry, Free, Operation, Tape
 
 _LARGEST_THRESHOLD = 32 << 20
@@ -140,9 +141,9 @@ def process_memory(tape: Tape, *, threshold: int | None = None) -> ProcessMemory
 
 
 def compute_dtype(entries: Iterable[Entry]) -> str:
-    """Return the dtype with the most FLOPs."""
+    """Return the dtype with the most FLOPs; "float8" stands for all formats of 8 bits."""
     flops = Counter[str]()
     for entry in entries:
         if isinstance(entry, Operation) and entry.flops:
-            flops[entry.dtype] += entry.flops
+            flops[rate_name(entry.dtype)] += entry.flops
     return max(flops, key=lambda dtype: flops[dtype], default="float32")

@@ -68,7 +68,12 @@ def python_lines(
     if subject.model is not None:
         lines += [*before, f"options = dict({', '.join(options)})"]
         if units:
-            lines += [f"blocks = {units}", *_checkpointing(program), *_sharding(program.blocks_per_unit)]
+            lines += [
+                f"blocks = {units}",
+                *_checkpointing(program),
+                *_compiling(program),
+                *_sharding(program.blocks_per_unit),
+            ]
         lines.append("fully_shard(model, **options)")
     if program.prefetch_depth > 1:
         lines += _prefetching(program.prefetch_depth)
@@ -85,7 +90,14 @@ def train_flags(
     """
     known = program.strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2")
     simple = program.checkpointing in ("none", "every-1") and not program.offload and program.prefetch_depth == 1
-    if not subject.train_flags or not known or not simple or program.syncs_each or program.scales_loss:
+    if (
+        not subject.train_flags
+        or not known
+        or not simple
+        or program.syncs_each
+        or program.scales_loss
+        or program.compiled
+    ):
         return None
     world, hosts = cluster.world, cluster.hosts
     param, reduce = PRECISIONS[program.precision]
@@ -120,7 +132,7 @@ def trainer_arguments(
 
     Each block is a unit there, whatever the program says.
     """
-    if not subject.is_transformers or program.strategy in ("own", "hfsdp"):
+    if not subject.is_transformers or program.strategy in ("own", "hfsdp") or program.compiled:
         return None
     if program.checkpointing not in ("none", "every-1") or program.gather_wire or program.reduce_wire:
         return None
@@ -232,6 +244,10 @@ def _checkpointing(program: Program) -> list[str]:
         "for block in blocks:",
         "    block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)",
     ]
+
+
+def _compiling(program: Program) -> list[str]:
+    return ["for block in blocks:", "    block.compile()"] if program.compiled else []
 
 
 def _prefetching(depth: int) -> list[str]:

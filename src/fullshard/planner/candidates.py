@@ -130,6 +130,7 @@ class Program:
     syncs_each: bool = False
     gather_wire: str | None = None  # the encoding of parameters in all-gathers, or None
     reduce_wire: str | None = None  # the encoding of gradients in reductions, or None
+    compiled: bool = False  # whether each block is compiled with `torch.compile`
     # The fraction of the optimizer state that is on the CPU and updated there. Before the search, 1 means as much as
     # needed.
     cpu: float = 0.0
@@ -146,6 +147,8 @@ class Program:
             parts.append(f"{self.cpu:.0%} of states on the CPU")
         if self.disk:
             parts.append(f"{self.disk:.0%} of states on disk")
+        if self.compiled:
+            parts.append("compiled blocks")
         if self.prefetch_depth != 1:
             parts.append(f"{self.prefetch_depth} ahead")
         if self.blocks_per_unit != 1:

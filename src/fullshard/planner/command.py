@@ -161,6 +161,7 @@ def _report_why(question: Question, strategy: str, path: str | None, log: Any) -
         precision=question.precisions[0],
         offload=question.offload,
         accumulates=count > 1,
+        compiled=question.compiled,
     )
     with Workers(question) as ask:
         made = ask.sketch(ask(question, program))

@@ -29,6 +29,7 @@ class Question:
     offload: bool = False
     # Encodings of all-gathers and of reductions, which change results.
     encodings: tuple[str | None, str | None] = (None, None)
+    compiled: bool = False  # whether each block is compiled with `torch.compile`
     max_norm: float | None = 1.0  # clips gradients, if given
     make_optimizer: MakeOptimizer | None = None  # creates the optimizer from parameters. If None, fused AdamW
     most: int = 8  # the maximum number of programs to simulate; 0 for all that may be the fastest
@@ -70,7 +71,9 @@ class Question:
         counts = [count for _, count in self.shapes()]
         if self.subject.make_sharded is not None:
             several = [False] * (1 in counts) + [True] * (max(counts) > 1)
-            each = [Program(strategy="own", precision="own", accumulates=item) for item in several]
+            each = [
+                Program(strategy="own", precision="own", accumulates=item, compiled=self.compiled) for item in several
+            ]
             return [*each, *(replace(item, syncs_each=True) for item in each if item.accumulates)]
         found = programs(
             self.cluster,
@@ -81,7 +84,7 @@ class Question:
             accumulates=[False] * (1 in counts) + [True] * (max(counts) > 1),
             encodings=self.encodings,
         )
-        every = list(found)
+        every = [replace(program, compiled=self.compiled) for program in found]
         return every + (with_disk(every) if self.offload else [])
 
     def shapes_of(self, program: Program) -> list[tuple[int, int]]:

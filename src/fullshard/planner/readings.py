@@ -7,6 +7,7 @@ from typing import Any
 
 from fullshard.plan.allocator import allocator_use
 from fullshard.plan.costs import Costs
+from fullshard.plan.fusion import fused
 from fullshard.plan.memory import State
 from fullshard.plan.operations import unknown_seconds
 from fullshard.plan.prediction import model_flops
@@ -21,14 +22,17 @@ LIMITS = ("compute", "memory bandwidth", "host", "gathers", "reductions", "waits
 """The possible causes of a second on the compute stream."""
 
 
-def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs]) -> dict[Any, float]:
+def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs], *, compiled: bool = False) -> dict[Any, float]:
     """Return values that are additive over blocks: seconds, FLOPs, bytes. ("each", ...) is for one more microbatch.
 
     ("unknown", ...) are the seconds of an operation whose time the trace does not determine.
 
-    The costs of a CPU track its cache and heap, so an equal step is processed first.
+    The costs of a CPU track its cache and heap, so an equal step is processed first. With `compiled`, the operations of
+    each block are fused.
     """
     step, costs = tapes.at(rows), make_costs()
+    if compiled:
+        step = list(fused(step))
     for entry in (*tapes.tape.entries[: tapes.begins[1]], *step):
         costs.note_before(entry)
     second = next((place for place, entry in enumerate(step) if entry.origin.microbatch == 2), len(step))

@@ -94,6 +94,8 @@ class SearchSettings:
     """Encoding of gathered parameters: int8 or fp8. It changes numbers, so it is never chosen unasked."""
     reduce_wire: MaybeStr = None
     """Encoding of gradients: bf16, int8 or int4. Likewise."""
+    compile: bool = False
+    """Compile each block with torch.compile. Memory is predicted as without, which is more."""
     most: int = 8
     """Programs that are simulated at most, the likeliest first; 0 for all that may be the fastest."""
 
@@ -179,6 +181,7 @@ class PlanSettings:
             precisions=_words("precision", chosen, tuple(PRECISIONS)),
             offload=search.offload,
             encodings=(search.gather_wire, search.reduce_wire),
+            compiled=search.compile,
             max_norm=self.subject.clip or None,
             make_optimizer=self._optimizer(),
             most=search.most,

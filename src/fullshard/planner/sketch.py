@@ -247,7 +247,9 @@ class Sketch:
     def _figures(self, rows: int) -> dict[Any, float]:
         if rows not in self._found:
             make_costs = partial(self.cluster.costs, self.dtype)
-            self._found[rows] = self._whole([times_of(each, rows, make_costs) for each in self.tapes])
+            self._found[rows] = self._whole(
+                [times_of(each, rows, make_costs, compiled=self.program.compiled) for each in self.tapes]
+            )
         return self._found[rows]
 
     def _peak(self, rows: int) -> tuple[float, Mapping[State, float], str]:

@@ -34,7 +34,8 @@ class Access(NamedTuple):
 class Operation(NamedTuple):
     """A torch operation on a stream: the memory it reads and writes, and its floating-point operations.
 
-    `copies` is True if it moves values without computing any. `dtype` is the dtype of its result, such as "bfloat16".
+    `copies` is True if it moves values without computing any. `dtype` is the dtype of its result, or of the operands
+    of an operation with FLOPs, such as "bfloat16".
     `flops` follows from the formula. `skipped_flops` is the part of `flops` that a kernel can skip: attention with a
     causal mask skips the blocks above the diagonal. `crosses` is True if it copies between host and accelerator memory.
 
@@ -46,7 +47,7 @@ class Operation(NamedTuple):
         writes: The ranges of memory that are written.
         flops: The number of floating-point operations.
         copies: Whether it only moves values.
-        dtype: The dtype of its result.
+        dtype: The dtype of its result, or of its first operand if it has FLOPs.
         skipped_flops: The part of `flops` that a kernel can skip.
         crosses: Whether it copies between host and device.
     """
