@@ -184,6 +184,28 @@ def test_parameters_that_only_one_rank_freezes_between_steps_are_an_error(name, 
     assert f"without {name})" in messages[0]
 
 
+def with_setting_on_one_rank(setting: str, value: Any, before: int, strategy: str) -> None:
+    model = chain(partial(fully_shard, strategy=strategy))
+    steps(model, before)
+    if dist.get_rank() == 1:
+        getattr(model.layers[1], setting)(value)
+    steps(model, 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("setting", "value", "note"),
+    [
+        ("set_gradient_divide_factor", 8.0, "divided by 8.0"),
+        ("set_all_reduce_hook", torch.Tensor.neg_, "with an all-reduce hook"),
+    ],
+)
+def test_gradients_that_only_one_rank_changes_are_an_error(setting, value, note, strategy):
+    messages = run_ranks(2, published, partial(with_setting_on_one_rank, setting, value), 1, strategy)
+    assert len(set(messages)) == 1
+    assert note in messages[0]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @on_new_ranks(2)
 def test_parameters_that_only_some_ranks_use_count_as_zero_if_requested(strategy):

@@ -100,7 +100,7 @@ class Reduction(ABC):
         self._transports = of.transports
         self._grads = of.grads
         self._divisor = of.divisor
-        self._origin = of.origin._replace(note=note) if note else of.origin
+        self._origin = of.origin._replace(note=", ".join(filter(None, (note, of.origin.note)))) if note else of.origin
         self._has_second_level = has_second_level
         self._hook = of.hook
         self._finishes = of.finishes or not has_second_level

@@ -102,6 +102,10 @@ class UnitGradients:
         self.are_held = False
         finishes, origin, hook = self._finish_sums, self._unit.origin(phase), self._unit.settings.all_reduce_hook
         divisor = self._unit.settings.gradient_divisor
+        noted = origin
+        if divisor is not None or hook is not None:  # so that ranks compare these settings
+            note = ["with an all-reduce hook"] * (hook is not None) + [f"divided by {divisor}"] * (divisor is not None)
+            noted = origin._replace(note=", ".join(note))
         if not finishes:
             holding.add(self)
         taken = []
@@ -120,7 +124,7 @@ class UnitGradients:
                 if grads or (finishes and param_group.awaits_second_sum):
                     by = divisor or param_group.averaged_over(self._unit.data_ranks)
                     reductions.append(
-                        param_group.start_reduction(grads, divisor=by, finishes=finishes, origin=origin, hook=hook)
+                        param_group.start_reduction(grads, divisor=by, finishes=finishes, origin=noted, hook=hook)
                     )
         with acting_for(origin, "messages") if is_recorded else nullcontext():
             return UnitReduction(reductions, read, streams, origin)
