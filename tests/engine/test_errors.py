@@ -1312,11 +1312,25 @@ def groups_of_no_ranks() -> None:
     Placements(**dict.fromkeys(names, Placement.SHARDED), group=0)
 
 
-@mistake(ConfigError, r"optim_state_dict has the keys \['state'\] and no param_groups", "or pass optim")
+@mistake(ConfigError, r"has no 'param_groups'; it has \['state'\]", r"Pass the result of optim_state_dict\(\)")
 def a_state_without_groups() -> Steps:
     model = chain(fully_shard)
     yield
     optim_state_dict_to_load(model, None, {"state": {}})
+
+
+@mistake(ConfigError, "have no parameter of the model", "or pass optim")
+def a_state_with_groups_of_nothing() -> Steps:
+    model = chain(fully_shard)
+    yield
+    optim_state_dict_to_load(model, None, {"state": {}, "param_groups": []})
+
+
+@mistake(ConfigError, "the state of 'weight' is None instead of a dict", r"Pass the result of optim_state_dict\(\)")
+def a_state_of_none() -> Steps:
+    model = chain(fully_shard)
+    yield
+    optim_state_dict_to_load(model, None, {"state": {"weight": None}, "param_groups": []})
 
 
 @mistake(ConfigError, r"stream_weights\(to_rank='0'\)", "expected the number of a rank, or None")
@@ -2751,7 +2765,7 @@ ELSEWHERE = {
     *("testing/ranks.py", "testing/same.py", "disk", "engine/offloaded.py", "engine/activations.py"),
     "engine/findings.py",
     *("liveness/store.py", "liveness/watchdog.py", "comm/peers.py", "comm/pretended.py", "dry"),
-    *("plan/prediction.py", "plan/forecast.py", "plan/background.py"),
+    *("plan/costs.py", "plan/prediction.py", "plan/forecast.py", "plan/background.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py"),
     *("checkpoint/keeper.py", "checkpoint/safety_copy.py"),
     *("checkpoint/manifest.py", "checkpoint/metadata_file.py", "regular_files.py", "_lazy.py"),
@@ -2763,6 +2777,7 @@ FUNCTIONS_ELSEWHERE = {
     "checkpoint/opening.py": {"accounts"},
     "comm/mesh.py": {"check_own_part"},
     "engine/residency.py": {"_become"},
+    "engine/sharded_param.py": {"refuse_tensor_hooks"},
     "optim/local_steps.py": {"_step_instead_of"},
 }
 # Actions of other ranks and values of numbers are not mistakes of a call. Tests: agreement, watchdog, finite, commit.

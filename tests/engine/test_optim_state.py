@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from run_states import OPTIMIZERS, RowScaled, learn
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks, run_ranks, same_on_all_ranks
 from small_models import (
     ONE_AXIS,
     Block,
@@ -37,7 +37,9 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import (
     FullOptimStateDictConfig,
+    FullshardError,
     FullyShardedDataParallel,
+    OptimStateKeyType,
     RankMismatchError,
     ShardedOptimStateDictConfig,
     StateDictType,
@@ -577,3 +579,60 @@ def test_an_optimizer_without_states_is_not_loaded_by_torch_from_whole_states():
         set_optimizer_state_dict(model, optimizer, states)
         assert optimizer.param_groups[0]["lr"] == 0.5
         optimizer.step()
+
+
+# -- malformed state dicts --------------------------------------------------------------------------------------------
+
+DELETED = object()
+
+
+def malformed(state: dict[str, Any], choose: random.Random) -> dict[str, Any]:
+    """Return a copy of `state` with one value replaced or deleted, at a random place."""
+    state = copy.deepcopy(state)
+    parent: Any = state
+    keys = list(parent)
+    while True:
+        key = choose.choice(keys)
+        value = parent[key]
+        keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+        if not keys or choose.random() < 0.4:
+            break
+        parent = value
+    new = choose.choice([DELETED, None, [], {}, 0, "x", [None], {"x": 0}, torch.zeros(3)])
+    if new is DELETED:
+        del parent[key]
+    else:
+        parent[key] = new
+    return state
+
+
+def outcome(call: Callable[..., object], *args: object) -> str:
+    """Return the error of a call about its arguments; any other error is raised."""
+    try:
+        call(*args)
+    except FullshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@on_ranks(2)
+def test_a_malformed_state_dict_is_accepted_or_an_error_of_this_package_on_every_rank():
+    model = shard(small_gpt(), strategy="zero3")
+    optimizer = torch.optim.AdamW(model.parameters())
+    learn(model, optimizer, range(1))
+    whole = full_optim_state_dict(model, optimizer, rank0_only=False)
+    of_first = partial(optim_state_dict_to_load, from_first_rank=True)
+    of_all = partial(optim_state_dict_to_load, from_first_rank=False)
+    rekey = partial(FullyShardedDataParallel.rekey_optim_state_dict, model=model, optim=optimizer)
+    found = []
+    for seed in range(60):
+        given = malformed(whole, random.Random(seed))
+        sent = given if dist.get_rank() == 0 else None
+        optim = None if seed % 3 else optimizer
+        found += [
+            outcome(of_all, model, optim, given),
+            outcome(of_first, model, optim, sent),
+            outcome(rekey, given, OptimStateKeyType.PARAM_ID),
+        ]
+    same_on_all_ranks(found)
+    assert 40 < sum(item != "accepted" for item in found) < len(found)

@@ -71,7 +71,9 @@ def optim_state_dict(
     check_type("optim", optim, torch.optim.Optimizer, "the optimizer of the model")
     settings = get_state_dict_type(model)
     config = settings.optim_state_dict_config
-    named = _named(model, optim, optim_state_dict or optim.state_dict())
+    saved = optim_state_dict or optim.state_dict()
+    _check_form(saved)
+    named = _named(model, optim, saved)
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
         return _mapped(named, lambda value: value.cpu()) if config.offload_to_cpu else named
     assert isinstance(config, FullOptimStateDictConfig)
@@ -127,9 +129,10 @@ def optim_state_dict_to_load(
     if from_first_rank is None:
         from_first_rank = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
     found = optim_state_dict or {}
-    if "state" in found:
+    if "state" in found and _fault_of_form(found) is None:
         found = {**found, "state": _in_model_order(model, found["state"])}
     given, fetch = _sent_by_first(found, model) if from_first_rank else (found, lambda value: value)
+    _check_form(given)
     optim = optim or _as_saved(model, given)
     params = params_by_fqn(model, optim)
     _check_names(given, params)
@@ -163,13 +166,13 @@ def optim_state_dict_to_load(
 
 def _as_saved(model: nn.Module, named: StateDict) -> torch.optim.Optimizer:
     """Return a placeholder optimizer with the parameters and groups of `named`."""
-    if "param_groups" not in named:
-        raise ConfigError(
-            f"optim_state_dict has the keys {list(named)} and no param_groups. Pass the result of optim_state_dict(), "
-            "or pass optim."
-        )
     params = {clean_fqn(name): param for name, param in model.named_parameters()}
     groups = [[params[fqn] for fqn in group["params"] if fqn in params] for group in named["param_groups"]]
+    if not any(groups):
+        raise ConfigError(
+            "the param_groups of the optimizer state dict have no parameter of the model. Pass the result of "
+            "optim_state_dict(), or pass optim."
+        )
     return torch.optim.Optimizer([{"params": group} for group in groups], {})
 
 
@@ -200,7 +203,9 @@ def rekeyed(
     if keys is OptimStateKeyType.PARAM_ID:
         pairs = [(fqn, number) for number, fqn in pairs]
     new = {**dict(pairs), **{key: key for _, key in pairs}}
-    missing = [key for key in state_dict["state"] if key not in new]
+    _check_form(state_dict)
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    missing = [key for key in (*state_dict["state"], *saved) if key not in new]
     if missing:
         raise ConfigError(
             f"the optimizer state dict has {missing[0]!r}, but {type(optim).__name__} has {len(fqns)} parameters: "
@@ -311,7 +316,9 @@ def _sent_by_first(state_dict: StateDict | None, model: nn.Module) -> tuple[Stat
         to_send.append(value)
         return _Absent(tuple(value.shape), value.dtype)
 
-    skeleton: Any = first_rank_state and _mapped(first_rank_state, note)
+    skeleton: Any = first_rank_state
+    if first_rank_state and "state" in first_rank_state and _fault_of_form(first_rank_state) is None:
+        skeleton = _mapped(first_rank_state, note)
     transports = [collectives_for(group or dist.distributed_c10d._get_default_group(), device) for group in groups]
     for transport in transports:
         skeleton = transport.broadcast_object(skeleton, 0, origin=_ORIGIN)
@@ -330,13 +337,38 @@ def _sent_by_first(state_dict: StateDict | None, model: nn.Module) -> tuple[Stat
     return skeleton or {}, fetch
 
 
-def _check_names(given: StateDict, params: Mapping[str, nn.Parameter]) -> None:
-    absent = [key for key in ("state", "param_groups") if key not in given]
-    if absent:
+def _fault_of_form(state_dict: Mapping[str, Any]) -> str | None:
+    """Describe the first value of a state dict that has another type than in `optimizer.state_dict()`; None if none."""
+    state, groups = state_dict.get("state", {}), state_dict.get("param_groups", [])
+    if not isinstance(state, Mapping):
+        return f"'state' is {_type(state)} instead of a dict"
+    if not isinstance(groups, list | tuple):
+        return f"'param_groups' is {_type(groups)} instead of a list"
+    for key, values in state.items():
+        if not isinstance(values, Mapping):
+            return f"the state of {key!r} is {_type(values)} instead of a dict"
+    for number, group in enumerate(groups):
+        if not (isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)):
+            return f"parameter group {number} has no list 'params'"
+    return None
+
+
+def _type(value: Any) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def _check_form(given: Mapping[str, Any]) -> None:
+    absent = next((key for key in ("state", "param_groups") if key not in given), None)
+    if absent is not None:
         raise ConfigError(
-            f"the optimizer state dict has no {absent[0]!r}; it has {sorted(map(str, given))}. Pass the result of "
+            f"the optimizer state dict has no {absent!r}; it has {sorted(map(str, given))}. Pass the result of "
             "optim_state_dict(). If only rank 0 has it, set FullOptimStateDictConfig(rank0_only=True)."
         )
+    if (fault := _fault_of_form(given)) is not None:
+        raise ConfigError(f"optimizer state dict: {fault}. Pass the result of optim_state_dict(), unchanged.")
+
+
+def _check_names(given: StateDict, params: Mapping[str, nn.Parameter]) -> None:
     saved = [fqn for group in given["param_groups"] for fqn in group["params"]]
     unknown = [fqn for fqn in dict.fromkeys([*saved, *given["state"]]) if fqn not in params]
     missing = [fqn for fqn in params if fqn not in saved]
