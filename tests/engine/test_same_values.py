@@ -279,6 +279,16 @@ def test_trained_parameters_that_are_added_after_sharding_are_refused():
         assert "was added after fully_shard" in message, case
 
 
+@on_ranks(2)
+def test_an_optimizer_of_another_model_is_not_refused_for_them():
+    model, other = chain(fully_shard), nn.Linear(4, 4)
+    model(inputs()).sum().backward()
+    add_head(model)
+    optimizer = torch.optim.SGD(other.parameters())
+    other(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
 def taken_care_of() -> list[Any]:
     """Return the results of heads trained identically on all ranks, or not trained, or on one rank only."""
     found = []

@@ -7,7 +7,7 @@ may be used to prepare the new parameters before `fully_shard` is called on thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -64,16 +64,22 @@ class LateParams:
         self._searched_at = -1
         self._found: list[tuple[str, nn.Parameter]] = []
 
-    def check(self, *, again: bool = False) -> None:
+    def check(self, *, again: bool = False, among: Iterable[nn.Parameter] | None = None) -> None:
         """Raise `StateError` if any of them is trained, on more than one rank.
 
         Args:
-            again: whether to search although nothing was registered, since some code writes to `Module._parameters`.
+            again: Whether to search although nothing was registered, since some code writes to `Module._parameters`.
+            among: The parameters to check; None for all.
         """
         if again or self._searched_at != _registrations:
             self._searched_at = _registrations
             self._found = self._search() if any(unit.axes.world > 1 for unit in self._units) else []
-        trained = [(name, param) for name, param in self._found if param.requires_grad]
+        chosen = None if among is None else set(map(id, among))
+        trained = [
+            (name, param)
+            for name, param in self._found
+            if param.requires_grad and (chosen is None or id(param) in chosen)
+        ]
         if trained:
             name, param = trained[0]
             raise StateError(

@@ -101,7 +101,7 @@ def register_outside_params(optimizer: Optimizer) -> None:
         runtime = runtime_or_none(managed.unit)
         state = None if runtime is None else runtime.state
     if state is not None and outside:
-        state.microbatches.late_params.check(again=True)
+        state.microbatches.late_params.check(again=True, among=outside if managed is None else None)
         state.microbatches.compare_outside(outside)
 
 
