@@ -2,13 +2,14 @@
 
     python benchmarks/published.py
 
-Nothing is measured here, and no GPU is needed. Five parts; `benchmarks/data/README.md` has the sources:
+Nothing is measured here, and no GPU is needed. Six parts; `benchmarks/data/README.md` has the sources:
 
 mpt       115 rows that MosaicML published: MPT models from 125M to 70B parameters, trained by PyTorch's FSDP1. Two
           constants a GPU type are fitted on the rows of 8 GPUs and sequences of 2048 tokens; the others are predicted.
 vtrain    160 rows of GPTs under DDP on 2 and 4 A100. The host's time for an operation is fitted on the rows of 2.
 pytorch   runs that PyTorch's team published of GPTs of 175B and 1T parameters, and of a T5 of 11B.
 titan     6 rows that torchtitan published of Llama 3.1 8B on 8 and 128 H100: eager, compiled, and with float8.
+ibm       8 rows that IBM published of Llama 2 from 7B to 70B on 128 A100 and 96 H100, trained by FSDP1.
 large     how long a prediction takes of 70B parameters on 4096 ranks.
 
 What the rows were trained with and this engine does not do is added to its tape, and said: see `as_fsdp1`, `FusedLoss`,
@@ -38,15 +39,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.published_torchtitan`
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `benchmarks.published_llama`
 
-from benchmarks.published_torchtitan import torchtitan
+from benchmarks.published_llama import LlamaShape, llama_tape
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, dry, fully_shard
 from fullshard.plan.allocator import TapeAllocator, allocator_use
 from fullshard.plan.costs import Costs, costs_of
 from fullshard.plan.hardware import AttentionRates, Fitted, Hardware, hardware
 from fullshard.plan.memory import memory_peak
-from fullshard.plan.prediction import steps_of
+from fullshard.plan.prediction import read_off, steps_of
 from fullshard.plan.timeline import lay_out
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation, Tape
 
@@ -871,6 +872,92 @@ def pytorch() -> list[dict[str, Any]]:
     return reported
 
 
+# -- Llama by torchtitan and IBM --------------------------------------------------------------------------------------
+
+
+def titan() -> list[dict[str, Any]]:
+    """Tokens per second of a GPU, and GiB that the allocator reserves in eager rows; others are not predicted."""
+    shape = LlamaShape(
+        blocks=32,
+        width=4096,
+        heads=32,
+        kv_heads=8,
+        mlp=14336,
+        vocabulary=128256,
+        seq=8192,
+        batch=2,
+        checkpoints="op",
+        is_of_torchtitan=True,
+    )
+    found = []
+    for world, rows in {
+        8: (("eager", 5762, 82.4), ("compiled", 6667, None), ("compiled, float8", 8532, None)),
+        128: (("eager", 5605, 67.0), ("compiled", 6514, None), ("compiled, float8", 8380, None)),
+    }.items():
+        for how, published, gib in rows:
+            tape, machine = llama_tape(shape, world, float8="float8" in how), hardware("h100hbm2e-96")
+            prediction = read_off(tape, machine, world, compile_blocks="compiled" in how)
+            predicted = shape.batch * shape.seq / prediction.step_s
+            row = _llama_row(f"Llama 3.1 8B, {world} GPUs, {how}", published, predicted)
+            if gib is not None:
+                row |= {"published_gib": gib, "predicted_gib": round(prediction.reserved_bytes / 2**30, 1)}
+                print(f"  {row['predicted_gib']} GiB, published {gib}", flush=True)
+            found.append(row)
+    return found
+
+
+IBM_MODELS = {  # blocks, width, heads, heads of keys and values, width of the MLP
+    "7B": (32, 4096, 32, 32, 11008),
+    "13B": (40, 5120, 40, 40, 13824),
+    "34B": (48, 8192, 64, 8, 22016),
+    "70B": (80, 8192, 64, 8, 28672),
+}
+IBM_ROWS = {  # strategy, every which block is checkpointed, tokens per second of an A100 and of an H100
+    "7B": ("hsdp", None, 3700, 7500),
+    "13B": ("zero3", 2, 1800, 3800),
+    "34B": ("zero3", 1, 700, 1550),
+    "70B": ("zero3", 1, 370, 800),
+}
+IBM_GPUS = (("a100-80", 128, 6.25e9), ("h100-80", 96, 12.5e9))  # 400 and 800 Gbit/s a host
+
+
+def ibm() -> list[dict[str, Any]]:
+    """Tokens per second of a GPU."""
+    found = []
+    for name, (blocks, width, heads, kv_heads, mlp) in IBM_MODELS.items():
+        strategy, checkpoints, *published = IBM_ROWS[name]
+        gpt = Shape(width=width, heads=heads, vocab=32000, seq=4096, batch=2, checkpointing=checkpoints is not None)
+        for (gpu, world, network_bytes_per_s), tokens_per_s in zip(IBM_GPUS, published, strict=True):
+            machine = hardware(gpu)
+            machine = replace(machine, network=replace(machine.network, bytes_per_s=network_bytes_per_s))
+            ends = []
+            for few in (4, 6):
+                shape = LlamaShape(
+                    blocks=few,
+                    width=width,
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    mlp=mlp,
+                    vocabulary=32000,
+                    seq=4096,
+                    batch=2,
+                    checkpoints=checkpoints,
+                )
+                tape = llama_tape(shape, world, strategy=strategy, reduce_dtype=torch.bfloat16)
+                task = Task(shape=gpt, world=world, reduce_dtype=torch.bfloat16)
+                step = list(as_fsdp1(tape.entries[steps_of(tape.entries)[1] :], task))
+                ends.append(lay_out(step, costs_of(machine)).end)
+            seconds = ends[0] + (ends[1] - ends[0]) / 2 * (blocks - 4)
+            found.append(_llama_row(f"Llama 2 {name}, {world} {gpu}", tokens_per_s, shape.batch * shape.seq / seconds))
+    return found
+
+
+def _llama_row(run: str, published: float, predicted: float) -> dict[str, Any]:
+    error = predicted / published - 1
+    print(f"{run}: {predicted:.0f} tokens/s a GPU, published {published}: {error:+.1%}", flush=True)
+    return {"run": run, "published": published, "predicted": round(predicted), "error": round(error, 4)}
+
+
 # -- 70B parameters on 4096 ranks -------------------------------------------------------------------------------------
 
 
@@ -934,7 +1021,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="mpt,vtrain,pytorch,titan,large")
+    parser.add_argument("--parts", default="mpt,vtrain,pytorch,titan,ibm,large")
     parser.add_argument(
         "--reduce",
         action="append",
@@ -957,7 +1044,8 @@ def main() -> None:
         "mpt": lambda: mpt(reduced),
         "vtrain": vtrain,
         "pytorch": pytorch,
-        "titan": torchtitan,
+        "titan": titan,
+        "ibm": ibm,
         "large": large_alone,
     }
     for part in args.parts.split(","):
