@@ -18,6 +18,7 @@ from fullshard.disk.speed import TYPICAL
 from fullshard.dry import watch
 from fullshard.dry.run import own_loss
 from fullshard.optim.clipping import clip_grad_norm_
+from fullshard.plan.allocator import allocator_use
 from fullshard.plan.hardware import described, hardware, known_hardware
 from fullshard.plan.memory import State, memory_peak
 from fullshard.plan.prediction import steps_of
@@ -63,6 +64,11 @@ def gpt(layers: int = 6, seq: int = 32) -> Subject:
     return gpt_subject(ModelSettings(size="nano", layers=layers), seq=seq)
 
 
+def wide_gpt(layers: int = 6, seq: int = 256) -> Subject:
+    """Return a model that is large compared with the segments of the caching allocator."""
+    return gpt_subject(ModelSettings(size="nano", layers=layers, width=1024, heads=16), seq=seq)
+
+
 # ------------------------------------------------------------------------------------- short models predict long ones
 
 
@@ -100,9 +106,29 @@ def test_a_short_model_predicts_the_whole_one(strategy, kept, accumulates):
 @pytest.mark.parametrize(("strategy", "kept"), [("zero3", "none"), ("ddp", "every-2"), ("zero2", "every-1")])
 def test_a_short_model_stepped_by_the_cpu_predicts_the_whole_one(strategy, kept):
     program = Program(strategy=strategy, checkpointing=kept, accumulates=True, cpu=1.0)
-    short, whole = (sketch(gpt(9), H100, program, shortens=shortens).figures(2, 5) for shortens in (True, False))
-    for name in ("peak_bytes", "needed_bytes", "host_bytes", "step_s"):
+    short, whole = (sketch(wide_gpt(9), H100, program, shortens=shortens).figures(2, 5) for shortens in (True, False))
+    for name in ("peak_bytes", "host_bytes", "step_s"):
         assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=0.01), name
+
+
+@pytest.mark.parametrize("kept", ["none", "every-1", "every-2"])
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_short_model_predicts_the_peak_and_the_allocator_of_the_whole_one_with_many_rows(strategy, kept):
+    """Where the peak is depends on rows: with few rows in parameters or gradients, with many in activations.
+
+    The first step, before the order of units is known, is taken with one row. So it is compared with one row only. The
+    peak can be in the second block, which a model of three blocks does not distinguish from the one before the last.
+    """
+    subject, program = wide_gpt(12), Program(strategy=strategy, checkpointing=kept)
+    made = sketch(subject, H100, program)
+    for rows in (1, 6, 40):
+        taken = take_steps(subject, H100, program, {}, (rows, rows), 1.0, None)
+        taken.tape.entries = taken.tape.entries[: taken.begins[2]]
+        peak = memory_peak(taken.tape, since=taken.begins[0 if rows == 1 else 1]).nbytes
+        found = made.figures(rows, 1)
+        assert found.peak_bytes == pytest.approx(peak, rel=0.06)
+        reserved = allocator_use(taken.tape, since=taken.begins[0]).reserved
+        assert found.needed_bytes == pytest.approx(reserved, rel=0.12)
 
 
 class BatchFirst(nn.Module):
@@ -261,9 +287,9 @@ def test_without_gradients_to_keep_zero1_and_zero2_are_identical():
     }
 
 
-def test_more_memory_is_never_slower(plan):
+def test_more_memory_is_never_slower():
     """Less memory is never faster: programs that fit into less memory also fit into more."""
-    made = plan.best.sketch
+    made = sketch(wide_gpt(), TWO_HOSTS, Program(strategy="zero3"))
     needed = [made.needed_bytes(rows) for rows in (1, 2, 4, 8)]
     assert needed == sorted(needed)
     for share in (1.0, 1 + TWO_HOSTS.memory_error):
@@ -374,7 +400,7 @@ def tight(question: Question, part: float) -> Question:
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
 def test_the_least_is_on_the_cpu_that_fits(part):
     """Dry runs of the whole model confirm that it fits with that fraction, and not with one unit less, or none."""
-    one_shape = requested(cluster=H100, global_batch=8, strategies=("zero3",))
+    one_shape = requested(subject=wide_gpt(), cluster=H100, global_batch=8, strategies=("zero3",))
     question = tight(one_shape, part)
     found = search(question).best
     assert found is not None and found.sketch.program.strategy == "zero3"
@@ -389,7 +415,8 @@ def test_the_least_is_on_the_cpu_that_fits(part):
     assert found.figures.needed_bytes <= usable
     assert found.figures.host_bytes == pytest.approx(16 * numel(question) * found.sketch.program.cpu / 8, rel=0.25)
     tape = run_pasted(question, found)
-    assert memory_peak(tape).nbytes == pytest.approx(found.figures.peak_bytes, rel=0.001)
+    begin = steps_of(tape.entries)[0]  # the lines make the model on the device
+    assert memory_peak(tape, since=begin).nbytes == pytest.approx(found.figures.peak_bytes, rel=0.001)
     assert memory_peak(tape, of_host=True).nbytes == pytest.approx(found.figures.host_bytes, rel=0.001)
 
 
@@ -769,7 +796,7 @@ def test_the_largest_microbatch_is_that_of_all_programs():
 def test_the_fewest_ranks_are_those_on_which_it_just_fits():
     """On one rank fewer, the leanest way needs more than there is; hosts need be no power of two."""
     one = replace(requested().cluster, hosts=1, per_host=1)
-    question = requested(cluster=one, global_batch=None, strategies=("ddp", "zero3"), checkpointing=("none",))
+    question = requested(subject=wide_gpt(), cluster=one, global_batch=None, strategies=("ddp", "zero3"))
     leanest = Program(strategy="zero3")
     needs = {
         hosts: replace(question, cluster=one.with_hosts(hosts)).requested(leanest).needed_bytes(1) for hosts in (2, 3)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fullshard.plan.allocator import allocator_use
 from fullshard.plan.costs import Costs
 from fullshard.plan.fusion import fused
-from fullshard.plan.memory import State
+from fullshard.plan.memory import State, memory_curve
 from fullshard.plan.operations import unknown_seconds
 from fullshard.plan.prediction import model_flops
 from fullshard.plan.process import process_memory
 from fullshard.plan.timeline import Timeline, lay_out, lay_out_parts
 from fullshard.planner.tapes import Tapes
 from fullshard.tape.recorder import Origin, Phase
-from fullshard.tape.tape import Collective, Entry, Operation, Tape
+from fullshard.tape.tape import Collective, Entry, Operation
 
 COMPUTE, GATHER = "compute", "gather"
+_MANY = 1000  # rows
 LIMITS = ("compute", "memory bandwidth", "host", "gathers", "reductions", "waits", "disk")
 """The possible causes of a second on the compute stream."""
 
@@ -74,18 +77,16 @@ def _goes_up(entry: Entry) -> bool:
     return isinstance(entry, Operation) and entry.crosses and entry.stream == GATHER
 
 
-def held_of(tapes: Tapes, kind: str) -> dict[Any, float]:
-    """Return the peak memory and the tensors in it, with few rows.
+def overhead_of(tapes: Tapes, rows: int) -> float:
+    """Return the bytes that a caching allocator holds beyond the peak of tensors, in a step with `rows` rows."""
+    use = allocator_use(tapes.trace_with(tapes.at(rows)), since=tapes.begins[1])
+    return float(use.reserved - use.tensors)
 
-    The peak is that of the caching allocator for a "gpu", or of a rank's process for a "cpu".
-    """
-    tape = Tape()
-    tape.entries = tapes.tape.entries[: tapes.begins[2]]
-    if kind == "gpu":
-        use = allocator_use(tape, since=tapes.begins[0])
-        return {"held": float(use.reserved), "tensors": float(use.tensors)}
-    memory = process_memory(tape)
-    return {"held": float(memory.held), "tensors": float(memory.tensors)}
+
+def process_overhead(tapes: Tapes) -> float:
+    """Return the ratio of the memory of a rank's process on CPUs to the peak of tensors, with few rows."""
+    memory = process_memory(tapes.trace_with(tapes.one))
+    return memory.held / max(memory.tensors, 1)
 
 
 def _spent(laid: Timeline, costs: Costs) -> dict[Any, float]:
@@ -126,31 +127,67 @@ def _stream_kind(entry: Entry | None) -> str:
     return "reductions" if "reduce" in stream else "gathers" if "gather" in stream else "waits"
 
 
-def region_peaks(tapes: Tapes, step: int, whole: Mapping[str, int], of_host: bool) -> dict[Any, float]:
-    """Return the peak bytes in each region of a step, and its parts by state.
+Region = tuple[str, Phase]
+"""A unit and a phase of a step. Blocks in the middle of a list form one region per phase."""
 
-    A region is a unit and a phase. Blocks in the middle of a list form one region per phase.
+
+@dataclass(frozen=True)
+class Moment:
+    """The bytes by state at a moment of a step, with few rows, and for each additional row."""
+
+    few: Mapping[State, int]
+    each: Mapping[State, float]
+
+    @cached_property
+    def line(self) -> tuple[float, float]:
+        """The sum of all states with few rows, and for each additional row."""
+        return float(sum(self.few.values())), sum(self.each.values())
+
+    def total(self, more: int) -> float:
+        """Return the sum of all states with `more` additional rows."""
+        few, each = self.line
+        return few + more * each
+
+
+def moments_by_region(
+    tapes: Tapes, rows: int, whole: Mapping[str, int], *, of_host: bool, grows: bool
+) -> dict[Region, list[Moment]]:
+    """Return the moments of each region that have its peak for `rows` rows or, if the step `grows`, for some number.
+
+    The bytes at a moment are linear in rows, but which moment has the peak of a region depends on rows.
     """
-    begin, end = tapes.begins[1 + step], tapes.begins[2 + step]
-    if begin == end:
-        begin, end = tapes.begins[1], tapes.begins[2]
-    since = tapes.begins[0] if step == 0 else begin
-    found: dict[tuple[str, Phase], tuple[int, Mapping[State, int]]] = {}
-    places: dict[Origin, tuple[str, Phase]] = {}
-    for place, held in tapes.curve(of_host):
-        if not since <= place < end:
+    traces = [tapes.trace_with(tapes.at(number)) for number in (rows, rows + _MANY if grows else rows)]
+    few, many = (memory_curve(trace, of_host=of_host) for trace in traces)
+    places = dict[Origin, Region]()
+    found: dict[Region, list[Moment]] = {}
+    for (place, held), (_, more) in zip(few, many, strict=True):
+        if place < tapes.begins[0]:
             continue
-        origin = tapes.tape.entries[place].origin
+        origin = traces[0].entries[place].origin
         if origin not in places:
             places[origin] = _place_of(origin.unit, tapes.lengths, whole), origin.phase
-        region = places[origin]
-        total = sum(held.values())
-        if region not in found or total > found[region][0]:
-            found[region] = total, dict(held)
+        each = {state: (more.get(state, 0) - held.get(state, 0)) / _MANY for state in {*held, *more}}
+        found.setdefault(places[origin], []).append(Moment(dict(held), each))
+    return {region: _highest(moments) for region, moments in found.items()}
+
+
+def _highest(moments: list[Moment]) -> list[Moment]:
+    """Return the moments that no other one exceeds both with few rows and in its growth."""
+    kept: list[Moment] = []
+    for moment in sorted(moments, key=lambda moment: moment.line, reverse=True):
+        if not kept or moment.line[1] > kept[-1].line[1]:
+            kept.append(moment)
+    return kept
+
+
+def region_peaks(moments: Mapping[Region, Sequence[Moment]], more: int) -> dict[Any, float]:
+    """Return the peak bytes of each region with `more` additional rows, under (unit, phase, None), and by state."""
     flat: dict[Any, float] = {}
-    for (unit, phase), (total, by_state) in found.items():
-        flat[unit, phase, None] = float(total)
-        flat |= {(unit, phase, state): float(by_state.get(state, 0)) for state in State}
+    for (unit, phase), known in moments.items():
+        peak = max(known, key=lambda moment: moment.total(more))
+        flat[unit, phase, None] = max(0.0, peak.total(more))
+        for state in State:
+            flat[unit, phase, state] = max(0.0, peak.few.get(state, 0) + more * peak.each.get(state, 0.0))
     return flat
 
 

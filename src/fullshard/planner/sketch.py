@@ -22,7 +22,16 @@ from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_peak
 from fullshard.plan.process import compute_dtype, fixed_nbytes
 from fullshard.planner.candidates import Candidate, Cluster, Program
-from fullshard.planner.readings import LIMITS, held_of, region_peaks, times_of
+from fullshard.planner.readings import (
+    LIMITS,
+    Moment,
+    Region,
+    moments_by_region,
+    overhead_of,
+    process_overhead,
+    region_peaks,
+    times_of,
+)
 from fullshard.planner.shorten import BlockList, block_lists
 from fullshard.planner.steps import MakeOptimizer, take_steps, users_mistake
 from fullshard.planner.subject import Subject
@@ -81,6 +90,8 @@ class Sketch:
     _tapes: Sequence[Tapes] | bytes
     whole: Mapping[str, int]  # the lengths of the block lists of the whole model
     _found: dict[int, dict[Any, float]] = field(default_factory=dict)
+    _moments: dict[tuple[int, bool], list[dict[Region, list[Moment]]]] = field(default_factory=dict)
+    _overheads: dict[int, float] = field(default_factory=dict)
 
     @property
     def tapes(self) -> Sequence[Tapes]:
@@ -206,8 +217,10 @@ class Sketch:
     def needed_bytes(self, rows: int) -> float:
         """Return the memory required with `rows` rows: the peak of tensors plus the overhead of the allocator."""
         nbytes = self._peak(rows)[0]
+        if self.cluster.hardware.kind == "gpu":
+            return nbytes + self._overhead(rows)
         offloaded = self.disk_bytes - self.disk_buffers_bytes
-        return (nbytes + offloaded) * self._held - offloaded + self._separate
+        return (nbytes + offloaded) * self._process_overhead - offloaded + fixed_nbytes(self.dtype)
 
     def activations_bytes(self, rows: int) -> float:
         """Return the peak bytes of activations with `rows` rows, which sharding does not reduce."""
@@ -219,16 +232,19 @@ class Sketch:
         nbytes = self.disk_bytes * self.cluster.per_host
         return max(0.0, self.cluster.disk.seconds(nbytes, nbytes) - self.program.disk * stepping_s)
 
-    @cached_property
-    def _held(self) -> float:
-        """The ratio of the memory of an accelerator's caching allocator, or of a process, to the peak of tensors."""
-        found = self._whole([held_of(each, self.cluster.hardware.kind) for each in self.tapes])
-        return min(_MOST_HELD, max(1.0, found["held"] / max(found["tensors"], 1.0)))
+    def _overhead(self, rows: int) -> float:
+        """Return the bytes that the caching allocator holds beyond tensors, of the next power of two of rows.
 
-    @property
-    def _separate(self) -> float:
-        """Bytes that a CPU process takes for its steps, independently of the model size."""
-        return fixed_nbytes(self.dtype) if self.cluster.hardware.kind == "cpu" else 0.0
+        It hardly depends on the number of blocks: in a shortened model it is as large as in the whole one.
+        """
+        rows = min(1 << (rows - 1).bit_length(), self.most_rows or 1 << 16)
+        if rows not in self._overheads:
+            self._overheads[rows] = overhead_of(max(self.tapes, key=lambda tape: len(tape.one)), rows)
+        return self._overheads[rows]
+
+    @cached_property
+    def _process_overhead(self) -> float:
+        return max(map(process_overhead, self.tapes))
 
     def peak_moment(self) -> MemoryPeak:
         """Return the peak with few rows, in the longest of the short models, with the largest tensors."""
@@ -265,23 +281,14 @@ class Sketch:
 
     def _regions(self, rows: int, *, of_host: bool) -> dict[Any, float]:
         """Return the peak bytes of each region: (unit, phase, None) for the sum, (unit, phase, state) for its parts."""
-        one, two = self._stored_on_host if of_host else self._stored
-        more = rows - self.least_rows
-        return {key: max(0.0, value + more * (two.get(key, value) - value)) for key, value in one.items()}
-
-    @cached_property
-    def _stored(self) -> Sequence[dict[Any, float]]:
-        """The regions of both steps."""
-        both = range(2)
-        return [
-            self._whole([region_peaks(tape, step, self.whole, of_host=False) for tape in self.tapes]) for step in both
-        ]
-
-    @cached_property
-    def _stored_on_host(self) -> Sequence[dict[Any, float]]:
-        each = [[region_peaks(tape, step, self.whole, of_host=True) for tape in self.tapes] for step in range(2)]
-        found = [self._whole(item) for item in each]
-        return [{key: value for key, value in item.items() if key[-1] is None} for item in found]
+        grows = all(each.is_straight for each in self.tapes)
+        few = self.least_rows if grows else rows
+        if (few, of_host) not in self._moments:
+            self._moments[few, of_host] = [
+                moments_by_region(each, few, self.whole, of_host=of_host, grows=grows) for each in self.tapes
+            ]
+        found = self._whole([region_peaks(each, rows - few) for each in self._moments[few, of_host]])
+        return {key: max(0.0, value) for key, value in found.items()}
 
     def _whole(self, each: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
         """Return the values of the whole model: those of the first short one, plus those of additional blocks."""
@@ -299,7 +306,6 @@ class Sketch:
 
 _STEPS, _STEPS_FROM_TWO = (1, 1, 2), (2, 2, 3)  # rows; in the first step the order is not known yet
 BASE, MORE = 3, 1  # blocks of the shortest model, and additional ones of the next
-_MOST_HELD = 1.25  # the overhead in a model of few blocks is not representative above this
 
 
 def sketch(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from fullshard.plan.memory import State, memory_curve
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation, Tape
 
 
@@ -22,17 +21,6 @@ class Tapes:
     one: Sequence[Entry]
     two: Sequence[Entry]
     rows: int = 1
-    curves: dict[bool, Sequence[tuple[int, Mapping[State, int]]]] = field(default_factory=dict, repr=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Exclude the curves, which can be computed again."""
-        return vars(self) | {"curves": {}}
-
-    def curve(self, of_host: bool) -> Sequence[tuple[int, Mapping[State, int]]]:
-        """Return the bytes by state wherever they change."""
-        if of_host not in self.curves:
-            self.curves[of_host] = list(memory_curve(self.tape, of_host=of_host))
-        return self.curves[of_host]
 
     @cached_property
     def pairs(self) -> Sequence[tuple[Entry, Entry]] | None:
@@ -69,6 +57,12 @@ class Tapes:
             return (self.one, self.two)[more]
         assert self.pairs is not None
         return [_scaled(one, two, more) for one, two in self.pairs]
+
+    def trace_with(self, step: Sequence[Entry]) -> Tape:
+        """Return the trace up to the end of the first step, followed by `step`."""
+        tape = Tape()
+        tape.entries = [*self.tape.entries[: self.begins[1]], *step]
+        return tape
 
 
 def with_one_more_row(longer: Tapes, first: Tapes) -> Tapes | None:
