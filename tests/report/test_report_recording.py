@@ -452,7 +452,11 @@ def test_a_torn_tail_and_a_missing_rank_are_tolerated_and_nothing_is_an_error(tr
 
 
 @pytest.mark.parametrize(
-    "damage", [b"\x00\xff garbage", b"[1, 2]", b"7", b'{"n": 3}', b'{"kind":"step"}', b"[" * 100000]
+    "damage",
+    [
+        *(b"\x00\xff garbage", b"[1, 2]", b"7", b'{"n": 3}', b'{"kind":"step"}', b"[" * 100000),
+        b'{"kind":"spans","n":' + b"9" * 5000 + b",",
+    ],
 )
 def test_damaged_lines_are_reported_and_other_lines_are_read(trained, tmp_path, caplog, damage):
     folder, whole = copied(trained, tmp_path), trained[2]

@@ -149,7 +149,7 @@ def _content(path: Path) -> bytes:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}). Remove it, or choose another run.") from error
 
 
-_SPANS = re.compile(rb'\{"kind":"spans","n":(\d+),')
+_SPANS = re.compile(rb'\{"kind":"spans","n":(\d{1,18}),')
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
