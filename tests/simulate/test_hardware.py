@@ -98,6 +98,9 @@ def test_an_unknown_name_lists_the_known_ones():
         ('like = "h100-80"\n[link]\nspeed = 1', r"speed.*docs/plan.md"),
         ('like = "h100-81"', r"h100-81: is neither known hardware"),
         ("like = ", r"not valid TOML"),
+        ('like = "h100-80"\n[title]\ntext = 1', r"title = .*must be text"),  # a table in place of a value
+        (f'like = "h100-80"\nmultiprocessors = 0x{"f" * 5000}', r"not valid TOML"),
+        (f'like = "{"h" * 300}.toml"', r"is neither known hardware nor a file"),
     ],
 )
 def test_a_wrong_description_is_reported_with_its_remedy(tmp_path, text, reported):

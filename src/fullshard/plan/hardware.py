@@ -223,7 +223,7 @@ def _read(name: str, visited: tuple[str, ...]) -> dict[str, Any]:
         if not here_path().exists():
             raise ConfigError(f"{name}: {here_path()} does not exist yet. Run `fullshard calibrate` first.")
         text = _text_of(here_path())
-    elif name.endswith(".toml") and Path(name).exists():
+    elif name.endswith(".toml") and os.path.exists(name):  # which is False for a name that is too long
         text = _text_of(Path(name))
     else:
         raise ConfigError(
@@ -232,6 +232,7 @@ def _read(name: str, visited: tuple[str, ...]) -> dict[str, Any]:
         )
     try:
         stated = tomllib.loads(text)
+        repr(stated)  # raises for a hexadecimal number that is too long for messages
     except UNPARSED as error:
         raise ConfigError(f"{name}: not valid TOML: {error}.") from error
     return _with_base(stated, (*visited, name))
@@ -253,5 +254,6 @@ def _with_base(stated: dict[str, Any], visited: tuple[str, ...]) -> dict[str, An
     if unknown:
         raise ConfigError(f"{visited[-1]}: {', '.join(unknown)}: unknown. docs/plan.md shows a description.")
     for key, value in stated.items():
-        base[key] = {**(base.get(key) or {}), **value} if isinstance(value, dict) else value
+        inherited = base.get(key)
+        base[key] = {**inherited, **value} if isinstance(value, dict) and isinstance(inherited, dict) else value
     return base
