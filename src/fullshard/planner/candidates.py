@@ -38,6 +38,8 @@ PRECISIONS = {
 }
 """Compute and reduce dtypes. Stored parameters and the optimizer keep the model's dtype. fp16 has loss scaling."""
 
+_MOST_ROWS = 1 << 20  # per rank, of a global batch
+
 T = TypeVar("T")
 
 MEMORY_ERROR = {"gpu": 0.06, "cpu": 0.11}
@@ -271,6 +273,10 @@ def share_rows(global_batch: int, world: int) -> list[int]:
             f"--global-batch {global_batch}: {world} ranks cannot share {global_batch} rows evenly. Use {near}."
         )
     local = global_batch // world
+    if local > _MOST_ROWS:
+        raise ConfigError(
+            f"--global-batch {global_batch}: must be at most {_MOST_ROWS * world}, {_MOST_ROWS} per rank."
+        )
     return [rows for rows in range(1, local + 1) if local % rows == 0]
 
 

@@ -20,6 +20,7 @@ from fullshard.train.settings import ModelSettings
 
 _DEFAULT_SEQ = 1024
 _MEASURING_S = 3.0  # of a disk
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +198,10 @@ class PlanSettings:
         for name, number in (("hosts", requested.hosts), ("per-host", per_host)):
             if number < 1:
                 raise ConfigError(f"--{name} {number}: must be at least 1.")
+        if requested.hosts * per_host > _MOST_RANKS:
+            raise ConfigError(
+                f"--hosts {requested.hosts}: must be at most {_MOST_RANKS // per_host} of {per_host} ranks."
+            )
         if requested.gpu_memory is not None and not 0 < requested.gpu_memory <= 1:
             raise ConfigError(f"--gpu-memory {requested.gpu_memory:g}: must be a fraction, such as 0.95.")
         if requested.disk is not None and not requested.disk.is_dir():

@@ -20,6 +20,7 @@ from fullshard.errors import ConfigError
 from fullshard.train.settings import ModelSettings
 
 VOCABULARY = 256
+_MOST, _MOST_LAYERS = 1_000_000, 10_000  # their products of parameters and bytes fit an int64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,9 @@ def shape_of(settings: ModelSettings) -> Shape:
         raise ConfigError(f"--size {settings.size}: unknown. Choose one of {', '.join(SIZES)}.")
     given = {name: getattr(settings, name) for name in ("layers", "heads", "width", "mlp_ratio")}
     for name, value in given.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1.")
+        most = _MOST_LAYERS if name == "layers" else _MOST
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1 and at most {most}.")
     shape = replace(SIZES[settings.size], **{name: value for name, value in given.items() if value is not None})
     if shape.width % (2 * shape.heads):
         fitting = [width for width in range(shape.width, 0, -1) if width % (2 * shape.heads) == 0]
