@@ -921,6 +921,12 @@ def test_a_librarys_mistake_is_reported_with_its_line_and_our_own_is_not(models,
     peer = named_subject(f"{models}:make_model", f"{models}:make_batch", f"{library}:loss")
     with pytest.raises(ConfigError, match=r"theirs\.py:5: return torch\.ones\(3\).*RuntimeError.*--measure"):
         sketch(peer, H100, Program(strategy="zero3"))
+    attention = "nn.functional.scaled_dot_product_attention(torch.ones(1, 4, 8, 2), *[torch.ones(1, 3, 8, 2)] * 2)"
+    library = library.with_name("others.py")
+    library.write_text(f"import torch\nfrom torch import nn\n\n\ndef loss(model, batch):\n    return {attention}\n")
+    peer = named_subject(f"{models}:make_model", f"{models}:make_batch", f"{library}:loss")
+    with pytest.raises(ConfigError, match=r"others\.py:6: return nn\.functional.*RuntimeError"):  # of our kernel
+        sketch(peer, H100, Program(strategy="zero3"))
     with (
         mock.patch.object(steps, "without_sync", side_effect=IndexError("ours")),
         pytest.raises(IndexError, match="ours"),

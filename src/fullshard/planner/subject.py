@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard import _fakes, dry
+from fullshard import _compat, _fakes, dry
 from fullshard.dry.run import own_loss
 from fullshard.errors import ConfigError, StateError
 from fullshard.policy.arguments import mismatch
@@ -243,7 +243,7 @@ def _stated(frame: traceback.FrameSummary) -> str:
 def _watches(frame: traceback.FrameSummary) -> bool:
     """Return True if the frame belongs to a dry run, which intercepts all torch operations."""
     file = Path(frame.filename)
-    return file.parent == Path(dry.__file__).parent or file == Path(_fakes.__file__)
+    return file.parent == Path(dry.__file__).parent or file in (Path(_fakes.__file__), Path(_compat.__file__))
 
 
 def _is_own(frame: traceback.FrameSummary) -> bool:
