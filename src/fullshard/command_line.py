@@ -5,8 +5,10 @@ Errors that the parser would report at length are reported here in one line.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, make_dataclass
 from pathlib import Path
@@ -87,6 +89,7 @@ def take_words(settings: type, argv: Sequence[str], names: Sequence[str], *, pro
     items = iter(argv)
     for item in items:
         if not item.startswith("-"):
+            check_path(item, prog)
             words.append(item)
             continue
         remaining.append(item)
@@ -116,14 +119,27 @@ def check_name(settings: type, name: str, complaint: str, prog: str) -> None:
 def check_value(settings: type, name: str, value: str, where: str) -> None:
     """Raise an error if a value does not have the type of the option."""
     kind = option_types(settings)[name]
+    if kind is Path:
+        check_path(value, where)
     if kind not in _KINDS:
         return
     try:
         number = int(value) if kind is int else float(value)
     except ValueError:
         raise ConfigError(f"{where} is {value!r}, but must be {_KINDS[kind]}.") from None
+    if isinstance(number, int) and abs(number) >= 1 << 63:
+        raise ConfigError(f"{where} is {value!r}, but must be less than 2**63.")
     if not math.isfinite(number):
         raise ConfigError(f"{where} is {value!r}, but must be a finite number.")
+
+
+def check_path(value: str, where: str) -> None:
+    """Raise an error if the system does not accept a path, for example because it is too long. It may be missing."""
+    try:
+        os.stat(value)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise ConfigError(f"{where} is {value!r}, which cannot be used ({error.strerror}).") from error
 
 
 def check_writable(name: str, path: Path) -> None:
