@@ -5,7 +5,6 @@ Errors that the parser would report at length are reported here in one line.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -89,7 +88,7 @@ def take_words(settings: type, argv: Sequence[str], names: Sequence[str], *, pro
     items = iter(argv)
     for item in items:
         if not item.startswith("-"):
-            check_path(item, prog)
+            check_path(item, f"an argument of {prog}")
             words.append(item)
             continue
         remaining.append(item)
@@ -137,9 +136,11 @@ def check_path(value: str, where: str) -> None:
     """Raise an error if the system does not accept a path, for example because it is too long. It may be missing."""
     try:
         os.stat(value)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise ConfigError(f"{where} is {value!r}, which cannot be used ({error.strerror}).") from error
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{where} is {value!r}, which cannot be used as a path ({why}).") from error
 
 
 def check_writable(name: str, path: Path) -> None:
