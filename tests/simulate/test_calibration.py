@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import dry, fully_shard
+from fullshard import ConfigError, dry, fully_shard
 from fullshard.cli import main
 from fullshard.plan import calibration
 from fullshard.plan.calibration import calibrate, write_description
@@ -170,6 +170,11 @@ def test_pages_cost_time_where_the_allocator_has_them_new(here, monkeypatch, thr
             time.note(entry)
     new = (16 if threshold is None else 36) * MIB  # memory of the heap is reused
     assert time.spent["pages"] == pytest.approx(new * here.measured["page_s"], rel=0.01)
+
+
+def test_a_dtype_that_was_not_measured_is_refused(here):
+    with pytest.raises(ConfigError, match=r"has no rate of matrix products in float64, .* Known are float32, bfloat16"):
+        costs_of(here, dtype="float64")
 
 
 def test_writes_to_new_pages_read_no_memory(here):

@@ -248,15 +248,15 @@ def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None =
     Raises:
         ConfigError: The machine has no rate for `dtype`.
     """
+    if dtype not in hardware.flops_per_s:
+        raise ConfigError(
+            f"{hardware.name} has no rate of matrix products in {dtype}, in which most of the model's are. Known are "
+            f"{', '.join(hardware.flops_per_s)}. Train in one of these dtypes."
+        )
     if hardware.kind == "cpu":
         from fullshard.plan.cpu_costs import CpuCosts  # which is one of these
 
         return CpuCosts.of(hardware, dtype=dtype, ranks=ranks or hardware.ranks_per_host)
-    if dtype not in hardware.flops_per_s:
-        raise ConfigError(
-            f"{hardware.name} has no rate of matrix products in {dtype}, in which most of the model's are. Known are "
-            f"{', '.join(hardware.flops_per_s)}. Train in one of these, or add {dtype} to its description."
-        )
     fitted, parts = hardware.fitted, hardware.multiprocessors
     return Costs(
         flops_per_s=fitted.matmul_share * hardware.flops_per_s[dtype],
