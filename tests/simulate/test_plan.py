@@ -160,7 +160,7 @@ def test_steps_of_few_rows_predict_steps_of_more(name):
         assert sum(getattr(each, item, 0) for each in few.tapes[0].at(5)) == sum(
             getattr(each, item, 0) for each in many.one
         )
-    reported, taken = few.figures(5, 1), replace(few, _tapes=[many], _found={}).figures(5, 1)
+    reported, taken = few.figures(5, 1), replace(few, _tapes=[many]).figures(5, 1)
     assert few.tapes[0].rows == (2 if name == "batch first" else 1)
     assert reported.peak_bytes == pytest.approx(taken.peak_bytes, rel=0.01)
     assert reported.step_s == pytest.approx(taken.step_s, rel=0.01)
@@ -869,6 +869,10 @@ OWN = ["--model", "my_training:make_model", "--batch", "my_training:make_batch"]
         (
             ["--model", "my_training:make_sharded", "--batch", "my_training:make_batch", "--strategies", "zero3"],
             "--strategies: .* already shards its model",
+        ),
+        (
+            ["--model", "my_training:make_sharded", "--batch", "my_training:make_batch", "--compile"],
+            "--compile: .* already shards its model",
         ),
         (["--size", "nano", "--hardware", "h1000"], "is neither known hardware .* h100-80"),
         (["--size", "nano", "--hardware", "here"], "Run `fullshard calibrate` first"),

@@ -71,9 +71,7 @@ class Question:
         counts = [count for _, count in self.shapes()]
         if self.subject.make_sharded is not None:
             several = [False] * (1 in counts) + [True] * (max(counts) > 1)
-            each = [
-                Program(strategy="own", precision="own", accumulates=item, compiled=self.compiled) for item in several
-            ]
+            each = [Program(strategy="own", precision="own", accumulates=item) for item in several]
             return [*each, *(replace(item, syncs_each=True) for item in each if item.accumulates)]
         found = programs(
             self.cluster,

@@ -185,9 +185,9 @@ def region_peaks(moments: Mapping[Region, Sequence[Moment]], more: int) -> dict[
     flat: dict[Any, float] = {}
     for (unit, phase), known in moments.items():
         peak = max(known, key=lambda moment: moment.total(more))
-        flat[unit, phase, None] = max(0.0, peak.total(more))
+        flat[unit, phase, None] = peak.total(more)
         for state in State:
-            flat[unit, phase, state] = max(0.0, peak.few.get(state, 0) + more * peak.each.get(state, 0.0))
+            flat[unit, phase, state] = peak.few.get(state, 0) + more * peak.each.get(state, 0.0)
     return flat
 
 

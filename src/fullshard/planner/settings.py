@@ -254,7 +254,7 @@ class PlanSettings:
     def _check_leaves_sharding(self) -> None:
         """Refuse options about what the user's function does itself."""
         plain = SearchSettings()
-        names = ("strategies", "checkpointing", "precision", "offload", "gather_wire", "reduce_wire")
+        names = ("strategies", "checkpointing", "precision", "offload", "gather_wire", "reduce_wire", "compile")
         given = [name for name in names if getattr(self.search, name) != getattr(plain, name)]
         if given:
             raise ConfigError(

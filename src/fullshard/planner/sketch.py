@@ -89,9 +89,9 @@ class Sketch:
     program: Program
     _tapes: Sequence[Tapes] | bytes
     whole: Mapping[str, int]  # the lengths of the block lists of the whole model
-    _found: dict[int, dict[Any, float]] = field(default_factory=dict)
-    _moments: dict[tuple[int, bool], list[dict[Region, list[Moment]]]] = field(default_factory=dict)
-    _overheads: dict[int, float] = field(default_factory=dict)
+    _found: dict[int, dict[Any, float]] = field(default_factory=dict, init=False)
+    _moments: dict[tuple[int, bool], list[dict[Region, list[Moment]]]] = field(default_factory=dict, init=False)
+    _overheads: dict[int, float] = field(default_factory=dict, init=False)
 
     @property
     def tapes(self) -> Sequence[Tapes]:
