@@ -306,16 +306,16 @@ def tape_of(task: Task, blocks: int, microbatches: int) -> Tape:
     return tape
 
 
-def as_fsdp1(entries: Iterable[Entry], task: Task) -> Iterator[Entry]:
+def as_fsdp1(entries: Iterable[Entry], compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> Iterator[Entry]:
     """`entries` with what FSDP1 does beyond this engine's: its parameters are views of one flat parameter a unit.
 
     So backward writes the gradients of a unit one behind the other into the flat one's, and divides that before it is
     sent (`_post_backward_hook` of torch/distributed/fsdp/_runtime_utils.py). This engine divides what it has received.
     """
     for entry in entries:
-        if task.is_fsdp1 and isinstance(entry, Collective) and "reduce_scatter" in entry.name:
+        if isinstance(entry, Collective) and "reduce_scatter" in entry.name:
             sent = sum(entry.sizes)
-            computed = sent * task.compute_dtype.itemsize // task.reduce_dtype.itemsize
+            computed = sent * compute_dtype.itemsize // reduce_dtype.itemsize
             for name, nbytes in (("flatten", computed), ("divide", sent)):
                 flat = (Access(0, 0, nbytes),)
                 yield Operation(f"fsdp1.{name}", "compute", entry.origin, flat, flat)
@@ -325,7 +325,9 @@ def as_fsdp1(entries: Iterable[Entry], task: Task) -> Iterator[Entry]:
 def second_step(task: Task, blocks: int, microbatches: int) -> list[Entry]:
     """Return the entries of the second step without allocations. All later steps are equal."""
     entries = tape_of(task, blocks, microbatches).entries
-    step = as_fsdp1(entries[steps_of(entries)[1] :], task)
+    step: Iterable[Entry] = entries[steps_of(entries)[1] :]
+    if task.is_fsdp1:
+        step = as_fsdp1(step, task.compute_dtype, task.reduce_dtype)
     return [item for item in step if not isinstance(item, Allocation | Free)]
 
 
@@ -798,7 +800,8 @@ def at_the_limit(run: Published, machine: Hardware, *, keeps_inputs: bool) -> At
         for entry in entries[:start]:
             memory.note(entry)
         before = memory.retries, memory.failures
-        laid = lay_out(as_fsdp1(entries[start:], run.task), costs_of(machine), memory)
+        step = as_fsdp1(entries[start:], run.task.compute_dtype, run.task.reduce_dtype)
+        laid = lay_out(step, costs_of(machine), memory)
         alone = sum(placed.end - placed.start for placed in laid.placed)
         counted = (memory.retries - before[0]) / blocks, (memory.failures - before[1]) / blocks
         reported.append((laid.end, *counted, alone))
@@ -875,79 +878,71 @@ def pytorch() -> list[dict[str, Any]]:
 # -- Llama by torchtitan and IBM --------------------------------------------------------------------------------------
 
 
+LLAMA_3_8B = LlamaShape(
+    blocks=32,
+    width=4096,
+    heads=32,
+    kv_heads=8,
+    mlp=14336,
+    vocabulary=128256,
+    seq=8192,
+    batch=2,
+    checkpoints="op",
+    is_of_torchtitan=True,
+)
+TITAN_ROWS = (  # ranks, how, tokens per second of a GPU, GiB that the allocator reserves
+    (8, "eager", 5762, 82.4),
+    (8, "compiled", 6667, 77.0),
+    (8, "compiled, float8", 8532, 76.8),
+    (128, "eager", 5605, 67.0),
+    (128, "compiled", 6514, 62.0),
+    (128, "compiled, float8", 8380, 61.8),
+)
+
+
 def titan() -> list[dict[str, Any]]:
-    """Tokens per second of a GPU, and GiB that the allocator reserves in eager rows; others are not predicted."""
-    shape = LlamaShape(
-        blocks=32,
-        width=4096,
-        heads=32,
-        kv_heads=8,
-        mlp=14336,
-        vocabulary=128256,
-        seq=8192,
-        batch=2,
-        checkpoints="op",
-        is_of_torchtitan=True,
-    )
-    found = []
-    for world, rows in {
-        8: (("eager", 5762, 82.4), ("compiled", 6667, None), ("compiled, float8", 8532, None)),
-        128: (("eager", 5605, 67.0), ("compiled", 6514, None), ("compiled, float8", 8380, None)),
-    }.items():
-        for how, published, gib in rows:
-            tape, machine = llama_tape(shape, world, float8="float8" in how), hardware("h100hbm2e-96")
-            prediction = read_off(tape, machine, world, compile_blocks="compiled" in how)
-            predicted = shape.batch * shape.seq / prediction.step_s
-            row = _llama_row(f"Llama 3.1 8B, {world} GPUs, {how}", published, predicted)
-            if gib is not None:
-                row |= {"published_gib": gib, "predicted_gib": round(prediction.reserved_bytes / 2**30, 1)}
-                print(f"  {row['predicted_gib']} GiB, published {gib}", flush=True)
-            found.append(row)
+    """Tokens per second of a GPU, and the memory of eager rows; that of compiled ones is not predicted."""
+    found, machine = [], hardware("h100hbm2e-96")
+    for world, how, published, gib in TITAN_ROWS:
+        tape = llama_tape(LLAMA_3_8B, world, float8="float8" in how)
+        prediction = read_off(tape, machine, world, compile_blocks=how != "eager")
+        tokens = LLAMA_3_8B.batch * LLAMA_3_8B.seq
+        row = _llama_row(f"Llama 3.1 8B, {world} GPUs, {how}", published, tokens / prediction.step_s)
+        if how == "eager":
+            row |= {"published_gib": gib, "predicted_gib": round(prediction.reserved_bytes / 2**30, 1)}
+            print(f"  {row['predicted_gib']} GiB, published {gib}", flush=True)
+        found.append(row)
     return found
 
 
-IBM_MODELS = {  # blocks, width, heads, heads of keys and values, width of the MLP
-    "7B": (32, 4096, 32, 32, 11008),
-    "13B": (40, 5120, 40, 40, 13824),
-    "34B": (48, 8192, 64, 8, 22016),
-    "70B": (80, 8192, 64, 8, 28672),
-}
-IBM_ROWS = {  # strategy, every which block is checkpointed, tokens per second of an A100 and of an H100
-    "7B": ("hsdp", None, 3700, 7500),
-    "13B": ("zero3", 2, 1800, 3800),
-    "34B": ("zero3", 1, 700, 1550),
-    "70B": ("zero3", 1, 370, 800),
-}
+def _llama_2(blocks: int, width: int, heads: int, kv_heads: int, mlp: int, checkpoints: int | None) -> LlamaShape:
+    shape = {"blocks": blocks, "width": width, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
+    return LlamaShape(**shape, vocabulary=32000, seq=4096, batch=2, checkpoints=checkpoints)
+
+
+IBM_ROWS = (  # name, shape, strategy, tokens per second of an A100 and of an H100
+    ("7B", _llama_2(32, 4096, 32, 32, 11008, None), "hsdp", 3700, 7500),
+    ("13B", _llama_2(40, 5120, 40, 40, 13824, 2), "zero3", 1800, 3800),
+    ("34B", _llama_2(48, 8192, 64, 8, 22016, 1), "zero3", 700, 1550),
+    ("70B", _llama_2(80, 8192, 64, 8, 28672, 1), "zero3", 370, 800),
+)
 IBM_GPUS = (("a100-80", 128, 6.25e9), ("h100-80", 96, 12.5e9))  # 400 and 800 Gbit/s a host
 
 
 def ibm() -> list[dict[str, Any]]:
-    """Tokens per second of a GPU."""
+    """Tokens per second of a GPU, from steps of four and six blocks."""
     found = []
-    for name, (blocks, width, heads, kv_heads, mlp) in IBM_MODELS.items():
-        strategy, checkpoints, *published = IBM_ROWS[name]
-        gpt = Shape(width=width, heads=heads, vocab=32000, seq=4096, batch=2, checkpointing=checkpoints is not None)
+    for name, shape, strategy, *published in IBM_ROWS:
         for (gpu, world, network_bytes_per_s), tokens_per_s in zip(IBM_GPUS, published, strict=True):
             machine = hardware(gpu)
             machine = replace(machine, network=replace(machine.network, bytes_per_s=network_bytes_per_s))
             ends = []
-            for few in (4, 6):
-                shape = LlamaShape(
-                    blocks=few,
-                    width=width,
-                    heads=heads,
-                    kv_heads=kv_heads,
-                    mlp=mlp,
-                    vocabulary=32000,
-                    seq=4096,
-                    batch=2,
-                    checkpoints=checkpoints,
-                )
-                tape = llama_tape(shape, world, strategy=strategy, reduce_dtype=torch.bfloat16)
-                task = Task(shape=gpt, world=world, reduce_dtype=torch.bfloat16)
-                step = list(as_fsdp1(tape.entries[steps_of(tape.entries)[1] :], task))
-                ends.append(lay_out(step, costs_of(machine)).end)
-            seconds = ends[0] + (ends[1] - ends[0]) / 2 * (blocks - 4)
+            for blocks in (4, 6):
+                few = replace(shape, blocks=blocks)
+                entries = llama_tape(few, world, strategy=strategy, reduce_dtype=torch.bfloat16).entries
+                step = as_fsdp1(entries[steps_of(entries)[1] :], torch.bfloat16, torch.bfloat16)
+                ends.append(lay_out(list(step), costs_of(machine)).end)
+            seconds = ends[0] + (ends[1] - ends[0]) / 2 * (shape.blocks - 4)
             found.append(_llama_row(f"Llama 2 {name}, {world} {gpu}", tokens_per_s, shape.batch * shape.seq / seconds))
     return found
 

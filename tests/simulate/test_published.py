@@ -7,7 +7,9 @@ import torch
 
 from benchmarks import published
 from benchmarks.published import Comparison, Shape, Step, Task, as_in_2023, mpt_rows, second_step, summary
+from benchmarks.published_llama import Llama, llama_tape
 from fullshard.plan.costs import costs_of
+from fullshard.plan.prediction import steps_of
 from fullshard.plan.timeline import lay_out
 from fullshard.tape.tape import Collective, Operation
 
@@ -73,3 +75,30 @@ def test_models_of_pytorchs_runs_have_the_sizes_that_were_published():
         stated = {"GPT 175B": 175e9, "GPT 1T": 1010e9, "T5 11B": 11.3e9}
         size = next(size for name, size in stated.items() if run.name.startswith(name))
         assert blocks + model.tokens.weight.numel() == pytest.approx(size, rel=0.01)
+
+
+def test_llamas_have_the_sizes_that_were_published():
+    stated = {"7B": 6.74e9, "13B": 13.02e9, "34B": 33.7e9, "70B": 68.98e9}
+    shapes = {name: shape for name, shape, *_ in published.IBM_ROWS}
+    for name, shape in {**shapes, "Llama 3.1 8B": published.LLAMA_3_8B}.items():
+        with torch.device("meta"):
+            model = Llama(replace(shape, blocks=1))
+        blocks = shape.blocks * sum(param.numel() for param in model.blocks.parameters())
+        others = sum(param.numel() for param in model.parameters()) - blocks // shape.blocks
+        assert blocks + others == pytest.approx(stated.get(name, 8.03e9), rel=0.01)
+
+
+@pytest.mark.parametrize("checkpoints", ["op", 2, None])
+def test_a_small_llama_of_each_kind_takes_steps(checkpoints):
+    """Checkpoints compute products again: those that were not kept, or all of a block but the last."""
+    shape = replace(
+        published.LLAMA_3_8B, blocks=4, width=64, heads=4, kv_heads=2, mlp=96, vocabulary=32, seq=16, batch=1
+    )
+    kept = replace(shape, checkpoints=None, is_of_torchtitan=False)
+    tapes = [llama_tape(each, 2) for each in (kept, replace(shape, checkpoints=checkpoints))]
+    products, recomputed = (
+        sum(item.name == "aten.mm" for item in tape.entries[steps_of(tape.entries)[1] :] if isinstance(item, Operation))
+        for tape in tapes
+    )
+    assert products == 3 * (7 * 4 + 1)
+    assert recomputed - products == {"op": 3 * 4, 2: 6 * 2, None: 0}[checkpoints]
