@@ -40,7 +40,7 @@ from fullshard.report.reading import read_run
 from fullshard.report.run import PARTS
 from fullshard.testing import run_ranks
 
-WAITING = ("comm/transport.py", "wait"), ("comm/collectives.py", "start"), ("comm/collectives.py", "_at_once")
+WAITING = ("comm/transport.py", "wait"), ("comm/collectives.py", "start"), ("comm/collectives.py", "_run")
 
 
 ON_CPU = Workload(shape=Shape(vocab=256, width=256, layers=6, heads=4, batch=8, seq=128), world=1)
