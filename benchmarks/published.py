@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -453,9 +453,9 @@ class Steps:
         return self._found[task]
 
 
-def predicted(row: Row, steps: Steps, machine: Hardware) -> float:
+def predicted(row: Row, steps: Steps, costs: Costs) -> float:
     """Tokens per second and GPU."""
-    return row.tokens / steps.of(row.task).seconds(costs_of(machine), row.blocks, row.microbatches)
+    return row.tokens / steps.of(row.task).seconds(costs, row.blocks, row.microbatches)
 
 
 def as_in_2023(gpu: str, matmul_share: float | None = None, memory_share: float | None = None) -> Hardware:
@@ -470,8 +470,8 @@ def calibrated(gpu: str, rows: Sequence[Row], steps: Steps) -> Fitted:
     """The constants with the least mean error on the rows of `gpu` that calibrate: two, on a grid of hundredths."""
 
     def error(shares: tuple[float, float]) -> float:
-        machine = as_in_2023(gpu, *shares)
-        return sum(abs(math.log(predicted(row, steps, machine) / row.measured)) for row in rows)
+        costs = costs_of(as_in_2023(gpu, *shares))
+        return sum(abs(math.log(predicted(row, steps, costs) / row.measured)) for row in rows)
 
     best = 0.7, 0.8
     for step in (0.1, 0.04, 0.02, 0.01):
@@ -548,7 +548,8 @@ def mpt(reduce_dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
         machines[gpu] = replace(as_in_2023(gpu), fitted=fitted)
         shipped = "as shipped" if fitted == hardware(gpu).fitted else f"shipped: {hardware(gpu).fitted}"
         print(f"{gpu}, on rows of {CALIBRATED_ON}: {fitted} ({shipped}); host_s is not fitted")
-        found += [Comparison(row=row, predicted=predicted(row, steps, machines[gpu])) for row in of_gpu]
+        costs = costs_of(machines[gpu])
+        found += [Comparison(row=row, predicted=predicted(row, steps, costs)) for row in of_gpu]
     others = [item for item in found if not item.row.calibrates]
     parts = {"calibrated on": [item for item in found if item.row.calibrates]}
     parts |= {name: [other for other in others if other.row.set == name] for name in sorted({row.set for row in rows})}
@@ -590,38 +591,40 @@ VTRAIN_DEPTHS = 12, 24
 VTRAIN_HOST_S = tuple(6e-6 * times for times in range(4, 11))
 
 
-def vtrain() -> dict[str, Any]:
-    """GPTs under DDP on 2 and 4 A100 of a host, by the constants that are shipped, and with the host's fitted.
+@dataclass(frozen=True, kw_only=True)
+class VtrainRun:
+    """A run of vTrain's: a GPT under DDP."""
 
-    Small microbatches are limited by the host, whose time for an operation is fitted on the rows of 2 GPUs. Those of 4
-    GPUs are predicted.
+    task: Task
+    layers: int
+    microbatches: int
+    measured_s: float
+    columns: list[str]  # as published
 
-    Assumed: float16, 51200 tokens, attention of several kernels, AdamW, no checkpointing, gradients in float32.
-    """
-    machine = hardware("a100-80")
-    shipped = machine.fitted.host_s
-    costs = {
-        host_s: costs_of(replace(machine, fitted=replace(machine.fitted, host_s=host_s)), dtype="float16")
-        for host_s in (shipped, *VTRAIN_HOST_S)
-    }
-
-    @cache
-    def ends(task: Task, blocks: int, microbatches: int) -> dict[float, float]:
-        step = second_step(task, blocks, microbatches)
-        return {host_s: lay_out(step, of_host).end for host_s, of_host in costs.items()}
-
-    def seconds(task: Task, layers: int, microbatches: int, host_s: float) -> float:
+    def seconds(self, end_of: Callable[[Task, int, int], float]) -> float:
+        """How long a step takes, by the ends of steps of few layers (`vtrain_ends`)."""
         few, most = VTRAIN_DEPTHS
         one, two = (
-            ends(task, few, count)[host_s]
-            + (layers - few) * (ends(task, most, count)[host_s] - ends(task, few, count)[host_s]) / (most - few)
+            end_of(self.task, few, count)
+            + (self.layers - few) * (end_of(self.task, most, count) - end_of(self.task, few, count)) / (most - few)
             for count in (1, 2)
         )
-        return one + (microbatches - 1) * (two - one)
+        return one + (self.microbatches - 1) * (two - one)
 
+
+_vtrain_step = cache(second_step)
+
+
+def vtrain_ends(costs: Costs) -> Callable[[Task, int, int], float]:
+    """Return the function from a task, layers and microbatches to the seconds of a step. It remembers its results."""
+    return cache(lambda task, layers, microbatches: lay_out(_vtrain_step(task, layers, microbatches), costs).end)
+
+
+def vtrain_runs() -> list[VtrainRun]:
+    """Return the runs as published."""
     with (DATA / "vtrain_dp_rows.csv").open() as file:
         table = list(csv.reader(file))[1:]
-    rows = []
+    runs = []
     for row in table:
         world, global_batch, batch, width, heads, layers, seq, *_ = map(int, row[:-1])
         shape = Shape(
@@ -635,10 +638,38 @@ def vtrain() -> dict[str, Any]:
             has_kernel=False,
         )
         task = Task(shape=shape, world=world, compute_dtype=torch.float16, strategy="ddp", is_fsdp1=False)
-        measured = float(row[-1]) / 1e3
-        predicted_s = {host_s: seconds(task, layers, global_batch // world // batch, host_s) for host_s in costs}
+        count = global_batch // world // batch
+        run = VtrainRun(task=task, layers=layers, microbatches=count, measured_s=float(row[-1]) / 1e3, columns=row[:-1])
+        runs.append(run)
+    return runs
+
+
+def vtrain() -> dict[str, Any]:
+    """GPTs under DDP on 2 and 4 A100 of a host, by the constants that are shipped, and with the host's fitted.
+
+    Small microbatches are limited by the host, whose time for an operation is fitted on the rows of 2 GPUs. Those of 4
+    GPUs are predicted.
+
+    Assumed: float16, 51200 tokens, attention of several kernels, AdamW, no checkpointing, gradients in float32.
+    """
+    machine = hardware("a100-80")
+    shipped = machine.fitted.host_s
+    ends = {
+        host_s: vtrain_ends(costs_of(replace(machine, fitted=replace(machine.fitted, host_s=host_s)), dtype="float16"))
+        for host_s in (shipped, *VTRAIN_HOST_S)
+    }
+
+    rows = []
+    for run in vtrain_runs():
+        predicted_s = {host_s: run.seconds(end_of) for host_s, end_of in ends.items()}
         rows.append(
-            {"row": row[:-1], "world": world, "batch": batch, "measured_s": measured, "predicted_s": predicted_s}
+            {
+                "row": run.columns,
+                "world": run.task.world,
+                "batch": run.task.shape.batch,
+                "measured_s": run.measured_s,
+                "predicted_s": predicted_s,
+            }
         )
 
     def errors(world: int, host_s: float, batch: int | None = None) -> list[float]:
@@ -929,22 +960,48 @@ IBM_ROWS = (  # name, shape, strategy, tokens per second of an A100 and of an H1
 IBM_GPUS = (("a100-80", 128, 6.25e9), ("h100-80", 96, 12.5e9))  # 400 and 800 Gbit/s a host
 
 
-def ibm() -> list[dict[str, Any]]:
-    """Tokens per second of a GPU, from steps of four and six blocks."""
-    found = []
+IBM_DEPTHS = 4, 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class IbmRun:
+    """A run of IBM's, and the second step of models of few blocks like it."""
+
+    name: str
+    published: float  # tokens per second and GPU
+    machine: Hardware
+    shape: LlamaShape
+    steps: tuple[list[Entry], ...]  # of `IBM_DEPTHS`
+
+    def predicted(self, costs: Costs) -> float:
+        """Tokens per second and GPU."""
+        few, more = (lay_out(step, costs).end for step in self.steps)
+        seconds = few + (more - few) / (IBM_DEPTHS[1] - IBM_DEPTHS[0]) * (self.shape.blocks - IBM_DEPTHS[0])
+        return self.shape.batch * self.shape.seq / seconds
+
+
+def ibm_runs() -> Iterator[IbmRun]:
+    """Yield the runs as published."""
     for name, shape, strategy, *published in IBM_ROWS:
         for (gpu, world, network_bytes_per_s), tokens_per_s in zip(IBM_GPUS, published, strict=True):
             machine = hardware(gpu)
-            machine = replace(machine, network=replace(machine.network, bytes_per_s=network_bytes_per_s))
-            ends = []
-            for blocks in (4, 6):
+            steps = []
+            for blocks in IBM_DEPTHS:
                 few = replace(shape, blocks=blocks)
                 entries = llama_tape(few, world, strategy=strategy, reduce_dtype=torch.bfloat16).entries
-                step = as_fsdp1(entries[steps_of(entries)[1] :], torch.bfloat16, torch.bfloat16)
-                ends.append(lay_out(list(step), costs_of(machine)).end)
-            seconds = ends[0] + (ends[1] - ends[0]) / 2 * (shape.blocks - 4)
-            found.append(_llama_row(f"Llama 2 {name}, {world} {gpu}", tokens_per_s, shape.batch * shape.seq / seconds))
-    return found
+                steps.append(list(as_fsdp1(entries[steps_of(entries)[1] :], torch.bfloat16, torch.bfloat16)))
+            yield IbmRun(
+                name=f"Llama 2 {name}, {world} {gpu}",
+                published=tokens_per_s,
+                machine=replace(machine, network=replace(machine.network, bytes_per_s=network_bytes_per_s)),
+                shape=shape,
+                steps=tuple(steps),
+            )
+
+
+def ibm() -> list[dict[str, Any]]:
+    """Tokens per second of a GPU, from steps of four and six blocks."""
+    return [_llama_row(run.name, run.published, run.predicted(costs_of(run.machine))) for run in ibm_runs()]
 
 
 def _llama_row(run: str, published: float, predicted: float) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from torch.utils._python_dispatch import (
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from fullshard._fakes import QuickFakes
+from fullshard.errors import ConfigError
 from fullshard.layout.offsets import contiguous_strides
 
 P = ParamSpec("P")
@@ -692,6 +693,33 @@ def outside_of_modes() -> AbstractContextManager[Any]:
     """Return a context without any mode: tensors have values, for example the ranks of a mesh."""
     context: AbstractContextManager[Any] = _disable_current_modes()
     return context
+
+
+@contextmanager
+def meshes_on_cpu() -> Iterator[None]:
+    """Context manager in which device meshes can be made among fake tensors. They are meshes of the CPU.
+
+    Raises:
+        ConfigError: The ranks of a mesh are a fake tensor, which has no values.
+    """
+    make = DeviceMesh.__init__
+
+    def init(self: DeviceMesh, device_type: str, mesh: Any = None, **options: Any) -> None:
+        if isinstance(mesh, FakeTensor):
+            raise ConfigError(
+                "the ranks of a DeviceMesh are a tensor, which has no values in a dry run. Pass a list of ranks, or "
+                "use init_device_mesh."
+            )
+        with outside_of_modes():
+            if isinstance(ranks := options.get("_rank_map"), FakeTensor):  # all ranks, from `init_device_mesh`
+                options["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
+            make(self, "cpu", mesh, **options)
+
+    DeviceMesh.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceMesh.__init__ = make  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from shared_ranks import on_ranks
 from small_models import ONE_AXIS, Chain, chain, inputs, sgd, whole_grads, wholes
 from test_races import OPTIONS, STRATEGIES, tape_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import ConfigError, FullyShardedDataParallel, StateError, clip_grad_norm_, dry, fully_shard
 from fullshard.device import current
@@ -411,6 +411,30 @@ def test_ranks_of_hybrid_meshes_run_dry_one_after_the_other():
         )
         groups = {entry.ranks for entry in tape.of(Collective)}
         assert groups and all(rank in ranks for ranks in groups)
+
+
+@pytest.mark.parametrize(
+    "make_mesh",
+    [
+        lambda: init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard")),
+        lambda: init_device_mesh("cpu", (2, 1, 4), mesh_dim_names=("dp", "tp", "shard"))["dp", "shard"],
+        lambda: DeviceMesh("cuda", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+)
+def test_a_function_that_makes_its_mesh_takes_the_same_steps(make_mesh):
+    def collectives(tape: dry.Tape) -> list[Any]:
+        return [(entry.name, entry.ranks, entry.sizes) for entry in tape.of(Collective)]
+
+    expected = dry.run(
+        lambda mesh: chain(partial(fully_shard, mesh=mesh)), inputs, world=8, make_mesh=lambda: replicated(2, 4)
+    )
+    tape = dry.run(lambda: chain(partial(fully_shard, mesh=make_mesh())), inputs, world=8)
+    assert collectives(tape) == collectives(expected)
+
+
+def test_a_mesh_of_a_tensor_is_refused_among_tensors_without_values():
+    with pytest.raises(ConfigError, match=r"no values in a dry run\. Pass a list of ranks"):
+        dry.run(lambda: chain(partial(fully_shard, mesh=DeviceMesh("cpu", torch.arange(8)))), inputs, world=8)
 
 
 def test_the_work_of_a_dry_run_is_proportional_to_the_number_of_layers():

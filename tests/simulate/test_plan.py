@@ -11,6 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fullshard import ConfigError, dry
@@ -488,6 +490,37 @@ def test_programs_are_those_of_the_machines():
     assert {program.strategy for program in programs(H100)} == {"ddp", "zero1", "zero2", "zero3"}
     assert {program.strategy for program in programs(replace(H100, per_host=1))} == {"ddp"}
     assert share_rows(64, 16) == [1, 2, 4]
+
+
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(hosts=st.integers(2, 80), per_host=st.sampled_from((2, 8)), billions=st.floats(0.1, 400))
+def test_hsdp_shards_over_as_few_hosts_as_promise_to_fit(hosts, per_host, billions):
+    cluster = Cluster(hardware=hardware("h100-80"), hosts=hosts, per_host=per_host)
+    with torch.device("meta"):
+        model = nn.Linear(1, int(billions * 1e9), bias=False)
+    subject = Subject(name="wide", model=model, make_batch=lambda rows: torch.ones(rows, 1), loss=own_loss)
+    question = Question(subject=subject, cluster=cluster, strategies=("hsdp",))
+    needed = 16 * billions * 1e9  # of float32: a parameter, its gradient and two moments
+    chosen = {program.shard_hosts for program in question.programs()}
+    whole = [n for n in (1, 2, 4, 8, 16, 32, 64) if hosts % n == 0 and hosts // n > 1]
+    for share in (1, 2):
+        enough = [n for n in whole if share * needed / n / per_host <= cluster.usable_bytes]
+        assert not enough or enough[0] in chosen
+    assert {1} <= chosen <= set(whole)
+    assert len(chosen) <= 3
+
+
+def test_hsdp_over_several_hosts_is_found_where_a_host_is_too_small():
+    """Of four hosts, two hold a replica."""
+    cluster = replace(TWO_HOSTS, hosts=4)
+    question = requested(subject=wide_gpt(seq=32), cluster=cluster, strategies=("hsdp",), global_batch=32)
+    needed = {
+        hosts: question.requested(Program(strategy="hsdp", shard_hosts=hosts)).needed_bytes(1) for hosts in (1, 2)
+    }
+    assert needed[2] < needed[1]
+    machine = replace(cluster.hardware, memory_bytes=(needed[1] + needed[2]) / 2)
+    plan = search(replace(question, cluster=replace(cluster, hardware=machine, share=1.0)))
+    assert {item.sketch.program.shard_hosts for item in plan.fitting} == {2}
 
 
 @pytest.mark.parametrize("blocks", [0, 2, 6])

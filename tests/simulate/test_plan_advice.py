@@ -200,14 +200,16 @@ def dry_steps(subject: Subject, advice: Advice, cluster: Cluster) -> Tape:
 @example(advice=Advice("gpt", Program(strategy="zero3", precision="fp16"), 1, 1))
 @example(advice=Advice("gpt", Program(strategy="zero2", precision="fp16", cpu=0.5), 1, 1))
 @example(advice=Advice("gpt", Program(strategy="hfsdp", prefetch_depth=2, accumulates=True), 1, 2))
+@example(advice=Advice("gpt", Program(strategy="hsdp", shard_hosts=2, checkpointing="selective"), 1, 1))
 def test_lines_to_paste_take_the_steps_that_are_simulated(advice):
     """The same operations, collectives and allocations, in the same order. A disk is not part of a dry run."""
     program = replace(advice.program, disk=0.0)
+    cluster = replace(TWO_HOSTS, hosts=2 * program.shard_hosts)
     advice = replace(advice, program=program, microbatches=1 + program.accumulates)
     with configs() as folder:
         subject = subject_named(advice.subject, folder)
-        simulated = take_steps(subject, TWO_HOSTS, program, {}, (1, 1, 1), 1.0, None).tape.entries
-        pasted = dry_steps(subject, advice, TWO_HOSTS).entries
+        simulated = take_steps(subject, cluster, program, {}, (1, 1, 1), 1.0, None).tape.entries
+        pasted = dry_steps(subject, advice, cluster).entries
     assert kinds(pasted[steps_of(pasted)[-1] :]) == kinds(simulated[steps_of(simulated)[-1] :])
 
 

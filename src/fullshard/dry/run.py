@@ -19,6 +19,7 @@ from fullshard._compat import (
     fake_tensors,
     foreach_by_default,
     initialising_without_values,
+    meshes_on_cpu,
     taken_for_real,
     unwatched_propagation,
 )
@@ -80,7 +81,7 @@ def taped(
 ) -> Iterator[Tape]:
     """Context manager that records everything this process does in the trace that it returns.
 
-    Create and shard models within the context, on the CPU. Create a device mesh before it.
+    Create and shard models within the context, on the CPU. Device meshes are of the CPU, whatever they are made for.
 
     Args:
         streams: "gpu" to simulate an accelerator with streams and memory separate from the host's; "cpu" for none.
@@ -106,6 +107,7 @@ def taped(
         if not values:
             stack.enter_context(initialising_without_values())
             stack.enter_context(taken_for_real())
+            stack.enter_context(meshes_on_cpu())
         if streams == "gpu":
             stack.enter_context(foreach_by_default())
             stack.enter_context(nullcontext() if values else as_on_gpu())

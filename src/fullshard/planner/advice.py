@@ -41,6 +41,13 @@ def python_lines(
         options.append(f"reshard_after_forward={cluster.per_host}")
     elif program.strategy != "own":
         options.append(f'strategy="{program.strategy}"')
+    if program.shard_hosts > 1:
+        shape = cluster.hosts // program.shard_hosts, program.shard_hosts * cluster.per_host
+        before += [
+            'device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")',
+            f'mesh = init_device_mesh(device.type, {shape}, mesh_dim_names=("replicate", "shard"))',
+        ]
+        options.append("mesh=mesh")
     if program.precision != "own" and (program.policy() != type(program.policy())()):
         imports.add("MixedPrecisionPolicy")
         options.append(f"mp_policy={_policy(program)}")
@@ -60,6 +67,8 @@ def python_lines(
         lines = ["from functools import partial", "", *lines]
         names = ["checkpoint", *_selective_names(program)]
         lines.append(f"from torch.utils.checkpoint import {', '.join(sorted(names, key=str.lower))}")
+    if program.shard_hosts > 1:
+        lines.insert(lines.index("import torch") + 1, "from torch.distributed.device_mesh import init_device_mesh")
     lines += ["", *([f"from fullshard import {', '.join(sorted(imports, key=str.lower))}"] if imports else [])]
     import_line, optimizer = subject.paste_optimizer
     *making, model = subject.paste
@@ -111,6 +120,8 @@ def train_flags(
         flags.append(f"--gather-wire {program.gather_wire}")
     if program.reduce_wire:
         flags.append(f"--reduce-wire {program.reduce_wire}")
+    if program.shard_hosts > 1:
+        flags.append(f"--replicas {hosts // program.shard_hosts}")
     if program.checkpointing == "every-1":
         flags.append("--activation-checkpointing")
     if max_norm != 1.0:
@@ -133,6 +144,8 @@ def trainer_arguments(
     Each block is a unit there, whatever the program says.
     """
     if not subject.is_transformers or program.strategy in ("own", "hfsdp") or program.compiled:
+        return None
+    if program.shard_hosts > 1:  # there, a replica is a host
         return None
     if program.checkpointing not in ("none", "every-1") or program.gather_wire or program.reduce_wire:
         return None

@@ -46,7 +46,9 @@ def states_bytes(question: Question, program: Program, activations: float = 0.0)
         none, every = (states_bytes(question, replace(program, cpu=share), activations) for share in (0.0, 1.0))
         return none + program.cpu * (every - none)
     placements = program.placements(question.cluster.per_host)
-    shards = question.cluster.per_host if placements.replicated else question.cluster.world
+    shards = question.cluster.world
+    if placements.replicated:
+        shards = program.shard_hosts * question.cluster.per_host
     parts = {Placement.WHOLE: 1, Placement.SHARDED: shards, Placement.GROUPED: question.cluster.per_host}
     param, reduce = PRECISIONS[program.precision]
     held = (stored + (0 if program.disk else 2 * trained)) / parts[placements.optimizer]
@@ -273,16 +275,17 @@ class Bounds:
         summed = (reduce.itemsize if reduce else 4) * trained * (0.125 if program.reduce_wire else 1.0)
         count = min(count for _, count in self._question.shapes_of(program))
         sums = count if program.syncs_each else 1
-        everyone, host = tuple(range(cluster.world)), tuple(range(cluster.per_host))
-        across = tuple(range(0, cluster.world, cluster.per_host))
+        everyone = tuple(range(cluster.world))
         strategy = program.strategy
         if strategy == "ddp":
             return sums * self._seconds("all_reduce", 4.0 * trained, everyone)
-        if strategy in ("hsdp", "hsdp_zero2"):
+        if program.is_replicated:
+            shards = program.shard_hosts * cluster.per_host
+            group, across = tuple(range(shards)), tuple(range(0, cluster.world, shards))
             times = 2 if strategy == "hsdp" else 1
-            within = count * times * self._seconds("all_gather", gathered, host)
-            within += sums * self._seconds("reduce_scatter", summed, host)
-            return max(within, sums * self._seconds("all_reduce", summed / cluster.per_host, across))
+            within = count * times * self._seconds("all_gather", gathered, group)
+            within += sums * self._seconds("reduce_scatter", summed, group)
+            return max(within, sums * self._seconds("all_reduce", summed / shards, across))
         if strategy == "hfsdp":
             return self._seconds("all_gather", gathered, everyone) / cluster.per_host
         times = {"zero1": sums, "zero2": count, "hpz": count, "zero3": 2 * count}[strategy]

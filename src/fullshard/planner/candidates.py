@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fullshard.disk.speed import TYPICAL, DiskSpeed
@@ -124,6 +125,7 @@ class Program:
     strategy: str  # one of `STRATEGIES`, or "own" for a model that the user's function shards
     checkpointing: str = "none"  # one of `CHECKPOINTING`
     precision: str = "bf16"  # one of `PRECISIONS`, or "own"
+    shard_hosts: int = 1  # under hsdp and hsdp_zero2: the number of hosts over whose ranks states are sharded
     offload: bool = False  # whether shards, their gradients and the optimizer step are on the CPU
     prefetch_depth: int = 1  # the number of units to prefetch
     blocks_per_unit: int = 1  # the number of consecutive blocks that form a unit
@@ -141,6 +143,8 @@ class Program:
 
     def __str__(self) -> str:
         parts = [self.strategy]
+        if self.shard_hosts != 1:
+            parts.append(f"shards over {self.shard_hosts} hosts")
         if self.checkpointing != "none":
             parts.append(f"checkpoints {self.checkpointing}")
         if self.offload:
@@ -171,6 +175,11 @@ class Program:
                 parameters=grouped, parameters_in_step=grouped, gradients=grouped, optimizer=sharded, group=per_host
             )
         return resolve_placements(self.strategy)
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if groups of hosts hold replicas of the states."""
+        return self.strategy in ("hsdp", "hsdp_zero2")
 
     @property
     def scales_loss(self) -> bool:
@@ -287,15 +296,18 @@ def units_of(model: nn.Module) -> list[nn.Module]:
     return list(wrapped_modules(model, repeated_layers(model)))
 
 
-def sharded(model: nn.Module, program: Program, per_host: int) -> nn.Module:
+def sharded(model: nn.Module, program: Program, cluster: Cluster) -> nn.Module:
     """Checkpoint and shard `model` in place according to `program`, and return it."""
     units = units_of(model)
     for unit in checkpointed(units, program.checkpointing):
         unit.forward = partial(checkpoint, unit.forward, **_how(program.checkpointing))
-    options = program.options(per_host)
+    options, mesh = program.options(cluster.per_host), None
+    if program.shard_hosts > 1:
+        shape = cluster.hosts // program.shard_hosts, program.shard_hosts * cluster.per_host
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))  # a dry run is on the CPU
     for first in range(0, len(units), program.blocks_per_unit):
-        shard_in_place(units[first : first + program.blocks_per_unit], options)
-    shard_in_place((model,), options)
+        shard_in_place(units[first : first + program.blocks_per_unit], options, mesh=mesh)
+    shard_in_place((model,), options, mesh=mesh)
     return model
 
 

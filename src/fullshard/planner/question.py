@@ -66,6 +66,24 @@ class Question:
         equal = {} if self.blocks else {"zero3": "zero2", "hsdp": "hsdp_zero2"}
         return [strategy for strategy in self.strategies if equal.get(strategy) not in self.strategies]
 
+    @property
+    def _shard_hosts(self) -> Sequence[int]:
+        """The numbers of hosts to shard over under hsdp: one, and the first powers of two that promise to fit.
+
+        These are the first with which parameters, gradients and two moments take less than the usable memory, and less
+        than half of it. Only whole replicas are considered, and at least two of them.
+        """
+        assert self.subject.model is not None
+        params = [(param.nbytes, param.requires_grad) for param in self.subject.model.parameters()]
+        states = sum(nbytes * (4 if is_trained else 1) for nbytes, is_trained in params)
+        hosts = self.cluster.hosts
+        known = [2**n for n in range(hosts.bit_length()) if 2 ** (n + 1) <= hosts and hosts % 2**n == 0]
+        chosen = {1}
+        for share in (1.0, 0.5):
+            enough = (n for n in known if states <= share * self.cluster.usable_bytes * n * self.cluster.per_host)
+            chosen.add(next(enough, 1))
+        return sorted(chosen)
+
     def programs(self) -> list[Program]:
         """Return the programs to consider."""
         counts = [count for _, count in self.shapes()]
@@ -82,7 +100,11 @@ class Question:
             accumulates=[False] * (1 in counts) + [True] * (max(counts) > 1),
             encodings=self.encodings,
         )
-        every = [replace(program, compiled=self.compiled) for program in found]
+        every = [
+            replace(program, compiled=self.compiled, shard_hosts=hosts)
+            for program in found
+            for hosts in (self._shard_hosts if program.is_replicated else (1,))
+        ]
         return every + (with_disk(every) if self.offload else [])
 
     def shapes_of(self, program: Program) -> list[tuple[int, int]]:

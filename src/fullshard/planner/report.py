@@ -84,7 +84,8 @@ def row(plan: Plan, found: FoundProgram) -> list[str]:
     usable = plan.question.cluster.usable_bytes
     program, figures = found.sketch.program, found.figures
     candidate, subject = figures.candidate, plan.question.subject
-    name = program.strategy + (", offload" if program.offload else "")
+    name = program.strategy + (f" over {program.shard_hosts} hosts" if program.shard_hosts > 1 else "")
+    name += ", offload" if program.offload else ""
     name += f", {program.cpu:.0%} on CPU" if program.cpu else ""
     name += f", {program.disk:.0%} on disk" if program.disk else ""
     name += f", {program.prefetch_depth} ahead" if program.prefetch_depth > 1 else ""
@@ -351,7 +352,8 @@ def _named(found: FoundProgram) -> str:
     each += f", {count.microbatches} microbatches a step" if count.microbatches > 1 else ""
     if count.microbatches > 1:
         each += ", each reduced" if program.syncs_each else ", reduced once"
-    return f"{program.strategy} {kept}{more}, {each}"
+    over = f" with shards over {program.shard_hosts} hosts" if program.shard_hosts > 1 else ""
+    return f"{program.strategy}{over} {kept}{more}, {each}"
 
 
 def _reason(best: FoundProgram, plan: Plan) -> str:

@@ -95,7 +95,7 @@ def fractions_on_cpu(subject: Subject, cluster: Cluster, program: Program) -> li
 def _made(subject: Subject, cluster: Cluster, program: Program, lengths: dict[str, int]) -> nn.Module:
     if subject.make_sharded is not None:
         return subject.make_sharded()
-    return sharded(_short_copy(subject, lengths), program, cluster.per_host)
+    return sharded(_short_copy(subject, lengths), program, cluster)
 
 
 def _short_copy(subject: Subject, lengths: dict[str, int]) -> nn.Module:
