@@ -3,7 +3,7 @@
 import copy
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -16,14 +16,24 @@ import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_ranks
 from small_models import BLOCKS, SmallGPT, all_but_one, batch, loss_of, my_part, small_gpt, take_step, trained, wholes
-from test_offload_to_disk import LOOPS, Make, adamw, few_bytes_per_chunk, learn, momentum, muon, on_the_disk
+from test_offload_to_disk import (
+    LOOPS,
+    Make,
+    adamw,
+    few_bytes_per_chunk,
+    learn,
+    momentum,
+    muon,
+    on_the_disk,
+    states_of,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fullshard.disk.space
-from fullshard import DiskError, Offload, dry, fully_shard
-from fullshard.checkpoint import async_save, load, restore_snapshot, save, snapshot
+from fullshard import CheckpointError, DiskError, Offload, clip_grad_norm_, dry, fully_shard
+from fullshard.checkpoint import async_save, export_safetensors, load, restore_snapshot, save, snapshot
 from fullshard.disk.buffers import MOST_WRITING, buffers_of
 from fullshard.disk.files import ALIGNMENT, aligned
 from fullshard.disk.pace import pace_of
@@ -40,6 +50,9 @@ from fullshard.plan.ledger import (
     storage_bytes,
 )
 from fullshard.state.on_disk import BUFFERS, states_on_disk
+from fullshard.state.optim_state import full_optim_state_dict
+from fullshard.state.state_dict import StateDictType, as_configured, get_state_dict_type, state_dict_type
+from fullshard.state.streaming import stream_weights
 from fullshard.state.summon import summon_full_params
 from fullshard.tape.recorder import recording
 from fullshard.testing import assert_same
@@ -354,6 +367,41 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_of_them_and_no_loss(tm
 
 def by_hand(*args: Any) -> None:
     raise RuntimeError("on purpose")
+
+
+@on_ranks(2)
+@few_bytes_per_chunk()
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_that_gather_whole_values(tmp_path):
+    """No rank waits for the one that cannot read its part. Nothing is overwritten, so the same calls then succeed."""
+    model = build(1.0, tmp_path)
+    [optimizer] = adamw(model)
+    learn(model, [optimizer], range(1))
+    loss_of(model, my_part(batch(1))).backward()
+
+    def summon() -> None:
+        with summon_full_params(model, writeback=False):
+            pass
+
+    def full_weights() -> None:
+        with state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            as_configured(model, model.state_dict(), "", get_state_dict_type(model))
+
+    calls: dict[str, Callable[[], object]] = {
+        "full_optim_state_dict": lambda: full_optim_state_dict(model, optimizer),
+        "full state dict": full_weights,
+        "summon_full_params": summon,
+        "stream_weights": lambda: list(stream_weights(model)),
+        "export_safetensors": lambda: export_safetensors(model, tmp_path / "exported"),
+        "clip_grad_norm_": lambda: clip_grad_norm_(trained(model), 1e9),
+    }
+    before = [wholes(model), states_of(optimizer)]
+    broken = OSError(errno.EIO, os.strerror(errno.EIO))
+    for name, call in calls.items():
+        here = mock.patch("os.preadv", side_effect=broken) if dist.get_rank() == 1 else nullcontext()
+        with here, pytest.raises((DiskError, CheckpointError), match=rf"rank 1: .*scratch/\S+: .*errno {errno.EIO}"):
+            call()
+        assert_same([wholes(model), states_of(optimizer)], before, name=name)
+        call()
 
 
 @on_ranks(2)

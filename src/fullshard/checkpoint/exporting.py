@@ -32,6 +32,8 @@ from fullshard.checkpoint.tensor_files import (
     dumps_checksums,
 )
 from fullshard.checkpoint.together import GroupRanks, default_ranks
+from fullshard.disk.tensors import errors_noted_by
+from fullshard.engine.findings import DiskFailures
 from fullshard.engine.registry import unwrapped
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import CheckpointError, ConfigError
@@ -100,11 +102,19 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, metadata: Mapping
     doing = f"writing {path}"
     unfinished = path.with_name(f"{path.name}.tmp")
     writer = _ExportWriter(unfinished, _described(state), metadata or {})
-    for name in ranks.once(doing, writer.begin):
-        value = state[name]
-        writer.write(full_copy(value) if isinstance(value, DTensor) else value, value.dtype)
+    failures = DiskFailures()
+    with errors_noted_by(failures.noted):
+        for name in ranks.once(doing, writer.begin):
+            value = state[name]
+            writer.write(full_copy(value) if isinstance(value, DTensor) else value, value.dtype)
+    ranks.do(doing, lambda: _raise_first(failures))
     ranks.once(doing, writer.close)
     ranks.once(doing, lambda: unfinished.replace(path))
+
+
+def _raise_first(failures: DiskFailures) -> None:
+    for error in failures.take():
+        raise error
 
 
 def _described(state: Mapping[str, Tensor]) -> dict[str, Description]:
@@ -220,7 +230,8 @@ class _Export:
             configs: Returns the JSON files to write next to `tensors`, by file name.
 
         Raises:
-            CheckpointError: The first rank cannot write. The same error is raised on every rank.
+            CheckpointError: The first rank cannot write, or a rank cannot read weights that are offloaded to a disk.
+                The same error is raised on every rank.
         """
         tensors = {name: self._cast(tensor) for name, tensor in tensors.items()}
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -232,11 +243,14 @@ class _Export:
         try:
             for file, names in files.items():
                 writer = _ExportWriter(unfinished / file, {name: tensors[name] for name in names}, metadata)
-                for name in ranks.once(self.doing, writer.begin):
-                    writer.write(fetch(name), tensors[name].dtype)
-                    done += tensors[name].nbytes
-                    if progress is not None:
-                        progress(done, total)
+                failures = DiskFailures()
+                with errors_noted_by(failures.noted):
+                    for name in ranks.once(self.doing, writer.begin):
+                        writer.write(fetch(name), tensors[name].dtype)
+                        done += tensors[name].nbytes
+                        if progress is not None:
+                            progress(done, total)
+                ranks.do(self.doing, partial(_raise_first, failures))
                 written[file] = ranks.once(self.doing, writer.close)
             ranks.once(self.doing, lambda: self._commit(unfinished, files, total, written, configs(tensors)))
         except CheckpointError:

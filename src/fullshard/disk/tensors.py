@@ -8,7 +8,9 @@ This is slow and meant for occasional access. Code that updates these tensors gi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +21,20 @@ from fullshard.disk.files import ALIGNMENT, aligned, aligned_buffer
 from fullshard.disk.space import Extent
 
 _COPY_NBYTES = 16 * 2**20  # bytes copied from file to file at a time
+_noting: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("notes errors", default=nullcontext)
+
+
+@contextmanager
+def errors_noted_by(noted: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Context manager in which values are read and written within `noted()`, which may catch a `DiskError`.
+
+    Values that could not be read are undefined then.
+    """
+    token = _noting.set(noted)
+    try:
+        yield
+    finally:
+        _noting.reset(token)
 
 
 def no_buffer() -> Tensor:
@@ -95,17 +111,19 @@ class OnDisk(Tensor):
         """Return the values in new memory on the tensor's device."""
         begin, end = self.blocks
         buffer = aligned_buffer(end - begin)
-        self.extent.read(buffer, begin).wait()
+        with _noting.get()():
+            self.extent.read(buffer, begin).wait()
         return self._in(buffer, begin).to(self.device)
 
     def store(self, values: Tensor) -> None:
         """Write `values`, which have the same shape and dtype."""
         begin, end = self.blocks
         buffer = aligned_buffer(end - begin)
-        for at in {begin, end - ALIGNMENT} if buffer.numel() else ():  # other bytes in the same blocks
-            self.extent.read(buffer[at - begin :][:ALIGNMENT], at).wait()
-        self._in(buffer, begin).copy_(values)
-        self.extent.write(buffer, begin).wait()
+        with _noting.get()():
+            for at in {begin, end - ALIGNMENT} if buffer.numel() else ():  # other bytes in the same blocks
+                self.extent.read(buffer[at - begin :][:ALIGNMENT], at).wait()
+            self._in(buffer, begin).copy_(values)
+            self.extent.write(buffer, begin).wait()
 
     def store_part(self, offsets: Sequence[int], values: Tensor) -> None:
         """Write `values` at the given offset in each dim."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.mesh import Axes
 from fullshard.device.awaited import settled
+from fullshard.disk.tensors import errors_noted_by
+from fullshard.engine.findings import DiskFailures
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
@@ -112,6 +115,25 @@ def _is_cut_along(buffer: Tensor, axes: Axes) -> bool:
 def process_groups_along(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
     """Return the process groups that connect, one after the other, all ranks that these units are sharded over."""
     return list(dict.fromkeys(group for unit in units for group in unit.process_groups))
+
+
+@contextmanager
+def failing_together(units: Sequence[Unit]) -> Iterator[None]:
+    """Context manager for an operation of all ranks with tensors that may be on a disk, such as optimizer states.
+
+    A disk that fails on one rank is an error on all of them, at the end of the block. This is a collective if `units`
+    may offload to a disk. See [Note: a disk that fails on one rank].
+
+    Raises:
+        DiskError: the disk of a rank has failed.
+    """
+    if all(unit.options.offload.in_full.folder is None for unit in units):
+        yield
+        return
+    failures = DiskFailures()
+    with errors_noted_by(failures.noted):
+        yield
+    failures.raise_on_every_rank(process_groups_along(units), units[0].device)
 
 
 def is_unit(module: nn.Module) -> bool:

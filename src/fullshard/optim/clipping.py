@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from fullshard.comm.routes import collectives_for
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.current import usual_device_type
-from fullshard.engine.managed import in_model_order
+from fullshard.engine.managed import in_model_order, managed_by
+from fullshard.engine.registry import failing_together
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import choose_spec
 from fullshard.optim.before_step import point_to_shards
@@ -69,13 +70,15 @@ def clip_grad_norm_(
             check_type("parameters", param, Tensor, "parameters, such as model.parameters()")
     params = in_model_order(params)
     grads = [param.grad for param in params if param.grad is not None]
-    with acting_for(_NORM):
+    units = list(dict.fromkeys(managed.unit for param in params if (managed := managed_by(param)) is not None))
+    with acting_for(_NORM), failing_together(units):
         norm = total_norm(grads, order)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the total gradient norm of order {norm_type} is {norm.item()}, so nothing was clipped")
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for local in _by_memory(_locals(grads)).values():
-        torch._foreach_mul_(local, accelerator_for(norm.device).alongside(coefficient, local[0]))
+    with failing_together(units):
+        for local in _by_memory(_locals(grads)).values():
+            torch._foreach_mul_(local, accelerator_for(norm.device).alongside(coefficient, local[0]))
     return norm
 
 

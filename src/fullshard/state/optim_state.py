@@ -23,7 +23,7 @@ from fullshard.comm.mesh import own_part
 from fullshard.comm.routes import collectives_for
 from fullshard.engine.comparison import barrier
 from fullshard.engine.managed import managed_by
-from fullshard.engine.registry import clean_fqn, units_in
+from fullshard.engine.registry import clean_fqn, failing_together, units_in
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError, StateError
 from fullshard.policy.arguments import check_type
@@ -78,7 +78,8 @@ def optim_state_dict(
         return _mapped(named, lambda value: value.cpu()) if config.offload_to_cpu else named
     assert isinstance(config, FullOptimStateDictConfig)
     _meet(model, named, "optim_state_dict() of whole tensors")
-    return _gathered(named, keep=not config.rank0_only or is_first_rank(model), offload=config.offload_to_cpu)
+    with failing_together(units_in(model)):
+        return _gathered(named, keep=not config.rank0_only or is_first_rank(model), offload=config.offload_to_cpu)
 
 
 def _check_arguments(model: object, optim: object, optim_state_dict: object) -> None:
@@ -93,7 +94,8 @@ def full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, *, ran
     """Return the state of `optim` by FQN with whole tensors on the CPU, independent of the form set for `model`."""
     named = _named(model, optim, optim.state_dict())
     _meet(model, named, "full_optim_state_dict()")
-    return _gathered(named, keep=not rank0_only or is_first_rank(model), offload=True)
+    with failing_together(units_in(model)):
+        return _gathered(named, keep=not rank0_only or is_first_rank(model), offload=True)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> StateDict:

@@ -27,7 +27,7 @@ from fullshard.engine.comparison import barrier
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.late_params import LateParams
 from fullshard.engine.managed import Managed, managed_by
-from fullshard.engine.registry import clean_fqn, process_groups_along, units_in
+from fullshard.engine.registry import clean_fqn, failing_together, process_groups_along, units_in
 from fullshard.engine.residency import UnitState
 from fullshard.engine.sharded_param import ShardedParam, full_copy
 from fullshard.engine.unit import Unit
@@ -248,18 +248,20 @@ def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: st
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     config = settings.state_dict_config
     drops = full and getattr(config, "rank0_only", False) and not is_first_rank(module)
+    units = units_in(module) if full else []
     if full:
-        barrier(units_in(module), "state_dict() of whole tensors")
+        barrier(units, "state_dict() of whole tensors")
     live = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())} if full else set()
-    for key in [key for key in state if key.startswith(prefix)]:
-        value = state[key]
-        if full and isinstance(value, DTensor):
-            value = full_copy(value)
-        if drops:
-            del state[key]
-        elif isinstance(value, Tensor):
-            value = value.cpu() if config.offload_to_cpu else value
-            state[key] = value.clone() if _memory(value) in live else value
+    with failing_together(units):
+        for key in [key for key in state if key.startswith(prefix)]:
+            value = state[key]
+            if full and isinstance(value, DTensor):
+                value = full_copy(value)
+            if drops:
+                del state[key]
+            elif isinstance(value, Tensor):
+                value = value.cpu() if config.offload_to_cpu else value
+                state[key] = value.clone() if _memory(value) in live else value
 
 
 def _memory(tensor: Tensor) -> int | None:

@@ -16,7 +16,7 @@ from fullshard.engine.comparison import barrier
 from fullshard.engine.hooks import check_idle
 from fullshard.engine.late_params import LateParams
 from fullshard.engine.managed import Managed, managed_by
-from fullshard.engine.registry import clean_fqn, units_in
+from fullshard.engine.registry import clean_fqn, failing_together, units_in
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError, StateError
 from fullshard.layout.offsets import align
@@ -145,7 +145,8 @@ def _to_gather(value: Tensor) -> Managed | None:
 
 def _stream(weights: Sequence[_Weight], bucket_bytes: int, *, gives: bool) -> Iterator[tuple[str, Tensor]]:
     for bucket in _buckets(weights, bucket_bytes):
-        regions = _gathered(bucket)
+        with failing_together([weight.managed.unit for weight in bucket if weight.managed is not None]):
+            regions = _gathered(bucket)
         while regions:
             weight, region = bucket[-len(regions)], regions.pop(0)
             whole = _whole(weight, region)

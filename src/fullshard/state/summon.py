@@ -14,7 +14,7 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.engine.comparison import barrier
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import managed_by
-from fullshard.engine.registry import is_unit, units_in, unwrapped
+from fullshard.engine.registry import failing_together, is_unit, units_in, unwrapped
 from fullshard.engine.residency import UnitState
 from fullshard.engine.sharded_param import ShardedParam, full_copy
 from fullshard.engine.unit import Unit
@@ -112,7 +112,8 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
 def _unsharded(unit: Unit, wish: _Wish) -> Iterator[None]:
     unit.residency.reshard()
     device = torch.device("cpu") if wish.offload else unit.device
-    found = ((param, _summoned(param, device, unit.device, wish)) for param in unit.params if param.owners)
+    with failing_together([unit]):
+        found = [(param, _summoned(param, device, unit.device, wish)) for param in unit.params if param.owners]
     summoned = [(param, whole, param.version) for param, whole in found if whole is not None]
     encoded = {param: (whole, whole._version) for param, whole, _ in summoned if param.is_encoded}
     for param, whole, _ in summoned:
