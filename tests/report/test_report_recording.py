@@ -588,7 +588,7 @@ def test_lines_of_steps_grow_with_the_logarithm_of_their_number(monkeypatch, tmp
                 optimizer.zero_grad()
                 report.log(loss=number, **({"score": number} if number % 7 == 0 else {}))
         assert report.page is None or report.page.exists()
-        assert not report._reported and not report._logged
+        assert not report._unread and not report._logged
         return read_run(tmp_path)
 
     run = run_alone(one)

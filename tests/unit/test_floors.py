@@ -136,7 +136,6 @@ ROOMS: dict[str, list[str] | None] = {
         "frame",
         "page",
         "watching",
-        "writing",
         "recording",
     ],
     # what users import, made of all that is above

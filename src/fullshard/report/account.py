@@ -30,15 +30,15 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 """The parts of a step by group, without communication."""
 
-_SURE = 4.5  # standard deviations
-_MOSTLY = 0.8  # of the slow steps follow a pattern
-_NAMED = 0.75  # minimum share of all lateness of ranks that are named
-_RATIO = 2.0  # minimum ratio of their lateness to that of other ranks
-_LIKELY = 4.5  # standard deviations of a sum of ranks that take turns
-_NOISE = 0.3  # of the mean lateness: lateness of less between slow steps is none
-_MOST_LOST = 0.3  # of a loss is beyond the usual, or it is steady
+_SURE = 4.5  # minimum difference in standard deviations
+_MOSTLY = 0.8  # minimum fraction of the slow steps that follow a pattern
+_NAMED = 0.75  # minimum fraction of the total delay that is due to the named ranks
+_RATIO = 2.0  # minimum ratio of their delay to that of other ranks
+_LIKELY = 4.5  # standard deviations of the delay of a rank, if a different rank is late in each step
+_NOISE = 0.3  # delays between slow steps below this fraction of the mean delay are noise
+_MOST_LOST = 0.3  # minimum fraction of a loss that exceeds the typical step; a smaller one is steady
 _NOTABLE = 0.2  # minimum excess of slow steps over the mean
-_LEAST = 0.02  # of the time: smaller losses are not accounted
+_LEAST = 0.02  # minimum fraction of the total time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +56,15 @@ class Loss:
     """Time that is lost for one reason."""
 
     group: str  # a key of `GROUPS`, or "transport"
-    ranks: tuple[int, ...] = ()  # the indices of the ranks that are behind; empty for a loss of all ranks
-    in_turn: bool = False  # whether another rank is behind in each step
+    ranks: tuple[int, ...] = ()  # the indices of the late ranks; empty for a loss of all ranks
+    in_turn: bool = False  # whether a different rank is late in each step
     seconds: Seconds  # the loss in each step; shape (steps,)
     lost: float  # the loss as a fraction of the total time
     pattern: Pattern  # the steps in which it occurs
 
     @property
     def each_s(self) -> float:
-        """Seconds lost in each step that has a loss: the mean."""
+        """Mean seconds lost per step with a loss."""
         return float(self.seconds[self.pattern.slow].mean()) if self.pattern.slow.any() else 0.0
 
 
@@ -76,7 +76,7 @@ def find_losses(work: Mapping[str, Seconds], transport: Seconds, step_s: Seconds
         transport: The exposed communication of the rank that finishes last; shape (steps,).
         step_s: The wall time of steps; shape (steps,).
     """
-    found = [loss for group, seconds in work.items() for loss in _of_group(group, seconds, work, step_s)]
+    found = [loss for group, seconds in work.items() for loss in _losses_of_group(group, seconds, work, step_s)]
     excess = pattern_of(transport, _LEAST * float(step_s.sum()))
     if excess.kind != "steady":
         found.append(_loss("transport", transport - excess.base_s, step_s, excess))
@@ -96,22 +96,23 @@ def _loss(
     return Loss(group=group, ranks=ranks, in_turn=in_turn, seconds=seconds, lost=lost, pattern=pattern)
 
 
-def _of_group(group: str, seconds: Seconds, work: Mapping[str, Seconds], step_s: Seconds) -> list[Loss]:
+def _losses_of_group(group: str, seconds: Seconds, work: Mapping[str, Seconds], step_s: Seconds) -> list[Loss]:
     found, late = list[Loss](), _late_ranks(seconds, float(step_s.mean()))
     others = np.delete(seconds, late, axis=0)
-    own = np.sum(list(work.values()), axis=0)
-    waited = float((own.max(0) - _of_most(own)).sum() / step_s.sum())  # losses of ranks in different parts overlap
+    total = np.sum(list(work.values()), axis=0)
+    # Losses of ranks in different groups overlap. None of them exceeds the delay in the total work.
+    waited = float((total.max(0) - _lower_quartile(total)).sum() / step_s.sum())
     if late:
-        behind = seconds[list(late)].mean(0) - np.median(others, axis=0)
-        pattern = _pattern_of_loss(behind)
-        is_noise = np.abs(pattern.base_s) < _NOISE * behind.mean()
-        found.append(_loss(group, np.where(pattern.slow | ~is_noise, behind, 0.0), step_s, pattern, ranks=late))
+        delay = seconds[list(late)].mean(0) - np.median(others, axis=0)
+        pattern = _pattern_of_loss(delay)
+        is_noise = np.abs(pattern.base_s) < _NOISE * delay.mean()
+        found.append(_loss(group, np.where(pattern.slow | ~is_noise, delay, 0.0), step_s, pattern, ranks=late))
     elif len(seconds) > 1:
-        behind = _behind_in_turn(seconds)
-        found.append(_loss(group, behind, step_s, _pattern_of_loss(behind), in_turn=True))
+        delay = _delay_of_last(seconds)
+        found.append(_loss(group, delay, step_s, _pattern_of_loss(delay), in_turn=True))
     found = [loss for loss in found if min(loss.lost, waited) >= _LEAST]
     in_turn = any(loss.in_turn for loss in found)
-    usual = _of_most(others) if in_turn else others.mean(0) if group != "compute" else _median(others)
+    usual = _lower_quartile(others) if in_turn else others.mean(0) if group != "compute" else _lower_median(others)
     if group != "compute":
         return [*found, _loss(group, usual, step_s, _pattern_of_loss(usual))]
     pattern = pattern_of(usual, _LEAST * float(step_s.sum()))
@@ -120,68 +121,69 @@ def _of_group(group: str, seconds: Seconds, work: Mapping[str, Seconds], step_s:
 
 
 def _pattern_of_loss(seconds: Seconds) -> Pattern:
-    """Return the steps with most of a loss."""
+    """Return the steps in which most of a loss occurs."""
     return pattern_of(seconds, _MOST_LOST * float(seconds.sum()))
 
 
 def _late_ranks(seconds: Seconds, step_s: float) -> tuple[int, ...]:
-    """Return the ranks that take longer than most, each for most of the time that any rank does."""
+    """Return the indices of the ranks that are responsible for most of the delay."""
     ranks, steps = seconds.shape
     if ranks < 2:
         return ()
     noise = _noise(seconds)
-    behind = seconds - _of_most(seconds)
-    low, high = _expected(ranks, _place_of_most(ranks)), _expected(ranks, ranks - 1)
-    mean = behind.mean(1) + noise * low
-    least = max(_LEAST * step_s, _SURE * noise / np.sqrt(steps), _NAMED * (behind.max(0).mean() - noise * (high - low)))
-    deviations = (behind - behind.mean(0)).sum(1) / np.sqrt(behind.var(0).sum() + 1e-30)  # if ranks took turns
-    far = np.where(behind > 1.5 * _SURE * noise, behind, 0.0)
+    delay = seconds - _lower_quartile(seconds)
+    low, high = _order_statistic(ranks, (ranks - 1) // 4), _order_statistic(ranks, ranks - 1)
+    mean = delay.mean(1) + noise * low
+    least = max(_LEAST * step_s, _SURE * noise / np.sqrt(steps), _NAMED * (delay.max(0).mean() - noise * (high - low)))
+    # The deviation from the expected delay if a different rank were late in each step.
+    deviations = (delay - delay.mean(0)).sum(1) / np.sqrt(delay.var(0).sum() + 1e-30)
+    far = np.where(delay > 1.5 * _SURE * noise, delay, 0.0)
     is_sure = (deviations >= _LIKELY) | ((far.sum(1) >= _MOSTLY * far.max(0).sum()) & ((far > 0).sum(1) > 2))
     late = (mean >= least) & is_sure
     if late.any():
-        late |= mean >= max(least, _MOSTLY * mean[late].mean())  # those that are as late as a sure one
+        late |= mean >= max(least, _MOSTLY * mean[late].mean())  # ranks with a similar delay
     if late.all() or not late.any() or mean[late].min() < _RATIO * mean[~late].max():
         return ()
     return tuple(int(rank) for rank in np.flatnonzero(late))
 
 
-def _behind_in_turn(seconds: Seconds) -> Seconds:
+def _delay_of_last(seconds: Seconds) -> Seconds:
     """Return the delay of the last rank of each step; 0 for steps in which it may be due to chance."""
-    last, at = seconds.argmax(0), np.arange(seconds.shape[1])
-    behind = seconds[last, at] - _median(np.sort(seconds, axis=0)[:-1])
+    delay = seconds.max(0) - _lower_median(np.sort(seconds, axis=0)[:-1])
     noise, count = _noise(seconds), len(seconds)
-    chance = noise * (_expected(count, count - 1) - _expected(count, (count - 2) // 2))
-    if np.median(behind) >= _RATIO * chance:
-        return np.asarray(behind)
-    return np.asarray(np.where(behind > _SURE * noise, behind, 0.0))
+    chance = noise * (_order_statistic(count, count - 1) - _order_statistic(count, (count - 2) // 2))
+    if np.median(delay) >= _RATIO * chance:
+        return np.asarray(delay)
+    return np.asarray(np.where(delay > _SURE * noise, delay, 0.0))
 
 
-def _of_most(seconds: Seconds) -> Seconds:
-    """Return the minimum over three of four ranks, or over both of two; shape (steps,)."""
-    return np.asarray(np.sort(seconds, axis=0)[_place_of_most(len(seconds))])
+def _lower_quartile(seconds: Seconds) -> Seconds:
+    """Return the lower quartile over ranks; shape (steps,)."""
+    return np.asarray(np.sort(seconds, axis=0)[(len(seconds) - 1) // 4])
 
 
-def _median(seconds: Seconds) -> Seconds:
-    """Return the median over ranks, the lower one of two; shape (steps,)."""
+def _lower_median(seconds: Seconds) -> Seconds:
+    """Return the median over ranks; for an even number of ranks, the lower one. Shape (steps,)."""
     return np.asarray(np.sort(seconds, axis=0)[(len(seconds) - 1) // 2])
 
 
-def _place_of_most(ranks: int) -> int:
-    return (ranks - 1) // 4
-
-
-def _expected(count: int, place: int) -> float:
-    """Return the expected value of the element at `place` of `count` sorted normal values (Blom, 1958)."""
-    return NormalDist().inv_cdf((place + 1 - 0.375) / (count + 0.25))
+def _order_statistic(count: int, index: int) -> float:
+    """Return the expected value of the element at `index` of `count` sorted normal values (Blom, 1958)."""
+    return NormalDist().inv_cdf((index + 1 - 0.375) / (count + 0.25))
 
 
 def _noise(series: Seconds) -> float:
     """Return the standard deviation of one or more series without their levels, their trends, and slow steps.
 
-    It is estimated from differences between steps. Up to half of these may be larger for other reasons.
+    It is estimated from differences between steps, up to half of which may be outliers.
     """
     count = series.shape[-1]
-    quartiles = [_quartile_of_differences(series, lag) for lag in (1, 2, 3) if count > 3 * lag]
+    quartiles = []
+    for lag in (1, 2, 3):
+        if count > 3 * lag:
+            differences = series[..., lag:] - series[..., :-lag]
+            detrended = np.abs(differences - np.median(differences, axis=-1, keepdims=True))
+            quartiles.append(float(np.sort(detrended, axis=None)[(detrended.size - 1) // 4]))
     least = 1e-3 * float(np.abs(series).mean()) + 1e-9
     return max(least, min(quartiles, default=0.0) / _QUARTILE * (1 + _FEW / series.size))
 
@@ -190,13 +192,7 @@ _QUARTILE = 0.4506  # of the absolute difference of two normal values
 _FEW = 10.0  # corrects the minimum over few values
 
 
-def _quartile_of_differences(series: Seconds, lag: int) -> float:
-    differences = series[..., lag:] - series[..., :-lag]
-    beyond = np.sort(np.abs(differences - np.median(differences, axis=-1, keepdims=True)), axis=None)  # beyond a trend
-    return float(beyond[(beyond.size - 1) // 4])
-
-
-# -- in which steps ---------------------------------------------------------------------------------------------------
+# -- patterns over steps ----------------------------------------------------------------------------------------------
 
 
 def pattern_of(series: Seconds, least_s: float) -> Pattern:
@@ -223,7 +219,8 @@ def _pattern(series: Seconds) -> Pattern:
         period = _period(np.flatnonzero(slow))
         kind = "every" if period else "random"
         return Pattern(kind=kind, slow=slow, base_s=np.full(count, series[~slow].mean()), period=period or 1)
-    span = _changed(series)
+    first, gap = _best_split(series)
+    span = (np.arange(count) >= first) == (gap > 0)  # the larger of the two parts
     change = abs(float(series[span].mean() - series[~span].mean()))
     deviation = noise * np.sqrt(1 / span.sum() + 1 / (~span).sum())
     is_sure = change >= max(1.2 * _SURE * deviation, _NOTABLE / 2 * float(series.mean()))
@@ -233,11 +230,17 @@ def _pattern(series: Seconds) -> Pattern:
 def _larger(series: Seconds) -> Steps:
     """Return the larger values, by the threshold that separates two classes best (Otsu, 1979)."""
     order = np.sort(series)
-    count = np.arange(1, len(order))
-    below = np.cumsum(order)[:-1]
-    gaps = (order.sum() - below) / (len(order) - count) - below / count
-    best = int(np.argmax(count * (len(order) - count) * gaps**2))
-    return np.asarray(series > (order[best] + order[best + 1]) / 2)
+    first, _ = _best_split(order)
+    return np.asarray(series > (order[first - 1] + order[first]) / 2)
+
+
+def _best_split(series: Seconds) -> tuple[int, float]:
+    """Return the start of the second of the two parts that differ most, and the difference of their means."""
+    count = np.arange(1, len(series))
+    below = np.cumsum(series)[:-1]
+    gaps = (series.sum() - below) / (len(series) - count) - below / count
+    best = int(np.argmax(count * (len(series) - count) * gaps**2))
+    return best + 1, float(gaps[best])
 
 
 def _longest(slow: Steps) -> Steps:
@@ -251,37 +254,26 @@ def _longest(slow: Steps) -> Steps:
 
 
 def _is_mostly(slow: Steps, span: Steps) -> bool:
-    """Return whether `slow` is nearly that range, which is long enough not to be a single event."""
+    """Return True if `slow` nearly equals `span`, a range that is too long to be a single event."""
     wrong = int((slow != span).sum())
     return int(span.sum()) > 2 and not span.all() and wrong <= (1 - _MOSTLY) * min(slow.sum(), (~span).sum())
 
 
-def _changed(series: Seconds) -> Steps:
-    """Return the larger of the two parts into which a change of level splits the series."""
-    count = np.arange(1, len(series))
-    below = np.cumsum(series)[:-1]
-    gaps = (series.sum() - below) / (len(series) - count) - below / count
-    best = int(np.argmax(count * (len(series) - count) * gaps**2))
-    later = np.arange(len(series)) > best
-    return later if gaps[best] > 0 else ~later
-
-
 def _lasting(series: Seconds, span: Steps) -> Pattern:
-    """Return the pattern of a series that is larger within a range of steps, or that grows."""
+    """Return the pattern of a series that is larger within the range `span`, or that grows."""
     level = np.where(span, series[span].mean(), series[~span].mean())
     at = np.arange(len(series)) - (len(series) - 1) / 2
     slope = float(at @ series / (at @ at))
     line = series.mean() + slope * at
     if span[-1] and slope > 0 and ((series - line) ** 2).sum() < ((series - level) ** 2).sum():
-        return Pattern(
-            kind="growing", slow=np.ones(len(series), dtype=bool), base_s=np.full(len(series), max(0.0, line[0]))
-        )
+        base_s = np.full(len(series), max(0.0, line[0]))
+        return Pattern(kind="growing", slow=np.ones(len(series), dtype=bool), base_s=base_s)
     kind = "since" if span[-1] else "until" if span[0] else "between"
     return Pattern(kind=kind, slow=span, base_s=np.full(len(series), series[~span].mean()))
 
 
 def _period(places: NDArray[np.int64]) -> int | None:
-    """Return the number of steps from one of `places` to the next, if it is nearly always the same."""
+    """Return the distance between consecutive `places` if it is nearly constant; None otherwise."""
     if len(places) < 3:
         return None
     distances = np.diff(places)

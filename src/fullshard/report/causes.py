@@ -14,7 +14,7 @@ from fullshard.report.run import PARTS, Finding, Run
 
 
 def find_causes(run: Run) -> tuple[Finding, ...]:
-    """Return the causes of lost time and memory in `run`, the most costly first; none if it is healthy."""
+    """Return the causes of lost time and memory in `run`, the most expensive first."""
     figures = RunFigures(run)
     found = ((rule, rule.finding(figures)) for rule in RULES)
     findings = (replace(item, gain_s=_gain(run, rule)) for rule, item in found if item is not None)
@@ -22,13 +22,13 @@ def find_causes(run: Run) -> tuple[Finding, ...]:
 
 
 def _gain(run: Run, rule: Rule) -> float | None:
-    """Return the best gain of the simulated changes that help against the rule's cause."""
-    helping = [item.gain_s for item in run.what_ifs if item.change.startswith(rule.helps)] if rule.helps else []
-    return max((item for item in helping if item > 0), default=None)
+    """Return the largest gain of the simulated changes that help against the rule's cause; None if there are none."""
+    gains = (item.gain_s for item in run.what_ifs if item.change.startswith(rule.helps))
+    return max((gain for gain in gains if gain > 0), default=None)
 
 
 def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
-    """Return the most important fact about `run`: the most costly cause with its number and a change, or its health."""
+    """Return one or two sentences about `run`: the most expensive cause and the recommended change, if there is one."""
     figures = RunFigures(run)
     if run.out_of_memory is not None:
         return _out_of_memory(run, findings)
@@ -51,7 +51,7 @@ def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
     )
     if shares[remaining] >= _WORTH_REPORTING:
         stated += f", and most of the rest is {_PART_NAMES[remaining]}, {percent(shares[remaining])}"
-    return f"{stated}.{_room(figures)}"
+    return f"{stated}.{_free_memory(figures)}"
 
 
 def step_lines(run: Run) -> list[str]:
@@ -64,15 +64,19 @@ def step_lines(run: Run) -> list[str]:
 
 
 def tier_lines(run: Run) -> list[str]:
-    """Return a line per tier on what the first rank stores there and moves per step; none without offloading."""
+    """Return a line per tier with the bytes that the first rank stores and moves; none without offloading."""
     return [
-        f"on the {tier.name}: {_stated(tier.at_rest)}"
-        + (f"; a step moves {_stated(tier.comes)} in and {_stated(tier.goes)} out" if tier.comes or tier.goes else "")
+        f"on the {tier.name}: {_bytes_by_state(tier.at_rest)}"
+        + (
+            f"; a step moves {_bytes_by_state(tier.comes)} in and {_bytes_by_state(tier.goes)} out"
+            if tier.comes or tier.goes
+            else ""
+        )
         for tier in run.tiers
     ]
 
 
-def _stated(by_state: Mapping[str, float]) -> str:
+def _bytes_by_state(by_state: Mapping[str, float]) -> str:
     each = ", ".join(f"{state} {amount(nbytes)}" for state, nbytes in by_state.items())
     return f"{amount(sum(by_state.values()))} ({each})" if each else "nothing"
 
@@ -87,8 +91,8 @@ _PART_NAMES = {
 }
 
 
-def _room(figures: RunFigures) -> str:
-    """Return a sentence on the free memory of a rank, if a larger batch could use it."""
+def _free_memory(figures: RunFigures) -> str:
+    """Return a sentence about the free memory of a rank if a larger batch could use it; otherwise an empty string."""
     used = figures.used_memory()
     if used is None or not used[1] or used[0] > used[1] / 2:
         return ""

@@ -1,7 +1,7 @@
 """Hardware counters of a rank: its GPU, and the CPU, disks, network and memory of its host, about once per second.
 
-Counters of GPUs are read by NVML's Python package (`pip install 'fullshard[nvml]'`), the others from /proc. Those that
-a machine does not have are None.
+NVML's Python package (`pip install 'fullshard[nvml]'`) reads the counters of GPUs. The others are read from /proc.
+Counters that a machine does not have are None.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from fullshard.report.run import COUNTERS
 
 _EVERY_S = 1.0
-_MOST = 4096  # samples, before the time between two of them doubles
+_MOST = 4096  # the number of samples after which the time between samples doubles
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _HEAT_OR_SUPPLY = 0x08 | 0x20 | 0x40 | 0x80  # NVML: hardware slowdown, software and hardware thermal, power brake
@@ -29,13 +29,13 @@ Numbers = dict[str, float]
 
 
 class HardwareCounters:
-    """Samples the counters of this rank.
+    """The hardware counters of this rank.
 
     Args:
         device: The device of the rank.
         proc: The folder with the counters of the kernel.
-        sys: The folder with its devices.
-        gpu: Returns the counters of the GPU. If None, they are those of `device`.
+        sys: The folder with the kernel's devices.
+        gpu: Returns the counters of the GPU. If None, NVML reads those of `device`.
         clock: Returns seconds.
     """
 
@@ -58,8 +58,8 @@ class HardwareCounters:
     def sample(self) -> list[float | None] | None:
         """Return the counters in the order of `COUNTERS`; None if the last sample is less than a second old.
 
-        Rates are those since the last sample. The time between two samples doubles now and then, so that a long run has
-        a limited number of samples.
+        Rates are averages since the last sample. The time between samples doubles after every few thousand samples, so
+        that their number is limited.
         """
         now = self._clock()
         if now < self._at + self._every_s:
@@ -142,7 +142,7 @@ class HardwareCounters:
 
 
 def _counters_of(device: torch.device) -> Callable[[], Numbers]:
-    """Return a function that reads the counters of `device`; without NVML or an NVIDIA GPU it returns none."""
+    """Return a function that reads the counters of `device`, or returns an empty dict without NVML or NVIDIA GPU."""
     if device.type == "cuda":
         with suppress(Exception):  # NVML is not installed, has no driver, or the GPU is of another vendor
             uuid = str(torch.cuda.get_device_properties(device).uuid)

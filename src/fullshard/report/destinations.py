@@ -1,8 +1,8 @@
-"""Logging of a run's numbers to other services, by their own libraries.
+"""Logging of a run's numbers to other services, with their own libraries.
 
     report(model, "runs/x", log_to="tensorboard")
 
-Each is an optional extra of this package and is imported on use. Only the first rank writes.
+Each library is an optional extra of this package, and is imported on use. Only the first rank writes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TensorBoard(Destination):
 
 
 class WandB(Destination):
-    """A run of Weights & Biases, in the project that its environment variables name, or in `fullshard`."""
+    """A run of Weights & Biases, in the project of `WANDB_PROJECT` or else in `fullshard`."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self._run = import_module("wandb").init(
@@ -56,14 +56,14 @@ class WandB(Destination):
         )
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log({**numbers, "step": step})  # numbers of a step may arrive later than those of the next
+        self._run.log({**numbers, "step": step})  # wandb's own step must not decrease, but numbers may arrive late
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MLflow(Destination):
-    """A run of MLflow, on the server that its environment variables name."""
+    """A run of MLflow, on the server of its environment variables."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self._mlflow = import_module("mlflow")
@@ -77,16 +77,19 @@ class MLflow(Destination):
         self._mlflow.end_run()
 
 
-_Opens = Callable[[Path, Mapping[str, str]], Destination]
-DESTINATIONS: Mapping[str, _Opens] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+DESTINATIONS: Mapping[str, Callable[[Path, Mapping[str, str]], Destination]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+}
 
 
 def check_destination(name: str) -> None:
-    """Raise if a destination is unknown, or its library is missing.
+    """Raise an error if a destination cannot be used.
 
     Raises:
-        ConfigError: It is unknown.
-        MissingLibraryError: Its library is missing.
+        ConfigError: The destination is unknown.
+        MissingLibraryError: Its library is not installed.
     """
     if name not in DESTINATIONS:
         raise ConfigError(f"log_to={name!r}: unknown. Expected one of {', '.join(DESTINATIONS)}.")
@@ -94,8 +97,3 @@ def check_destination(name: str) -> None:
         raise MissingLibraryError(
             f"log_to={name!r} needs {name}, which is not installed. Install it with pip install 'fullshard[{name}]'."
         )
-
-
-def open_destination(name: str, folder: Path, settings: Mapping[str, str]) -> Destination:
-    """Return the destination called `name` for the run in `folder`."""
-    return DESTINATIONS[name](folder, settings)

@@ -23,7 +23,7 @@ def export(run: Run, findings: Sequence[Finding], folder: Path) -> list[Path]:
 
         steps.csv       a row for each step and rank: `step`, `rank`, `step_s`, each of `PARTS` with `_s`,
                         `waited_for_s`, `busy_s`, `held_bytes`, and the hardware counters by name
-        training.csv    a row for each step: `step`, and what the loop has reported, such as `loss`
+        training.csv    a row for each step: `step`, and the numbers that the loop has logged, such as `loss`
         units.csv       a row for each unit: the fields of `UnitTimes`
         operations.csv  a row for each of the slowest operations of one step: the fields of `OperationTime`
         causes.csv      a row for each cause of lost time or memory: the fields of `Finding`
@@ -63,6 +63,6 @@ def _training(run: Run) -> Iterable[dict[str, Any]]:
 
 
 def _cell(value: Any) -> Any:
-    """Return `value` as Python writes it; empty if it was not measured."""
+    """Return `value` as a Python value; an empty string if it was not measured."""
     value = value.item() if isinstance(value, np.generic) else value
     return "" if value is None or value != value else value

@@ -1,4 +1,4 @@
-"""Facts about a run before its first step: hosts and devices, versions, and the owners of rows."""
+"""Facts about a run that are known before its first step: hosts, devices, versions, and how parameters are sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of a run over all of its steps but the first, which allocates what later steps reuse.
+"""Statistics of a run over all of its steps except the first, which allocates the memory that later steps reuse.
 
 Rules and charts use the same numbers: all shares are fractions of the total time of these steps.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.report.account import GROUPS, Loss, find_losses
-from fullshard.report.run import PARTS, Finding, RankFacts, Run, UnitTimes
+from fullshard.report.run import PARTS, Finding, Run, UnitTimes
 
 Seconds = NDArray[np.float64]
 
@@ -45,7 +45,7 @@ class RunFigures:
         self._later = run.settled
         self.step_s: Seconds = run.step_s[:, self._later].mean(0)  # step times as the mean over ranks; shape (steps,)
         self.steps = run.steps[self._later]  # the numbers of these steps
-        self.findings: dict[str, Finding | None] = {}  # the findings of rules by cause, as far as they were asked
+        self.findings: dict[str, Finding | None] = {}  # the results of the rules that have been evaluated, by cause
 
     @property
     def reports_time(self) -> bool:
@@ -69,7 +69,7 @@ class RunFigures:
 
     @cached_property
     def other_cores(self) -> Seconds | None:
-        """The cores of each rank's host that other processes than the ranks use; shape (ranks, steps)."""
+        """Cores of each rank's host that processes other than the ranks use; shape (ranks, steps). None if unknown."""
         host, own = self.counter("CPU of the host"), self.counter("CPU of this rank")
         if host is None or own is None:
             return None
@@ -93,7 +93,13 @@ class RunFigures:
         return find_losses({group: self.of_group(group) for group in GROUPS}, self._transport, self.step_s)
 
     def loss(self, group: str, *, of_all: bool | None = None, in_turn: bool | None = None) -> Loss | None:
-        """Return the largest loss in `group` of all ranks, of some, or of another rank in each step; None if none."""
+        """Return the largest loss in `group`, or None.
+
+        Args:
+            group: The group of the loss.
+            of_all: If given, whether the loss is one of all ranks.
+            in_turn: If given, whether a different rank is late in each step.
+        """
         return next(
             (
                 loss
@@ -107,10 +113,7 @@ class RunFigures:
 
     @cached_property
     def _transport(self) -> Seconds:
-        """Exposed communication in each step: that of the last rank, which waits for no other rank.
-
-        Time during which another rank had no core meanwhile does not count.
-        """
+        """Exposed communication of the last rank of each step, without time in which another rank had no core."""
         exposed = (self.of("gather") + self.of("reduce")).min(0)
         return exposed if self.starved is None else np.asarray(np.maximum(exposed - self.starved.max(0), 0))
 
@@ -137,11 +140,6 @@ class RunFigures:
         )
 
     @cached_property
-    def transport_share(self) -> float:
-        """The fraction of the time of collectives without waiting for a slow rank."""
-        return min(1.0, self.waits.share / max(self.share(self.of("gather") + self.of("reduce")), 1e-9))
-
-    @cached_property
     def collectives(self) -> float:
         """The all-gathers and reductions of units per step."""
         return sum(unit.gathers + unit.reductions for unit in self.run.units)
@@ -151,11 +149,6 @@ class RunFigures:
         """The bytes that a rank sends or receives for units per step."""
         return sum(unit.gathered_bytes + unit.reduced_bytes for unit in self.run.units)
 
-    @cached_property
-    def moving_s(self) -> float:
-        """Seconds per step during which collectives of units are in progress and no rank is late."""
-        return self.transport_share * sum(unit.gather_s + unit.reduce_s for unit in self.run.units)
-
     @property
     def waited_s(self) -> float:
         """Seconds per step in waits for communication."""
@@ -163,8 +156,11 @@ class RunFigures:
 
     @property
     def reached_gb_s(self) -> float:
-        """The bandwidth that communication reached in the run, in GB/s."""
-        return self.moved_bytes / max(self.moving_s, 1e-9) / 1e9
+        """The bandwidth of collectives in GB/s, without the time that they wait for a slow rank."""
+        exposed = self.share(self.of("gather") + self.of("reduce"))
+        on_time = min(1.0, self.waits.share / max(exposed, 1e-9))
+        moving_s = on_time * sum(unit.gather_s + unit.reduce_s for unit in self.run.units)
+        return self.moved_bytes / max(moving_s, 1e-9) / 1e9
 
     def hosts(self) -> dict[str, tuple[int, ...]]:
         """Return the indices of the ranks of each host."""
@@ -173,24 +169,20 @@ class RunFigures:
             found[rank.host] = (*found.get(rank.host, ()), place)
         return found
 
-    def rank(self, place: int) -> RankFacts:
-        """Return the rank at an index of the arrays."""
-        return self.run.ranks[place]
-
     def ranks_text(self, places: tuple[int, ...]) -> str:
-        """Format ranks, as in "rank 3" or "ranks 1 and 3", with their host if there are several hosts."""
-        ranks = [str(self.rank(place).rank) for place in places]
-        hosts = {self.rank(place).host for place in places}
+        """Format ranks by index, as in "rank 3" or "ranks 1 and 3", with their host if there are several hosts."""
+        ranks = [str(self.run.ranks[place].rank) for place in places]
+        hosts = {self.run.ranks[place].host for place in places}
         where = f" on {hosts.pop()}" if len(hosts) == 1 and len(self.hosts()) > 1 else ""
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}{where}"
 
     def who(self, loss: Loss) -> str:
         """Format the ranks of a loss, as in "rank 3" or "another rank in each step"."""
         if loss.in_turn:
-            behind = self.of_group(loss.group).argmax(0)[loss.seconds > 0]
-            counts = np.bincount(behind, minlength=len(self.run.ranks))
+            late = self.of_group(loss.group).argmax(0)[loss.seconds > 0]
+            counts = np.bincount(late, minlength=len(self.run.ranks))
             most = np.argsort(-counts, kind="stable")[: max(1, len(counts) // 4)]
-            if len(counts) > 2 and len(behind) > 2 * len(most) and counts[most].sum() >= 0.9 * len(behind):
+            if len(counts) > 2 and len(late) > 2 * len(most) and counts[most].sum() >= 0.9 * len(late):
                 return f"{self.ranks_text(tuple(sorted(int(rank) for rank in most)))} in turn"
             return "another rank in each step" if loss.pattern.kind == "steady" else "another rank each time"
         return self.ranks_text(loss.ranks) if loss.ranks else "all ranks"
@@ -255,12 +247,9 @@ def amount(nbytes: float) -> str:
 
 def listed(words: list[str]) -> str:
     """Format a list, as in "0, 1 and 2". Long lists are truncated."""
-    if len(words) > _SHOWN:
-        return f"{', '.join(words[:_SHOWN])} and {len(words) - _SHOWN} more"
+    if len(words) > 4:
+        return f"{', '.join(words[:4])} and {len(words) - 4} more"
     return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
-
-
-_SHOWN = 4
 
 
 def ordinal(number: int) -> str:

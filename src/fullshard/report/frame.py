@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from datetime import datetime
 from importlib.resources import files
@@ -16,26 +15,26 @@ from fullshard.versions import versions
 
 
 def framed(template: str, known: Mapping[str, Any], drawn: Mapping[str, Any]) -> str:
-    """Return the page that `template`, which extends `frame.html`, creates from `known`.
+    """Render a page.
 
     Args:
-        template: The name of a file in the assets.
-        known: The values that it prints, including those of `stamped`.
-        drawn: The data of its charts, by the names in `page.js`, as JSON values.
+        template: The name of a file in the assets that extends `frame.html`.
+        known: The variables of the template, including those of `stamped`.
+        drawn: The data of the charts as JSON values, by the names in `page.js`.
     """
-    reported = Environment(
+    environment = Environment(
         autoescape=True,
         loader=FunctionLoader(_asset),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    reported.filters.update(
+    environment.filters.update(
         coded=_coded, time=_time, size=_size, percent=_percent, rate=_rate, number=_number, many=_many
     )
-    return reported.get_template(template).render(
+    return environment.get_template(template).render(
         known,
-        data=htmlsafe_json_dumps(drawn, dumps=_compact),
+        data=htmlsafe_json_dumps(drawn, allow_nan=False, separators=(",", ":")),
         style=_asset("page.css"),
         theme=_asset("theme.js"),
         script=_asset("page.js"),
@@ -61,10 +60,6 @@ def _coded(text: str) -> Markup:
     return Markup("").join(
         Markup("<code>{}</code>").format(piece) if at % 2 else piece for at, piece in enumerate(pieces)
     )
-
-
-def _compact(value: Any, **_: Any) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 _NONE = "\u2013"  # a value in a table that was not measured

@@ -13,13 +13,15 @@ from fullshard.report.figures import RunFigures, amount, percent
 Cells = NDArray[np.bool_]
 Values = NDArray[np.float64]
 
-_SLOWER = 0.95  # clocks of equal devices at the same work differ by less
-SWAPPED = 1e6  # bytes/s; an idle page now and then is less
-_MORE = 2.0  # times as much as in other ranks or steps
-_CORES = 0.5
-_IDLE = 0.9  # of the usual utilization
-_ERRORS = 10.0  # lost and repeated packets per second; a few are normal
-_SLOW_LINK = 0.6  # of the speed of other hosts' links
+_SLOWER = 0.95  # maximum ratio of a reduced clock to the usual clock; equal devices differ by less at the same work
+SWAPPED = 1e6  # minimum bytes/s; a host that swaps out idle pages is below it
+_MORE = 2.0  # minimum ratio to other ranks or steps
+_CORES = 0.5  # minimum cores that other processes use
+_IDLE = 0.9  # maximum ratio to the usual utilization
+_ERRORS = 10.0  # minimum retransmitted packets per second; a few are normal
+_MANY = 10.0  # minimum ratio to those of other hosts
+_SLOW_LINK = 0.6  # maximum ratio to the speed of other hosts' links
+_REPAIR = "Check cable, port and driver there, or remove that host from the run."
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class HardwareReason:
 
 
 def reason_of(figures: RunFigures, loss: Loss) -> HardwareReason | None:
-    """Return the reason for a loss according to the counters; None if they do not show any.
+    """Return the reason for a loss according to the counters, or None.
 
     Slow ranks are compared with the other ranks in the same steps. If all ranks are slow, slow steps are compared with
     the other steps.
@@ -74,7 +76,7 @@ def _means(values: Values | None, slow: Cells, usual: Cells) -> tuple[float, flo
 
 
 def _where(figures: RunFigures, slow: Cells) -> str:
-    hosts = {figures.rank(int(place)).host for place in np.flatnonzero(slow.any(1))}
+    hosts = {figures.run.ranks[int(place)].host for place in np.flatnonzero(slow.any(1))}
     return hosts.pop() if len(hosts) == 1 else "their hosts"
 
 
@@ -84,7 +86,7 @@ def _swapping(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason 
 
 
 def swaps(where: str, bytes_per_s: float) -> HardwareReason:
-    """Return that a host swaps at this rate."""
+    """Return the reason that a host swaps at this rate."""
     change = "Free memory there: end other programs, use fewer loader workers, or offload less to the CPU."
     return HardwareReason(f"Meanwhile {where} swaps {amount(bytes_per_s)}/s.", change)
 
@@ -95,7 +97,7 @@ def _clocks(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason | 
 
 
 def slowed_by(figures: RunFigures, slow: Cells, usual_hz: float) -> HardwareReason:
-    """Return the clock of GPUs that are slow, compared with `usual_hz`, and why it is reduced."""
+    """Return the reason that the clock of GPUs is lower than `usual_hz`."""
 
     def mean(name: str) -> float:
         return _means(figures.counter(name), slow, slow)[0]
@@ -123,7 +125,7 @@ def _idle(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason | No
 
 
 def slow_link_of(figures: RunFigures) -> HardwareReason | None:
-    """Return the rank or host whose link is slower or less reliable than those of the others, if there is one."""
+    """Return the reason that the link of a rank or host is slower or less reliable than other links, or None."""
     rates = 1e9 * np.array(figures.run.links_gb_s)
     if len(rates) == len(figures.run.ranks) > 1:
         usual = np.array([np.median(np.delete(rates, place)) for place in range(len(rates))])
@@ -147,10 +149,6 @@ def slow_link_of(figures: RunFigures) -> HardwareReason | None:
 def _slow_link(where: str, bytes_per_s: float, usual: float) -> HardwareReason:
     stated = f"The link of {where} reaches {amount(bytes_per_s)}/s, other links {amount(usual)}/s."
     return HardwareReason(stated, _REPAIR)
-
-
-_MANY = 10.0
-_REPAIR = "Check cable, port and driver there, or remove that host from the run."
 
 
 def _other_processes(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason | None:

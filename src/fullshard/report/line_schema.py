@@ -1,12 +1,13 @@
-"""The types and sizes of the lines in a rank's file, which anybody may have written.
+"""The types and sizes of the lines in a rank's file, which is untrusted input.
 
-A line that does not have them is damaged. Readers need not check any value that was checked here.
+All other lines are damaged. Readers rely on these checks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fullshard.device.streams import STREAMS
@@ -23,7 +24,7 @@ _TIERS = {"device", "cpu", "disk"}
 
 
 def is_valid_line(line: Any) -> bool:
-    """Return True if a rank can have written `line`, read from JSON. Lines of unknown kinds are valid."""
+    """Return True if `line`, a JSON value, has the types and sizes of its kind. Lines of unknown kinds are valid."""
     if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
         return False
     return _LINES.get(line["kind"], _is_any)(line)
@@ -61,12 +62,20 @@ def _list(check: _Check, length: int | None = None) -> _Check:
     return lambda value: isinstance(value, list) and length in (None, len(value)) and all(map(check, value))
 
 
+def _row(*checks: _Check) -> _Check:
+    return lambda value: (
+        isinstance(value, list)
+        and len(value) == len(checks)
+        and all(check(item) for check, item in zip(checks, value, strict=True))
+    )
+
+
 def _table(check: _Check) -> _Check:
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
 def _fields(needed: Mapping[str, _Check], optional: Mapping[str, _Check] | None = None, *, closed: bool) -> _Check:
-    """Return a check for a dict with the `needed` keys, possibly the `optional` ones, and no others if `closed`."""
+    """Return a check for a dict with all `needed` keys. If `closed`, other keys are allowed only if `optional`."""
     known = {**needed, **(optional or {})}
 
     def fits(value: Any) -> bool:
@@ -143,20 +152,19 @@ def _is_units(line: Any) -> bool:
         {
             "best_bytes_per_s": _is_number,
             "reports_input": _is_flag,
-            "v": _table(_list(_is_number, len(UnitCounts.names()))),
+            "v": _table(_list(_is_number, len(UnitCounts.__slots__))),
             "waits": _table(_PAIR),
             "disks": _table(_list(_is_number, 1 + len(Moved.__dataclass_fields__))),
             "at_rest": _table(_table(_is_count)),
-            "travelled": _list(lambda value: _list(_is_any, 4)(value) and _is_move(value)),
+            "travelled": _list(_row(_is_tier, _is_text, _is_number, _is_number)),
         },
         closed=False,
     )
     return fits(line) and (not line.get("at_rest") or line["at_rest"].keys() == _TIERS)
 
 
-def _is_move(value: list[Any]) -> bool:
-    place, state, *nbytes = value
-    return _is_text(place) and place in _TIERS and _is_text(state) and all(map(_is_number, nbytes))
+def _is_tier(value: Any) -> bool:
+    return _is_text(value) and value in _TIERS
 
 
 def _is_spans(line: Any) -> bool:
@@ -165,14 +173,9 @@ def _is_spans(line: Any) -> bool:
     )
     if not fits(line):
         return False
-    most = (len(STREAMS), len(line["names"]), len(line["units"]))
-    return all(
-        isinstance(span, list)
-        and len(span) == 5
-        and all(_is_count(index, 0, size - 1) for index, size in zip(span, most, strict=False))
-        and all(map(_is_number, span[3:]))
-        for span in line["v"]
-    )
+    sizes = (len(STREAMS), len(line["names"]), len(line["units"]))
+    indices = [partial(_is_count, most=size - 1) for size in sizes]
+    return _list(_row(*indices, _is_number, _is_number))(line["v"])
 
 
 def _is_memory(line: Any) -> bool:
@@ -193,15 +196,7 @@ def _is_memory(line: Any) -> bool:
     )(line)
 
 
-def _is_operation(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == len(_OPERATION)
-        and all(check(item) for check, item in zip(_OPERATION, value, strict=True))
-    )
-
-
-_OPERATION = (_is_text, _is_text, _is_text, _is_text, _is_text, _is_count, _is_number)
+_OPERATION = _row(_is_text, _is_text, _is_text, _is_text, _is_text, _is_count, _is_number)
 
 
 _LINES: Mapping[str, _Check] = {
@@ -223,7 +218,7 @@ _LINES: Mapping[str, _Check] = {
     "units": _is_units,
     "spans": _is_spans,
     "memory": _is_memory,
-    "operations": _fields({"n": _is_count, "v": _list(_is_operation)}, closed=False),
+    "operations": _fields({"n": _is_count, "v": _list(_OPERATION)}, closed=False),
     "what_ifs": _fields(
         {
             "v": _list(

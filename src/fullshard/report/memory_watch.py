@@ -1,7 +1,7 @@
-"""Memory over one real step, by state: from the engine for its own memory, and by operation for the rest.
+"""Memory over one real step, by state. The engine reports its own memory; operations show the rest.
 
 A dispatch mode observes the step. It runs every operation unchanged, measures its time and inspects the results. This
-takes some ten microseconds per operation, so it is done in one step of one rank, which is not timed as a whole.
+takes some ten microseconds per operation, so only one step of one rank is observed. That step is not timed as a whole.
 """
 
 from __future__ import annotations
@@ -25,21 +25,13 @@ from fullshard.engine.nested import tensors_in
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.plan.memory import State, memory_holders, memory_turns
 from fullshard.report.operations import OperationTimes, operation_name, tensor_text
+from fullshard.report.run import TensorHeld
 from fullshard.tape.recorder import Event, Phase, Recorder
 from fullshard.tape.tape import Allocation, Free, Operation, Tape
 
 _MOST_MOMENTS = 600
 _SHOWN = 10
 _SLOTS = 1 << 40  # storages of units are numbered from here
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """Something in memory: its bytes, a value of `State`, and its owner."""
-
-    nbytes: int
-    state: str
-    what: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +42,7 @@ class WatchedStep:
     labels: list[str]
     by_state: dict[str, list[int]]
     peak: int  # the index of the largest sum
-    largest: list[Held]
+    largest: list[TensorHeld]
     predicted: list[int] | None
 
 
@@ -79,7 +71,7 @@ class MemoryWatch(TorchDispatchMode):
         self._made: dict[int, str] = {}  # by storage: the operation that allocated it, with its result
         self._is_on = False
         self.operations = OperationTimes(model, accelerator)
-        self.questions: dict[str, tuple[int, float]] = {}  # by site: number of host waits and total seconds
+        self.host_waits: dict[str, tuple[int, float]] = {}  # by line of the program: their number and total seconds
 
     def start(self) -> None:
         """Start observing. Do not call it within a context that ends before `stop()` is called."""
@@ -109,7 +101,7 @@ class MemoryWatch(TorchDispatchMode):
             self.operations.finish()
             start = time.perf_counter()
             result = func(*args, **kwargs)
-            self._note_question(time.perf_counter() - start)
+            self._note_host_wait(time.perf_counter() - start)
             return result
         result = self.operations.run(func, args, kwargs, self._recorder.origin)
         if not (func.is_view or func.namespace != "aten" or func._opname in _NO_MEMORY):
@@ -132,17 +124,17 @@ class MemoryWatch(TorchDispatchMode):
                 what = f"{self.operations.part(tape.origin)}: {operation_name(func)} in {module}, {tensor_text(made)}"
                 self._made[storages.access(made).storage] = what
 
-    def _note_question(self, seconds: float) -> None:
+    def _note_host_wait(self, seconds: float) -> None:
         """Record that the program has waited for a value."""
         frame = sys._getframe(2)
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back
         site = f"item() in {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        times, total = self.questions.get(site, (0, 0.0))
-        self.questions[site] = times + 1, total + seconds
+        times, total = self.host_waits.get(site, (0, 0.0))
+        self.host_waits[site] = times + 1, total + seconds
 
     def note_event(self, event: Event) -> None:
-        """Record memory that a unit has allocated or freed, which no operation shows."""
+        """Record memory that a unit has allocated or freed. No operation shows it."""
         unit = self._units.get(event.origin.unit)
         if not self._is_on or event.name not in ("allocate", "free") or unit is None or unit.slot.shared:
             return
@@ -154,7 +146,11 @@ class MemoryWatch(TorchDispatchMode):
             self._tape.note(Free(number, event.nbytes, "compute", event.origin))
 
     def watched(self, predicted: Sequence[tuple[str, int]] | None = None) -> WatchedStep | None:
-        """Return the observed step, or None. `predicted` has labels and sums of the turns of a predicted step."""
+        """Return the observed step; None if nothing was observed.
+
+        Args:
+            predicted: The labels and sums of the turns of a predicted step.
+        """
         turns, times = memory_turns(self._tape), self._tape.times
         if not turns:
             return None
@@ -165,10 +161,11 @@ class MemoryWatch(TorchDispatchMode):
         shown = [max(part, key=lambda i: turns[i].nbytes) for part in _parts(len(turns), _MOST_MOMENTS)]
         peak = max(shown, key=lambda i: turns[i].nbytes)
         at_peak = [
-            Held(
+            TensorHeld(
                 nbytes=round(item.own_nbytes),
                 state=_OF_STEP.get(state, state).value,
-                what=self._what(item),
+                what=(not item.purpose and self._made.get(item.storage))
+                or f"{item.purpose or item.origin.phase.value} of {item.origin.unit or 'the root'}",
             )
             for item, state in memory_holders(self._tape, turns[peak].entry)
         ]
@@ -188,11 +185,6 @@ class MemoryWatch(TorchDispatchMode):
             predicted=None if expected is None else [expected[i] for i in shown],
         )
 
-    def _what(self, held: Allocation) -> str:
-        if not held.purpose and held.storage in self._made:
-            return self._made[held.storage]
-        return f"{held.purpose or held.origin.phase.value} of {held.origin.unit or 'the root'}"
-
 
 _OF_STEP = {State.PARAMETERS: State.TEMPORARIES}  # created within a step and kept: the next batch
 _NO_MEMORY = ("_unsafe_view", "set_", "detach", "alias", "lift_fresh")
@@ -208,30 +200,28 @@ class _TimedTape(Tape):
         self.times.append(time.perf_counter())
 
 
-def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Held]:
-    """Yield what is in memory between steps."""
+def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[TensorHeld]:
+    """Yield the shards, gradients, unsharded parameters and optimizer states that are in memory between steps."""
     slots = {}
     names = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
     for unit in units_in(model):
         name = unit.name or "the root"
         remaining = sum(param_group.plan.stored_nbytes for param_group in unit.param_groups)
         if remaining:
-            yield Held(nbytes=remaining, state=State.PARAMETERS.value, what=f"shards of {name}")
+            yield TensorHeld(nbytes=remaining, state=State.PARAMETERS.value, what=f"shards of {name}")
         grads = sum(
             param_group.gradients.flat.nbytes
             for param_group in unit.param_groups
             if param_group.gradients.flat is not None
         )
         if grads:
-            yield Held(nbytes=grads, state=State.SHARDED_GRADIENTS.value, what=f"gradient shards of {name}")
+            yield TensorHeld(nbytes=grads, state=State.SHARDED_GRADIENTS.value, what=f"gradient shards of {name}")
         if unit.slot.storage.nbytes():
             ranks = unit.axes.shard_world if unit.slot.is_rank_shared else 1
             state = State.PARAMETERS if unit.keeps_unsharded else State.UNSHARDED
-            slots[id(unit.slot)] = Held(
-                nbytes=unit.slot.storage.nbytes() // ranks,
-                state=state.value,
-                what=f"unsharded parameters of {name}" + (", in turns with others" if unit.slot.shared else ""),
-            )
+            what = f"unsharded parameters of {name}" + (", in turns with others" if unit.slot.shared else "")
+            nbytes = unit.slot.storage.nbytes() // ranks
+            slots[id(unit.slot)] = TensorHeld(nbytes=nbytes, state=state.value, what=what)
     yield from slots.values()
     for optimizer in optimizers:
         for param, state in optimizer.state.items():
@@ -239,7 +229,7 @@ def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
                 local = local_tensor(item) if isinstance(item, Tensor) else None
                 if local is not None and not isinstance(local, OnDisk) and local.nbytes:
                     what = f"{key} of {names.get(id(param), 'a parameter')}, {tensor_text(local)}"
-                    yield Held(nbytes=local.nbytes, state=State.OPTIMIZER.value, what=what)
+                    yield TensorHeld(nbytes=local.nbytes, state=State.OPTIMIZER.value, what=what)
 
 
 def _parts(count: int, most: int) -> list[range]:
@@ -249,9 +239,10 @@ def _parts(count: int, most: int) -> list[range]:
 
 
 def _aligned(predicted: Sequence[tuple[str, int]], labels: Sequence[str]) -> list[int]:
-    """Return the predicted sum of each turn: the n-th turn with a label has that of the n-th predicted one.
+    """Return the predicted sum of each turn.
 
-    A turn that was not predicted has that of the previous turn.
+    The n-th turn with a label has the sum of the n-th predicted turn with this label. A turn that was not predicted has
+    the sum of the previous turn.
     """
     by_label: dict[str, list[int]] = {}
     for label, nbytes in reversed(predicted):

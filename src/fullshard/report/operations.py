@@ -1,9 +1,9 @@
 """The operations of one step by unit, module and shapes, with their times.
 
 A `MemoryWatch` calls `run` for each operation of the step that it observes. On a CPU the time of an operation is that
-of the call. On an accelerator it is the time between two events on the stream. Without more care, that would include
-the time in which the host launches the kernel: an observed step launches slower than the device computes. So the device
-is kept busy for longer than a launch takes before each operation.
+of the call. On an accelerator it is the time between two events on the stream. In an observed step the host launches
+kernels slower than the device runs them. So the device is kept busy for longer than a launch takes before each
+operation; otherwise the time would include the launch.
 
 The module of an operation in forward is the innermost one whose forward runs. In backward it is the module of the
 forward operation that created the autograd node. Both have the same sequence number.
@@ -27,8 +27,8 @@ from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.tape.recorder import Origin, Phase
 
 _MOST_ROWS = 200
-_SHAPES = 4  # of an operation
-_NONE = -1  # the number of no backward
+_SHAPES = 4  # the maximum number of inputs that are described
+_NONE = -1  # the number of the backward, outside of any backward
 _LAUNCH_S = 100e-6  # longer than a host takes to launch a kernel
 
 
@@ -130,8 +130,8 @@ class OperationTimes:
     def _note_node(self) -> None:
         """Record the current module for the autograd node that was created last, unless it is known already.
 
-        A reentrant checkpoint runs the nodes that it has recomputed in a backward of its own. Their numbers may be
-        those of other nodes, since each thread has its own numbers.
+        A reentrant checkpoint runs the nodes that it has recomputed in a separate backward. Their numbers may equal
+        those of other nodes, since each thread counts separately.
         """
         current = backward_number()
         if current == _NONE:

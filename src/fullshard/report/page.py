@@ -17,15 +17,21 @@ from fullshard.report.trace import write_trace
 PAGE, DATA, TRACE = "report.html", "report.json", "trace.json.gz"
 
 _CHARTED_UNITS = 14
-_LISTED_UNITS, _LISTED_RANKS, _LISTED_OPERATIONS = 15, 12, 15
+_LISTED = {"listed_units": 15, "listed_ranks": 12, "listed_operations": 15}  # rows of tables before "show all"
 
 
 def write(run: Run, findings: Sequence[Finding], folder: Path, *, against: Run | None = None) -> Path:
     """Write the page of `run` into `folder`, and return its path.
 
-    It also writes `report.json`, with everything on the page, and `trace.json.gz`, with all recorded spans, for
+    This also writes `report.json`, with the content of the page, and `trace.json.gz`, with all recorded spans for
     ui.perfetto.dev or chrome://tracing. Each file replaces an older one atomically, so readers never see a partial
-    file. The worst of `findings` comes first, and becomes the verdict. `against` is another run to compare with.
+    file.
+
+    Args:
+        run: The run.
+        findings: The causes of lost time and memory, the most expensive first.
+        folder: The folder of the run.
+        against: Another run to compare with.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = shown(run, findings, against)
@@ -34,20 +40,18 @@ def write(run: Run, findings: Sequence[Finding], folder: Path, *, against: Run |
     known["trace"] = TRACE if any(run.spans.values()) else None
     if known["trace"]:
         write_trace(run, folder / TRACE)
-    path = folder / PAGE
-    for file, text in ((folder / DATA, json.dumps(known, allow_nan=False, indent=1) + "\n"), (path, _page(known))):
+    files = {
+        folder / DATA: json.dumps(known, allow_nan=False, indent=1) + "\n",
+        folder / PAGE: framed("page.html", {**known, **_LISTED}, _drawn(known)),
+    }
+    for file, text in files.items():
         with replacing(file) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
-    return path
-
-
-def _page(known: Mapping[str, Any]) -> str:
-    listed = {"listed_units": _LISTED_UNITS, "listed_ranks": _LISTED_RANKS, "listed_operations": _LISTED_OPERATIONS}
-    return framed("page.html", {**known, **listed}, _drawn(known))
+    return folder / PAGE
 
 
 def _drawn(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of the charts without values that are in tables already, and with lists instead of dicts."""
+    """Return the data of the charts: without values that the tables contain, and with lists instead of dicts."""
     drawn = {name: known[name] for name in _CHARTED}
     if known["units"] is not None:
         drawn["units"] = {"rows": known["units"]["rows"][:_CHARTED_UNITS]}
@@ -58,17 +62,6 @@ def _drawn(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _CHARTED = (
-    "step",
-    "over_steps",
-    "timeline",
-    "units",
-    "memory",
-    "held",
-    "tiers",
-    "ranks",
-    "hardware",
-    "shards",
-    "training",
-    "against",
-    "name",
+    *("step", "over_steps", "timeline", "units", "memory", "held", "tiers"),
+    *("ranks", "hardware", "shards", "training", "against", "name"),
 )

@@ -1,22 +1,22 @@
-"""The file that each rank writes during a run: lines of JSON. A truncated last line does not count.
+"""The file that each rank writes during a run: lines of JSON. Readers ignore a truncated last line.
 
-| kind | holds |
+| kind | content |
 |---|---|
 | `start` | the rank, its host and device, the facts of the run; repeated if a run is resumed |
 | `model` | the units, and how parameters are sharded: once their names are known, by the first rank |
 | `step` | a step: its parts, busy and starved seconds, bytes held, work |
-| `told` | what the loop logs of a step: loss and the like; the mean if a line covers several steps |
+| `told` | numbers that the loop logs for a step, such as the loss; the mean if a line covers several steps |
 | `counters` | hardware counters after a step, about once per second, in the order of `COUNTERS` |
-| `units` | totals of each unit's collectives since the third step: the last such line counts |
-| `spans` | what the streams did in one step: at steps whose number is a power of two |
+| `units` | totals of each unit's collectives since the third step. Each line replaces the previous one |
+| `spans` | the work of the streams in one step: for steps whose number is a power of two |
 | `memory` | the step whose memory was observed, by the first rank |
 | `operations` | the slowest operations of that step, with their times |
 | `what_ifs` | the simulated gains of other settings |
-| `out_of_memory` | the holders of memory when it was exhausted, or nearly |
+| `out_of_memory` | the largest consumers of memory when it was exhausted, or nearly |
 | `end` | the recording was closed |
 
-Only lines of steps and counters, and what the loop logs, are added indefinitely. To keep a file small, after a few
-thousand of them a line contains the mean of two steps, then of four, and so on, and counters are read less often.
+The number of `step`, `told` and `counters` lines grows with the run. To keep the file small, after a few thousand of
+them a line contains the mean of two steps, then of four, and so on, and counters are read less often.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def rank_files(folder: Path) -> list[Path]:
 
 
 class RankFile:
-    """Appends lines to a rank's file. If that fails, it logs one warning, and the run continues.
+    """The file of a rank, to append lines to. If writing fails, one warning is logged and the run continues.
 
     Args:
         path: The path of the file; its folder is created.
@@ -104,10 +104,10 @@ class RankFile:
 
     def _give_up(self, error: OSError) -> None:
         _log.warning("%s: recording of this run has ended (%s).", self._path, error.strerror)
-        file, self._file = self._file, None
         with suppress(OSError):  # it was logged
-            if file is not None:
-                file.close()
+            if self._file is not None:
+                self._file.close()
+        self._file = None
 
 
 def _plain(value: Any) -> Any:
@@ -117,12 +117,18 @@ def _plain(value: Any) -> Any:
 def lines_in(path: Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the lines of a rank's file, except for a truncated last line.
 
-    Of `units` only the last line is included. Lines of `spans`, which are long, have only `n` and the line itself, for
-    `parsed`. Damaged lines are skipped and logged, and their numbers are added to `damaged`.
+    Only the last line of kind `units` is included. Lines of kind `spans` are long, so they are not parsed: they have
+    the keys `n` and `line`, the argument of `parsed`. Damaged lines are skipped and logged, and their numbers are added
+    to `damaged`.
     """
     units, units_number = b"", 0
     damaged = [] if damaged is None else damaged
-    for number, line in enumerate(_content(path).split(b"\n")[:-1], 1):  # the run may still be writing the last line
+    try:
+        with open_regular(path) as file:
+            content = file.read()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Remove it, or choose another run.") from error
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):  # the run may still be writing the last line
         if line.startswith(b'{"kind":"units"'):
             units, units_number = line, number
         elif (spans := _SPANS.match(line)) is not None:
@@ -139,14 +145,6 @@ def lines_in(path: Path, damaged: list[int] | None = None) -> Iterator[dict[str,
     if damaged:
         few = ", ".join(map(str, sorted(damaged)[:_LISTED])) + ", ..." * (len(damaged) > _LISTED)
         _log.warning("%s: skipped damaged line %s (%d in total).", shown(str(path)), few, len(damaged))
-
-
-def _content(path: Path) -> bytes:
-    try:
-        with open_regular(path) as file:
-            return file.read()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Remove it, or choose another run.") from error
 
 
 _SPANS = re.compile(rb'\{"kind":"spans","n":(\d{1,18}),')

@@ -1,4 +1,4 @@
-"""Reads a run from the files of all ranks. Files may be missing, and the run may still be in progress."""
+"""A run, read from the files of all ranks. Files may be missing, and the run may still be in progress."""
 
 from __future__ import annotations
 
@@ -82,6 +82,11 @@ class _RankLog:
                 rank.untimed |= {line["first_step"] + nth for nth in range(WATCHED_STEP)}
         return rank
 
+    @property
+    def number(self) -> int:
+        """The rank."""
+        return int(self.start["rank"]["rank"])
+
 
 def read_run(folder: Path) -> Run:
     """Return the run that is recorded in `folder`.
@@ -95,8 +100,8 @@ def read_run(folder: Path) -> Run:
             f"{folder}: no run was recorded there. fullshard train records its runs. In your own training loop, call "
             "fullshard.report(model, folder) before the first step."
         )
-    newest = max(every, key=lambda rank: rank.start["first_step"]).start  # the first rank's, if there is one
-    ranks = sorted((item for item in every if item.start["rank"]["rank"] < newest["world"]), key=_number)
+    newest = max(every, key=lambda rank: rank.start["first_step"]).start  # of the first rank, if it has started
+    ranks = sorted((rank for rank in every if rank.number < newest["world"]), key=lambda rank: rank.number)
     first = ranks[0]
     steps = _steps(ranks)
     table = _table(ranks, steps)
@@ -104,22 +109,24 @@ def read_run(folder: Path) -> Run:
     busy_s, starved_s, held, work = np.moveaxis(table[:, :, len(PARTS) :], 2, 0)
     step_s = parts.sum(axis=2)
     exposed = parts[:, :, PARTS.index("gather")] + parts[:, :, PARTS.index("reduce")]
+    known = np.where(np.isnan(exposed), -np.inf, exposed)
+    most = known.max(axis=0) if exposed.size else np.zeros(len(steps))
     links = tuple(float(rank.units.get("best_bytes_per_s", 0.0)) / 1e9 for rank in ranks)
     link = newest["link_bytes_per_s"]
     shown = _shown_step(ranks, steps, step_s)
     return Run(
         name=newest["name"],
-        facts=newest["facts"] | _elsewhere(ranks) | _dropped(ranks),
+        facts=newest["facts"] | _offloaded(ranks) | _dropped(ranks),
         ranks=tuple(RankFacts(**rank.start["rank"]) for rank in ranks),
         steps=np.array(steps, dtype=np.int64),
         step_s=step_s,
         parts_s=parts,
-        waited_for_s=_most(exposed) - exposed,
+        waited_for_s=np.where(np.isinf(most), np.nan, most) - exposed,
         busy_s=busy_s,
         units=_units(ranks),
         link_gb_s=link / 1e9 if link else max(links, default=0.0) or None,
         shown_step=shown,
-        spans={_number(rank): tuple(_spans(rank.spans[shown])) for rank in ranks if shown in rank.spans},
+        spans={rank.number: tuple(_spans(rank.spans[shown])) for rank in ranks if shown in rank.spans},
         memory=_memory(first, step_s),
         held_bytes=np.nan_to_num(held).astype(np.int64),
         shards=tuple(_shard(item) for item in first.model.get("shards", ())),
@@ -130,7 +137,9 @@ def read_run(folder: Path) -> Run:
         starved_s=None if np.isnan(starved_s).all() else starved_s,
         output_nbytes=first.model.get("output_nbytes", 0),
         host_waits=_host_waits(ranks),
-        operations=tuple(map(_operation, first.operations.get("v", ()))),
+        operations=tuple(
+            OperationTime(**dict(zip(_OPERATION, row, strict=True))) for row in first.operations.get("v", ())
+        ),
         what_ifs=tuple(WhatIf(**item) for item in first.what_ifs.get("v", ())),
         out_of_memory=next((_out_of_memory(rank.out_of_memory) for rank in ranks if rank.out_of_memory), None),
         reports_input=first.units.get("reports_input", True),
@@ -140,8 +149,8 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def _elsewhere(ranks: Sequence[_RankLog]) -> dict[str, str]:
-    """Return what is offloaded, and the bytes that disks hold and move per step, summed over all ranks."""
+def _offloaded(ranks: Sequence[_RankLog]) -> dict[str, str]:
+    """Return the facts about offloading: settings, and the bytes on disks and moved per step, summed over ranks."""
     found = {"offload": "; ".join(ranks[0].model.get("offload", ()))}
     disks: dict[str, list[list[float]]] = {}
     for rank in ranks:
@@ -159,10 +168,9 @@ def _elsewhere(ranks: Sequence[_RankLog]) -> dict[str, str]:
 
 
 def _dropped(ranks: Sequence[_RankLog]) -> dict[str, str]:
-    """Return the number of damaged records that were dropped, if there are any, by rank."""
-    counts = {_number(rank): len(rank.damaged) for rank in ranks if rank.damaged}
-    by_rank = ", ".join(f"{count} of rank {rank}" for rank, count in counts.items())
-    return {DROPPED: by_rank} if counts else {}
+    """Return the fact about damaged records that were dropped, if there are any."""
+    by_rank = ", ".join(f"{len(rank.damaged)} of rank {rank.number}" for rank in ranks if rank.damaged)
+    return {DROPPED: by_rank} if by_rank else {}
 
 
 DROPPED = "damaged records dropped"  # the fact with the number of damaged records that were dropped, by rank
@@ -193,12 +201,8 @@ def _tiers(rank: _RankLog) -> tuple[TierBytes, ...]:
     )
 
 
-def _number(rank: _RankLog) -> int:
-    return int(rank.start["rank"]["rank"])
-
-
 def _steps(ranks: Sequence[_RankLog]) -> list[int]:
-    """Return the numbers of the steps that any rank has recorded, without untimed ones if there are others."""
+    """Return the numbers of the steps that any rank has recorded, without untimed ones unless all are untimed."""
     numbers = sorted({number for rank in ranks for number in rank.steps})
     untimed = {number for rank in ranks for number in rank.untimed}
     return [number for number in numbers if number not in untimed] or numbers
@@ -219,13 +223,6 @@ def _numbers(line: Mapping[str, Any]) -> list[float]:
     return [*line["p"], line["b"], float("nan") if starved is None else starved, line["h"], line["w"]]
 
 
-def _most(table: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the maximum of the known values of each column."""
-    known = np.where(np.isnan(table), -np.inf, table)
-    most = known.max(axis=0) if table.size else np.zeros(table.shape[1])
-    return np.where(np.isinf(most), np.nan, most)
-
-
 def _shown_step(ranks: Sequence[_RankLog], steps: Sequence[int], step_s: NDArray[np.float64]) -> int:
     """Return the step closest to the usual duration among those whose spans all ranks (or else some) have."""
     if not steps:
@@ -240,41 +237,37 @@ def _shown_step(ranks: Sequence[_RankLog], steps: Sequence[int], step_s: NDArray
 
 
 def _spans(line: bytes) -> list[Span]:
-    stated = parsed(line)
-    if stated is None:
+    content = parsed(line)
+    if content is None:
         return []
-    names, units = stated["names"], stated["units"]
+    names, units = content["names"], content["units"]
     return [
-        Span(
-            stream=STREAMS[stream],
-            name=names[name],
-            unit=units[unit],
-            start_s=start / 1e6,
-            end_s=(start + length) / 1e6,
-        )
-        for stream, name, unit, start, length in stated["v"]
+        Span(STREAMS[stream], names[name], units[unit], start / 1e6, (start + length) / 1e6)
+        for stream, name, unit, start, length in content["v"]
     ]
+
+
+def _counted_steps(ranks: Sequence[_RankLog]) -> int:
+    """Return the number of steps that the totals cover, summed over ranks; 1 if there are none."""
+    return max(1, sum(int(rank.units.get("steps", 0)) for rank in ranks))
 
 
 def _units(ranks: Sequence[_RankLog]) -> tuple[UnitTimes, ...]:
     """Return the means over ranks and steps."""
-    known = ranks[0].model.get("units", ())
-    sums: defaultdict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(UnitCounts.names())))
-    counted = 0
+    sums: defaultdict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(UnitCounts.__slots__)))
     for rank in ranks:
-        counted += rank.units.get("steps", 0)
         for name, values in rank.units.get("v", {}).items():
             sums[name] += values
-    found = []
-    for unit in known:
-        mean = dict(zip(UnitCounts.names(), (sums[unit["fqn"]] / max(1, counted)).tolist(), strict=True))
+    found, counted = [], _counted_steps(ranks)
+    for unit in ranks[0].model.get("units", ()):
+        mean = dict(zip(UnitCounts.__slots__, (sums[unit["fqn"]] / counted).tolist(), strict=True))
         recomputed = bool(mean.pop("recomputed"))
         found.append(UnitTimes(**unit, **mean, recomputed=recomputed))
     return tuple(found)
 
 
 def _host_waits(ranks: Sequence[_RankLog]) -> tuple[HostWait, ...]:
-    counted = max(1, sum(rank.units.get("steps", 0) for rank in ranks))
+    counted = _counted_steps(ranks)
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for rank in ranks:
         for name, (times, seconds) in rank.units.get("waits", {}).items():
@@ -283,14 +276,9 @@ def _host_waits(ranks: Sequence[_RankLog]) -> tuple[HostWait, ...]:
     for name, (times, seconds) in ranks[0].memory.get("questions", {}).items():
         sums[name] = [times, seconds]
     found = [
-        HostWait(what=_WAITS.get(name, name), waits=each_sum[0], waited_s=each_sum[1])
-        for name, each_sum in sums.items()
+        HostWait(what=_WAITS.get(name, name), waits=times, waited_s=seconds) for name, (times, seconds) in sums.items()
     ]
     return tuple(sorted(found, key=lambda item: -item.waited_s))
-
-
-def _operation(row: Sequence[Any]) -> OperationTime:
-    return OperationTime(**dict(zip(_OPERATION, row, strict=True)))
 
 
 def _memory(rank: _RankLog, step_s: NDArray[np.float64]) -> StepMemory | None:
@@ -304,7 +292,7 @@ def _memory(rank: _RankLog, step_s: NDArray[np.float64]) -> StepMemory | None:
     sums = np.array(list(line["by_state"].values()))
     held = max((step["h"] for step in rank.steps.values()), default=0)
     return StepMemory(
-        rank=_number(rank),
+        rank=rank.number,
         at_s=at,
         labels=tuple(line["labels"]),
         by_state={state: np.array(values, dtype=np.int64) for state, values in line["by_state"].items()},
@@ -337,7 +325,7 @@ def _shard(line: Mapping[str, Any]) -> Shard:
 
 
 def _training(ranks: Sequence[_RankLog], steps: Sequence[int]) -> dict[str, NDArray[np.float64]]:
-    """Return what loops have logged by step: the mean over the ranks that have logged it."""
+    """Return the logged numbers by step: the mean over the ranks that have logged them."""
     names = dict.fromkeys(name for rank in ranks for reported in rank.reported.values() for name in reported)
     found = {}
     for name in names:

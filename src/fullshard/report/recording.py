@@ -30,24 +30,24 @@ from fullshard.plan.explain import offload_lines
 from fullshard.plan.memory_used import memory_for_a_rank
 from fullshard.plan.stored import measure_tiers
 from fullshard.report.counters import HardwareCounters
-from fullshard.report.destinations import check_destination, open_destination
+from fullshard.report.destinations import DESTINATIONS, check_destination
 from fullshard.report.facts import facts_of, link_bytes_per_s, rank_facts, shards_of, strategy_of, units_of
 from fullshard.report.memory_watch import MemoryWatch, can_be_watched
 from fullshard.report.rank_file import RankFile, finite, is_closed, path_of
+from fullshard.report.reading import read_run
 from fullshard.report.run import COUNTERS, PARTS, WhatIf
 from fullshard.report.running_out import MemoryGuard, holders_text, is_out_of_memory
-from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts, is_kept_whole
+from fullshard.report.steps import PAUSE, WATCHED_STEP, StepRecorder, StepTaken, UnitCounts, is_kept_whole
 from fullshard.report.usage import UsageMeter
-from fullshard.report.writing import write_report
 from fullshard.tape.recorder import Event, recording_to
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_LINES = 4096  # of steps, before a line covers twice as many
-_UNITS_FIRST_S = 5.0
+_LINES = 4096  # the number of `step` lines after which a line covers twice as many steps
+_UNITS_FIRST_S = 5.0  # until the first `units` line
 _MOST_SPANS = 20_000
-_PATIENCE_S = 5.0  # waiting for the last lines of other ranks
+_PATIENCE_S = 5.0  # maximum wait for the last lines of other ranks
 
 
 def report(
@@ -69,17 +69,17 @@ def report(
                 optimizer.zero_grad()
                 report.log(loss=loss)
 
-    Every rank calls it once the model is sharded. Each rank writes its part of the record to a small separate file in
-    `path` / report, which all hosts should be able to access. Ranks do not communicate or wait. When the context ends,
-    `close()` is called or the process ends, the first rank writes the page.
+    Call it on every rank once the model is sharded. Each rank writes its part of the record to a small separate file in
+    `path` / report, which all hosts should be able to access. Ranks do not communicate or wait. The first rank writes
+    the page when the context ends, when `close()` is called, or when the process ends.
 
-    A step ends with the last optimizer step before the next forward. Time between it and that forward counts as input,
-    except for what the loop declares as something else: see `RunReport.doing`.
+    A step ends with the last optimizer step before the next forward. The time between the two counts as input, unless
+    the loop declares something else: see `RunReport.doing`.
 
     Args:
         model: The sharded root.
         path: The folder of the run, which is created if it does not exist.
-        optimizer: The optimizer, if it is not a torch optimizer. Those are found automatically.
+        optimizer: The optimizer, if it is not a torch optimizer. Torch optimizers are detected automatically.
         settings: Names and values that distinguish this run from other runs.
         first_step: The number of the first step. If it is above 1, an existing record is continued.
         log_to: "tensorboard", "wandb" or "mlflow": also log the numbers of each step with that library.
@@ -122,21 +122,23 @@ class RunReport:
         self._units: dict[str, UnitCounts] = {}
         self._host_waits: dict[str, tuple[int, float]] = {}
         self._disks: dict[Path, Moved] = {}  # bytes moved before steps were counted
-        self._travelled: Transfers = {}  # likewise
-        self._at_rest: dict[str, dict[str, int]] = {}
-        self._counted = 0  # steps, in both
+        self._transferred: Transfers = {}  # likewise
+        self._stored_bytes: dict[str, dict[str, int]] = {}  # between steps, by tier and state
+        self._counted = 0  # steps in the totals
         self._best_bytes_per_s = 0.0
         self._units_every_s = _UNITS_FIRST_S
         self._units_due = time.monotonic() + _UNITS_FIRST_S
         self._group: list[StepTaken] = []  # steps that form one line
         self._lines, self._group_size = 0, 1
         self._output_nbytes = 0
-        self._reported: dict[int, dict[str, float | Tensor]] = {}  # by step: not read yet
-        self._logged: dict[str, list[float]] = {}  # what the loop has logged for the steps of the next line
+        self._unread: dict[
+            int, dict[str, float | Tensor]
+        ] = {}  # logged numbers by step, whose tensors are not read yet
+        self._logged: dict[str, list[float]] = {}  # numbers logged for the steps of the next line
         self._is_open = True
         self._guard = MemoryGuard(model, self._optimizers, self._device)
         self._file = RankFile(path_of(path, self._rank), goes_on=first_step > 1)
-        stated = {name: str(value) for name, value in settings.items()}
+        texts = {name: str(value) for name, value in settings.items()}
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self._world))
         self._file.add(
             "start",
@@ -145,13 +147,13 @@ class RunReport:
             rank=rank_facts(self._device),
             strategy=strategy_of(model),
             facts=facts_of(model) if self._rank == 0 else {},
-            settings=stated,
+            settings=texts,
             link_bytes_per_s=link_bytes_per_s(self._device),
             limit=memory_for_a_rank(self._device, local_world),
             first_step=first_step,
         )
         self._file.flush()
-        self._destination = open_destination(log_to, path, stated) if log_to is not None and self._rank == 0 else None
+        self._destination = DESTINATIONS[log_to](path, texts) if log_to is not None and self._rank == 0 else None
         self._counters = HardwareCounters(self._device)
         usage = UsageMeter(self._device)
         self._steps = StepRecorder(
@@ -186,14 +188,14 @@ class RunReport:
             step: The number of the step. If None, it is the current step, or the last one if none is in progress.
             **numbers: Floats or tensors with one element, by name.
         """
-        reported = {
+        values = {
             name: value.detach() if isinstance(value, Tensor) else float(value) for name, value in numbers.items()
         }
         number = self._steps.number if step is None else step
         if number >= self._steps.number:
-            self._reported.setdefault(number, {}).update(reported)
+            self._unread.setdefault(number, {}).update(values)
         else:
-            self._report(number, reported)
+            self._write_numbers(number, values)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
         """Context manager within which the program does `what`.
@@ -209,7 +211,7 @@ class RunReport:
         return self._steps.doing(PAUSE)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of `loader`. The time it takes counts as input, and no other time does.
+        """Yield the batches of `loader`. Only the time that this takes counts as input.
 
         Args:
             loader: The data loader, or any other iterable.
@@ -252,7 +254,7 @@ class RunReport:
             return self.page
         self._is_open = False
         self._stack.close()
-        with suppress(RuntimeError):  # of a device that has failed
+        with suppress(RuntimeError):  # the device has failed
             self._steps.finish()
         if self._watch is not None:
             self._watch.stop()
@@ -264,12 +266,7 @@ class RunReport:
             self._destination.close()
         if self._rank == 0 and draws:
             self._await_others()
-            try:
-                self.page = write_report(self.path)
-            except OSError as error:
-                _log.warning("rank 0: no page was written for %s (%s)", self.path, error.strerror)
-            except Exception:
-                _log.warning("rank 0: no page was written for %s", self.path, exc_info=True)
+            self._write_page()
         return self.page
 
     def __enter__(self) -> RunReport:
@@ -279,7 +276,7 @@ class RunReport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and is_out_of_memory(error):
-            self._report_memory(error)
+            self._report_out_of_memory(error)
         self.close()
 
     # -- from the engine -----------------------------------------------------------------------------------------------
@@ -295,9 +292,8 @@ class RunReport:
             self._output_hook.remove()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._steps.number - self._first_step < WATCHED_STEP and not any(
-            each_optimizer is optimizer for each_optimizer in self._optimizers
-        ):
+        is_known = any(known is optimizer for known in self._optimizers)
+        if self._steps.number - self._first_step < WATCHED_STEP and not is_known:
             local = {id(param.sharded) for unit in units_in(self._model) for param in unit.params}
             if any(id(param) in local for group in optimizer.param_groups for param in group["params"]):
                 self._optimizers.append(optimizer)
@@ -306,7 +302,7 @@ class RunReport:
         if self._watch is not None:
             self._watch.note_event(event)
         if self._guard.is_near():
-            self._report_memory()
+            self._report_out_of_memory()
 
     def _before_step(self, number: int) -> None:
         if number - self._first_step + 1 == WATCHED_STEP and self._rank == 0 and can_be_watched(self._model):
@@ -318,17 +314,20 @@ class RunReport:
         if nth == 1:
             self._write_model()
         if self._watch is not None and nth >= WATCHED_STEP and self._watch.stop():
-            self._write_memory(self._watch)
+            watched = self._watch.watched(self._predicted)
+            if watched is not None:
+                self._file.add("memory", questions=self._watch.host_waits, **asdict(watched))
+            self._file.add("operations", n=self._first_step + WATCHED_STEP - 1, v=self._watch.operations.rows())
             self._watch = None
-        for number in [number for number in self._reported if number <= step.number]:
-            self._report(number, self._reported.pop(number))
+        for number in [number for number in self._unread if number <= step.number]:
+            self._write_numbers(number, self._unread.pop(number))
         if nth == WATCHED_STEP:
             self._disks = {pace.folder: pace.total for pace in paces()}
-            self._travelled = travel.total
+            self._transferred = travel.total
         if nth > WATCHED_STEP:
             self._counted += 1
             if self._counted == 1:  # decisions for a budget have been made by now
-                self._at_rest = self._stored()
+                self._stored_bytes = self._measure_stored()
             self._best_bytes_per_s = max(self._best_bytes_per_s, step.best_bytes_per_s)
             for name, counts in step.units.items():
                 self._units.setdefault(name, UnitCounts()).add(counts)
@@ -353,28 +352,38 @@ class RunReport:
             self._write_units()
             self._file.flush()
 
-    def _report_memory(self, error: BaseException | None = None) -> None:
-        """Write the page of a run that is out of memory, or will be soon. It names the error, if there is one."""
+    def _report_out_of_memory(self, error: BaseException | None = None) -> None:
+        """Write the page of a run that has raised `error` for lack of memory, or will soon run out of memory."""
         state = self._guard.state(self._rank, self._steps.origin, error)
         self._file.add("out_of_memory", **asdict(state))
         self._file.flush()
-        try:
-            self.page = write_report(self.path)
-        except Exception:  # there may be too little memory for it; the record remains
-            _log.warning("rank %d: no page was written for %s", self._rank, self.path, exc_info=True)
+        self._write_page()
         what = "is out of memory" if error is not None else "will soon run out of memory"
-        stated = (
+        message = (
             f"rank {self._rank} {what} in {state.where}. It holds {holders_text(state)}. See {self.page or self.path}"
         )
         if error is None:
-            _log.warning(stated)
+            _log.warning(message)
         else:
-            error.add_note(stated)
+            error.add_note(message)
+
+    def _write_page(self) -> None:
+        """Write the page. Log a warning if this fails, for example for lack of memory or disk space."""
+        from fullshard.report.causes import find_causes  # late: drawing needs libraries that training does not
+        from fullshard.report.page import write
+
+        try:
+            run = read_run(self.path)
+            self.page = write(run, find_causes(run), self.path)
+        except OSError as error:
+            _log.warning("rank %d: no page was written for %s (%s)", self._rank, self.path, error.strerror)
+        except Exception:
+            _log.warning("rank %d: no page was written for %s", self._rank, self.path, exc_info=True)
 
     # -- lines --------------------------------------------------------------------------------------------------------
 
-    def _report(self, step: int, reported: Mapping[str, float | Tensor]) -> None:
-        numbers = {name: float(value) for name, value in reported.items()}
+    def _write_numbers(self, step: int, values: Mapping[str, float | Tensor]) -> None:
+        numbers = {name: float(value) for name, value in values.items()}
         if self._group_size == 1:
             self._file.add("told", n=step, v=finite(numbers))
         else:
@@ -387,16 +396,16 @@ class RunReport:
         group, self._group = self._group, []
         if not group:
             return
-        of = len(group)
+        count = len(group)
         starved = [item.usage.starved_s for item in group if item.usage.starved_s is not None]
         self._file.add(
             "step",
             n=group[-1].number,
-            p=[round(sum(item.parts_s[part] for item in group) / of, 7) for part in PARTS],
-            b=round(sum(item.usage.busy_s for item in group) / of, 6),
-            s=round(sum(starved) / of, 6) if len(starved) == of else None,
+            p=[round(sum(item.parts_s[part] for item in group) / count, 7) for part in PARTS],
+            b=round(sum(item.usage.busy_s for item in group) / count, 6),
+            s=round(sum(starved) / count, 6) if len(starved) == count else None,
             h=max(item.usage.held for item in group),
-            w=sum(item.work for item in group) / of,
+            w=sum(item.work for item in group) / count,
         )
         if self._logged:
             means = {name: sum(values) / len(values) for name, values in self._logged.items()}
@@ -425,29 +434,28 @@ class RunReport:
             steps=self._counted,
             best_bytes_per_s=self._best_bytes_per_s,
             reports_input=self._steps.reports_input,
-            v={name: counts.as_list() for name, counts in self._units.items()},
+            v={name: [round(count, 6) for count in astuple(counts)] for name, counts in self._units.items()},
             waits=self._host_waits,
             disks={
                 str(pace.folder): [pace.held_bytes, *astuple(pace.total.since(self._disks.get(pace.folder, Moved())))]
                 for pace in paces()
             },
-            at_rest=self._at_rest,
+            at_rest=self._stored_bytes,
             travelled=[
-                [place, state, item.arrived, item.passed]
-                for (place, state), item in travel.since(self._travelled).items()
+                [tier, state, item.arrived, item.passed]
+                for (tier, state), item in travel.since(self._transferred).items()
             ],
         )
         self._units_every_s *= 2  # only the last line counts: a long run has a few dozen
         self._units_due = time.monotonic() + self._units_every_s
 
-    def _stored(self) -> dict[str, dict[str, int]]:
+    def _measure_stored(self) -> dict[str, dict[str, int]]:
         """Return the bytes of this rank in each tier, by state; empty without offloading."""
         if not any(offload_lines(units_in(self._model))):
             return {}
-        tiers = measure_tiers(self._model, self._optimizers)
         return {
-            tier: {state: getattr(each_tier, state.replace(" ", "_")) for state in STATES}
-            for tier, each_tier in tiers.items()
+            name: {state: getattr(tier, state.replace(" ", "_")) for state in STATES}
+            for name, tier in measure_tiers(self._model, self._optimizers).items()
         }
 
     def _write_spans(self, step: StepTaken) -> None:
@@ -461,16 +469,16 @@ class RunReport:
             names=names,
             units=units,
             v=[
-                [STREAMS.index(piece.stream), name_at[piece.name], unit_at[piece.unit], *_microseconds(piece)]
+                [
+                    STREAMS.index(piece.stream),
+                    name_at[piece.name],
+                    unit_at[piece.unit],
+                    round(piece.start * 1e6),
+                    round((piece.end - piece.start) * 1e6),
+                ]
                 for piece in pieces
             ],
         )
-
-    def _write_memory(self, watch: MemoryWatch) -> None:
-        watched = watch.watched(self._predicted)
-        if watched is not None:
-            self._file.add("memory", questions=watch.questions, **asdict(watched))
-        self._file.add("operations", n=self._first_step + WATCHED_STEP - 1, v=watch.operations.rows())
 
     def _await_others(self) -> None:
         """Wait a limited time for the last lines of other ranks."""
@@ -480,7 +488,3 @@ class RunReport:
             missing = [path for path in missing if not is_closed(path)]
             if missing:
                 time.sleep(0.02)
-
-
-def _microseconds(piece: Piece) -> tuple[int, int]:
-    return round(piece.start * 1e6), round((piece.end - piece.start) * 1e6)

@@ -1,8 +1,8 @@
 """The rules that detect causes. Each is a function that inspects the statistics of a run and returns a finding or None.
 
-To add one, write a function of `RunFigures` and its threshold, and insert it according to the table of docs/report.md.
-Add a run with the fault to `tests/faulty_runs.py`. A threshold is so high that no healthy run reaches it, and the
-message contains the number that was compared.
+To add a rule, write its function here, in the order of the table of docs/report.md, and add a run with the fault to
+`tests/faulty_runs.py`. No healthy run may reach its threshold, and its message must contain the number that is compared
+with the threshold.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Rule:
     why: str  # the reason for the threshold
     of_time: bool  # whether it depends on step times, which need enough steps
     helps: tuple[str, ...]  # prefixes of the `WhatIf.change` of simulated changes that would help, the best first
-    find: Callable[[RunFigures, Rule], Finding | None]  # returns the finding, or None
+    find: Found  # returns the finding, or None
 
     def finding(self, figures: RunFigures) -> Finding | None:
         """Return the finding of the rule in a run, or None."""
@@ -41,7 +41,7 @@ class Rule:
         return figures.findings[self.cause]
 
     def of_loss(self, figures: RunFigures, loss: Loss, stated: str, change: str) -> Finding:
-        """Return the finding of a loss, with the reason and the change that hardware counters suggest, if any."""
+        """Return the finding of a loss. If hardware counters explain it, their reason and change are used."""
         reason = reason_of(figures, loss)
         if reason is not None:
             stated, change = f"{stated} {reason.stated}", reason.change
@@ -53,17 +53,16 @@ class Rule:
         return Finding(cause=self.cause, stated=stated, change=change, lost=lost, of_memory=of_memory)
 
 
+Found = Callable[[RunFigures, Rule], Finding | None]
 Series = NDArray[np.float64]
 
 RULES: list[Rule] = []  # all rules, in the order of the table in docs/report.md
-
-Found = Callable[[RunFigures, Rule], Finding | None]
 
 
 def rule(
     cause: str, *, least: float, why: str, of_time: bool = True, helps: tuple[str, ...] = ()
 ) -> Callable[[Found], Rule]:
-    """Decorate the function of the rule for `cause`."""
+    """Decorator that adds the rule for `cause`."""
 
     def added(find: Found) -> Rule:
         RULES.append(Rule(cause=cause, least=least, why=why, of_time=of_time, helps=helps, find=find))
@@ -87,7 +86,7 @@ def slow_input(figures: RunFigures, rule: Rule) -> Finding | None:
     stated = f"{percent(loss.lost)} of the time waits for {what}, on {figures.who(loss)}: {figures.when(loss)}."
     change = "Give the loader workers (`num_workers`), or prepare the data beforehand."
     if not figures.run.reports_input:
-        change += " `report.batches(loader)` tells both apart."
+        change += " `report.batches(loader)` distinguishes the two."
     return rule.found(stated, change, lost=loss.lost)
 
 
@@ -119,7 +118,7 @@ def _slow_ranks(figures: RunFigures, least: float) -> tuple[Loss, str | None] | 
     if loss is None or loss.lost < least:
         return None
     if work is not None and work[list(loss.ranks)].mean() > 1.02 * np.median(np.delete(work.mean(1), loss.ranks)):
-        return None  # they are expected to take longer
+        return None  # they have more work
     hosts = figures.hosts()
     whole = [host for host, ranks in hosts.items() if len(hosts) > 1 and set(ranks) == set(loss.ranks)]
     return loss, whole[0] if whole and len(loss.ranks) > 1 else None
@@ -140,9 +139,7 @@ def slow_host(figures: RunFigures, rule: Rule) -> Finding | None:
 
 
 @rule(
-    "throttled rank",
-    least=0.10,
-    why=("clocks of equal devices differ by 1 to 3 %, those of a throttled one by 10 % or more"),
+    "throttled rank", least=0.10, why="clocks of equal devices differ by 1 to 3 %, of a throttled one by 10 % or more"
 )
 def throttled_rank(figures: RunFigures, rule: Rule) -> Finding | None:
     found = _slow_ranks(figures, rule.least)
@@ -158,7 +155,8 @@ def throttled_rank(figures: RunFigures, rule: Rule) -> Finding | None:
     if part >= loss.lost / 2:
         change = f"It has no core for {percent(part)} of the time: end other programs on its cores."
     else:
-        change = f"Check clock, temperature and power of its {figures.rank(ranks[0]).device}, and other programs there."
+        device = figures.run.ranks[ranks[0]].device
+        change = f"Check clock, temperature and power of its {device}, and other programs there."
     return rule.of_loss(figures, loss, stated, change)
 
 
@@ -175,7 +173,7 @@ def stragglers(figures: RunFigures, rule: Rule) -> Finding | None:
 
 
 def _is_starved(figures: RunFigures, loss: Loss) -> bool:
-    """Return whether ranks have no core for most of the lost time."""
+    """Return True if ranks have no core for most of the lost time."""
     starved = figures.starved
     return starved is not None and np.minimum(starved.max(0), loss.seconds).sum() >= loss.seconds.sum() / 2
 
@@ -221,7 +219,7 @@ def slow_optimizer(figures: RunFigures, rule: Rule) -> Finding | None:
 @rule(
     "oversubscribed cores",
     least=0.10,
-    why=("a program on dedicated cores waits for one during less than 1 % of its time"),
+    why="with dedicated cores, a program waits for one for less than 1 % of the time",
 )
 def oversubscribed_cores(figures: RunFigures, rule: Rule) -> Finding | None:
     if figures.starved is None:
@@ -231,10 +229,8 @@ def oversubscribed_cores(figures: RunFigures, rule: Rule) -> Finding | None:
         return None
     stated = f"For {percent(lost)} of the time a rank is ready to compute and has no core."
     host, places = max(figures.hosts().items(), key=lambda host: len(host[1]))
-    threads, cores = (
-        sum(figures.rank(place).threads for place in places),
-        max(figures.rank(place).cores for place in places),
-    )
+    threads = sum(figures.run.ranks[place].threads for place in places)
+    cores = max(figures.run.ranks[place].cores for place in places)
     if threads > cores:
         stated += f" {len(places)} ranks with {threads} threads share {cores} cores of {host}."
         share = cores // len(places)
@@ -263,7 +259,7 @@ def reduced_clocks(figures: RunFigures, rule: Rule) -> Finding | None:
 
 
 def _is_explained(figures: RunFigures) -> bool:
-    """Return whether ranks or steps that compute longer are a cause already, whose reason the counters give."""
+    """Return True if slow ranks or steps are a cause already. The counters then explain that cause."""
     others = (slow_host, throttled_rank, stragglers, slow_steps, changed_speed)
     return any(other.finding(figures) is not None for other in others)
 
@@ -279,10 +275,9 @@ def swapping(figures: RunFigures, rule: Rule) -> Finding | None:
     lost = figures.share(by_rank[worst])
     if lost < rule.least:
         return None
-    reason = swaps(figures.rank(worst).host, float(swapped[worst][cells[worst]].mean()))
-    return rule.found(
-        f"For {percent(lost)} of the time programs wait for memory. {reason.stated}", reason.change, lost=lost
-    )
+    reason = swaps(figures.run.ranks[worst].host, float(swapped[worst][cells[worst]].mean()))
+    stated = f"For {percent(lost)} of the time programs wait for memory. {reason.stated}"
+    return rule.found(stated, reason.change, lost=lost)
 
 
 # -- communication ----------------------------------------------------------------------------------------------------
@@ -290,9 +285,9 @@ def swapping(figures: RunFigures, rule: Rule) -> Finding | None:
 EXPOSED = 0.10
 """The minimum fraction of a step in exposed communication that justifies a change. With overlap, 1 to 5 % remain."""
 
-_SPREAD = 4.0  # times the median unit: in most models, a root with an embedding is 2 to 3 times a block
-_FEW_MOVING = 1 / 3  # maximum share of transfer in the time of a small message; the rest is fixed cost
-_NO_SMALL_NBYTES = 1_000_000  # takes 20 us at 50 GB/s, as long as the start of a collective
+_SPREAD = 4.0  # minimum ratio to the median unit: in most models, a root with an embedding is 2 to 3 times a block
+_FEW_MOVING = 1 / 3  # maximum fraction of the time of a small message in which data moves
+_NO_SMALL_NBYTES = 1_000_000  # a transfer of 20 us at 50 GB/s, as long as the start of a collective
 
 
 def _waits_for_transport(figures: RunFigures) -> bool:
@@ -305,20 +300,14 @@ def _is_one_unit(figures: RunFigures) -> bool:
 
 
 def _has_small_messages(figures: RunFigures) -> bool:
-    """Return whether collectives consist mostly of fixed cost."""
+    """Return True if collectives take most of their time to start."""
     run, count = figures.run, figures.collectives
     if not count or figures.moved_bytes / count >= _NO_SMALL_NBYTES or len(run.units) < 4:
         return False
-    gives = min((item for item in (run.link_gb_s, max(run.links_gb_s, default=None)) if item), default=None)
-    if gives is None:
+    gb_s = min((item for item in (run.link_gb_s, max(run.links_gb_s, default=None)) if item), default=None)
+    if gb_s is None:
         return figures.moved_bytes / count < _NO_SMALL_NBYTES / 10
-    return figures.moved_bytes / gives / 1e9 < _FEW_MOVING * figures.waited_s
-
-
-def _never_prefetches(figures: RunFigures) -> bool:
-    gathering = [unit for unit in figures.run.units if unit.gathers]
-    ahead, gathers = sum(item.gathers_ahead for item in gathering), sum(item.gathers for item in gathering)
-    return len(gathering) > 1 and ahead < 0.05 * gathers  # False for unknown values (NaN)
+    return figures.moved_bytes / gb_s / 1e9 < _FEW_MOVING * figures.waited_s
 
 
 @rule("one unit for all", least=EXPOSED, why="nothing hides a transfer while no other unit computes")
@@ -348,7 +337,7 @@ def unit_too_large(figures: RunFigures, rule: Rule) -> Finding | None:
     largest = max(range(len(units)), key=lambda index: units[index].nbytes)
     times, lost = units[largest].nbytes / max(median, 1), sum(figures.waits.by_unit[largest])
     others = [unit for place, unit in enumerate(units) if place != largest]
-    is_most = units[largest].nbytes > sum(unit.nbytes for unit in others)  # of the model, as a root of few units is
+    is_most = units[largest].nbytes > sum(unit.nbytes for unit in others)  # such as the root of a model with few units
     stands_out = len(units) > 3 and _exposed_part([units[largest]]) >= 1.5 * _exposed_part(others)
     if lost < rule.least or not (is_most or (times >= _SPREAD and stands_out)):
         return None
@@ -414,7 +403,10 @@ _MICROBATCHES = 2  # hsdp reduces twice in a step of one microbatch
 @rule("no prefetch", least=EXPOSED, why="a gather that starts when it is needed is not hidden", helps=("prefetch",))
 def no_prefetch(figures: RunFigures, rule: Rule) -> Finding | None:
     lost = figures.waits.gathers
-    if not _waits_for_transport(figures) or not _never_prefetches(figures) or lost < rule.least:
+    gathering = [unit for unit in figures.run.units if unit.gathers]
+    ahead, gathers = sum(unit.gathers_ahead for unit in gathering), sum(unit.gathers for unit in gathering)
+    prefetches = not (len(gathering) > 1 and ahead < 0.05 * gathers)  # True for unknown values (NaN)
+    if not _waits_for_transport(figures) or prefetches or lost < rule.least:
         return None
     stated = f"{percent(lost)} of the time waits for gathers, and none was prefetched."
     change = (
@@ -479,7 +471,7 @@ def gradients_in_float32(figures: RunFigures, rule: Rule) -> Finding | None:
     "slow link",
     least=2 * EXPOSED,
     why="beyond what the other communication rules explain: send fewer bytes, or use a faster link",
-    helps=("hsdp", "less on the wire", "zero2"),
+    helps=("hsdp", "gradients sent in bfloat16", "zero2"),
 )
 def slow_link(figures: RunFigures, rule: Rule) -> Finding | None:
     run, waits = figures.run, figures.waits
@@ -487,25 +479,15 @@ def slow_link(figures: RunFigures, rule: Rule) -> Finding | None:
         return None
     reason = slow_link_of(figures)
     if reason is not None:
-        return rule.found(
-            f"{percent(waits.share)} of the time waits for communication. {reason.stated}",
-            reason.change,
-            lost=waits.share,
-        )
-    others = (
-        one_unit,
-        unit_too_large,
-        units_too_small,
-        each_microbatch_communicates,
-        no_prefetch,
-        frozen_part_gathered,
-    )
+        stated = f"{percent(waits.share)} of the time waits for communication. {reason.stated}"
+        return rule.found(stated, reason.change, lost=waits.share)
+    others = one_unit, unit_too_large, units_too_small, each_microbatch_communicates, no_prefetch, frozen_part_gathered
     explained = sum(item.lost for item in (other.finding(figures) for other in others) if item is not None)
     if gradients_in_float32.finding(figures) is not None:
         explained += waits.reductions
     if waits.share - explained < rule.least:
         return None
-    gave = f"; it has given {amount(1e9 * run.link_gb_s)}/s" if run.link_gb_s else ""
+    gave = f"; the link has reached {amount(1e9 * run.link_gb_s)}/s" if run.link_gb_s else ""
     stated = (
         f"{percent(waits.share)} of the time waits for communication of {amount(figures.moved_bytes)} per step at "
         f"{amount(1e9 * figures.reached_gb_s)}/s{gave}."
@@ -533,11 +515,7 @@ def network_stalls(figures: RunFigures, rule: Rule) -> Finding | None:
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
-@rule(
-    "checkpoint stalls",
-    least=0.05,
-    why=("a checkpoint that is written in the background stalls steps for less than 1 % of the time"),
-)
+@rule("checkpoint stalls", least=0.05, why="checkpoints in the background stall steps for less than 1 % of the time")
 def checkpoint_stalls(figures: RunFigures, rule: Rule) -> Finding | None:
     loss = _large(figures.loss("checkpoint"), rule)
     if loss is None:
@@ -568,13 +546,13 @@ def code_on_one_rank(figures: RunFigures, rule: Rule) -> Finding | None:
         return None
     stated = (
         f"{percent(loss.lost)} of the time waits for {figures.who(loss)}, in code between forward, backward and "
-        f"optimizer: {figures.when(loss)}{_lines(figures)}."
+        f"optimizer: {figures.when(loss)}{_listed_waits(figures)}."
     )
     change = "Log every tenth step, in a thread, or by `fullshard.report`'s `log_to`: the other ranks wait meanwhile."
     return rule.found(stated, change, lost=loss.lost)
 
 
-def _lines(figures: RunFigures) -> str:
+def _listed_waits(figures: RunFigures) -> str:
     waits = sorted(figures.run.host_waits, key=lambda host_wait: -host_wait.waited_s)
     return f"; {listed([f'{wait.what} ({wait.waits:.3g} times)' for wait in waits])}" if waits else ""
 
@@ -590,19 +568,19 @@ def host_waits(figures: RunFigures, rule: Rule) -> Finding | None:
         return None
     between = 0.0 if loss is None or _is_starved(figures, loss) else loss.lost
     waited = sum(wait.waited_s for wait in figures.run.host_waits if wait.what != _EVALUATION)
-    waited = min(waited / float(figures.step_s.mean()), _idle(figures))
+    waited = min(waited / float(figures.step_s.mean()), _idle_share(figures))
     lost = max(between, waited)
     if lost < rule.least:
         return None
     size = f": {figures.when(loss)}" if loss is not None and between >= rule.least else ""
-    stated = f"{percent(lost)} of the time the program neither computes nor communicates{size}{_lines(figures)}."
+    stated = f"{percent(lost)} of the time the program neither computes nor communicates{size}{_listed_waits(figures)}."
     change = "Log every tenth step and keep values on the device until then: no `.item()` in the loop."
     if loss is not None and loss.pattern.kind != "steady":
         change = "Do this less often or in a thread: saving with `torch.save`, logging, images, metrics."
     return rule.found(stated, change, lost=lost)
 
 
-def _idle(figures: RunFigures) -> float:
+def _idle_share(figures: RunFigures) -> float:
     """Return the fraction of a step during which an accelerator is idle, an upper bound on the cost of host waits."""
     busy = figures.later(figures.run.busy_s)
     if busy is None or all(rank.device == "cpu" for rank in figures.run.ranks):
@@ -631,10 +609,10 @@ def host_bound_steps(figures: RunFigures, rule: Rule) -> Finding | None:
     return rule.found(stated, change, lost=lost)
 
 
-UNEXPLAINED = 1 / 3  # the minimum fraction of the time that is lost for reasons of less than their thresholds
+UNEXPLAINED = 1 / 3  # the minimum fraction of the time that is lost without any cause that reaches its threshold
 
 
-@rule("unexplained waits", least=UNEXPLAINED, why="several smaller losses, or something that no other rule knows")
+@rule("unexplained waits", least=UNEXPLAINED, why="several smaller losses, or a loss that no other rule detects")
 def unexplained_waits(figures: RunFigures, rule: Rule) -> Finding | None:
     lost = 1 - figures.share(figures.computes)
     others = (other.finding(figures) for other in RULES if other.of_time and other is not rule)
@@ -648,7 +626,7 @@ def unexplained_waits(figures: RunFigures, rule: Rule) -> Finding | None:
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
-_BINDS = 0.90  # of the limit: an allocator with less memory left frees and reallocates it
+_FULL = 0.90  # minimum fraction of the limit; an allocator with less free memory frees and reallocates its cache
 
 
 @rule(
@@ -664,20 +642,20 @@ def no_activation_checkpointing(figures: RunFigures, rule: Rule) -> Finding | No
         return None
     if run.out_of_memory is not None:
         held, total = run.out_of_memory.by_state.get("activations", 0), sum(run.out_of_memory.by_state.values())
-        binding = 1.0 if held >= run.out_of_memory.limit_bytes / 10 else 0.0  # otherwise something else is large
+        full = 1.0 if held >= run.out_of_memory.limit_bytes / 10 else 0.0  # otherwise something else is large
     elif used is not None and used[1] and run.memory is not None:
-        binding, total = used[0] / used[1], figures.tensors_at_peak()
+        full, total = used[0] / used[1], figures.tensors_at_peak()
         held = int(run.memory.by_state["activations"][run.memory.peak]) if "activations" in run.memory.by_state else 0
     else:
         return None
-    if binding < _BINDS or held < rule.least * max(total, 1):
+    if full < _FULL or held < rule.least * max(total, 1):
         return None
     stated = (
-        f"Memory is {percent(min(1.0, binding))} full, and {percent(held / total)} of tensors at the peak are "
+        f"Memory is {percent(min(1.0, full))} full, and {percent(held / total)} of tensors at the peak are "
         f"activations: {amount(held)}."
     )
     change = "Recompute them (`--activation-checkpointing`, `torch.utils.checkpoint`), or use smaller microbatches."
-    return rule.found(stated, change, of_memory=binding * held / total)
+    return rule.found(stated, change, of_memory=full * held / total)
 
 
 @rule(
@@ -699,7 +677,7 @@ def needless_activation_checkpointing(figures: RunFigures, rule: Rule) -> Findin
     return rule.found(stated, change, lost=lost)
 
 
-_SPARE = 0.3  # of the limit: activations may be several times as large without recomputing
+_SPARE = 0.3  # maximum fraction of the limit; without recomputing, activations may be several times as large
 
 
 @rule("large logits", least=0.30, why="of tensors at the peak: a smaller share is one of many", of_time=False)
@@ -713,9 +691,8 @@ def large_logits(figures: RunFigures, rule: Rule) -> Finding | None:
         full = min(1.0, used[0] / used[1])
     if full < _SPARE:
         return None
-    identical = [
-        item.nbytes for item in run.memory.largest if item.nbytes in (logits, 2 * logits)
-    ]  # cast to float32, gradients
+    # Logits, their cast to float32, and their gradients.
+    identical = [item.nbytes for item in run.memory.largest if item.nbytes in (logits, 2 * logits)]
     if sum(identical) < rule.least * total:
         return None
     stated = (
@@ -748,8 +725,8 @@ def memory_leak(figures: RunFigures, rule: Rule) -> Finding | None:
     worst = int(slopes.argmax())
     series, slope = held[worst], float(slopes[worst])
     grown = slope * (len(series) - 1)
-    goes_on = _slope(series[half:]) >= 0.5 * _slope(series[:half]) > 0
-    if grown < max(rule.least * series[0], _NOTABLE_LEAK_NBYTES) or not goes_on:
+    continues = _slope(series[half:]) >= 0.5 * _slope(series[:half]) > 0
+    if grown < max(rule.least * series[0], _NOTABLE_LEAK_NBYTES) or not continues:
         return None
     if _trend(series) < _SURE or _trend(run.held_bytes[worst].astype(np.float64)) < _SURE_OF_ALL_STEPS:
         return None

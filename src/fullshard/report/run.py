@@ -38,8 +38,8 @@ COUNTERS: Mapping[str, str] = {
     "swapped out": "bytes/s",
     "stalled for memory": "share",
 }
-"""The hardware counters, with their units. Those of GPUs and of this rank are of one rank, page faults of its process,
-the others of its host. CPU of this rank includes the processes that it starts."""
+"""The hardware counters, with their units. Those of GPUs and "CPU of this rank" belong to a rank, page faults to its
+process, the others to its host. "CPU of this rank" includes the processes that it starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class RankFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """The time of a unit's collectives per step: the mean over recorded steps and ranks."""
+    """The collectives of a unit per step, as means over recorded steps and ranks."""
 
     fqn: str  # empty for the root
     nbytes: int  # of its unsharded parameters
@@ -83,7 +83,7 @@ class HostWait:
     waited_s: float  # in all of them, per step
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Span:
     """Work of a stream in the displayed step. Times are seconds from the start of that step."""
 
@@ -213,10 +213,7 @@ class Run:
     memory: StepMemory | None
     held_bytes: NDArray[np.int64]  # memory of the process or the allocator at the end of each step; (ranks, steps)
     shards: tuple[Shard, ...]
-    training: Mapping[
-        str, NDArray[np.float64]
-    ]  # "loss", "bits per byte", "gradient norm", "learning rate", "tokens/s",
-    # "MFU": each of shape (steps,)
+    training: Mapping[str, NDArray[np.float64]]  # "loss", "gradient norm", "tokens/s", ...; each of shape (steps,)
     strategy: str
     settings: Mapping[str, str] = field(default_factory=dict)  # that two runs may differ in
     what_ifs: tuple[WhatIf, ...] = ()
@@ -227,15 +224,15 @@ class Run:
     host_waits: tuple[HostWait, ...] = ()
     operations: tuple[OperationTime, ...] = ()  # of one step, the slowest first
     tiers: tuple[TierBytes, ...] = ()  # the device first; empty without offloading
-    reports_input: bool = True  # whether the loop tells input from its other code
+    reports_input: bool = True  # whether the loop distinguishes input from its other code
     links_gb_s: tuple[float, ...] = ()  # like `link_gb_s`, by rank: from the previous rank
     counters: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # measured ones; each (ranks, steps)
 
     @property
     def settled(self) -> NDArray[np.bool_]:
-        """The steps to take statistics of, as a mask: all but the first, if all ranks have recorded them."""
+        """The steps to take statistics of, as a mask: all except the first, if all ranks have recorded them."""
         known: NDArray[np.bool_] = ~np.asarray(
             np.isnan(self.parts_s).any((0, 2))
-        )  # a rank can be one step ahead, or gone
+        )  # a rank may be ahead, or have failed
         later: NDArray[np.bool_] = known & (self.steps > 1)
         return later if later.any() else known

@@ -1,7 +1,7 @@
-"""Reports on lack of memory before the process ends: what failed or soon will, who holds memory, and what would fit.
+"""Reports on a lack of memory: which allocation failed or soon will, the consumers of memory, and what would fit.
 
 An accelerator's allocator raises an error. So does the CPU's under a limit of the process (`ulimit -v`, `RLIMIT_AS`,
-`RLIMIT_DATA`). This is reported when the error leaves the loop, because it still holds the frames. The limit of a
+`RLIMIT_DATA`). Such an error is reported when it leaves the loop, because it still holds the frames. The limit of a
 container ends the process without an error, so that limit is reported when it is near.
 """
 
@@ -26,7 +26,7 @@ from fullshard.engine.registry import units_in
 from fullshard.errors import FullshardError
 from fullshard.plan.ledger import predict_ledger
 from fullshard.plan.memory import State
-from fullshard.report.memory_watch import Held, held_between_steps
+from fullshard.report.memory_watch import held_between_steps
 from fullshard.report.run import OutOfMemory, TensorHeld
 from fullshard.tape.recorder import Origin, Phase
 
@@ -53,14 +53,14 @@ class MemoryGuard:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
         self._model, self._optimizers = model, optimizers
         self._limits = list(_limits(device))
-        known = sum(held_between_step.nbytes for held_between_step in held_between_steps(model, optimizers))
+        known = sum(held.nbytes for held in held_between_steps(model, optimizers))
         self._own = [max(0, limit.used() - known) for limit in self._limits]  # of the program itself
         self._ballast = bytearray(_BALLAST_NBYTES) if any(_of_process()) else None
         self._looked_at = 0.0
         self.has_reported = False
 
     def is_near(self) -> bool:
-        """Return True if a limit without an error is near and was not reported. Cheap enough for every event."""
+        """Return True if a limit that raises no error is near and was not reported. Cheap enough for every event."""
         now = time.monotonic()
         if self.has_reported or now - self._looked_at < _LOOK_EVERY_S:
             return False
@@ -75,11 +75,11 @@ class MemoryGuard:
         used = limit.used()
         held = [*held_between_steps(self._model, self._optimizers), *_gradients(self._model)]
         remaining = max(0, used - own - sum(item.nbytes for item in held))
-        by_state = Counter({State.ACTIVATIONS.value: remaining})
+        what = "activations and temporaries"
+        held.insert(0, TensorHeld(nbytes=remaining, state=State.ACTIVATIONS.value, what=what))
+        by_state = Counter[str]()
         for item in held:
             by_state[item.state] += item.nbytes
-        every = [*held, Held(nbytes=remaining, state=State.ACTIVATIONS.value, what="activations and temporaries")]
-        largest = sorted(every, key=lambda item: -item.nbytes)[:_SHOWN]
         lacking = used + (requested or 0) - limit.nbytes * (1 - _MARGIN)
         return OutOfMemory(
             rank=rank,
@@ -88,7 +88,7 @@ class MemoryGuard:
             used_bytes=used,
             limit_bytes=limit.nbytes,
             by_state=dict(by_state),
-            largest=tuple(TensorHeld(nbytes=item.nbytes, state=item.state, what=item.what) for item in largest),
+            largest=tuple(sorted(held, key=lambda item: -item.nbytes)[:_SHOWN]),
             would_fit=tuple(_would_fit(self._model, remaining, lacking)),
         )
 
@@ -109,12 +109,12 @@ def requested_bytes(error: BaseException) -> int | None:
 
 
 def holders_text(state: OutOfMemory) -> str:
-    """Format the three largest holders."""
+    """Format the three largest consumers of memory."""
     return "; ".join(f"{item.nbytes / 1e6:,.0f} MB {item.what}" for item in state.largest[:3])
 
 
 def _where(model: nn.Module, origin: Origin, error: BaseException | None) -> str:
-    """Return the module whose forward has raised `error`, because the origin has changed by then; else the unit."""
+    """Return the module whose forward has raised `error`, since the origin has changed by then, or the unit."""
     names = {id(module): name for name, module in model.named_modules()}
     trace, inner = None if error is None else error.__traceback__, ""
     while trace is not None:
@@ -125,17 +125,17 @@ def _where(model: nn.Module, origin: Origin, error: BaseException | None) -> str
     return "the loop" if origin.phase is Phase.IDLE else f"{origin.unit or 'the root'}, {origin.phase.value}"
 
 
-def _gradients(model: nn.Module) -> Iterator[Held]:
+def _gradients(model: nn.Module) -> Iterator[TensorHeld]:
     for unit in units_in(model):
         grads = (param.sharded.grad for param in unit.params)
         nbytes = sum(local_tensor(grad).nbytes for grad in grads if grad is not None)
         if nbytes:
             name = unit.name or "the root"
-            yield Held(nbytes=nbytes, state=State.SHARDED_GRADIENTS.value, what=f"gradients of {name}")
+            yield TensorHeld(nbytes=nbytes, state=State.SHARDED_GRADIENTS.value, what=f"gradients of {name}")
 
 
 def _would_fit(model: nn.Module, activations: int, lacking: float) -> Iterator[str]:
-    """Yield changes that are predicted to free the missing memory, the cheapest first; none if nothing is missing."""
+    """Yield changes that are predicted to free the missing memory, the cheapest first."""
     if lacking <= 0:
         return
     with suppress(FullshardError):
@@ -161,8 +161,7 @@ def _limits(device: torch.device) -> Iterator[Limit]:
         yield Limit(int(module.mem_get_info(device)[1]), lambda: int(module.memory_reserved(device)), raises=True)
         return
     yield from _of_process()
-    container = _container()
-    if container is not None:
+    if (container := _container()) is not None:
         yield container
     yield Limit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), lambda: _status("VmRSS"), raises=True)
 
@@ -193,10 +192,10 @@ def _container(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/self/
             if "memory" in kinds.split(","):
                 limit, names = folder / "memory.limit_in_bytes", ("total_rss", "total_shmem")
             if limit.is_file() and limit.read_text().strip() != "max" and int(limit.read_text()) < 1 << 60:
-                return Limit(int(limit.read_text()), partial(_sum_of, stat, names), raises=False)
+
+                def used(stat: Path = stat, names: Sequence[str] = names) -> int:
+                    lines = (line.split() for line in stat.read_text().splitlines())
+                    return sum(int(value) for name, value in lines if name in names)
+
+                return Limit(int(limit.read_text()), used, raises=False)
     return None
-
-
-def _sum_of(file: Path, names: Sequence[str]) -> int:
-    lines = (line.split() for line in file.read_text().splitlines())
-    return sum(int(value) for name, value in lines if name in names)

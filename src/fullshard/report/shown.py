@@ -1,7 +1,7 @@
-"""The content of a run's page: plain values, reduced until the page is small, with a note where that was done.
+"""The content of a run's page as plain values. Large data is reduced, and the page states where it is.
 
-Times are in seconds and sizes in bytes, as in `Run`. Reduction keeps what readers look for: the peak of a memory curve,
-late ranks, units that are waited for, means over steps.
+Times are in seconds and sizes in bytes, as in `Run`. Reduction keeps the peak of a memory curve, late ranks, the units
+with the longest waits, and means over steps.
 """
 
 from __future__ import annotations
@@ -17,17 +17,7 @@ from numpy.typing import NDArray
 
 from fullshard.device.streams import STREAMS
 from fullshard.device.travel import STATES
-from fullshard.report.run import (
-    COUNTERS,
-    PARTS,
-    Finding,
-    Run,
-    Shard,
-    Span,
-    StepMemory,
-    TierBytes,
-    UnitTimes,
-)
+from fullshard.report.run import COUNTERS, PARTS, Finding, Run, Shard, Span, StepMemory, TierBytes, UnitTimes
 
 _POINTS = 400  # of a curve over steps, or over one step
 _ROWS = 64  # of the map of ranks and steps
@@ -35,7 +25,7 @@ _COLUMNS = 160
 _SPANS = 12_000  # of all displayed streams
 _UNITS = 600
 _RANKS = 256
-_CUTS = 12_000  # in the map of shards; an evenly sharded parameter counts once
+_CUTS = 12_000  # row ends in the map of shards; an evenly sharded parameter has one
 
 Numbers = NDArray[Any]
 
@@ -45,7 +35,7 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
 
     `run` has at least one step of at least one rank, or an `out_of_memory`. The worst finding comes first.
     """
-    reported = {
+    content: dict[str, Any] = {
         "name": run.name,
         "strategy": run.strategy,
         "world": len(run.ranks),
@@ -56,10 +46,7 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
         "out_of_memory": None if run.out_of_memory is None else asdict(run.out_of_memory),
         "step": _step(run),
         "over_steps": _over_steps(run),
-        "host_waits": [
-            asdict(host_wait)
-            for host_wait in sorted(run.host_waits, key=lambda each_host_wait: -each_host_wait.waited_s)
-        ],
+        "host_waits": [asdict(wait) for wait in sorted(run.host_waits, key=lambda wait: -wait.waited_s)],
         "timeline": _timeline(run),
         "units": _units(run),
         "operations": [asdict(operation) for operation in run.operations],
@@ -70,13 +57,12 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
         "hardware": _hardware(run),
         "shards": _shards(run.shards),
         "training": _training(run),
-        "what_ifs": [asdict(item) for item in sorted(run.what_ifs, key=lambda element: -element.gain_s)],
+        "what_ifs": [asdict(item) for item in sorted(run.what_ifs, key=lambda item: -item.gain_s)],
         "settings": dict(run.settings),
         "facts": dict(run.facts),
-        "against": None if against is None else _alongside(run, against),
+        "against": None if against is None else _comparison(run, against),
     }
-    found: dict[str, Any] = plain(reported)
-    return found
+    return {name: plain(value) for name, value in content.items()}
 
 
 def plain(value: Any) -> Any:
@@ -101,7 +87,7 @@ def _buckets(count: int, most: int) -> list[slice]:
 
 
 def _thin(values: Numbers, most: int = _POINTS, by: Callable[..., Any] | None = None) -> Numbers:
-    """Return the means, or the extremes, over buckets of the last axis, ignoring values that were not measured."""
+    """Reduce buckets of the last axis to their means, or by `by`. Values that were not measured are ignored."""
     parts = [(by or _mean)(values[..., bucket], axis=-1) for bucket in _buckets(values.shape[-1], most)]
     return np.stack(parts, -1) if parts else values[..., :0].astype(float)
 
@@ -131,7 +117,7 @@ def _quantile(values: Numbers, *at: float) -> list[float]:
 
 
 def _settled(run: Run) -> Numbers:
-    """Return the steps to average over, as a mask: those that the causes are found in."""
+    """Return the steps to average over, as a mask: those that causes are derived from."""
     settled: Numbers = run.settled
     return settled if settled.any() else np.ones(len(run.steps), dtype=bool)
 
@@ -139,11 +125,12 @@ def _settled(run: Run) -> Numbers:
 def _steps(run: Run) -> dict[str, Any]:
     clock = _mean(run.step_s[:, _settled(run)], axis=0) if run.step_s.size else np.zeros(0)
     low, median, high = _quantile(clock, 0.05, 0.5, 0.95)
+    is_any = bool(len(run.steps))
     return {
         "count": len(run.steps),
-        "first": int(run.steps[0]) if len(run.steps) else None,
-        "last": int(run.steps[-1]) if len(run.steps) else None,
-        "without_first": bool(len(run.steps)) and not _settled(run)[0],
+        "first": int(run.steps[0]) if is_any else None,
+        "last": int(run.steps[-1]) if is_any else None,
+        "without_first": is_any and not _settled(run)[0],
         "median_s": median,
         "low_s": low,
         "high_s": high,
@@ -179,19 +166,19 @@ def _over_steps(run: Run) -> dict[str, Any] | None:
     of_steps = _mean(run.parts_s, axis=0)
     parts = np.round(_thin(of_steps.T), 6)
     return {
-        "at": _first_of(run.steps),
-        "each": _each(run.steps),
+        **_step_axis(run),
         "most_s": np.round(_thin(of_steps.sum(1), by=_most), 6),
         "parts": {part: parts[place] for place, part in enumerate(PARTS)},
     }
 
 
-def _first_of(steps: Numbers) -> list[int]:
-    return [int(steps[bucket.start]) for bucket in _buckets(len(steps), _POINTS)]
-
-
-def _each(steps: Numbers, most: int = _POINTS) -> int:
-    return max(1, -(-len(steps) // most))
+def _step_axis(run: Run, most: int = _POINTS) -> dict[str, Any]:
+    """Return the number of the first step in each bucket, and the number of steps per bucket."""
+    buckets = _buckets(len(run.steps), most)
+    return {
+        "at": [int(run.steps[bucket.start]) for bucket in buckets],
+        "each": buckets[0].stop if buckets else 1,
+    }
 
 
 def _timeline(run: Run) -> dict[str, Any] | None:
@@ -211,20 +198,20 @@ def timeline(ranks: Sequence[tuple[int, str, Sequence[Span]]]) -> dict[str, Any]
     units: dict[str, int] = {}
     streams = in_order({span.stream for _, _, spans in ranks for span in spans}, STREAMS)
     place = {stream: number for number, stream in enumerate(streams)}
-    visited: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     left, cut = _SPANS, 0
     for rank, why, spans in ranks:
-        if visited and len(spans) > left:
+        if rows and len(spans) > left:
             continue
         kept = sorted(spans, key=lambda span: span.start_s - span.end_s)[:_SPANS]
         cut = max(cut, len(spans) - len(kept))
         left -= len(kept)
-        visited.append({"rank": rank, "why": why, **_columns(kept, place, names, units)})
+        rows.append({"rank": rank, "why": why, **_columns(kept, place, names, units)})
     return {
         "streams": streams,
         "names": list(names),
         "units": list(units),
-        "ranks": sorted(visited, key=lambda item: item["rank"]),
+        "ranks": sorted(rows, key=lambda item: item["rank"]),
         "of_ranks": len(ranks),
         "cut": cut,
     }
@@ -273,7 +260,6 @@ def _units(run: Run) -> dict[str, Any] | None:
     if not run.units:
         return None
     order = sorted(run.units, key=lambda unit: -_waits(unit))
-    kept = order[:_UNITS]
     return {
         "link_gb_s": run.link_gb_s,
         "of": len(run.units),
@@ -281,23 +267,19 @@ def _units(run: Run) -> dict[str, Any] | None:
         "left_out_s": float(np.nansum([_waits(item) for item in order[_UNITS:]])),
         "rows": [
             {
-                "fqn": item.fqn,
-                "nbytes": item.nbytes,
-                "trains": item.trains,
-                "gathers": item.gathers,
-                "gathered_bytes": item.gathered_bytes,
-                "gather_s": item.gather_s,
-                "gather_exposed_s": item.gather_exposed_s,
-                "gather_gb_s": _rate(item.gathered_bytes, item.gather_s),
-                "reductions": item.reductions,
-                "reduced_bytes": item.reduced_bytes,
-                "reduce_s": item.reduce_s,
-                "reduce_exposed_s": item.reduce_exposed_s,
-                "reduce_gb_s": _rate(item.reduced_bytes, item.reduce_s),
+                **{name: getattr(unit, name) for name in _UNIT_FIELDS},
+                "gather_gb_s": _rate(unit.gathered_bytes, unit.gather_s),
+                "reduce_gb_s": _rate(unit.reduced_bytes, unit.reduce_s),
             }
-            for item in kept
+            for unit in order[:_UNITS]
         ],
     }
+
+
+_UNIT_FIELDS = (
+    *("fqn", "nbytes", "trains", "gathers", "gathered_bytes", "gather_s", "gather_exposed_s"),
+    *("reductions", "reduced_bytes", "reduce_s", "reduce_exposed_s"),
+)
 
 
 def _waits(unit: UnitTimes) -> float:
@@ -424,50 +406,45 @@ def _map(run: Run) -> dict[str, Any] | None:
     if len(run.ranks) < 2 or len(run.steps) < 2 or not np.isfinite(run.waited_for_s).any():
         return None
     rows = _buckets(len(run.ranks), _ROWS)
-    columns = _buckets(len(run.steps), _COLUMNS)
     late, most = (_thin(run.waited_for_s, _COLUMNS, by) for by in (_mean, _most))
-    numbers = [rank.rank for rank in run.ranks]
+    numbers = [str(rank.rank) for rank in run.ranks]
+    columns = _step_axis(run, _COLUMNS)
     return {
-        "ranks": [_between(numbers[row.start], numbers[row.stop - 1]) for row in rows],
-        "steps": [int(run.steps[column.start]) for column in columns],
-        "each": _each(run.steps, _COLUMNS),
+        "ranks": [" to ".join(dict.fromkeys((numbers[row.start], numbers[row.stop - 1]))) for row in rows],
+        "steps": columns["at"],
+        "each": columns["each"],
         "late_s": [np.round(np.nan_to_num(late[row]).max(0), 6) for row in rows],
         "most_s": [np.round(np.nan_to_num(most[row]).max(0), 6) for row in rows],
     }
-
-
-def _between(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first} to {last}"
 
 
 def _skew(run: Run) -> dict[str, Any] | None:
     """Return the delay between the first and the last rank over steps."""
     if len(run.ranks) < 2 or len(run.steps) < 3 or not np.isfinite(run.waited_for_s).any():
         return None
-    separate = np.ptp(np.nan_to_num(run.waited_for_s), axis=0)
+    skew = np.ptp(np.nan_to_num(run.waited_for_s), axis=0)
     return {
-        "at": _first_of(run.steps),
-        "each": _each(run.steps),
-        "apart_s": np.round(_thin(separate), 6),
-        "most_s": np.round(_thin(separate, by=_most), 6),
+        **_step_axis(run),
+        "apart_s": np.round(_thin(skew), 6),
+        "most_s": np.round(_thin(skew, by=_most), 6),
     }
 
 
 def _shards(shards: Sequence[Shard]) -> dict[str, Any] | None:
-    """Return the rows of each rank for the largest parameters: row ends by rank, or one number if shards are even."""
+    """Return the rows that each rank owns of the largest parameters, and totals over all parameters."""
     if not shards:
         return None
     units: dict[str, int] = {}
     parameters, left = [], _CUTS
-    for shard in sorted(shards, key=lambda each_shard: -_bytes_of(each_shard)):
+    for shard in sorted(shards, key=lambda shard: -_bytes_of(shard)):
         cut = _cut(shard)
         left -= len(cut) if isinstance(cut, list) else 1
         if left >= 0:
             parameters.append(_parameter(shard, units.setdefault(shard.unit, len(units)), cut))
     owned = np.zeros(max(len(shard.rows) for shard in shards))
-    for each_shard in shards:
-        a_row = _bytes_of(each_shard) / max(1, each_shard.shape[each_shard.dim] if each_shard.shape else 1)
-        owned[: len(each_shard.rows)] += [a_row * (stop - start) for start, stop in each_shard.rows]
+    for shard in shards:
+        row_bytes = _bytes_of(shard) / max(1, shard.shape[shard.dim] if shard.shape else 1)
+        owned[: len(shard.rows)] += [row_bytes * (stop - start) for start, stop in shard.rows]
     return {
         "units": list(units),
         "parameters": parameters,
@@ -516,11 +493,7 @@ def _training(run: Run) -> dict[str, Any] | None:
     curves = {name: values for name, values in run.training.items() if np.isfinite(values).any()}
     if not curves or len(run.steps) < 2:
         return None
-    return {
-        "at": _first_of(run.steps),
-        "each": _each(run.steps),
-        "curves": {name: _curve(np.asarray(values)[None]) for name, values in curves.items()},
-    }
+    return {**_step_axis(run), "curves": {name: _curve(np.asarray(values)[None]) for name, values in curves.items()}}
 
 
 def _curve(values: Numbers) -> dict[str, Numbers]:
@@ -531,44 +504,40 @@ def _curve(values: Numbers) -> dict[str, Numbers]:
 
 
 def _hardware(run: Run) -> dict[str, Any] | None:
-    """Return hardware counters over steps, and the names of those that are 0 in all of the run."""
+    """Return hardware counters over steps, and the names of counters that are always 0."""
     if len(run.steps) < 2 or not run.counters:
         return None
     used = {name: values for name, values in run.counters.items() if np.nan_to_num(values).any()}
     return {
-        "at": _first_of(run.steps),
-        "each": _each(run.steps),
+        **_step_axis(run),
         "units": {name: COUNTERS[name] for name in used},
         "curves": {name: _curve(values) for name, values in used.items()},
         "zero": [name for name in run.counters if name not in used],
     }
 
 
-def _alongside(run: Run, other: Run) -> dict[str, Any]:
+def _comparison(run: Run, other: Run) -> dict[str, Any]:
     """Return the differences between two runs: settings and facts, time by part, memory by state."""
+    own, peer = {**run.facts, **run.settings}, {**other.facts, **other.settings}
     return {
         "name": other.name,
-        "settings": list(_differences({**run.facts, **run.settings}, {**other.facts, **other.settings})),
+        "settings": [
+            {"name": name, "values": [own.get(name), peer.get(name)]}
+            for name in dict.fromkeys([*own, *peer])
+            if own.get(name) != peer.get(name)
+        ],
         "clock_s": [_clock(run), _clock(other)],
-        "parts": _pairs(_parts(run), _parts(other), PARTS),
+        "parts": _pairs(_parts(run), _parts(other)),
         "states": _pairs(_states(run), _states(other)),
         "peak_bytes": [_peak(run), _peak(other)],
     }
 
 
-def _differences(own: Mapping[str, str], peer: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    for name in dict.fromkeys([*own, *peer]):
-        pair = [own.get(name), peer.get(name)]
-        if pair[0] != pair[1]:
-            yield {"name": name, "values": pair}
-
-
-def _pairs(own: Mapping[str, float], peer: Mapping[str, float], order: Sequence[str] = ()) -> list[dict[str, Any]]:
-    found = [*own, *(their for their in peer if their not in own)]
+def _pairs(own: Mapping[str, float], peer: Mapping[str, float]) -> list[dict[str, Any]]:
     return [
-        {"name": item, "values": [own.get(item), peer.get(item)]}
-        for item in (in_order(found, order) if order else found)
-        if own.get(item) or peer.get(item)
+        {"name": name, "values": [own.get(name), peer.get(name)]}
+        for name in dict.fromkeys([*own, *peer])
+        if own.get(name) or peer.get(name)
     ]
 
 

@@ -1,14 +1,14 @@
 """The recorder that is active in every run: it splits each step into its parts, and keeps the events of one step only.
 
-[Note: whose time is it]
+[Note: parts of a step]
 The engine reports when the program turns to another unit and phase. The time until the next turn belongs to that phase:
 forward, backward or optimizer. The time after a backward or an optimizer step belongs to no phase. If a forward
-follows, it is input unless the loop declares something else; if an optimizer step follows, it is other. The times in
-which the program started a collective or waited for one are removed from the parts and counted as exposed, and those in
-which it saved a checkpoint as checkpoint. All parts add up to the wall time of the step.
+follows, it is input unless the loop declares something else; if an optimizer step follows, it is other. The time in
+which the program starts a collective or waits for one is removed from the parts and counted as exposed; the time in
+which it saves a checkpoint counts as checkpoint. All parts add up to the wall time of the step.
 
 If streams run asynchronously to the program, all times are those of the compute stream, and exposed time is the time
-that it waits. Times are read once the stream has completed the work; nothing waits for that.
+that this stream waits. Times are read once the stream has completed the work; nothing waits for that.
 
 A step ends with the last optimizer step before a training forward. Only that forward shows that it has ended.
 """
@@ -20,7 +20,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -52,15 +52,6 @@ class UnitCounts:
     reduce_s: float = 0.0
     reduce_exposed_s: float = 0.0
     recomputed: int = 0  # forwards within backward
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Return the names of the counts, in order."""
-        return cls.__slots__
-
-    def as_list(self) -> list[float]:
-        """Return the counts, in order."""
-        return [round(getattr(self, name), 6) for name in self.__slots__]
 
     def add(self, other: UnitCounts) -> None:
         """Add the counts of another step."""
@@ -122,14 +113,14 @@ class _Unread:
 
 
 class StepRecorder(Recorder):
-    """Splits events and turns into steps.
+    """A recorder that splits events and turns into steps.
 
     Args:
         accelerator: The device that computes.
         usage: Returns the current usage of this rank.
         done: Called with each step, in order.
         begins: Called with the number of a step when its first forward begins.
-        seen: Called with each event as it begins.
+        observed: Called with each event as it begins.
         first: The number of the first step.
     """
 
@@ -139,7 +130,7 @@ class StepRecorder(Recorder):
         usage: Callable[[], Usage],
         done: Callable[[StepTaken], None],
         begins: Callable[[int], None] = lambda number: None,
-        visited: Callable[[Event], None] = lambda event: None,
+        observed: Callable[[Event], None] = lambda event: None,
         first: int = 1,
     ) -> None:
         super().__init__()
@@ -147,7 +138,7 @@ class StepRecorder(Recorder):
         self.number = first  # of the current step
         self.work = 0.0  # number of elements passed to this step's forwards
         self._compute = accelerator.streams.compute
-        self._usage, self._done, self._begins, self._observed = usage, done, begins, visited
+        self._usage, self._done, self._begins, self._observed = usage, done, begins, observed
         self._reported: list[str] = []
         self._turns = [self._turn(self.origin)]
         self.reports_input = False  # whether the loop marks input
@@ -180,7 +171,11 @@ class StepRecorder(Recorder):
         turn = self._turn(origin)
         if origin.phase is Phase.FORWARD:
             if turn.trains and (self._end is not None or not self._has_begun):
-                self._begin_next()
+                if self._end is not None:
+                    self._end_step()
+                    self._read_all()
+                self._has_begun = True
+                self._begins(self.number)
         elif origin.phase is Phase.STEP:
             self._stepped, self._end = True, None
         elif origin.phase is Phase.IDLE and self._stepped:
@@ -211,24 +206,12 @@ class StepRecorder(Recorder):
             last.synchronize()
         self._read_all()
 
-    @property
-    def stepped(self) -> bool:
-        """Return True if the optimizer step of the current step was taken."""
-        return self._end is not None
-
     def _turn(self, origin: Origin) -> _Turn:
         reported = self._reported[-1] if self._reported else ""
         stamp = self._compute.stamp() if self._accelerator.has_streams else None
         return _Turn(time.perf_counter(), stamp, origin.phase, origin.unit, reported, torch.is_grad_enabled())
 
     # -- steps --------------------------------------------------------------------------------------------------------
-
-    def _begin_next(self) -> None:
-        if self._end is not None:
-            self._end_step()
-            self._read_all()
-        self._has_begun = True
-        self._begins(self.number)
 
     def _end_step(self) -> None:
         assert self._end is not None
@@ -318,11 +301,13 @@ def _read(step: _Unread, reads_streams: bool) -> StepTaken:
         if event.origin.phase is Phase.STEP:
             _add_wait(waits, event.origin.unit, exposed_s)
         elif event.launched is not None or event.name == "wait":
-            _count(units.setdefault(event.origin.unit, UnitCounts()), event, end - start, exposed_s, zero, turned)
+            counts = units.setdefault(event.origin.unit, UnitCounts())
+            exposed_s = end - start if event.name == "wait" else exposed_s
+            _count(counts, event, part == "gather", end - start, exposed_s, zero, turned)
     parts = dict.fromkeys(PARTS, 0.0)
     paused = 0.0
     at = [seconds(turn.at, turn.stamp) for turn in step.turns]
-    for item in _carved(_regions(step.turns, at, step.reports_input, units), sorted(cuts)):
+    for item in _with_cuts(_regions(step.turns, at, step.reports_input, units), sorted(cuts)):
         if item.part == PAUSE:
             paused += item.end - item.start
             continue
@@ -337,7 +322,7 @@ def _read(step: _Unread, reads_streams: bool) -> StepTaken:
         step_s=sum(parts.values()),
         parts_s=parts,
         host_waits=waits,
-        usage=step.usage.on_device(computed_s) if reads_streams else step.usage,
+        usage=replace(step.usage, busy_s=computed_s) if reads_streams else step.usage,
         work=step.work,
         best_bytes_per_s=best,
         units=units,
@@ -363,16 +348,20 @@ def _add_wait(waits: dict[str, tuple[int, float]], name: str, seconds: float) ->
 
 
 def _count(
-    counts: UnitCounts, event: Event, seconds: float, exposed_s: float, zero: float, turned: Sequence[float]
+    counts: UnitCounts,
+    event: Event,
+    is_gather: bool,
+    seconds: float,
+    exposed_s: float,
+    zero: float,
+    turned: Sequence[float],
 ) -> None:
-    """Add an event of a unit's collective to the counts."""
-    is_wait, is_gather = event.name == "wait", _part_of(event) == "gather"
-    exposed_s = seconds if is_wait else exposed_s
+    """Add a collective of a unit, or a wait for one, to the counts."""
     if is_gather:
         counts.gather_exposed_s += exposed_s
     else:
         counts.reduce_exposed_s += exposed_s
-    if is_wait:
+    if event.name == "wait":
         return
     if is_gather:
         counts.gathers += 1
@@ -413,10 +402,10 @@ def _regions(
         yield _TimeRegion(start, end, part, name, turn.unit)
 
 
-def _carved(regions: Iterator[_TimeRegion], cuts: Sequence[_TimeRegion]) -> Iterator[_TimeRegion]:
-    """Yield consecutive `regions`, with `cuts` replacing the time that they cover.
+def _with_cuts(regions: Iterator[_TimeRegion], cuts: Sequence[_TimeRegion]) -> Iterator[_TimeRegion]:
+    """Yield consecutive `regions`, with `cuts` in place of the time that they cover.
 
-    For nested cuts, the outer one counts.
+    Of nested cuts, only the outer one is used.
     """
     coming = deque(_separate(cuts))
     for region in regions:

@@ -16,9 +16,9 @@ from fullshard.report.shown import in_order
 
 def write_trace(run: Run, path: Path) -> None:
     """Write the spans of all ranks to `path`, compressed with gzip. Times start at the start of the step."""
-    reported = {"displayTimeUnit": "ms", "otherData": {"run": run.name, "step": run.shown_step}}
+    header = {"displayTimeUnit": "ms", "otherData": {"run": run.name, "step": run.shown_step}}
     with replacing(path) as unfinished, gzip.open(unfinished, "wt", encoding="utf-8", compresslevel=3) as file:
-        file.write(json.dumps(reported)[:-1] + ', "traceEvents": [\n')
+        file.write(json.dumps(header)[:-1] + ', "traceEvents": [\n')
         file.write(",\n".join(json.dumps(event) for event in _events(run)))
         file.write("\n]}\n")
 

@@ -1,4 +1,4 @@
-"""The current resource usage of this rank, cheap enough to query in every step."""
+"""The current resource usage of this rank. Queries are cheap enough for every step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -27,13 +27,9 @@ class Usage:
         starved_s = (self.starved_s or 0.0) - (before.starved_s or 0.0) if known else None
         return Usage(self.busy_s - before.busy_s, starved_s, self.held)
 
-    def on_device(self, busy_s: float) -> Usage:
-        """Return the same usage with the busy seconds of the device."""
-        return replace(self, busy_s=busy_s)
-
 
 class UsageMeter:
-    """Returns the current usage of this rank when called. Create it on the training thread."""
+    """A callable that returns the current usage of this rank. Create it on the training thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

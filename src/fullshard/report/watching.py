@@ -1,4 +1,4 @@
-"""A page of a run in progress, served on this machine only and rewritten when there is new data."""
+"""The page of a run in progress. It is served on this machine only, and rewritten when there is new data."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _KINDS = {
 def serving(folder: Path) -> Iterator[str]:
     """Context manager that serves the page in `folder` and its files on a free port, and returns the address.
 
-    It only answers this machine, and only serves the page, its data and its trace. Requests for another host name,
-    which other pages in the same browser could make, are rejected.
+    Only this machine can reach the server, and it only serves the page, its data and its trace. Requests for another
+    host name are rejected, because other pages in the same browser could make them.
     """
     server = ThreadingHTTPServer((HERE, 0), _handler(folder))
     server.daemon_threads = True
@@ -71,6 +71,6 @@ def _handler(folder: Path) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Do nothing, because no one reads a line per request."""
+            """Do not log requests."""
 
     return Handler
