@@ -33,7 +33,7 @@ def show_a_run(display: Display) -> None:
             out=out,
         )
     )
-    display.remember_memory(LEDGERS)
+    display.set_memory(LEDGERS)
     for step in range(1, 21):
         display.advance(step)
         display.report(
@@ -57,7 +57,7 @@ def shown(*, terminal: bool, shows: bool = True) -> str:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_run_shows_loss_speed_time_and_memory_next_to_ddp(terminal: bool) -> None:
     text = shown(terminal=terminal)
-    for words in ("1.50M parameters", "strategy zero3", "12.3k tokens/s", "0:00 left", "5.5 MB a rank (ddp 9 MB)"):
+    for words in ("1.50M parameters", "strategy zero3", "12.3k tokens/s", "0:00 left", "5.5 MB per rank (ddp 9 MB)"):
         assert words in text
     for words in ("0.215 bits/byte", "2.125 bits per byte after 4:07", "ddp by formula", "model.safetensors"):
         assert words in text

@@ -23,8 +23,8 @@ from fullshard.testing import assert_same, run_ranks
 from fullshard.train.check import check
 from fullshard.train.loop import TrainingLoop, train
 from fullshard.train.options import parse_settings
-from fullshard.train.parallelism import part_of, rows_of, sequences_of, shared_again
-from fullshard.train.resuming import going_on
+from fullshard.train.parallelism import adapt_to_ranks, part_of, rows_of, sequences_of
+from fullshard.train.resuming import resumed_settings
 from fullshard.train.settings import OptimizationSettings
 from fullshard.train.stopping import PREEMPTED
 
@@ -43,7 +43,7 @@ def run_training(out: Path, argv: list[str], stop_at: int | None = None) -> int:
             return step_of(self, step)
 
         TrainingLoop.train_step = step_and_be_stopped
-    settings = going_on(parse_settings([*QUICK, *argv, "--out", str(out)]), rank.world)
+    settings = resumed_settings(parse_settings([*QUICK, *argv, "--out", str(out)]), rank.world)
     return train(settings, check(settings, rank.world), rank)
 
 
@@ -213,19 +213,19 @@ def test_another_text_is_refused(whole, tmp_path):
         (["--lr", "0.5"], "had --lr 0.01, and now it is 0.5"),
         (["--steps", "9"], "had --steps 4, and now it is 9"),
         (["--layers", "3"], r"had --layers (left out), and now it is 3"),
-        (["--batch", "6"], "learns from 4 sequences, not from 6"),
+        (["--batch", "6"], "has 4 sequences, not 6"),
     ],
 )
 def test_a_run_goes_on_with_the_options_that_it_had(whole, argv, words):
     settings = parse_settings([*QUICK, *SAVING, "--resume", "auto", "--out", str(whole), *argv])
     with pytest.raises(ConfigError) as caught:
-        going_on(settings, 2)
+        resumed_settings(settings, 2)
     assert words in str(caught.value)
 
 
 def test_auto_needs_to_know_where():
     with pytest.raises(ConfigError, match="--resume auto needs --out"):
-        going_on(parse_settings(["--resume", "auto"]), 2)
+        resumed_settings(parse_settings(["--resume", "auto"]), 2)
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def test_any_number_of_ranks_learns_from_the_same_sequences_without_more_memory(
     """For any sequence of rank counts, each sequence of a step counts once, in the order of reported losses."""
     for first, then, last, rows, accumulate in product(range(1, 5), range(1, 10), range(1, 6), (1, 3, 4), (1, 2, 6)):
         was = OptimizationSettings(batch=first * rows, accumulate=accumulate)
-        shared = shared_again(was, before=first, world=then)
-        for world, settings in ((then, shared), (last, shared_again(shared, before=then, world=last))):
+        shared = adapt_to_ranks(was, before=first, world=then)
+        for world, settings in ((then, shared), (last, adapt_to_ranks(shared, before=then, world=last))):
             places = product(range(settings.accumulate), range(world))
             parts = [part_of(settings, microbatch=microbatch, rank=rank, world=world) for microbatch, rank in places]
             counted = [part.first + row for part in parts for row in range(part.counted)]
@@ -279,7 +279,7 @@ def test_a_run_may_begin_with_any_number_of_ranks(tmp_path):
     """A batch that was meant for other ranks is kept, a step learns from as many sequences."""
     for world, batch, accumulate in product(range(1, 9), (1, 4, 6, 16), (1, 3)):
         argv = ["--batch", str(batch), "--accumulate", str(accumulate), "--resume", "auto", "--out", str(tmp_path)]
-        settings = going_on(parse_settings(argv), world).optimization
+        settings = resumed_settings(parse_settings(argv), world).optimization
         assert sequences_of(settings, world) == batch * accumulate
         assert rows_of(settings, world) // world <= -(-batch // world)
         if batch % world == 0:
@@ -288,7 +288,7 @@ def test_a_run_may_begin_with_any_number_of_ranks(tmp_path):
 
 def test_as_many_ranks_share_a_step_as_before():
     was = OptimizationSettings(batch=8, accumulate=2, sequences=9)
-    assert shared_again(was, before=2, world=2) == was
+    assert adapt_to_ranks(was, before=2, world=2) == was
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

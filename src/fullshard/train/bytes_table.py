@@ -24,7 +24,7 @@ class RunLedgers:
 
 
 def bytes_table(ledgers: RunLedgers, strategy: str) -> Table:
-    """Return the table: one row per state, and one for the sum."""
+    """Return a table with one row per state and one for the total."""
     table = Table(title=f"Bytes per rank, strategy {strategy}")
     table.add_column("state")
     for heading in ("measured", "formula", "ddp by formula"):
@@ -42,7 +42,4 @@ def in_bytes(count: int) -> str:
     if count < 1000:
         return f"{count} B"
     power = next(power for power in (1, 2, 3, 4) if count < 999.5 * 1000**power or power == 4)
-    return f"{count / 1000**power:.3g} {_UNITS[power]}"
-
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
+    return f"{count / 1000**power:.3g} {('kB', 'MB', 'GB', 'TB')[power - 1]}"

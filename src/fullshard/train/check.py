@@ -1,12 +1,11 @@
 """Checks of a run before any process group starts.
 
-Each check raises `ConfigError` with one line: the request, the cause and the remedy. All ranks get the same result,
-since they check the same settings and files.
+Each check raises `ConfigError` with one line: the option, the cause and the remedy. All ranks get the same result,
+because they check the same settings and files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
     _check_text(settings.text, source)
     _check_checkpoints(settings.checkpoints)
     if settings.run.out is not None:
-        check_out(settings.run.out, goes_on=settings.checkpoints.resume == AUTO)
+        check_out(settings.run.out, resumes=settings.checkpoints.resume == AUTO)
     return source
 
 
@@ -102,7 +101,6 @@ def _check_memory(settings: MemorySettings, parallelism: ParallelSettings) -> No
                 f"--reduce-wire {settings.reduce_wire}: encoded gradients are summed in float32, but --reduce-dtype "
                 f"is {settings.reduce_dtype}. Leave one of them out."
             )
-
     _check_offload(settings)
 
 
@@ -116,23 +114,16 @@ def _check_capture(settings: MemorySettings) -> None:
 
 
 def _check_offload(settings: MemorySettings) -> None:
-    on_disk = {
-        "offload-optimizer": settings.offload_optimizer,
-        "offload-parameters": settings.offload_parameters,
-        "offload-activations": settings.offload_activations,
-    }
-    on_cpu = {
-        "offload-optimizer-cpu": settings.offload_optimizer_cpu,
-        "offload-parameters-cpu": settings.offload_parameters_cpu,
-    }
-    activations = {"offload-activations-cpu": settings.offload_activations_cpu}
-    every = on_disk | on_cpu | activations
+    states = ("optimizer", "parameters", "activations")
+    on_disk = {f"offload-{state}": float(getattr(settings, f"offload_{state}")) for state in states}
+    on_cpu = {f"offload-{state}-cpu": float(getattr(settings, f"offload_{state}_cpu")) for state in states}
+    every = on_disk | on_cpu
     for name, fraction in every.items():
         if not 0 <= fraction <= 1:
             raise ConfigError(f"--{name} {fraction:g}: must be a fraction from 0 to 1.")
         if name in on_disk and fraction and settings.offload_folder is None:
             raise ConfigError(f"--{name} {fraction:g} needs --offload-folder, a folder on a local disk.")
-    most = max(on_cpu.values())
+    most = max(settings.offload_optimizer_cpu, settings.offload_parameters_cpu)
     name = max(("offload-optimizer", "offload-parameters"), key=lambda item: on_disk[item])
     if most + on_disk[name] > 1:
         raise ConfigError(
@@ -152,9 +143,9 @@ def _check_offload(settings: MemorySettings) -> None:
     if settings.offload_budget is not None:
         parse_size(settings.offload_budget, "--offload-budget", "memory")
         if any(every.values()):
-            stated = " ".join(f"--{name} {fraction:g}" for name, fraction in every.items() if fraction)
+            given = " ".join(f"--{name} {fraction:g}" for name, fraction in every.items() if fraction)
             raise ConfigError(
-                f"--offload-budget {settings.offload_budget} with {stated}: a budget chooses the fractions. Leave one "
+                f"--offload-budget {settings.offload_budget} with {given}: a budget chooses the fractions. Leave one "
                 "of them out."
             )
 
@@ -206,14 +197,10 @@ def _check_text(settings: TextSettings, source: TextSource) -> None:
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f"--{name} {value}: unknown.{near_matches(value, known)} Choose one of {_listed(known)}.")
+        listed = " or ".join(filter(None, (", ".join(known[:-1]), known[-1])))
+        raise ConfigError(f"--{name} {value}: unknown.{near_matches(value, known)} Choose one of {listed}.")
 
 
 def _check_at_least(name: str, value: float, least: int) -> None:
     if value < least:
         raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}.")
-
-
-def _listed(values: Iterable[str]) -> str:
-    *most, last = values
-    return f"{', '.join(most)} or {last}" if most else last

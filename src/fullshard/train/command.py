@@ -18,13 +18,13 @@ from fullshard.train.ranks import (
     ranks_of_machine,
     runs_under_torchrun,
 )
-from fullshard.train.resuming import AUTO, going_on
+from fullshard.train.resuming import AUTO, resumed_settings
 from fullshard.train.run_folder import free_folder, has_stopped
 from fullshard.train.stopping import PREEMPTED
 
 __all__ = ["COMMAND", "run"]
 
-PATIENCE_S = 600  # seconds that stopped ranks get to save
+PATIENCE_S = 600  # time for stopped ranks to save
 
 
 def run(argv: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def _start_ranks(argv: Sequence[str]) -> int:
     requested = settings.parallelism.ranks
     ranks = ranks_of_machine() if requested is None else requested
     check_restarts(settings.checkpoints.safety_copy_every)
-    settings = going_on(settings, ranks)
+    settings = resumed_settings(settings, ranks)
     check(settings, ranks)
     out = settings.run.out or free_folder(settings)
     saves = settings.checkpoints.checkpoint_every > 0
@@ -72,7 +72,7 @@ def train_on_this_rank(argv: Sequence[str], *, has_group: bool = False) -> int:
     check_restarts(settings.checkpoints.safety_copy_every)
     rank = rank_from_environment()
     check_ranks(settings.parallelism.ranks, rank.world)
-    settings = going_on(settings, rank.world)
+    settings = resumed_settings(settings, rank.world)
     source = check(settings, rank.world, rank.machines)
 
     from fullshard.train.loop import train  # late: it imports the engine

@@ -17,22 +17,16 @@ from fullshard.train.text import Text, validation_batches
 
 
 def validation_loss(model: nn.Module, text: Text, settings: TrainSettings, rank: Rank) -> float:
-    """Return the mean loss on the validation windows, in nats per byte, with the same windows at every world size.
+    """Return the mean loss on the validation windows in nats per byte. The windows are the same at every world size.
 
     The losses of single windows are gathered and averaged in float64 in the order of the windows, so that the mean does
     not depend on the assignment of windows to ranks. This is a collective: every rank must call it.
     """
-    windows = max(1, settings.run.validate_bytes // settings.text.seq)
+    windows, seq = max(1, settings.run.validate_bytes // settings.text.seq), settings.text.seq
+    rows = rows_of(settings.optimization, rank.world)
     losses = []
     with evaluating(model):
-        for batch in validation_batches(
-            text,
-            windows=windows,
-            rows=rows_of(settings.optimization, rank.world),
-            seq=settings.text.seq,
-            rank=rank.index,
-            world=rank.world,
-        ):
+        for batch in validation_batches(text, windows=windows, rows=rows, seq=seq, rank=rank.index, world=rank.world):
             scores = model(batch.inputs.to(rank.device))
             losses.append(byte_losses(scores, batch.targets.to(rank.device)))
     by_rank = gather_in_rank_order(torch.stack(losses)[None].double(), rank)  # (world, batches, rows per rank)
@@ -40,9 +34,9 @@ def validation_loss(model: nn.Module, text: Text, settings: TrainSettings, rank:
 
 
 def sample(model: nn.Module, settings: TrainSettings, device: torch.device, seed: int) -> bytes:
-    """Return the model's continuation of the prompt, of `sample_bytes` bytes.
+    """Return `sample_bytes` bytes with which the model continues the prompt.
 
-    Every rank must call it. All ranks draw the same bytes, since they have the same scores and seed. The number of
+    Every rank must call it. All ranks draw the same bytes, because they have the same scores and seed. The number of
     forwards is fixed, so ranks stay synchronized even if their arithmetic differs.
     """
     random = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Launcher of the ranks of a run on this machine, for runs without torchrun."""
+"""The launcher of the ranks of a run on this machine, for runs without torchrun."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -31,7 +30,17 @@ def launch(module: str, argv: Sequence[str], ranks: int, *, patience_s: int = 5)
     logging.disable(logging.CRITICAL)
     try:
         with killed_after(patience_s) as patience:
-            elastic_launch(_config(ranks, patience), sys.executable)("-m", module, *argv)
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=ranks,
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                max_restarts=0,
+                **patience,
+            )
+            elastic_launch(config, sys.executable)("-m", module, *argv)
     except ChildFailedError as error:
         return int(error.get_first_failure()[1].exitcode) or 1
     except (KeyboardInterrupt, SignalException):
@@ -39,16 +48,3 @@ def launch(module: str, argv: Sequence[str], ranks: int, *, patience_s: int = 5)
     finally:
         logging.disable(disabled)
     return 0
-
-
-def _config(ranks: int, patience: Mapping[str, Any]) -> LaunchConfig:
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        **patience,
-    )

@@ -32,7 +32,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def ledgers_of_run(
     model: ShardedGPT, optimizer: torch.optim.Optimizer, settings: TrainSettings, rank: Rank
 ) -> RunLedgers:
-    """Return the ledgers of this rank after a first step. This is a collective, which runs one microbatch of zeros."""
+    """Return the ledgers of this rank after a first step. Every rank must call it: it runs one microbatch of zeros."""
     shape = (rows_of(settings.optimization, rank.world) // rank.world, settings.text.seq)
 
     def loss_of(gpt: nn.Module) -> Tensor:

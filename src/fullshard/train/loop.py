@@ -1,4 +1,4 @@
-"""One training run, from the first weights to the last."""
+"""One training run, from the initial to the trained weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fullshard.train.run_folder import ANOTHER_OUT, STOPPED, RunFolder, check_sh
 from fullshard.train.schedule import learning_rate, peak_lr
 from fullshard.train.settings import TrainSettings
 from fullshard.train.sharding import ShardedGPT, dtype_of, offload_of, optimizer_of, sharded_gpt
-from fullshard.train.stopping import PREEMPTED, StopRequest, heeding_sigterm
+from fullshard.train.stopping import PREEMPTED, StopRequest, recording_sigterm
 from fullshard.train.stopwatch import Stopwatch
 from fullshard.train.text import Text, TextSource, training_batch, write_text
 from fullshard.train.what_ifs import simulate_changes
@@ -46,35 +46,31 @@ from fullshard.versions import versions
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """The numbers of one step, still on the device: reading them waits for the device."""
-
-    losses: Tensor  # of this rank's rows in nats per byte, shape (accumulate, rows per rank)
-    gradient_norm: Tensor
-
-
 def train(
     settings: TrainSettings, source: TextSource, rank: Rank, *, predicts: bool = False, records: bool = False
 ) -> int:
     """Train on this rank from initial weights or a checkpoint, write the output folder, and return the exit code.
 
-    Every rank of the process group must call it. The settings and the source are assumed to be valid; `check` has
-    checked them on every rank. With `predicts`, the first rank shows the prediction, and later the measurement. With
-    `records`, the run writes a report: see `fullshard.report`.
+    Every rank of the process group must call it.
+
+    Args:
+        settings: The settings, which `check` has checked on every rank.
+        source: The text, as returned by `check`.
+        rank: This rank.
+        predicts: Whether the first rank shows the prediction, and later the measurement.
+        records: Whether to write a report, see `fullshard.report`.
 
     Raises:
         ConfigError: Each machine should hold one replica, but machines have different numbers of ranks; or not all
             machines can access the folder of the checkpoints; or the checkpoint belongs to another run; or a file of
             the output folder cannot be written.
-        CheckpointError: The checkpoint is damaged or does not match; or none could be written before the end or
-        SIGTERM.
+        CheckpointError: The checkpoint is damaged or does not match; or no checkpoint could be written.
     """
     check_machines(settings, rank)
     settings = resolved(settings, rank)
     forecasting = start_forecast(settings, rank) if predicts else None
     peak = PeakMemory(rank.device)
-    out = agreed_folder(settings, rank)
+    out = agreed(settings.run.out or free_folder(settings), rank)
     if settings.checkpoints.checkpoint_every and rank.machines > 1:
         check_shared(out, rank)
     folder = RunFolder(out, writes=rank.leads)
@@ -89,7 +85,7 @@ def train(
     if settings.checkpoints.safety_copy_every:
         trainer.copies = SafetyCopies.kept_with(os.getppid())
     saves = settings.checkpoints.checkpoint_every > 0
-    with heeding_sigterm() if saves else nullcontext() as stop:
+    with recording_sigterm() if saves else nullcontext() as stop:
         try:
             return trainer.run(stop)
         finally:
@@ -110,7 +106,7 @@ class TrainingLoop:
     display: Display
     records: bool = False
     predicts: bool = False
-    ledgers: RunLedgers = field(init=False)  # known after the first step
+    ledgers: RunLedgers = field(init=False)  # set after the first step
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     pending: PendingSave | None = None  # the checkpoint that is being written
     has_saved: bool = False  # whether a checkpoint was written since the run started
@@ -125,15 +121,15 @@ class TrainingLoop:
         self.optimizer = optimizer_of(self.model, self.settings.optimization)
 
     def run(self, stop: StopRequest | None) -> int:
-        """Run all remaining steps, with saves, reports and evaluations, finish, and return the exit code."""
+        """Run all remaining steps, with saves, reports and evaluations, and return the exit code."""
         done = self.begin()
-        self.predict_load()
+        self.predict()
         with self.recording(done):
-            code = self.take_steps(done, stop)
+            code = self.run_steps(done, stop)
             if code == 0:
-                self.ask_what_if()
+                self.report_what_ifs()
         if self.record is not None and self.record.page is not None:
-            self.display.show_page(self.record.page)
+            self.display.log(f"Where time and memory went: {self.record.page}")
         self.check_saved()
         return code
 
@@ -154,7 +150,7 @@ class TrainingLoop:
             self.record.expect_memory(self.forecast.turns)
         return self.record
 
-    def ask_what_if(self) -> None:
+    def report_what_ifs(self) -> None:
         """Add simulated gains of other settings to the report of a run with a prediction."""
         if self.record is None or self.prediction is None:
             return
@@ -171,22 +167,22 @@ class TrainingLoop:
         """Exclude the time within this context from all steps."""
         return nullcontext() if self.record is None else self.record.pausing()
 
-    def take_steps(self, done: int, stop: StopRequest | None) -> int:
-        """Run the steps after the first `done`, finish, and return the exit code."""
+    def run_steps(self, done: int, stop: StopRequest | None) -> int:
+        """Run the steps after the first `done`, finish the run, and return the exit code."""
         for step in range(done + 1, self.settings.optimization.steps + 1):
             if stop is not None:
                 stop.exchange()
             with self.stopwatch.running():
-                trained = self.train_step(step - 1)
+                losses, norm = self.train_step(step - 1)
             self.display.advance(step)
             if step == done + 1:
                 with self.between_steps():
                     self.measure_memory()
             with self.doing("logging"):
-                self.report_if_due(step, trained)
+                self.report_if_due(step, losses, norm)
             with self.between_steps():
                 self.evaluate_if_due(step)
-            stops = stop is not None and stop.is_wanted
+            stops = stop is not None and stop.any_requested()
             self.save_if_due(step, stops=stops)
             if stops:
                 return self.stop(step)
@@ -197,11 +193,11 @@ class TrainingLoop:
             self.finish()
         return 0
 
-    def predict_load(self) -> None:
+    def predict(self) -> None:
         """Show the prediction, and compare it with the measurement after the third step.
 
         Raises:
-            DiskError: The disk has not enough space for the offloaded data; on every rank.
+            DiskError: The disk does not have enough space for the offloaded data. Raised on every rank.
         """
         if self.prediction is not None:
             self.forecast = self.predict_step(self.prediction)
@@ -234,38 +230,42 @@ class TrainingLoop:
         prediction.steps = FirstSteps(self.model, self.optimizer, prediction.peak, done)
 
     def predict_disk(self) -> None:
-        """Show the cost of the disk per step. The first rank measures it while the others wait.
+        """Show the cost of the disk per step. The first rank measures it while the other ranks wait.
 
         Raises:
-            DiskError: The disk is full or not writable; on every rank, before the first step.
+            DiskError: The disk is full or not writable. Raised on every rank, before the first step.
         """
-        refused = None
+        failure = None
         if self.rank.leads:
             forecast = self.forecast
             traffic = disk_traffic(self.model, self.settings) if forecast is None else forecast.disk_traffic
             step_s = 0.0 if forecast is None else forecast.step_s
             try:
                 if traffic.room_bytes:
-                    self.display.show_disk(disk_lines(self.model, self.settings, self.rank, step_s, traffic))
+                    for line in disk_lines(self.model, self.settings, self.rank, step_s, traffic):
+                        self.display.log(f"Disk: {line}")
             except DiskError as error:
-                refused = str(error)
-        refused = agreed(refused, self.rank)
-        if refused is not None:
-            raise DiskError(refused)
+                failure = str(error)
+        failure = agreed(failure, self.rank)
+        if failure is not None:
+            raise DiskError(failure)
 
-    def train_step(self, step: int) -> Trained:
-        """Run step `step`, counted from 0: all its microbatches, then one step of the optimizer."""
+    def train_step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Run step `step`, counted from 0: all its microbatches, then one step of the optimizer.
+
+        Returns:
+            The losses of this rank's rows in nats per byte, of shape (accumulate, rows per rank), and the norm of the
+            gradient. Both are on the device, so reading them waits for it.
+        """
         optimization = self.settings.optimization
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(optimization, peak_lr(self.settings), step)
         batches = (self.batch(step, microbatch) for microbatch in range(optimization.accumulate))
         if not optimization.capture:
-            losses, norm = self.update(batches)
-        else:
-            examples = list(batches)
-            self.captured = self.captured or capture(self.update, (examples,))
-            losses, norm = self.captured(examples)
-        return Trained(losses=losses, gradient_norm=norm)
+            return self.update(batches)
+        examples = list(batches)
+        self.captured = self.captured or capture(self.update, (examples,))
+        return self.captured(examples)
 
     def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         """Return this rank's inputs and targets of a microbatch."""
@@ -281,7 +281,7 @@ class TrainingLoop:
         return batch.inputs, batch.targets
 
     def update(self, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Train on the microbatches of a step. Return the losses of their rows and the norm of the gradient."""
+        """Run all microbatches and the optimizer. Return the losses and the norm of the gradient."""
         losses = [self.train_microbatch(number, *batch) for number, batch in enumerate(batches)]
         norm = clip_grad_norm_(self.model.parameters(), self.settings.optimization.clip or float("inf"))
         self.optimizer.step()
@@ -317,14 +317,16 @@ class TrainingLoop:
         self.display.start(heading)
         resume = self.settings.checkpoints.resume
         if resume == AUTO and (restored := self.restored()) is not None:
-            return self.go_on(restored)
-        self.folder.cut_back(dict.fromkeys(self.folder.sizes(), 0))
+            return self.resume_from(restored)
+        self.folder.truncate(dict.fromkeys(self.folder.sizes(), 0))
         self.folder.write_settings(self.settings)
-        self.write_line("run", header_of(self.settings, heading))
+        facts = ("device", "parameters", "training_bytes", "validation_bytes")
+        header = {"settings": self.settings.as_options(), "versions": versions(), "world": heading.ranks}
+        self.write_line("run", header | {name: getattr(heading, name) for name in facts})
         return 0 if resume in (None, AUTO) else self.load(Path(resume)).step or 0
 
     def restored(self) -> Restored | None:
-        """Load the newest of this run's safety copies and checkpoints and return its data; None without any."""
+        """Load the newest of this run's safety copies and checkpoints; None if there are none."""
         newest = latest(self.folder.checkpoints)
         saved = agreed(-1 if newest is None else step_of(newest) or 0, self.rank)
         copy = None if self.copies is None else self.copies.newest()
@@ -332,22 +334,22 @@ class TrainingLoop:
             try:
                 return self.load(self.copies.fetch(copy))
             except CheckpointError as error:
-                self.display.show_problem(f"{error} Going back to the newest checkpoint.")
+                self.display.show_problem(f"{error} Resuming from the newest checkpoint instead.")
         return None if saved < 0 else self.load(self.folder.checkpoints)
 
-    def go_on(self, restored: Restored) -> int:
+    def resume_from(self, restored: Restored) -> int:
         """Reset the run's folder to the loaded checkpoint and return the number of completed steps."""
-        was = restored.extra
-        if was["training_bytes"] != self.text.training_bytes:
+        state = restored.extra
+        if state["training_bytes"] != self.text.training_bytes:
             raise ConfigError(
-                f"--resume auto: the text to train on had {was['training_bytes']} bytes, and now it has "
+                f"--resume auto: the text to train on had {state['training_bytes']} bytes, and now it has "
                 f"{self.text.training_bytes}. Restore the text, or start a separate run with --resume {restored.path} "
                 "and another --out."
             )
-        self.folder.cut_back(was["sizes"])
-        self.stopwatch.total_s = was["seconds"]
-        arrived = {"step": restored.step, "world": self.rank.world, "from": str(named(restored.path))}
-        self.write_line("resume", arrived)
+        self.folder.truncate(state["sizes"])
+        self.stopwatch.total_s = state["seconds"]
+        values = {"step": restored.step, "world": self.rank.world, "from": str(named(restored.path))}
+        self.write_line("resume", values)
         return restored.step or 0
 
     def load(self, source: Path) -> Restored:
@@ -360,7 +362,7 @@ class TrainingLoop:
                 f"--resume {source}: {restored.path} has completed {restored.step} steps, but --steps is {steps}. "
                 "Increase --steps."
             )
-        self.display.show_resumed(restored.step or 0, restored.path)
+        self.display.log(f"Resuming after step {restored.step or 0} from {restored.path}")
         return restored
 
     def save_if_due(self, step: int, *, stops: bool) -> None:
@@ -372,35 +374,31 @@ class TrainingLoop:
         settings = self.settings.checkpoints
         due = is_due(step, settings.checkpoint_every, self.settings.optimization.steps)
         if settings.checkpoint_every and (due or stops):
-            self.settle()
+            self.wait_for_saves()
             self.pending = async_save(
                 self.folder.checkpoints,
                 model=self.model,
                 optimizer=self.optimizer,
                 step=step,
-                extra=self.where_it_is(),
+                extra=self.run_state(),
                 keep=settings.keep,
             )
         elif self.copies is not None and is_due(step, settings.safety_copy_every):
-            self.copy(step, self.copies)
+            try:
+                self.copies.save(model=self.model, optimizer=self.optimizer, step=step, extra=self.run_state())
+            except CheckpointError as error:
+                self.display.show_problem(str(error))
 
-    def copy(self, step: int, copies: SafetyCopies) -> None:
-        """Save a safety copy during the steps that follow. If this fails, the run logs it and continues."""
-        try:
-            copies.save(model=self.model, optimizer=self.optimizer, step=step, extra=self.where_it_is())
-        except CheckpointError as error:
-            self.display.show_problem(str(error))
-
-    def where_it_is(self) -> dict[str, Any]:
-        """Return the state of a run, other than that of its model, to resume it."""
+    def run_state(self) -> dict[str, Any]:
+        """Return the state that is needed to resume the run, in addition to the model and the optimizer."""
         return {
             "sizes": self.folder.sizes(),
             "seconds": self.stopwatch.total_s,
             "training_bytes": self.text.training_bytes,
         }
 
-    def settle(self) -> None:
-        """Wait for the pending save, and show its error if it failed."""
+    def wait_for_saves(self) -> None:
+        """Wait for the pending saves, and show their errors."""
         for waiting in (self.pending, self.copies):
             try:
                 if waiting is not None:
@@ -422,60 +420,41 @@ class TrainingLoop:
             ) from self.unsaved
 
     def stop(self, step: int) -> int:
-        """Stop before the last step, after the checkpoint of this one, and return the exit code."""
+        """Stop before the last step, once the checkpoint of `step` is written, and return the exit code."""
         assert self.pending is not None, "it was saved"
         path = self.pending.wait()
-        self.settle()
+        self.wait_for_saves()
         self.write_line(STOPPED, {"step": step})
         self.display.close()
-        self.display.show_stopped(step, path)
+        self.display.log(f"Stopped after step {step}, saved in {path}. Resume with --resume auto.")
         return PREEMPTED
 
     def measure_memory(self) -> None:
         """Measure the memory of a rank. This requires the state of the optimizer."""
         self.ledgers = ledgers_of_run(self.model, self.optimizer, self.settings, self.rank)
-        self.display.remember_memory(self.ledgers)
+        self.display.set_memory(self.ledgers)
 
-    def report_if_due(self, step: int, trained: Trained) -> None:
+    def report_if_due(self, step: int, losses: Tensor, gradient_norm: Tensor) -> None:
         """Show a line with the loss at every `log_every`-th step, at the first and at the last."""
         if not is_due(step, self.settings.run.log_every, self.settings.optimization.steps) and step != 1:
             return
         with self.stopwatch.running():  # waits for the device, so it belongs to the time of the steps
-            loss = mean_in_row_order(trained.losses, self.sequences, self.rank)
-        seconds_a_step = self.stopwatch.lap(step)
-        stated = StepReport(
-            step=step,
-            loss=loss,
-            bits_per_byte=bits(loss),
-            tokens_per_s=self.tokens_a_step / seconds_a_step,
-            left_s=seconds_a_step * (self.settings.optimization.steps - step),
+            loss = mean_in_row_order(losses, self.sequences, self.rank)
+        step_s = self.stopwatch.lap(step)
+        tokens_per_s = self.sequences * self.settings.text.seq / step_s  # over all ranks
+        left_s = step_s * (self.settings.optimization.steps - step)
+        values = {"loss": loss, "bits_per_byte": bits(loss), "gradient_norm": float(gradient_norm)}
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.display.report(
+            StepReport(step=step, loss=loss, bits_per_byte=bits(loss), tokens_per_s=tokens_per_s, left_s=left_s)
         )
-        self.display.report(stated)
-        norm, rate = float(trained.gradient_norm), float(self.optimizer.param_groups[0]["lr"])
-        self.write_line(
-            "step",
-            {
-                "step": step,
-                "loss": loss,
-                "bits_per_byte": stated.bits_per_byte,
-                "gradient_norm": norm,
-                "lr": rate,
-                "tokens_per_s": round(stated.tokens_per_s, 1),
-                "seconds": round(self.stopwatch.total_s, 3),
-            },
-        )
+        more = {"lr": lr, "tokens_per_s": round(tokens_per_s, 1), "seconds": round(self.stopwatch.total_s, 3)}
+        self.write_line("step", {"step": step, **values, **more})
         if self.record is None or not self.rank.leads:
             return
-        self.record.log(
-            step=step,
-            loss=loss,
-            bits_per_byte=stated.bits_per_byte,
-            gradient_norm=norm,
-            learning_rate=rate,
-            tokens_per_s=stated.tokens_per_s,
-        )
+        self.record.log(step=step, **values, learning_rate=lr, tokens_per_s=tokens_per_s)
         if self.forecast is not None and self.forecast.flops_share:
-            self.record.log(step=step, mfu=self.forecast.flops_share * self.forecast.step_s / seconds_a_step)
+            self.record.log(step=step, mfu=self.forecast.flops_share * self.forecast.step_s / step_s)
 
     def evaluate_if_due(self, step: int) -> None:
         """Run a validation and generate a sample if they are due, except at the end."""
@@ -508,20 +487,16 @@ class TrainingLoop:
         self.folder.write_line(kind, values)
         do_together(self.folder.check, self.rank.world)
 
-    def write_weights(self) -> None:
-        """Write the trained weights."""
-        try:
-            write_safetensors(self.model.state_dict(), self.folder.weights)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}. Free space on the disk of --out, or choose {ANOTHER_OUT}.") from error
-
     def finish(self) -> None:
         """Run the last validation, generate a sample, and write the weights and the result."""
         steps = self.settings.optimization.steps
         bits_per_byte = self.validate(steps)
         content = self.write_sample(steps)
-        self.write_weights()
-        self.settle()
+        try:
+            write_safetensors(self.model.state_dict(), self.folder.weights)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. Free space on the disk of --out, or choose {ANOTHER_OUT}.") from error
+        self.wait_for_saves()
         seconds = self.stopwatch.since_start_s()
         self.write_line(
             "end",
@@ -546,11 +521,6 @@ class TrainingLoop:
         )
 
     @property
-    def tokens_a_step(self) -> int:
-        """The bytes of training text per step, over all ranks."""
-        return self.sequences * self.settings.text.seq
-
-    @property
     def sequences(self) -> int:
         """The training sequences per step, over all ranks."""
         return sequences_of(self.settings.optimization, self.rank.world)
@@ -562,17 +532,13 @@ def resolved(settings: TrainSettings, rank: Rank) -> TrainSettings:
     return replace(
         settings,
         parallelism=replace(parallelism, replicas=replicas_of(parallelism, rank.world, rank.machines)),
-        optimization=replace(
-            optimization,
-            batch=rows_of(optimization, rank.world),
-            lr=peak_lr(settings),
-        ),
+        optimization=replace(optimization, batch=rows_of(optimization, rank.world), lr=peak_lr(settings)),
         memory=replace(settings.memory, dtype=str(dtype_of(settings.memory, rank.device)).removeprefix("torch.")),
     )
 
 
 def check_machines(settings: TrainSettings, rank: Rank) -> None:
-    """Raise an error on all ranks if machines that hold one replica each have different numbers of ranks."""
+    """Raise an error on all ranks if each machine should hold one replica and their numbers of ranks differ."""
     parallelism = settings.parallelism
     if parallelism.replicas is None and replicas_of(parallelism, rank.world, rank.machines) is not None:
         sizes = gather_in_rank_order(torch.tensor([rank.local_world]), rank).tolist()
@@ -583,11 +549,6 @@ def check_machines(settings: TrainSettings, rank: Rank) -> None:
             )
 
 
-def agreed_folder(settings: TrainSettings, rank: Rank) -> Path:
-    """Return the output folder. The first rank chooses it for all ranks by default."""
-    return agreed(settings.run.out or free_folder(settings), rank)
-
-
 def agreed(value: T, rank: Rank) -> T:
     """Return the first rank's `value` on every rank."""
     chosen = [value]
@@ -596,16 +557,17 @@ def agreed(value: T, rank: Rank) -> T:
 
 
 def agreed_text(source: TextSource, out: Path, rank: Rank) -> Text:
-    """Return the text, written once on every machine before any rank reads it."""
+    """Return the text. One rank of every machine writes it before other ranks read it."""
     cache = out / "text"
-    do_together(lambda: write_text(source, cache) if rank.leads_machine else None, rank.world)
+    do_together(lambda: None if rank.local_index else write_text(source, cache), rank.world)
     return do_together(lambda: write_text(source, cache), rank.world)
 
 
 def mean_in_row_order(losses: Tensor, sequences: int, rank: Rank) -> float:
-    """Return the mean over all ranks of `losses` in float64.
+    """Return the mean of `losses` over all ranks in float64.
 
-    `losses` has shape (accumulate, rows per rank). The rows are summed in order, and only the first `sequences` count.
+    `losses` has shape (accumulate, rows per rank). The rows are summed in order. Only the first `sequences` rows are
+    included; the others are padding.
     """
     by_rank = gather_in_rank_order(losses[None].double(), rank)
     return float(by_rank.transpose(0, 1).flatten()[:sequences].cpu().mean())
@@ -614,16 +576,3 @@ def mean_in_row_order(losses: Tensor, sequences: int, rank: Rank) -> float:
 def is_due(step: int, every: int, last: int | None = None) -> bool:
     """Return True at every `every`-th step (0 for never), and at the last."""
     return step == last or (every > 0 and step % every == 0)
-
-
-def header_of(settings: TrainSettings, heading: Heading) -> dict[str, Any]:
-    """Return the first line of the metrics: settings, machine and versions."""
-    return {
-        "settings": settings.as_options(),
-        "versions": versions(),
-        "world": heading.ranks,
-        "device": heading.device,
-        "parameters": heading.parameters,
-        "training_bytes": heading.training_bytes,
-        "validation_bytes": heading.validation_bytes,
-    }

@@ -1,9 +1,8 @@
-"""A byte-level GPT in plain PyTorch: the trainer's model, and an example of one that shards well.
+"""A byte-level GPT in plain PyTorch: the trainer's model, and an example of a model that shards well.
 
-It learns much in a few minutes on a CPU: normalized queries and keys (Henry et al., 2020,
-arXiv:2010.04245), rotary positions (Su et al., 2021, arXiv:2104.09864), and an embedding that also looks up the
-hashed last bytes, which shows the first block the bytes just before for almost no work (Pagnoni et al., 2024,
-arXiv:2412.09871).
+It is designed to train in a few minutes on a CPU. Queries and keys are normalized (Henry et al., 2020,
+arXiv:2010.04245), and positions are rotary (Su et al., 2021, arXiv:2104.09864). The embedding also looks up hashes of
+the last bytes, so that the first block knows them at almost no cost (Pagnoni et al., 2024, arXiv:2412.09871).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fullshard.errors import ConfigError
 from fullshard.train.settings import ModelSettings
 
 VOCABULARY = 256
-_MOST, _MOST_LAYERS = 1_000_000, 10_000  # their products of parameters and bytes fit an int64
+_MOST, _MOST_LAYERS = 1_000_000, 10_000  # so that numbers of parameters and bytes fit an int64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ SIZES = {
 
 
 def shape_of(settings: ModelSettings) -> Shape:
-    """Return the dimensions of the named size, overridden by those that are given explicitly."""
+    """Return the dimensions of the named size. Explicitly given dimensions take precedence."""
     if settings.size not in SIZES:
         raise ConfigError(f"--size {settings.size}: unknown. Choose one of {', '.join(SIZES)}.")
     given = {name: getattr(settings, name) for name in ("layers", "heads", "width", "mlp_ratio")}
@@ -111,7 +110,7 @@ class ByteEmbedding(nn.Module):
         for back, table in zip(self.LOOK_BACK, self.tables, strict=True):
             earlier = F.pad(inputs, (back, 0))[:, : inputs.shape[1]]
             key = key * VOCABULARY + earlier
-            x = x + table(_hashed(key, self.table_rows))
+            x = x + table((key * 2654435761 >> 11) % self.table_rows)  # multiplicative hashing
         return x
 
 
@@ -126,7 +125,7 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        """Map shape (rows, seq, width) to the same shape; `turn` is the rotation of the positions."""
+        """Map shape (rows, seq, width) to the same shape. `turn` is the result of `rotation`."""
         x = x + self.attention(self.attention_norm(x), turn)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
@@ -144,7 +143,7 @@ class Attention(nn.Module):
         self.key_norm = nn.LayerNorm(shape.head_width, bias=False)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        """Shape (rows, seq, width) in and out."""
+        """Map shape (rows, seq, width) to the same shape."""
         rows, seq, width = x.shape
         query, key, value = self.inward(x).view(rows, seq, 3, self.heads, width // self.heads).unbind(2)
         query, key = rotate(self.query_norm(query), turn), rotate(self.key_norm(key), turn)
@@ -164,7 +163,7 @@ class MLP(nn.Module):
         self.outward = nn.Linear(shape.mlp_ratio * shape.width, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (..., width) in and out."""
+        """Map shape (..., width) to the same shape."""
         out: Tensor = self.outward(F.gelu(self.inward(x)))
         return out
 
@@ -203,17 +202,8 @@ def initialize(model: GPT, seed: int) -> GPT:
         elif "outward" in name:
             parameter.zero_()
         elif "embedding" in name:
-            parameter.normal_(std=_EMBEDDING_STD, generator=random)
+            parameter.normal_(std=0.5, generator=random)
         else:
             parameter.normal_(std=1 / math.sqrt(parameter.shape[1]), generator=random)
-    model.head.weight.mul_(_HEAD_SCALE)
+    model.head.weight.mul_(0.2)
     return model
-
-
-_EMBEDDING_STD = 0.5
-_HEAD_SCALE = 0.2
-
-
-def _hashed(key: Tensor, rows: int) -> Tensor:
-    """Return the table row of each key of up to three bytes, by multiplicative hashing."""
-    return (key * 2654435761 >> 11) % rows

@@ -18,32 +18,32 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
 from ray.train.torch import TorchTrainer  # noqa: E402
 from ray.train.v2.api.exceptions import TrainingFailedError  # noqa: E402
 
-_RESTARTS = 3  # of all ranks after a loss
+_RESTARTS = 3  # the maximum number of restarts after ranks are lost
 
 
 def run_on_ray(argv: Sequence[str], ranks: int, *, address: str | None, restarts: bool) -> int:
     """Run `fullshard train argv` as `ranks` workers of Ray Train and return the exit code.
 
     Args:
-        argv: options of the trainer, as for any rank.
-        ranks: workers, each with a core, or with a GPU if the cluster has any.
+        argv: The options of the trainer, as for any rank.
+        ranks: The number of workers. Each has a core, or a GPU if the cluster has any.
         address: The address of a cluster. If None, that of `RAY_ADDRESS`, or a new cluster on this machine.
-        restarts: whether to restart lost workers, up to three times, from the newest checkpoint.
+        restarts: Whether to restart lost workers, up to three times, from the newest checkpoint.
 
     Raises:
-        ConfigError: The address has no cluster, or it has too few cores or GPUs.
+        ConfigError: There is no cluster at the address, or it has too few cores or GPUs.
     """
     try:
         ray.init(address=address or os.environ.get("RAY_ADDRESS", "local"))
     except ConnectionError as error:
         raise ConfigError(f"--ray-address {address}: {error}. Pass the address of a running cluster.") from error
     try:
-        there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        kind = "GPU" if there.get("GPU") else "CPU"
-        if there.get(kind, 0) < ranks:
+        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        kind = "GPU" if resources.get("GPU") else "CPU"
+        if resources.get(kind, 0) < ranks:
             raise ConfigError(
-                f"--ranks {ranks}: the Ray cluster has {there.get(kind, 0):g} {kind}s, but each rank needs one. Use "
-                "fewer ranks, or add nodes."
+                f"--ranks {ranks}: the Ray cluster has {resources.get(kind, 0):g} {kind}s, but each rank needs one. "
+                "Use fewer ranks, or add nodes."
             )
         trainer = TorchTrainer(
             _train_on_this_worker,

@@ -1,7 +1,7 @@
 """Parsing of command line and configuration file into `TrainSettings`.
 
-A configuration file holds option names and values. They become command line items before the user's own. So the command
-line takes precedence, and both are parsed and checked in the same way.
+A configuration file holds option names and values. They are inserted before the items of the command line. So the
+command line takes precedence, and both are parsed and checked in the same way.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ PROG = "fullshard train"
 def parse_settings(argv: Sequence[str]) -> TrainSettings:
     """Return the settings from the command line and the file named by `--config`.
 
-    Raises `ConfigError` for an unknown option and for a value of the wrong type, with one line that names both.
-    `--help` prints the explanation of all options and raises `SystemExit(0)`.
+    Raises:
+        ConfigError: An option is unknown, or a value has the wrong type.
+        SystemExit: `--help` has printed the explanation of all options.
     """
     user, config_files = _without_config(argv)
     items = [item for path in config_files for item in config_items(path)]

@@ -14,8 +14,8 @@ DEFAULT_ROWS = 16
 def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> int | None:
     """Return the number of replicas of the sharded model; None for a strategy without a replicate axis.
 
-    By default a hybrid strategy has one replica per machine. On a single machine it has two, or one if its ranks cannot
-    form two, so that a run can continue with the remaining machines.
+    By default a hybrid strategy has one replica per machine, so that a run can continue with the remaining machines. On
+    a single machine it has two, or one if the number of ranks is odd.
 
     Raises:
         ConfigError: The strategy has no replicas, or their number does not divide the ranks.
@@ -40,7 +40,7 @@ def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> in
 
 
 def rows_of(settings: OptimizationSettings, world: int) -> int:
-    """Return the sequences of one microbatch over all ranks: as set, else the smallest default for `world` ranks."""
+    """Return the sequences of one microbatch over all ranks. The default is the first multiple of `world` above 15."""
     if settings.batch is None:
         return -(-DEFAULT_ROWS // world) * world
     if settings.batch < 1 or settings.batch % world:
@@ -72,42 +72,42 @@ def _sequences_in(settings: OptimizationSettings, batch: int) -> int:
 
 @dataclass(frozen=True)
 class BatchPart:
-    """The share of one rank in one microbatch of a step."""
+    """The sequences of one rank in one microbatch of a step."""
 
-    first: int  # index, within the step, of the first sequence that it computes
-    rows: int  # sequences that it computes: equal on every rank, since collectives require it
-    counted: int  # leading sequences that count; the others are padding
+    first: int  # the index of the first one within the step
+    rows: int  # their number, equal on every rank, because collectives require it
+    counted: int  # the number without padding, which comes last
 
 
 def part_of(settings: OptimizationSettings, *, microbatch: int, rank: int, world: int) -> BatchPart:
-    """Return the share of rank `rank` in microbatch `microbatch`, counted from 0."""
+    """Return the sequences of rank `rank` in microbatch `microbatch`, counted from 0."""
     rows = rows_of(settings, world) // world
     first = (microbatch * world + rank) * rows
     return BatchPart(first, rows, counted=min(rows, max(0, sequences_of(settings, world) - first)))
 
 
-def shared_again(settings: OptimizationSettings, *, before: int, world: int) -> OptimizationSettings:
-    """Return settings for `world` ranks that give the same steps as `before` ranks.
+def adapt_to_ranks(settings: OptimizationSettings, *, before: int, world: int) -> OptimizationSettings:
+    """Return settings for `world` ranks that give the same steps as `settings` with `before` ranks.
 
     A step has the same number of sequences, and a microbatch of a rank does not have more of them.
     """
     if world == before:
         return settings
-    return _shared(settings, world, sequences_of(settings, before), most=rows_of(settings, before) // before)
+    return _divided(settings, world, sequences_of(settings, before), most=rows_of(settings, before) // before)
 
 
-def shared_by_any(settings: OptimizationSettings, world: int) -> OptimizationSettings:
-    """Return `settings` adapted to `world` ranks, even if these cannot share the batch evenly."""
+def adapt_batch(settings: OptimizationSettings, world: int) -> OptimizationSettings:
+    """Return settings for `world` ranks that give the same steps, even if the ranks do not divide the batch."""
     batch = settings.batch
     if batch is None or batch < 1 or settings.accumulate < 1 or batch % world == 0:
         return settings
-    return _shared(settings, world, _sequences_in(settings, batch), most=-(-batch // world))
+    return _divided(settings, world, _sequences_in(settings, batch), most=-(-batch // world))
 
 
-def _shared(settings: OptimizationSettings, world: int, sequences: int, most: int) -> OptimizationSettings:
-    """Return microbatches of at most `most` sequences per rank.
+def _divided(settings: OptimizationSettings, world: int, sequences: int, most: int) -> OptimizationSettings:
+    """Return settings with microbatches of at most `most` sequences per rank.
 
-    Their number is minimal, or up to twice that if this reduces the padding. The last one may be padded.
+    The number of microbatches is minimal, or up to twice that if this reduces the padding of the last one.
     """
     least = -(-sequences // (world * most))
     choices = [(-(-sequences // (world * count)), count) for count in range(least, 2 * least + 1)]

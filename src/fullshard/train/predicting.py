@@ -1,8 +1,9 @@
-"""Prediction of the needs of a run, by dry runs of the engine with the run's own model and settings."""
+"""Prediction of the memory and the step time of a run, by dry runs of the engine with its model and settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from fullshard.train.run_folder import lines_of
 from fullshard.train.settings import MemorySettings, TrainSettings
 from fullshard.train.sharding import mesh_of, offload_of, shard
 
-MEASURING_S = 3.0  # of a disk measurement, while other ranks wait
+MEASURING_S = 3.0  # duration of a disk measurement, while other ranks wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,42 +83,42 @@ class RunPrediction:
 
 
 class DiskUse:
-    """The bytes of a rank on disks and its disk traffic per step, by dry steps that call `loss` per microbatch.
+    """The bytes of a rank on disks and its disk traffic per step, by a dry run that calls `loss` per microbatch.
 
-    Dry steps include the choice of a budget, and the activations that forward offloads.
+    The dry run includes the choice of a budget and the offloaded activations.
     """
 
     def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches
-        self._calls = self._at_rest = self._kept = 0
+        self._calls = self._stored_bytes = self._activation_bytes = 0
         self._before: Transfers = {}
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """Return the loss of a microbatch. At the first one of the second step, the states have been offloaded."""
         if self._calls == self._microbatches:
             self._before = travel.total
-            self._at_rest = predict_tiers(model)["disk"].total
+            self._stored_bytes = predict_tiers(model)["disk"].total
         self._calls += 1
         loss = byte_losses(model(batch), batch).mean()
-        self._kept = offloaded_activations(model).get("disk", 0)
+        self._activation_bytes = offloaded_activations(model).get("disk", 0)
         return loss
 
     @property
     def traffic(self) -> Traffic:
-        """The traffic of the step since then. Dry runs count offloaded activations without writing them."""
+        """The traffic of the second step. The dry run counts offloaded activations without writing them."""
         moved = [item for (place, _), item in travel.since(self._before).items() if place == "disk"]
         states = Traffic(
-            room_bytes=self._at_rest,
+            room_bytes=self._stored_bytes,
             read_bytes=sum(item.arrived for item in moved),
             written_bytes=sum(item.passed for item in moved),
         )
-        return states + Traffic.of_activations(self._kept, microbatches=self._microbatches)
+        return states + Traffic.of_activations(self._activation_bytes, microbatches=self._microbatches)
 
 
 def disk_traffic(model: nn.Module, settings: TrainSettings) -> Traffic:
-    """Return the traffic of a rank by formula, without a dry run: of states and parameters, without activations.
+    """Return the disk traffic of the states and parameters of a rank by formula; none for a budget.
 
-    A budget has not made its choice then.
+    It does not include activations. A budget chooses what is offloaded after the first step.
     """
     if settings.memory.offload_budget is not None:
         return Traffic(room_bytes=0, read_bytes=0, written_bytes=0)
@@ -129,13 +130,11 @@ def disk_traffic(model: nn.Module, settings: TrainSettings) -> Traffic:
 
 
 def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: float, traffic: Traffic) -> list[str]:
-    """Return the cost of the disk for the ranks of this machine, each with as many bytes there as `rank`.
+    """Return lines on the cost of the disk for the ranks of this machine, each with the traffic of `rank`.
 
     Raises:
         DiskError: The folder is not writable, or too small. The message has the options that fit.
     """
-    named = settings.memory.offload_folder
-    assert named is not None, "checked with the fraction"
     folder, ranks = offload_of(settings.memory).disk_folder, rank.local_world
     held = ranks * pace_of(folder).held_bytes  # shards that are already on the disk
     whole = sum((traffic,) * (ranks - 1), traffic)
@@ -144,24 +143,20 @@ def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: fl
         check_room(folder, whole, free_bytes(folder) + held, ask=ask)
     speed = measure(folder, seconds=MEASURING_S)
     pace_of(folder).expect(lambda read, written: speed.seconds(ranks * read, ranks * written))
-    there = replace(speed, free_bytes=speed.free_bytes + held)
-    return predict_load(there, whole, step_s=step_s, ask=ask).lines(settings.optimization.steps)
+    speed = replace(speed, free_bytes=speed.free_bytes + held)
+    return predict_load(speed, whole, step_s=step_s, ask=ask).lines(settings.optimization.steps)
 
 
 def _options_that_fit(model: nn.Module, memory: MemorySettings, ranks: int, wanted_bytes: int, room_bytes: int) -> str:
-    """Return fractions that fit, all reduced by the same factor, including whole units."""
+    """Return the options with fractions that fit, all reduced by the same factor."""
     if memory.offload_budget is not None:
         return f"Increase --offload-budget {memory.offload_budget}, so that less is offloaded"
     largest = max(sum(param.local.nbytes for param in unit.params) for unit in units_in(model))
     unit_bytes = ranks * largest * (2 * bool(memory.offload_optimizer) + 4 * bool(memory.offload_parameters))
     share = max(0.0, (room_bytes - unit_bytes) / wanted_bytes)
-    given = {
-        "optimizer": memory.offload_optimizer,
-        "parameters": memory.offload_parameters,
-        "activations": memory.offload_activations,
-    }
-    requested = [f"--offload-{name} {floored(share * fraction)}" for name, fraction in given.items() if fraction]
-    return f"Ask for {' '.join(requested)}" if share else "One unit does not fit: do not offload there"
+    fractions = {state: getattr(memory, f"offload_{state}") for state in ("optimizer", "parameters", "activations")}
+    fitting = [f"--offload-{state} {floored(share * fraction)}" for state, fraction in fractions.items() if fraction]
+    return f"Ask for {' '.join(fitting)}" if share else "One unit does not fit: do not offload there"
 
 
 def by_state(ledger: Ledger) -> dict[str, int]:
@@ -178,7 +173,7 @@ def by_state(ledger: Ledger) -> dict[str, int]:
 def comparison_of(out: Path) -> ForecastComparison:
     """Return the prediction and the measurement of the run in `out`, from its metrics.
 
-    The step time is the mean over the whole run, except the first three steps.
+    The measured step time is the mean over the whole run, except the first three steps.
 
     Raises:
         ConfigError: The run does not exist, or has no prediction or measurement.
@@ -206,9 +201,9 @@ def _fields_of(kind: type, line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_forecast(settings: TrainSettings, rank: Rank) -> Forecasting[Forecast] | None:
-    """Start the forecast of this run in a separate process.
+    """Start the forecast of this run in a separate process, and return it.
 
-    Return None on ranks without output, for short runs, and for resumed runs, which already have one.
+    Return None on ranks other than the first, for short runs, and for resumed runs, which already have a forecast.
     """
     if not (rank.leads and settings.run.predict and settings.optimization.steps >= STEPS):
         return None
@@ -218,7 +213,7 @@ def start_forecast(settings: TrainSettings, rank: Rank) -> Forecasting[Forecast]
 
 
 def forecast_run(settings: TrainSettings, machine: Machine) -> Forecast:
-    """Return the needs of one rank with these settings on `machine`, and settings that fit if these do not."""
+    """Return the predicted memory and time of one rank with these settings, and settings that fit if these do not."""
     described = described_here(machine)
     forecast = partial(forecast_of, limit_bytes=machine.memory_bytes, times=described is not None)
     use = DiskUse(settings.optimization.accumulate)
@@ -240,7 +235,7 @@ def forecast_run(settings: TrainSettings, machine: Machine) -> Forecast:
 def predicted(
     settings: TrainSettings, machine: Machine, described: Hardware | None, use: DiskUse | None = None
 ) -> Prediction:
-    """Return the needs of one rank with these settings on `machine`, by a dry run that `use` reads."""
+    """Return the memory and time of one rank with these settings by a dry run, whose disk use `use` records."""
     rank = Rank(
         index=0,
         world=machine.world,
@@ -254,7 +249,7 @@ def predicted(
     return predict(
         lambda mesh: shard(gpt(), settings, mesh, machine.device_type),
         lambda: torch.zeros((rows, settings.text.seq), dtype=torch.int64),
-        hardware=described or hardware("h100-80"),  # its seconds are unknown then
+        hardware=described or hardware("h100-80"),  # then the times are meaningless
         streams="cpu" if machine.device_type == "cpu" else "gpu",
         world=machine.world,
         ranks_per_host=machine.local_world,
@@ -267,19 +262,17 @@ def predicted(
 
 
 def described_here(machine: Machine) -> Hardware | None:
-    """Return the description of this machine, measured or by its accelerator; None if there is neither."""
-    try:
-        here = hardware("here")
-    except ConfigError:
-        here = None
+    """Return the measured description of this machine, or else that of its accelerator; None if both are unknown."""
     kind = "cpu" if machine.device_type == "cpu" else "gpu"
-    if here is not None and here.kind == kind:
-        return here
+    with suppress(ConfigError):
+        here = hardware("here")
+        if here.kind == kind:
+            return here
     return hardware_named_like(machine.device_name, machine.memory_bytes) if kind == "gpu" else None
 
 
 def _smaller(settings: TrainSettings, world: int) -> Iterator[tuple[str, TrainSettings]]:
-    """Return settings that need less memory, the cheapest change first, with their options."""
+    """Yield options that reduce memory, and the settings with them, the cheapest first."""
     sharded = replace(settings, parallelism=replace(settings.parallelism, strategy="zero3", replicas=None))
     recomputed = replace(sharded, memory=replace(sharded.memory, activation_checkpointing=True))
     yield "--strategy zero3", sharded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from fullshard.train.run_folder import METRICS, SAMPLES, WEIGHTS
 
 LINE_EVERY_S = 5.0  # without a terminal, the minimum time between two lines of loss
 Progress = Callable[[int, int], None]  # called with the amount done and the total
-PATIENCE_S = 1.0  # work that finishes earlier is shown without progress
+PATIENCE_S = 1.0  # the time after which the progress of an operation is shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Result:
 
 
 class Display:
-    """Plain lines, with at most one line of loss every few seconds."""
+    """A display of plain lines, with at most one line of loss every few seconds."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -79,14 +79,14 @@ class Display:
             f"on. Output: {heading.out}"
         )
 
-    def remember_memory(self, ledgers: RunLedgers) -> None:
+    def set_memory(self, ledgers: RunLedgers) -> None:
         """Show the memory of a rank in later lines."""
         own, ddp = in_bytes(ledgers.measured.total), in_bytes(ledgers.ddp.total)
-        self._memory = f"  {own} a rank (ddp {ddp})"
+        self._memory = f"  {own} per rank (ddp {ddp})"
 
     def show_forecast(self, forecast: Forecast) -> None:
         step = f", {forecast.step_s * 1e3:.3g} ms per step" if forecast.step_s else ""
-        self.log(f"Predicted: {in_bytes(forecast.needed_bytes)} a rank{step}; most in {forecast.peak_at}")
+        self.log(f"Predicted: {in_bytes(forecast.needed_bytes)} per rank{step}; peak in {forecast.peak_at}")
 
     def show_comparison(self, comparison: ForecastComparison) -> None:
         self.console.print(comparison_table(comparison))
@@ -118,25 +118,12 @@ class Display:
             f"In {result.out}: {METRICS}, {SAMPLES}, {WEIGHTS}"
         )
 
-    def show_page(self, page: Path) -> None:
-        self.log(f"Where time and memory went: {page}")
-
-    def show_resumed(self, step: int, path: Path) -> None:
-        self.log(f"Resuming after step {step} from {path}")
-
-    def show_disk(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self.log(f"Disk: {line}")
-
     def show_problem(self, message: str) -> None:
         self.log(f"Problem: {message}")
 
-    def show_stopped(self, step: int, path: Path) -> None:
-        self.log(f"Stopped after step {step}, saved in {path}. Resume with --resume auto.")
-
     @contextmanager
     def watching(self, what: str) -> Iterator[Progress]:
-        """Return a context manager for a long operation. It yields a function of the amount done and the total."""
+        """Context manager for a long operation. It yields a function to call with the amount done and the total."""
         shown_at = time.monotonic() - LINE_EVERY_S + PATIENCE_S
 
         def advance(done: int, total: int) -> None:
@@ -162,12 +149,12 @@ class Display:
         )
 
     def log(self, line: str) -> None:
-        """Print one text without markup, highlighting or wrapping."""
+        """Print text without markup, highlighting or wrapping."""
         self.console.print(Styled(line), soft_wrap=True)
 
 
 class BarDisplay(Display):
-    """A bar at the foot of a terminal, numbers below it; validations and samples scroll above."""
+    """A display with a bar at the foot of a terminal and numbers below it. Other lines scroll above."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -195,7 +182,7 @@ class BarDisplay(Display):
 
 
 class _BarWithNumbers(Bars):
-    """A bar as wide as the terminal with a line of text below it."""
+    """A progress bar as wide as the terminal, with a line of text below it."""
 
     numbers = ""
 
@@ -207,7 +194,7 @@ class _BarWithNumbers(Bars):
 
 
 def display_for(console: Console, *, shows: bool) -> Display:
-    """Return the display for the kind of output; one without output for ranks other than the first."""
+    """Return the display for `console`; without `shows`, one that prints nothing."""
     if not shows:
         return Display(Console(quiet=True, emoji=False))
     return BarDisplay(console) if console.is_terminal else Display(console)
@@ -223,9 +210,7 @@ def restore_terminal(console: Console) -> None:
 def printable(content: bytes) -> str:
     """Return the text of `content` with control characters replaced."""
     text = content.decode("utf-8", errors="replace")
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def indented(text: str) -> str:

@@ -35,11 +35,6 @@ class Rank:
         """True on the rank that writes files and output."""
         return self.index == 0
 
-    @property
-    def leads_machine(self) -> bool:
-        """True on the rank of each machine that writes files needed on every machine."""
-        return self.local_index == 0
-
 
 def runs_under_torchrun() -> bool:
     """Return True if a launcher has started this process as one rank of several."""
@@ -63,11 +58,11 @@ def rank_from_environment() -> Rank:
 
 
 def check_restarts(safety_copy_every: int = 0, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise an error if the launcher cannot restart lost ranks although it should.
+    """Raise an error if lost ranks could not be restarted, or their safety copies would be useless.
 
     Raises:
-        ConfigError: Restarted ranks would read the addresses of their predecessors; or safety copies are requested, but
-            ranks are never restarted, or this system cannot keep copies.
+        ConfigError: Restarted ranks would read the addresses of earlier ranks; or safety copies are requested, but the
+            launcher does not restart ranks, or this system cannot keep copies.
     """
     restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if safety_copy_every and restarts == 0:
@@ -114,15 +109,15 @@ def process_group(rank: Rank) -> Iterator[None]:
 
 
 def do_together(action: Callable[[], T], world: int) -> T:
-    """Return the result of `action()` on this rank, once it has succeeded on every rank. Every rank calls it.
+    """Call `action` on every rank, and return its result on this rank. Every rank must call this.
 
     Raises:
         ConfigError: `action()` raised it on some rank. The same error is raised on every rank.
     """
-    done: list[T] = []
+    results: list[T] = []
     failure: ConfigError | None = None
     try:
-        done.append(action())
+        results.append(action())
     except ConfigError as error:
         failure = error
     failures: list[str | None] = [None] * world
@@ -130,7 +125,7 @@ def do_together(action: Callable[[], T], world: int) -> T:
     for message in failures:
         if message is not None:
             raise ConfigError(message) from failure
-    return done[0]
+    return results[0]
 
 
 def gather_in_rank_order(values: Tensor, rank: Rank) -> Tensor:

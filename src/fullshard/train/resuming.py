@@ -1,17 +1,17 @@
-"""Resuming a run with any number of ranks and unchanged numbers."""
+"""Resuming a run with any number of ranks and unchanged results."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from fullshard.errors import ConfigError
-from fullshard.train.parallelism import sequences_of, shared_again, shared_by_any
+from fullshard.train.parallelism import adapt_batch, adapt_to_ranks, sequences_of
 from fullshard.train.run_folder import lines_of
 from fullshard.train.schedule import peak_lr
 from fullshard.train.settings import OptimizationSettings, TrainSettings
 
 AUTO = "auto"
-# Settings that determine a run's numbers, in addition to those of the step size.
+# Settings that determine the results of a run, in addition to the sequences per step.
 _FIXED = (
     *("text", "seq", "size", "layers", "heads", "width", "mlp-ratio"),
     *("steps", "lr", "min-lr", "warmup", "weight-decay", "clip", "seed"),
@@ -19,14 +19,14 @@ _FIXED = (
 )
 
 
-def going_on(settings: TrainSettings, world: int) -> TrainSettings:
-    """Return the settings for `world` ranks.
+def resumed_settings(settings: TrainSettings, world: int) -> TrainSettings:
+    """Return the settings of a run with --resume auto for `world` ranks, and other settings unchanged.
 
-    If the run in --out resumes, a step has the same sequences as before. If it starts, any number of ranks can share a
-    step, since fewer ranks than intended may be available.
+    If the run in --out exists, a step has the same sequences as before. Otherwise the batch is adapted to any number of
+    ranks, since fewer ranks than intended may be available.
 
     Raises:
-        ConfigError: --resume auto without --out, or the existing run has different numbers.
+        ConfigError: --out is missing, or the existing run has other settings.
     """
     if settings.checkpoints.resume != AUTO:
         return settings
@@ -35,28 +35,25 @@ def going_on(settings: TrainSettings, world: int) -> TrainSettings:
         raise ConfigError("--resume auto needs --out, the folder of the run to resume or start.")
     header = next(lines_of(out), None)
     if header is None:
-        return replace(settings, optimization=shared_by_any(settings.optimization, world))
-    was, now = header["settings"], {**settings.as_options(), "lr": peak_lr(settings)}
-    now.setdefault("dtype", was["dtype"])
-    changed = [name for name in _FIXED if was.get(name) != now.get(name)]
-    if changed:
-        name = changed[0]
+        return replace(settings, optimization=adapt_batch(settings.optimization, world))
+    old, new = header["settings"], {**settings.as_options(), "lr": peak_lr(settings)}
+    new.setdefault("dtype", old["dtype"])
+    for name in _FIXED:
+        if old.get(name) != new.get(name):
+            raise ConfigError(
+                f"--resume auto: the run in {out} had --{name} {old.get(name, '(left out)')}, and now it is "
+                f"{new.get(name, '(left out)')}. Start with the same options, or start a separate run with --resume "
+                f"{out}/checkpoints and another --out."
+            )
+    before, names = header["world"], ("batch", "accumulate", "sequences")
+    previous = OptimizationSettings(**{name: old[name] for name in names if name in old})
+    current = settings.optimization
+    sequences = current.sequences or (current.batch and current.batch * current.accumulate)
+    if sequences not in (None, sequences_of(previous, before)):
         raise ConfigError(
-            f"--resume auto: the run in {out} had --{name} {was.get(name, '(left out)')}, and now it is "
-            f"{now.get(name, '(left out)')}. Start with the same options, or start a separate run with --resume "
-            f"{out}/checkpoints and another --out."
+            f"--resume auto: a step of the run in {out} has {sequences_of(previous, before)} sequences, not "
+            f"{sequences}. Leave --batch, --accumulate and --sequences as they were."
         )
-    before = header["world"]
-    taken = OptimizationSettings(**{name: was[name] for name in ("batch", "accumulate", "sequences") if name in was})
-    requested = settings.optimization
-    wanted = requested.sequences or (requested.batch and requested.batch * requested.accumulate)
-    if wanted not in (None, sequences_of(taken, before)):
-        raise ConfigError(
-            f"--resume auto: a step of the run in {out} learns from {sequences_of(taken, before)} sequences, not from "
-            f"{wanted}. Leave --batch, --accumulate and --sequences as they were."
-        )
-    shared = shared_again(taken, before=before, world=world)
-    return replace(
-        settings,
-        optimization=replace(requested, batch=shared.batch, accumulate=shared.accumulate, sequences=shared.sequences),
-    )
+    adapted = adapt_to_ranks(previous, before=before, world=world)
+    optimization = replace(current, **{name: getattr(adapted, name) for name in names})
+    return replace(settings, optimization=optimization)

@@ -1,4 +1,4 @@
-"""The output folder of a run: settings, a line of numbers for each event, samples and weights."""
+"""The output folder of a run: settings, metrics, samples and weights."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ANOTHER_OUT = "another --out"
 STOPPED = "stopped"  # the last line of the metrics of a run that is to be resumed
 
 
-def check_out(out: Path, *, goes_on: bool = False) -> None:
+def check_out(out: Path, *, resumes: bool = False) -> None:
     """Raise an error if the output folder is a file, cannot be created, or holds another run that is not resumed."""
     nearest = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         raise ConfigError(f"--out {out}: {nearest} is a file. Choose a folder that does not exist yet.")
     found = [name for name in (METRICS, SETTINGS, WEIGHTS) if (out / name).exists()]
-    if found and not goes_on:
+    if found and not resumes:
         raise ConfigError(
             f"--out {out}: the folder holds another run ({found[0]}). Choose another folder, remove it, or resume its "
             "run with --resume auto."
@@ -40,10 +40,10 @@ def check_out(out: Path, *, goes_on: bool = False) -> None:
 
 
 def check_shared(out: Path, rank: Rank) -> None:
-    """Raise an error on every rank if not all machines share the output folder; for runs with checkpoints.
+    """Raise an error on every rank if not all machines share the output folder, which checkpoints require.
 
     Raises:
-        ConfigError: the first rank cannot write there, or a machine does not see what it has written.
+        ConfigError: The first rank cannot write there, or its files are not visible on all machines.
     """
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0, device=rank.device)
@@ -78,7 +78,7 @@ def free_folder(settings: TrainSettings, parent: Path = Path("runs")) -> Path:
 
 
 def lines_of(out: Path) -> Iterator[dict[str, Any]]:
-    """Return the lines of the metrics in `out`, without a truncated last line."""
+    """Yield the lines of the metrics in `out`, except for a truncated last line."""
     metrics = out / METRICS
     if not metrics.exists():
         return
@@ -105,10 +105,10 @@ def has_stopped(out: Path) -> bool:
 
 
 class RunFolder:
-    """Writer of a run's files. With `writes=False`, every call does nothing.
+    """The files of a run. With `writes=False`, nothing is written.
 
-    A file that cannot be written is an error of `check`, since other ranks wait for the rank that writes. Nothing is
-    written after it.
+    If a file cannot be written, nothing more is written, and `check` raises the error. It is not raised immediately,
+    because other ranks wait for the rank that writes.
     """
 
     def __init__(self, path: Path, *, writes: bool) -> None:
@@ -141,25 +141,27 @@ class RunFolder:
         files = [self.path / name for name in (METRICS, SAMPLES)]
         return {file.name: file.stat().st_size if file.exists() else 0 for file in files}
 
-    def cut_back(self, sizes: Mapping[str, int]) -> None:
-        """Truncate the files to `sizes` bytes each. The run resumes from there and writes the rest again."""
+    def truncate(self, sizes: Mapping[str, int]) -> None:
+        """Truncate the files to `sizes` bytes each. A resumed run writes the rest again."""
         for name, nbytes in sizes.items():
-            self._write(self.path / name, partial(_cut_back, self.path / name, nbytes))
+            file = self.path / name
+            if file.exists() and file.stat().st_size > nbytes:
+                self._write(file, partial(os.truncate, file, nbytes))
 
     def write_settings(self, settings: TrainSettings) -> None:
-        """Write the settings to a file that `--config` reads: all but those that another run must not share."""
+        """Write the settings to a file for `--config`, except `out` and `resume`, which belong to this run only."""
         file = self.path / SETTINGS
         options = {name: value for name, value in settings.as_options().items() if name not in ("out", "resume")}
         text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
         self._write(file, lambda: file.write_text(text, encoding="utf-8"))
 
     def write_line(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Add one line of JSON to the metrics: `kind`, then the values. On disk when the call returns."""
+        """Add one line of JSON to the metrics: `kind`, then the values."""
         line = json.dumps({"kind": kind, **{k: _plain(v) for k, v in values.items()}}) + "\n"
         self._append(self.path / METRICS, line.encode())
 
     def write_sample(self, step: int, content: bytes) -> None:
-        """Add a sample, byte for byte, under a heading with its step."""
+        """Add the bytes of a sample, under a heading with its step."""
         self._append(self.path / SAMPLES, f"===== step {step} =====\n".encode() + content + b"\n")
 
     def _append(self, path: Path, content: bytes) -> None:
@@ -178,11 +180,6 @@ class RunFolder:
                 action()
         except ConfigError as error:
             self._failure = error
-
-
-def _cut_back(file: Path, nbytes: int) -> None:
-    if file.exists() and file.stat().st_size > nbytes:
-        os.truncate(file, nbytes)
 
 
 def _plain(value: Any) -> Any:

@@ -13,11 +13,11 @@ def learning_rate(settings: OptimizationSettings, peak: float, step: int) -> flo
 
     The last step has `min_lr * peak`. A warm-up as long as the run has no decay.
     """
-    climb = min(settings.warmup, settings.steps)
-    if step < climb:
-        return peak * (step + 1) / climb
-    way = (step - climb + 1) / max(1, settings.steps - climb)
-    return peak * (settings.min_lr + (1 - settings.min_lr) * (1 + math.cos(math.pi * min(1.0, way))) / 2)
+    warmup = min(settings.warmup, settings.steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup + 1) / max(1, settings.steps - warmup)
+    return peak * (settings.min_lr + (1 - settings.min_lr) * (1 + math.cos(math.pi * min(1.0, progress))) / 2)
 
 
 def peak_lr(settings: TrainSettings) -> float:

@@ -16,7 +16,7 @@ class TextSettings:
     """A file, or a folder whose text files are read in sorted order. Default: the Python sources of the standard
     library of this interpreter."""
     seq: int = 128
-    """Bytes in one sequence: how far back the model can see."""
+    """Bytes in one sequence: the context length of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +130,9 @@ class CheckpointSettings:
     keep: int = 2
     """Checkpoints to keep: older ones are deleted after a newer one is complete."""
     safety_copy_every: int = 0
-    """Steps between two copies of the run in the memory of its hosts, each host's part on the next one, too: after a
-    loss of ranks or a host the run goes on from there, if that is newer than the newest checkpoint. It takes torchrun
-    --max-restarts and --resume auto. 0 for none."""
+    """Steps between two copies of the run in the memory of its hosts. Each host also keeps a copy of another host's
+    part. After a loss of ranks or of a host the run resumes from there, if that is newer than the newest checkpoint.
+    This needs torchrun --max-restarts and --resume auto. 0 for none."""
     resume: MaybeStr = None
     """auto: resume from the newest intact checkpoint of the run in --out, or start it if there is none. Or a path:
     start a new run from that checkpoint. Default: start from the beginning."""
@@ -151,7 +151,7 @@ class RunSettings:
     validate_every: int = 250
     """Steps between two validations; the end always validates. 0 for the end only."""
     validate_bytes: int = 131072
-    """Bytes of validation text that one validation reads, spread evenly over all there is."""
+    """Bytes of validation text that one validation reads, spread evenly over the text."""
     sample_every: int = 150
     """Steps between two samples; the end always samples. 0 for the end only."""
     sample_bytes: int = 192

@@ -20,7 +20,10 @@ class ShardedGPT(FSDPModule, GPT):
 
 
 def sharded_gpt(settings: TrainSettings, rank: Rank) -> ShardedGPT:
-    """Return the GPT with initial weights, one unit per block and one for the rest. The world size has no effect."""
+    """Return the GPT with initial weights, one unit per block and one for the rest.
+
+    The weights do not depend on the number of ranks.
+    """
     model = GPT(shape_of(settings.model), checkpoint_blocks=settings.memory.activation_checkpointing)
     initialize(model, settings.run.seed).to(rank.device)
     return shard(model, settings, mesh_of(settings, rank), rank.device.type)

@@ -18,7 +18,7 @@ PREEMPTED = os.EX_TEMPFAIL  # exit code 75: the run can be resumed
 
 
 class StopRequest:
-    """A request to any rank to stop; all ranks learn of it after the same step."""
+    """A request to stop, which all ranks detect after the same step even if only one rank receives it."""
 
     def __init__(self) -> None:
         self._requested = False
@@ -31,13 +31,12 @@ class StopRequest:
         self._requested = True
 
     def exchange(self) -> None:
-        """Start to exchange requests with the other ranks, before each step."""
+        """Start to exchange requests with the other ranks. Call it before each step."""
         self._any_requested.fill_(self._requested)
         self._work = dist.all_reduce(self._any_requested, dist.ReduceOp.MAX, self._group, async_op=True)
 
-    @property
-    def is_wanted(self) -> bool:
-        """True if any rank had a request when the step began. Read it after each step."""
+    def any_requested(self) -> bool:
+        """Return True if any rank had a request when the step began. Call it after each step."""
         assert self._work is not None, "exchange() comes first"
         with here.waiting("all_reduce of requests to stop"):
             self._work.wait()
@@ -45,10 +44,10 @@ class StopRequest:
 
 
 @contextmanager
-def heeding_sigterm() -> Iterator[StopRequest]:
+def recording_sigterm() -> Iterator[StopRequest]:
     """Record SIGTERM within this context instead of ending the process.
 
-    On threads other than the main thread, signals are left to the owner of the process, such as Ray.
+    On other threads than the main thread, the owner of the process, such as Ray, handles signals.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Counts the time of steps; `total_s` is their sum in seconds."""
+    """The total time of steps in seconds, `total_s`."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
-        self._born = time.monotonic()
+        self._created = time.monotonic()
         self._lap_step = 0
         self._lap_s = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count the time of the block."""
+        """Count the time within this context."""
         start = time.monotonic()
         yield
         self.total_s += time.monotonic() - start
@@ -31,4 +31,4 @@ class Stopwatch:
 
     def since_start_s(self) -> float:
         """Return the seconds since the stopwatch was created."""
-        return time.monotonic() - self._born
+        return time.monotonic() - self._created

@@ -1,7 +1,7 @@
 """The text of a run: one memory-mapped file of bytes, split into training and validation text.
 
-A folder is written once, file after file, into a cache: training files first, then validation files. A single file is
-read in place. The text is never fully in memory, and every batch depends only on the seed and the step.
+The files of a folder are copied into one cache file: training files first, then validation files. A single file is read
+in place. The text is never fully in memory, and every batch depends only on the seed and the step.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ class SourceFile:
 
     @property
     def validates(self) -> bool:
-        """True if this file is used for validation: determined by its name, so it is the same on every machine."""
-        return (
-            int.from_bytes(sha256(self.name.encode("utf-8", "surrogateescape")).digest()[:8], "big") % VALIDATION_SHARE
-            == 0
-        )
+        """True if this file is used for validation. This depends on its name only, so all machines agree."""
+        digest = sha256(self.name.encode("utf-8", "surrogateescape")).digest()
+        return int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0
 
 
 @dataclass(frozen=True)
@@ -141,16 +139,17 @@ def training_batch(text: Text, *, seed: int, first: int, rows: int, seq: int) ->
 def validation_batches(
     text: Text, *, windows: int, rows: int, seq: int, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
-    """Return the rows of one rank in each validation batch: `windows` windows spread evenly over the validation text.
+    """Yield the rows of one rank in each validation batch.
 
-    The windows do not depend on `rows` or `world`. All ranks get the same number of batches, of `rows` windows over all
-    ranks. The last window is repeated to fill the last batch.
+    There are `windows` windows, spread evenly over the validation text. They do not depend on `rows` or `world`. All
+    ranks get the same number of batches, each with `rows` windows over all ranks. The last window is repeated to fill
+    the last batch.
     """
-    room = text.validation_bytes - seq - 1
+    last_start = text.validation_bytes - seq - 1
     share = rows // world
-    for first in range(rank * share, _up_to_multiple(windows, rows), rows):
+    for first in range(rank * share, -(-windows // rows) * rows, rows):
         indices = (min(first + row, windows - 1) for row in range(share))
-        yield _windows(text.validation, [index * room // max(1, windows - 1) for index in indices], seq)
+        yield _windows(text.validation, [index * last_start // max(1, windows - 1) for index in indices], seq)
 
 
 def window_start(seed: int, index: int, total_bytes: int, seq: int) -> int:
@@ -162,22 +161,14 @@ def window_start(seed: int, index: int, total_bytes: int, seq: int) -> int:
     windows = max(1, (total_bytes - 1) // seq - 1)
     epoch, k = divmod(index, windows)
     phase = _draw(seed, epoch, 0) % max(1, min(seq, total_bytes - 1 - windows * seq))
-    step = _prime_to(windows, _draw(seed, epoch, 1))
+    start = _draw(seed, epoch, 1)
+    step = next(a for a in range(start, start + windows + 1) if gcd(a, windows) == 1)
     return phase + seq * ((step * k + _draw(seed, epoch, 2)) % windows)
 
 
 def _draw(*key: int) -> int:
     """Return 64 random bits that depend only on the key, in every version of every library."""
     return int.from_bytes(sha256(repr(key).encode()).digest()[:8], "big")
-
-
-def _prime_to(n: int, start: int) -> int:
-    """Return the smallest number of at least `start` that is coprime to n."""
-    return next(a for a in range(start, start + n + 1) if gcd(a, n) == 1)
-
-
-def _up_to_multiple(n: int, of: int) -> int:
-    return -(-n // of) * of
 
 
 def _windows(source: np.memmap[tuple[int], np.dtype[np.uint8]], starts: list[int], seq: int) -> Batch:

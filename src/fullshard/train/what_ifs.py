@@ -19,9 +19,9 @@ _STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 def simulate_changes(settings: TrainSettings, rank: Rank, folder: str) -> tuple[WhatIf, ...]:
     """Return the gains of other settings for the run in `folder`; none without a description of this machine.
 
-    It takes some seconds, in a separate process.
+    The simulation takes some seconds, in a separate process.
     """
-    machine = replace(machine_of(rank), host_bytes=None)  # the run itself has of the host's memory what it needs
+    machine = replace(machine_of(rank), host_bytes=None)  # unlimited: the run already uses the host memory it needs
     return Forecasting(what_ifs_of, settings, machine, folder).result() if described_here(machine) else ()
 
 
@@ -38,14 +38,9 @@ def what_ifs_of(settings: TrainSettings, machine: Machine, folder: str) -> tuple
         except ConfigError:  # such as parameters on a disk, under a strategy that keeps them whole
             continue
         if simulated.needed_bytes <= machine.memory_bytes:
-            found.append(
-                WhatIf(
-                    change=change,
-                    step_s=simulated.step_s,
-                    gain_s=step_s - simulated.step_s,
-                    command=f"fullshard train --config {folder}/{SETTINGS} {options}",
-                )
-            )
+            command = f"fullshard train --config {folder}/{SETTINGS} {options}"
+            gain_s = step_s - simulated.step_s
+            found.append(WhatIf(change=change, step_s=simulated.step_s, gain_s=gain_s, command=command))
     return tuple(sorted(found, key=lambda item: -item.gain_s))
 
 
@@ -57,15 +52,13 @@ def _changes(settings: TrainSettings, machine: Machine) -> Iterator[tuple[str, s
             parallelism = replace(settings.parallelism, strategy=strategy, replicas=replicas)
             yield strategy, f"--strategy {strategy}", replace(settings, parallelism=parallelism)
     memory = settings.memory
-    if memory.activation_checkpointing:
-        change = replace(memory, activation_checkpointing=False)
-        yield "no activation checkpointing", "--no-activation-checkpointing", replace(settings, memory=change)
-    else:
-        change = replace(memory, activation_checkpointing=True)
-        yield "activation checkpointing", "--activation-checkpointing", replace(settings, memory=change)
+    change = replace(memory, activation_checkpointing=not memory.activation_checkpointing)
+    no = "no " if memory.activation_checkpointing else ""
+    option = f"--{no}activation-checkpointing".replace(" ", "-")
+    yield f"{no}activation checkpointing", option, replace(settings, memory=change)
     if memory.dtype == "bfloat16" and memory.reduce_dtype == "float32":
         change = replace(memory, reduce_dtype="bfloat16")
         yield "reductions in bfloat16", "--reduce-dtype bfloat16", replace(settings, memory=change)
     if memory.reduce_wire is None and memory.reduce_dtype == "float32":
         change = replace(memory, reduce_wire="bf16")
-        yield "less on the wire", "--reduce-wire bf16", replace(settings, memory=change)
+        yield "gradients sent in bfloat16", "--reduce-wire bf16", replace(settings, memory=change)
