@@ -158,7 +158,7 @@ def train_without_checkpoints(out: Path, writable_from: int | None) -> str | Non
     step_of = TrainingLoop.train_step
 
     def step(self: TrainingLoop, step: int) -> Any:
-        self.settle()
+        self.wait_for_saves()
         if rank.leads and step + 1 == writable_from:
             (out / "checkpoints").unlink()
         return step_of(self, step)

@@ -1,19 +1,19 @@
-"""Tools for testing distributed code on one machine: run a function on several ranks, and compare the results.
+"""Tools to test distributed code on one machine: run a function on several ranks, and compare the results.
 
     from fullshard.testing import assert_same, run_ranks
 
-    def train(strategy: str) -> dict[str, Tensor]: ...          # at the top of a file, so that a rank can import it
+    def train(strategy: str) -> dict[str, Tensor]: ...  # at the top level of a file, so that ranks can import it
 
     def test_strategies_agree():
         for ranks in zip(run_ranks(2, train, "ddp"), run_ranks(2, train, "zero3")):
             assert_same(*ranks)
 
-and whether a whole model trains sharded as it trains plain:
+`check_parity` compares sharded training of a model with plain training:
 
     check_parity(make_model, make_batch, ranks=2).raise_if_different()
 
-Every call starts fresh processes, so nothing leaks from one test into the next: no process group, no hook, no random
-state. They are forked from a server that has imported torch beforehand: two ranks cost less than a tenth of a second.
+Every call starts new processes, so tests do not affect each other by process groups, hooks or random state. The
+processes are forked from a server that has imported torch: two ranks take less than a tenth of a second to start.
 """
 
 from fullshard.testing.parity.check import check_parity

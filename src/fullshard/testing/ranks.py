@@ -1,4 +1,4 @@
-"""Run a function on several ranks of this machine: the base of all other tools for testing."""
+"""Functions on several ranks of this machine, which the other tools for testing use."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 # Modules that the fork server imports once for all ranks. (The first DTensor imports torch._dynamo, which takes most of
-# a second.) The second group costs time too, and is common in tests.
+# a second.) The second group is slow to import too, and is preloaded if the caller has imported it.
 _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "fullshard", "fullshard.testing")
 _PRELOAD_IF_USED = (
     *("fullshard.checkpoint", "fullshard.train.loop"),
     *("numpy", "pytest", "hypothesis", "sklearn", "transformers.modeling_utils", "lightning.pytorch"),
 )
 _ON_CPU = ("gloo", "fake")  # backends that need no device
-_GRACE_S = 0.5  # after the first failure, for the other ranks to report theirs
-_TRACE_S = 2.0  # after a time-out, for the ranks to write their stacks
+_GRACE_S = 0.5  # the time for other ranks to report their failures after the first one
+_TRACE_S = 2.0  # the time for ranks to write their stacks after a time-out
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ _Report = bytes | RankFailure  # a rank's result, dumped; or its failure
 
 
 class RanksFailed(FullshardError):  # noqa: N818  # says what happened, as torch's ProcessRaisedException does
-    """At least one rank raised, died or did not end in time; the message holds every traceback there is.
+    """At least one rank raised an error, died or did not end in time. The message has all tracebacks.
 
-    `failures` has the report of each failing rank, by rank, the likely cause first; `running` the ranks that had not
-    ended and were stopped.
+    `failures` has the failure of each failing rank by rank, the likely cause first. `running` has the ranks that were
+    still running and were stopped.
     """
 
     def __init__(self, message: str, failures: Mapping[int, RankFailure], running: Sequence[int]) -> None:
@@ -91,16 +91,13 @@ def run_ranks(
 ) -> list[T]:
     """Run `function(*args)` on `world` ranks and return the results in rank order.
 
-    The ranks are fresh processes of this machine with an initialized default process group and one torch thread each.
-    They have the environment variables and warning filters of the caller at this moment, along with torchrun's RANK,
-    WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. With NCCL, rank `r` gets device `r` modulo the number of devices.
+    The ranks are new processes on this machine with an initialized default process group and one torch thread each.
+    They have the caller's environment variables and warning filters, and torchrun's variables RANK, WORLD_SIZE,
+    LOCAL_RANK and LOCAL_WORLD_SIZE. With NCCL, rank `r` uses device `r` modulo the number of devices.
 
-    Arguments and results travel by value. Tensors come back on the CPU; a DTensor belongs to its ranks and cannot come
-    back: return `.to_local()` or `.full_tensor()`. Numbers may depend on the number of threads, so run the plain
-    reference by `run_ranks(1, ...)` as well if bits are compared.
-
-    Raises `RanksFailed` if a rank raises or dies (the others are stopped), and after `timeout` seconds (the message
-    says where each unfinished rank was).
+    Arguments and results are copied. Returned tensors are on the CPU. A DTensor cannot be returned: return
+    `.to_local()` or `.full_tensor()`. Results may depend on the number of threads, so also compute a plain reference
+    with `run_ranks(1, ...)` if bits are compared.
 
     Args:
         world: The number of ranks.
@@ -108,15 +105,19 @@ def run_ranks(
         *args: The arguments of `function`.
         timeout: Seconds until ranks are stopped.
         backend: The backend of the process group, such as `"gloo"`, `"nccl"` or `"cpu:gloo,cuda:nccl"`.
+
+    Raises:
+        RanksFailed: A rank raises an error or dies, and the other ranks are stopped; or ranks do not end within
+            `timeout` seconds, and the message has their stacks.
     """
     with RankPool(world, timeout=timeout, backend=backend) as ranks:
         return ranks.run(function, *args)
 
 
 class RankPool:
-    """The ranks of one `run_ranks`, which can be called repeatedly with the same processes and their state.
+    """Ranks as of `run_ranks`, which keep their processes and state for several calls of `run`.
 
-    The first call starts them. A failed call ends them.
+    The first call starts the ranks. A failed call ends them.
     """
 
     def __init__(self, world: int, *, timeout: float = 60.0, backend: str = "gloo") -> None:
@@ -177,7 +178,7 @@ class RankPool:
 
 
 def _check_backend(backend: object) -> None:
-    """Raise if the ranks could not create a process group with `backend`.
+    """Raise an error if the ranks could not create a process group with `backend`.
 
     Raises:
         ConfigError: `backend` has an unknown name, or needs a device that this machine does not have.
@@ -202,12 +203,14 @@ def _backends_in(backend: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Job:
-    """A call that all ranks make, in the form sent to them."""
+    """A function call for all ranks, in serialized form."""
 
     world: int
     backend: str
     timeout: float
-    payload: bytes  # function, arguments and warning filters; opened by the rank, so that a failing import is reported
+    payload: (
+        bytes  # function, arguments and warning filters; the rank loads them, so that it can report a failed import
+    )
     environ: dict[str, str]
 
     @classmethod
@@ -224,13 +227,13 @@ class _Job:
 
 
 def loopback_store(timeout: float) -> dist.TCPStore:
-    """Return the store that ranks use to find each other.
+    """Return the store for the rendezvous of the ranks.
 
-    It is in the caller's process. The system chooses its port when listening starts, so no other process can take it in
-    between, and the store outlives a rank that ends early.
+    The store is in the caller's process, so that it outlives a rank that ends early. The system chooses its port when
+    listening starts, so that no other process can take it.
 
-    The socket is created here, with IPv4 only. By default the store also listens on IPv6, sees connections from
-    ::ffff:127.0.0.1, and queries the name server for that address, which takes 5 s whenever the answer is lost.
+    The socket supports IPv4 only. By default the store also listens on IPv6, gets connections from ::ffff:127.0.0.1,
+    and queries the name server for that address, which takes 5 s whenever the answer is lost.
     """
     listening = socket.create_server((_LOOPBACK, 0), backlog=1024)
     port = listening.getsockname()[1]
@@ -247,7 +250,7 @@ class _RankProcess:
     rank: int
     process: BaseProcess
     connection: Connection
-    trace: Path  # the rank writes its stacks to it when it gets SIGUSR1
+    trace: Path  # the file for the rank's stacks, which it writes on SIGUSR1
 
     @classmethod
     def start(cls, job: _Job, rank: int, port: int, folder: Path) -> _RankProcess:
@@ -261,16 +264,16 @@ class _RankProcess:
         trace = folder / f"rank{rank}.txt"
         process = context.Process(target=_rank_main, args=(job, rank, port, trace, peer), name=f"rank {rank}")
         process.start()
-        peer.close()  # the rank holds the only other end now, so its end reads as an end of file here
+        peer.close()  # now only the rank has the other end, so this side gets an end of file if the rank ends
         return cls(rank, process, own, trace)
 
     def call(self, job: _Job) -> None:
-        """Send the rank another job. A lost process is detected when it should report."""
+        """Send the rank another job. `receive` detects a lost process."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(job)
 
     def receive(self) -> _Report:
-        """Return the received report; a failure if the process ended without one."""
+        """Return the rank's report, or a failure if the process ended without a report."""
         try:
             report: _Report = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -279,7 +282,7 @@ class _RankProcess:
         return report
 
     def end(self) -> None:
-        """Stop the process, even if it is busy. Its report has been received."""
+        """Stop the process, even if it is busy."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -287,7 +290,7 @@ class _RankProcess:
 
 
 def _collect(ranks: Sequence[_RankProcess], timeout: float) -> dict[int, _Report]:
-    """Return the reports by rank, in order of arrival, until all arrive, a timeout, or the grace time of a failure."""
+    """Return the reports by rank in order of arrival. Some are missing after a time-out or a failure."""
     waiting = {rank.connection: rank for rank in ranks}
     reports: dict[int, _Report] = {}
     deadline = time.monotonic() + timeout
@@ -306,11 +309,12 @@ def _collect(ranks: Sequence[_RankProcess], timeout: float) -> dict[int, _Report
 
 
 def _failures(reports: Mapping[int, _Report]) -> dict[int, RankFailure]:
-    """Return the failures, likely cause first: a process that died breaks its peers' connections, and a peer may report
-    that before the death itself is seen here. Otherwise in order of arrival.
+    """Return the failures in order of arrival, but those of lost processes first.
+
+    A lost process breaks the connections of its peers, which may report this before the loss itself is detected.
     """
     failures = [report for report in reports.values() if isinstance(report, RankFailure)]
-    return {failure.rank: failure for failure in sorted(failures, key=lambda each_failure: each_failure.kind != "exit")}
+    return {failure.rank: failure for failure in sorted(failures, key=lambda failure: failure.kind != "exit")}
 
 
 def _raise_on_failure(ranks: Sequence[_RankProcess], reports: Mapping[int, _Report], timeout: float) -> None:
@@ -342,14 +346,11 @@ def _stacks(ranks: Sequence[_RankProcess]) -> dict[int, str]:
     deadline = time.monotonic() + _TRACE_S
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        before, written = written, {rank.rank: _read(rank.trace) for rank in ranks}
+        before = written
+        written = {rank.rank: rank.trace.read_text() if rank.trace.exists() else "" for rank in ranks}
         if before == written and all(written.values()):
             break
     return {rank: stacks or "(unknown: it was still starting or did not answer)" for rank, stacks in written.items()}
-
-
-def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 def _names(ranks: Sequence[int]) -> str:
@@ -369,14 +370,14 @@ def _exit_reason(code: int | None) -> str:
 
 
 def _rank_main(job: _Job, rank: int, port: int, trace: Path, connection: Connection) -> None:
-    """Run one rank: execute each job and report, until the caller ends it."""
-    # The fork server's imports stay: a collection need not look at them, which takes a fifth of a second each time and
-    # copies their pages.
+    """Run one rank: execute each job and send a report, until the caller ends the process."""
+    # Otherwise each garbage collection visits the fork server's imports, which takes a fifth of a second and copies
+    # their pages.
     gc.freeze()
     with trace.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        # Leaving after the report would close sockets that slower ranks still use, and they would report our end as
-        # their failure.
+        # The process must not end after the report: this would close sockets that slower ranks still use, and they
+        # would report a failure.
         with suppress(EOFError, ConnectionResetError):
             while True:
                 connection.send(_report(job, rank, port, stacks))
@@ -385,7 +386,7 @@ def _rank_main(job: _Job, rank: int, port: int, trace: Path, connection: Connect
 
 
 def _report(job: _Job, rank: int, port: int, stacks: TextIO) -> _Report:
-    # A killed caller cannot stop this process, so it also stops itself.
+    # If the caller is killed, it cannot stop this process.
     faulthandler.dump_traceback_later(2 * job.timeout, exit=True, file=stacks)
     try:
         return _run(job, rank, port)
@@ -412,13 +413,13 @@ def _run(job: _Job, rank: int, port: int) -> bytes:
 def _init_process_group(job: _Job, rank: int, port: int) -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    limit = timedelta(seconds=2 * job.timeout)  # the caller's own limit comes first, with a better message
+    limit = timedelta(seconds=2 * job.timeout)  # longer than the caller's time-out, which has a better message
     store = dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=limit)
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world, timeout=limit)
 
 
 def _set_warning_filters(filters: Sequence[tuple[Any, Any, type[Warning], Any, int]]) -> None:
-    """Use the caller's warning filters, so that a warning that is an error in a test is one on its ranks."""
+    """Use the caller's warning filters, so that a warning that is an error in a test is also an error on its ranks."""
     warnings.resetwarnings()
     for action, message, category, module, lineno in reversed(filters):
         warnings.filterwarnings(action, _pattern(message), category, _pattern(module), lineno)
@@ -435,7 +436,7 @@ def _failure(rank: int, error: BaseException) -> RankFailure:
 
 
 def _below_this_file(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that starts at the user's code; all of it for failures of this package."""
+    """Return the part of a traceback that starts at the user's code; all of it if there is no such part."""
     below = trace
     while below is not None and below.tb_frame.f_code.co_filename == __file__:
         below = below.tb_next
@@ -443,7 +444,7 @@ def _below_this_file(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _dump(value: Any) -> bytes:
-    # torch.save and not pickle: pickled by multiprocessing, a tensor is a handle on memory that dies with its process.
+    # Not with pickle: multiprocessing pickles a tensor as a handle to memory that is freed with its process.
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -13,21 +13,27 @@ from torch.distributed.tensor import DTensor
 def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
     """Raise an error unless both are the same nesting of dicts, lists and tuples with bitwise identical tensors.
 
-    The `AssertionError` names the first place where they differ and, for tensors, how many elements differ and by how
-    much at most. Tensors must agree in dtype, shape and bits (`-0.0` is not `0.0`, and a NaN is the same NaN), not in
-    device, strides or `requires_grad`. A `DTensor` is compared by its full tensor: all ranks of its mesh must call
-    this, and get the same result. Other values must be equal.
+    Tensors must agree in dtype, shape and bits (`-0.0` is not `0.0`, and bits of NaNs must agree), but not in device,
+    strides or `requires_grad`. A `DTensor` is compared by its full tensor, so all ranks of its mesh must call this, and
+    they get the same result. Other values must be equal.
 
     Args:
         actual: The result.
         expected: The value to compare with.
         name: The name of the result in the message.
+
+    Raises:
+        AssertionError: The values differ. The message has the first difference and, for tensors, the number of elements
+            that differ and the largest difference.
     """
     if isinstance(expected, Tensor):
         _assert_same_tensor(actual, expected, name or "the tensor")
     elif isinstance(expected, Mapping):
         _assert_type(actual, Mapping, "a mapping", name)
-        _assert_keys(actual, expected, name)
+        missing = [key for key in expected if key not in actual]
+        extra = [key for key in actual if key not in expected]
+        if missing or extra:
+            raise AssertionError(f"{name or 'top level'}: missing keys {missing}, unexpected keys {extra}")
         for key, value in expected.items():
             assert_same(actual[key], value, name=f"{name}[{key!r}]")
     elif isinstance(expected, list | tuple):
@@ -43,13 +49,6 @@ def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
 def _assert_type(actual: Any, wanted: type[Any], description: str, name: str) -> None:
     if not isinstance(actual, wanted):
         raise AssertionError(f"{name or 'top level'}: {type(actual).__name__} instead of {description}")
-
-
-def _assert_keys(actual: Mapping[Any, Any], expected: Mapping[Any, Any], name: str) -> None:
-    missing = [key for key in expected if key not in actual]
-    extra = [key for key in actual if key not in expected]
-    if missing or extra:
-        raise AssertionError(f"{name or 'top level'}: missing keys {missing}, unexpected keys {extra}")
 
 
 def _assert_same_tensor(actual: Any, expected: Tensor, name: str) -> None:
@@ -82,7 +81,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def gaps(own: Tensor, peer: Tensor, differs: Tensor) -> Tensor:
-    """Return absolute differences of the differing elements in float64, infinite if one of two is NaN."""
+    """Return absolute differences in float64: 0 where no bits differ, infinite if either element is NaN."""
     wide = torch.complex128 if own.is_complex() else torch.float64
     return (own.to(wide) - peer.to(wide)).abs().where(differs, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
 

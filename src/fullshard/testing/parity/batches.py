@@ -1,7 +1,7 @@
-"""The contract of `make_batch`, which `fullshard parity` and `fullshard plan` have in common.
+"""The interface of `make_batch`, which `fullshard parity` and `fullshard plan` share.
 
 `make_batch(rows)` returns one microbatch with that many rows. `make_batch()` returns one microbatch. `fullshard parity`
-also accepts `make_batch(number)`, which returns microbatch number 0, 1, 2, ... of a size that does not depend on it.
+also accepts `make_batch(number)`, which returns microbatch number 0, 1, 2, ... All of these have the same size.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class BatchArgument(Enum):
 
 
 def argument_of(make_batch: Callable[..., Any]) -> BatchArgument:
-    """Return the kind of argument: rows, if the first dim of some tensor is proportional to the argument."""
+    """Return the kind of argument: the rows if the first dim of any tensor is proportional to the argument."""
     if mismatch(make_batch, (1,), {}) is not None:
         return BatchArgument.NOTHING
     try:
         tried = [shapes_of(make_batch(value)) for value in _TRIED]
-    except Exception:  # a list of microbatches may have fewer
+    except Exception:  # for example, a list with fewer microbatches
         return BatchArgument.NUMBER
     if len({len(shapes) for shapes in tried}) > 1:
         return BatchArgument.NUMBER
-    follows = [_in_proportion(of_each) for of_each in zip(*tried, strict=True)]
-    return BatchArgument.ROWS if any(follows) else BatchArgument.NUMBER
+    is_rows = any(map(_is_proportional, zip(*tried, strict=True)))
+    return BatchArgument.ROWS if is_rows else BatchArgument.NUMBER
 
 
-def _in_proportion(shapes: Sequence[tuple[int, ...]]) -> bool:
+def _is_proportional(shapes: Sequence[tuple[int, ...]]) -> bool:
     if any(not shape for shape in shapes) or len({shape[1:] for shape in shapes}) > 1:
         return False
     first = [shape[0] for shape in shapes]

@@ -1,4 +1,4 @@
-"""The strategies that are compared with the plain process, and the numbers of ranks."""
+"""The strategies and numbers of ranks that are compared with the plain process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fullshard.errors import ConfigError
 from fullshard.policy.strategy import ShardingStrategy, resolve_placements
 from fullshard.testing.parity.parallel import NO_AXES, ParallelAxes
 
-NOT_SHARDED = "none"  # in place of a strategy
+NOT_SHARDED = "none"  # the name for training without sharding
 
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy on some data-parallel ranks, in equal replicas. Each rank represents the processes of other axes."""
+    """A strategy on a number of data-parallel ranks, in equal replicas. Other axes multiply the number of processes."""
 
     strategy: str
     ranks: int
@@ -80,9 +80,10 @@ class Case:
 def cases_of(
     ranks: Sequence[int], strategies: Sequence[str] | None, replicas: int, axes: ParallelAxes = NO_AXES
 ) -> list[Case]:
-    """Return the strategies for each number of ranks, grouped by mesh shape; all possible ones if None."""
+    """Return the strategies for each number of ranks, grouped by mesh shape. If None, return all possible ones."""
     if not ranks or min(ranks) < 1:
-        raise ConfigError(f"ranks={_listed(ranks)}: at least one rank is needed.")
+        listed = ",".join(map(str, ranks)) or "nothing"
+        raise ConfigError(f"ranks={listed}: at least one rank is needed.")
     if replicas < 1:
         raise ConfigError(f"replicas={replicas}: must be at least 1.")
     if strategies is not None and not strategies:
@@ -109,7 +110,3 @@ def cases_of(
 
 def _mesh(**axes: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def _listed(values: Sequence[int]) -> str:
-    return ",".join(str(value) for value in values) or "nothing"

@@ -1,4 +1,4 @@
-"""`check_parity`: train plain and sharded, and report the differences."""
+"""`check_parity`: plain and sharded training, and a report of the differences."""
 
 from __future__ import annotations
 
@@ -52,43 +52,45 @@ def check_parity(
 ) -> ParityReport:
     """Compare training under each strategy with one plain process on the same data, and return the report.
 
-    Everything runs on this machine's CPU in separate processes, so functions must be at the top level of a file. The
-    plain process does the work of all ranks, in rank order, with unsharded PyTorch. All bits must be identical, which
-    the engine guarantees on gloo for any number of ranks and any dtype.
+    All processes run on this machine's CPU, and import functions by name, so functions must be at the top level of a
+    file. The plain process does the work of all ranks, in rank order, with unsharded PyTorch. By default all bits must
+    be identical. The engine guarantees this on gloo for any number of ranks and any dtype.
 
     Args:
-        make_model: returns the model. The usual random generators are seeded, so each process gets the same values.
-        make_batch: `make_batch(rows)` returns one microbatch with that many rows, as for `fullshard plan`. Its values
-            come from the usual generators, which are seeded for each microbatch. `make_batch()` without rows is
-            accepted, and so is `make_batch(number)`, which returns microbatch number 0, 1, 2, ... of a size that does
-            not follow from the number, and always the same for the same number. Rank `r` of `N` takes its own
-            microbatches, plain training all of them. A dict is passed to the model as keyword arguments, a tuple or
-            list as positional ones, anything else as the only one.
-        loss: the loss of `loss(model, batch)`, one number; the model's output, or its `.loss`, if None.
-        rows: the rows of a microbatch, for `make_batch(rows)`.
-        ranks: the number of ranks, or several such numbers.
-        strategies: their names; all that fit each number of ranks, if None.
+        make_model: Returns the model. The random generators of Python, NumPy and torch are seeded, so each process gets
+            the same values.
+        make_batch: `make_batch(rows)` returns one microbatch with that many rows, as for `fullshard plan`. The random
+            generators are seeded for each microbatch. Two other forms are accepted: `make_batch()`, and
+            `make_batch(number)`, which returns microbatch number 0, 1, 2, ..., always the same for the same number. The
+            size must not depend on the number. Each rank computes its own microbatches, plain training all of them. A
+            dict is passed to the model as keyword arguments, a tuple or list as positional arguments, and any other
+            value as the only argument.
+        loss: `loss(model, batch)` returns one number. If None, the loss is the model's output, or its `.loss`.
+        rows: The rows of a microbatch, for `make_batch(rows)`.
+        ranks: The number of ranks, or several such numbers.
+        strategies: The names of strategies. If None, all that fit each number of ranks.
         replicas: For hybrid strategies, the number of ranks with the same shards.
-        auto_wrap_policy: picks the submodules that become units; those with a tenth of the parameters, if None.
-        steps: optimizer steps.
-        accumulate: microbatches of a rank in a step; one, or in a pipeline as many as it has stages, if None.
-        reduce_each: whether gradients are reduced after each microbatch, instead of after the last one of a step.
-        optimizer: `"adamw"`, `"sgd"` (with momentum), or a function that makes an optimizer of the model.
+        auto_wrap_policy: Selects the submodules that become units. If None, those with at least a tenth of the
+            parameters.
+        steps: The number of optimizer steps.
+        accumulate: Microbatches per rank and step. If None, one, or the number of stages of a pipeline.
+        reduce_each: Whether gradients are reduced after each microbatch, instead of after the last one of a step.
+        optimizer: `"adamw"`, `"sgd"` (with momentum), or a function that returns an optimizer for the model.
         lr: The learning rate. If None, a default for the optimizer.
-        clip: largest norm of all gradients together; 0 for no clipping.
+        clip: The maximum norm of the full gradient; 0 disables clipping.
         dtype: The dtype of compute and gathers. If None, that of the parameters.
         reduce_dtype: The dtype of reductions. If None, float32 if `dtype` is given.
         seed: The seed of all random numbers.
-        atol: the difference that an element may have.
-        rtol: the same relative to the element.
-        timeout: seconds that a strategy may take.
-        parallelism: what divides the work of each rank of data, none if None. If that adds up in another order than one
-            process does, strategies are held, bit for bit, to the same ranks with nothing sharded; and these, in the
-            first row, to the plain process within rounding.
+        atol: The absolute tolerance for an element.
+        rtol: The relative tolerance for an element.
+        timeout: The time limit per strategy in seconds.
+        parallelism: Other parallelisms. If they change the order of sums, strategies are compared bit for bit with
+            unsharded training on the same ranks. The first row then compares that training with the plain process
+            within rounding.
 
     Raises:
-        ConfigError: An argument is invalid, a function returns an unsupported value, or plain training gives numbers
-            that are not finite.
+        ConfigError: An argument is invalid, a function returns an unsupported value, or values of plain training are
+            not finite.
         RanksFailed: Plain training fails.
 
     Example:
@@ -120,7 +122,7 @@ def check_parity(
 
 
 def rows_of(recipe: Recipe, cases: Sequence[Case], tolerance: Tolerance, timeout: float) -> Iterator[ParityRow]:
-    """Yield the rows of a report, each as soon as it is known. For the arguments see `check_parity`.
+    """Yield the rows of a report, each as soon as its strategy has trained. For the arguments see `check_parity`.
 
     Raises:
         ConfigError: A function of the user returns an unsupported value.
@@ -141,7 +143,9 @@ def rows_of(recipe: Recipe, cases: Sequence[Case], tolerance: Tolerance, timeout
                 try:
                     compared = run_ranks(case.world, train_sharded, recipe, case, trace, tolerance, timeout=timeout)
                 except RanksFailed as failed:
-                    yield ParityRow.failed(case, _cause(failed))
+                    cause = next(iter(failed.failures.values()), None)  # None if ranks did not end in time
+                    message = f"{cause.kind}: {cause.message}\n{cause.traceback}".rstrip() if cause else str(failed)
+                    yield ParityRow.failed(case, message)
                 else:
                     yield ParityRow.of(case, compared)
 
@@ -154,9 +158,3 @@ def _train_unsharded(world: int, train: Callable[..., Any], *args: Any, timeout:
             if failure.kind == f"{ConfigError.__module__}.{ConfigError.__qualname__}":
                 raise ConfigError(failure.message) from failed
         raise
-
-
-def _cause(failed: RanksFailed) -> str:
-    """Return the likely cause of a failure; if ranks did not end in time, the place of each of them."""
-    cause = next(iter(failed.failures.values()), None)
-    return str(failed) if cause is None else f"{cause.kind}: {cause.message}\n{cause.traceback}".rstrip()

@@ -1,4 +1,4 @@
-"""`fullshard parity`: compare, and show the table. The exit code is 0 if all is equal."""
+"""The `fullshard parity` command."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ EQUAL, DIFFERENT, NOT_COMPARED, INTERRUPTED = 0, 1, 2, 130
 
 _DESCRIPTION = (
     "Train your model in one plain process and sharded over ranks, under every strategy and on the same data, and "
-    "report differences. On a CPU, results should be identical to the bit. The exit code is 0 if nothing differs, 1 "
-    "if something differs, 2 if they could not be compared."
+    "report differences. On a CPU, results should be identical to the bit. The exit code is 0 if nothing differs, 1 if "
+    "something differs, and 2 if the results could not be compared."
 )
 COMMAND = Command(ParitySettings, "fullshard parity", _DESCRIPTION)
 
@@ -52,20 +52,15 @@ def run(argv: Sequence[str]) -> int:
 
 
 def shown(rows: Iterable[ParityRow], cases: Sequence[Case], console: Console) -> Iterator[ParityRow]:
-    """Yield `rows` as they arrive, one for each of `cases`, in order."""
-    return _with_bar(rows, cases, console) if console.is_terminal else _with_lines(rows, console)
-
-
-def _with_bar(rows: Iterable[ParityRow], cases: Sequence[Case], console: Console) -> Iterator[ParityRow]:
+    """Yield `rows` as they arrive, one for each of `cases`, in order. Show a bar on a terminal, and lines elsewhere."""
+    if not console.is_terminal:
+        for row in rows:
+            console.print(str(row), markup=False, highlight=False, soft_wrap=True)
+            yield row
+        return
     columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True, expand=True) as progress:
         task = progress.add_task(str(cases[0]), total=len(cases))
         for done, row in enumerate(rows, start=1):
             progress.update(task, completed=done, description=str(cases[min(done, len(cases) - 1)]))
             yield row
-
-
-def _with_lines(rows: Iterable[ParityRow], console: Console) -> Iterator[ParityRow]:
-    for row in rows:
-        console.print(str(row), markup=False, highlight=False, soft_wrap=True)
-        yield row

@@ -1,7 +1,8 @@
-"""Context parallelism: the part of a batch of each rank, and attention over the full sequence.
+"""Context parallelism: each rank's part of a batch, and attention over the full sequence.
 
-Torch's `context_parallel` replaces `scaled_dot_product_attention`, too, but has no kernels for CPUs. So here each rank
-gathers the keys and values of the others. The model sees the same: a part of the sequence, and its attention.
+Like torch's `context_parallel`, this replaces `scaled_dot_product_attention`. Torch's has no kernels for CPUs, so here
+each rank gathers the keys and values of the other ranks. The model gets the same: a part of the sequence, with
+attention to the full sequence.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ _calls: list[int] = [0]
 
 @contextmanager
 def attention_over(mesh: DeviceMesh) -> Iterator[None]:
-    """Split batches (`cut_batch`), and compute attention over all ranks of the one axis of `mesh`, within this context.
+    """Split batches (`cut_batch`), and compute attention over all ranks of the 1-D `mesh`, within this context.
 
     Raises:
-        ConfigError: Attention was never called, so ranks did not use each other's parts.
+        ConfigError: Attention was never called.
     """
-    own, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _attention(F.scaled_dot_product_attention)
+    original = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _attention(original)
     _mesh.append(mesh)
     _calls[0] = 0
     try:
         yield
     finally:
         _mesh.pop()
-        F.scaled_dot_product_attention = own
+        F.scaled_dot_product_attention = original
     if not _calls[0]:
         raise ConfigError(
             "cp: the model never called torch.nn.functional.scaled_dot_product_attention, so the parts of a sequence "
@@ -48,7 +50,7 @@ def attention_over(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def cut_batch(batch: Any, context: CutContext | None) -> Any:
-    """Return `batch` with this rank's part of each sequence within `attention_over`, else unchanged."""
+    """Return this rank's part of each sequence of `batch` within `attention_over`; outside of it, return `batch`."""
     if not _mesh:
         return batch
     mesh = _mesh[-1]
@@ -75,8 +77,8 @@ def _along_dim_1(batch: Any) -> Sequence[tuple[Tensor, int]]:
     return [(value, 1) for value in values if isinstance(value, Tensor) and value.ndim > 1]
 
 
-def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compute `scaled_dot_product_attention` from equal parts of the queries, keys and values on each rank."""
+def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `scaled_dot_product_attention` for equal parts of the queries, keys and values on each rank."""
 
     def attend(
         query: Tensor,
@@ -98,7 +100,7 @@ def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if is_causal:
             position = torch.arange(length, device=query.device) + mesh.get_local_rank() * length
             attn_mask = position[:, None] >= torch.arange(length * mesh.size(), device=query.device)
-        return own(query, *whole, attn_mask=attn_mask, dropout_p=dropout_p, **options)
+        return original(query, *whole, attn_mask=attn_mask, dropout_p=dropout_p, **options)
 
     return attend
 

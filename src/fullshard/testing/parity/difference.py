@@ -1,4 +1,4 @@
-"""Differences between the numbers of a rank and those of the plain process."""
+"""Differences between the results of a rank and those of the plain process."""
 
 from __future__ import annotations
 
@@ -12,28 +12,19 @@ from torch import Tensor
 from fullshard.errors import ConfigError
 from fullshard.testing.same import differing, gaps
 
-_STRANGERS = inf  # the difference of two tensors if one is missing, or has another shape or dtype
-
 
 class Kind(Enum):
-    """The kinds of numbers that are compared in every step."""
+    """The kinds of results that are compared in every step."""
 
     LOSS = "loss"
     GRADIENT = "gradient"
     GRADIENT_NORM = "gradient norm"
     PARAMETER = "parameter"
 
-    @property
-    def is_named(self) -> bool:
-        """True if there is one for each parameter."""
-        return self in (Kind.GRADIENT, Kind.PARAMETER)
-
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The allowed difference: none, or at most `atol + rtol * abs(expected)` for each element, and `of_largest` times
-    the largest of the tensor.
-    """
+    """The allowed difference of an element: `atol + rtol * abs(expected) + of_largest * max(abs(expected))`."""
 
     atol: float = 0.0
     rtol: float = 0.0
@@ -46,7 +37,7 @@ class Tolerance:
 
     @property
     def is_bit_for_bit(self) -> bool:
-        """True if nothing may differ, not even the sign of a zero."""
+        """True if all bits must be identical, including the sign of zeros."""
         return self.atol == self.rtol == self.of_largest == 0
 
 
@@ -54,17 +45,17 @@ class Tolerance:
 class Difference:
     """The difference of tensors, initially none."""
 
-    largest: float = 0.0  # of an element; infinite if one of the two is NaN or missing
+    largest: float = 0.0  # of an element; infinite for NaN, and for a missing tensor or another shape or dtype
     is_bit_for_bit: bool = True
     is_tolerated: bool = True
 
     @classmethod
     def between(cls, actual: Tensor | None, expected: Tensor | None, tolerance: Tolerance) -> Difference:
-        """Return the difference of two tensors; each may be missing."""
+        """Return the difference of two tensors. Either may be missing."""
         if actual is None and expected is None:
             return cls()
         if actual is None or expected is None or (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
-            return cls(_STRANGERS, is_bit_for_bit=False, is_tolerated=False)
+            return cls(inf, is_bit_for_bit=False, is_tolerated=False)
         differs = differing(actual, expected)
         if not differs.any():
             return cls()
@@ -92,7 +83,7 @@ class ParityFinding:
     """A difference found in the comparison."""
 
     kind: Kind
-    name: str  # the parameter's FQN, or which of the rank's losses
+    name: str  # the parameter's FQN, or the number of the microbatch of a loss
     step: int  # counts from 1; 0 is before the first step
     rank: int
     place: int  # index in the order of the rank's comparisons
@@ -108,8 +99,9 @@ class ParityFinding:
 
     @property
     def _order(self) -> tuple[bool, bool, int, int, int]:
-        """The sorting key: first differences beyond the tolerance, then those of parameters, then the earliest."""
-        return (self.difference.is_tolerated, not self.kind.is_named, self.step, self.place, self.rank)
+        """The sort key: differences beyond the tolerance first, then those of parameters, then the earliest."""
+        is_of_parameter = self.kind in (Kind.GRADIENT, Kind.PARAMETER)
+        return (self.difference.is_tolerated, not is_of_parameter, self.step, self.place, self.rank)
 
     def as_dict(self) -> dict[str, str | int]:
         """Return the finding for JSON."""

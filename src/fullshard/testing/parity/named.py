@@ -13,7 +13,7 @@ from fullshard.errors import ConfigError, near_matches
 
 
 def function_named(spec: str, option: str) -> Callable[..., Any]:
-    """Return the function, or other callable, named by `spec`. Modules are also searched in the current folder."""
+    """Return the function, or other callable, named by `spec`. The current folder is on the search path."""
     where, _, name = spec.rpartition(":")
     if not where or not name:
         raise ConfigError(f"{option} {spec}: expected a function as package.module:function or file.py:function.")
@@ -23,7 +23,7 @@ def function_named(spec: str, option: str) -> Callable[..., Any]:
         raise ConfigError(f"{option} {spec}: there is no {name} in {where}.{near_matches(name, vars(module))}")
     if not callable(function):
         raise ConfigError(f"{option} {spec}: {name} is of type {type(function).__name__}, but must be a function.")
-    return function  # type: ignore[no-any-return]  # `callable` says it, and loses what it returns
+    return function  # type: ignore[no-any-return]  # `callable` narrows it to a callable without a return type
 
 
 def _module_of_file(where: str, option: str) -> ModuleType:
@@ -37,7 +37,7 @@ def _module_of_file(where: str, option: str) -> ModuleType:
 
 
 def _module(name: str, folder: str, option: str) -> ModuleType:
-    """Import the module. `folder` stays on the search path, since the ranks import the module by name too."""
+    """Import the module. `folder` stays on the search path, because the ranks import the module by name too."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
@@ -47,8 +47,5 @@ def _module(name: str, folder: str, option: str) -> ModuleType:
             raise ConfigError(f"{option} {name}: no such module in {folder}, and none is installed.") from error
         raise ConfigError(f"{option} {name}: it imports {error.name}, which is not installed.") from error
     except Exception as error:
-        raise ConfigError(f"{option} {name}: importing it raises {type(error).__name__}: {_line(error)}") from error
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        line = " ".join(str(error).split())
+        raise ConfigError(f"{option} {name}: importing it raises {type(error).__name__}: {line}") from error

@@ -1,4 +1,4 @@
-"""Parallelisms that divide the work of a data-parallel rank (stages, sequence, experts, matrices), and their meshes."""
+"""Parallelisms that divide the work of a data-parallel rank: pipeline, context, expert and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TensorParallelPlan = Callable[[nn.Module], Mapping[str, Any]]
 PlaceExperts = Callable[[nn.Module, DeviceMesh], Any]
 CutContext = Callable[[Any], Sequence[tuple[Tensor, int]]]
 
-SCHEDULES = {  # torch's name, and the stages per rank
+SCHEDULES = {  # the stages per rank, by torch's name of the schedule
     "GPipe": 1,
     "1F1B": 1,
     "Interleaved1F1B": 2,
@@ -63,21 +63,21 @@ NO_AXES = ParallelAxes()
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism(ParallelAxes):
-    """Parallelisms other than sharding, and their division of the model. For the functions see `docs/parity.md`.
+    """Parallelisms other than sharding, and functions that divide the model. See `docs/parity.md`.
 
     Args:
         pp: The number of stages of the pipeline.
         cp: The number of ranks that share each sequence.
         ep: The number of ranks that experts are distributed over.
         tp: The number of ranks that share each layer.
-        blocks: the FQN of the `nn.ModuleList` (or `nn.Sequential`) that a pipeline's stages have parts of.
-        schedule: torch's name for the order of a pipeline's microbatches.
-        context: of a batch, its tensors along the sequence, each with that dim; if None, all of two dims or more, along
-            dim 1.
-        experts: called with the model and the mesh of the axis `ep`, converts the experts' parameters to `DTensor`s on
-            it, and exchanges tokens.
-        tp_plan: of the model, a plan for `torch.distributed.tensor.parallel.parallelize_module`; if None, that of a
-            transformers model.
+        blocks: The FQN of the `nn.ModuleList` (or `nn.Sequential`) that is divided into the stages of a pipeline.
+        schedule: Torch's name of the pipeline schedule.
+        context: `context(batch)` returns the tensors of a batch with a sequence dim, each with that dim. If None, all
+            tensors with two dims or more, with dim 1.
+        experts: `experts(model, mesh)` converts the experts' parameters to `DTensor`s on `mesh`, the axis `ep`, and
+            makes the model exchange tokens.
+        tp_plan: `tp_plan(model)` returns a plan for `torch.distributed.tensor.parallel.parallelize_module`. If None,
+            the plan of a transformers model.
 
     Raises:
         ConfigError: A size is below 1, or its required argument is missing.

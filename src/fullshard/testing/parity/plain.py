@@ -1,9 +1,9 @@
 """The plain process: unsharded PyTorch that does the work of all ranks, one after the other.
 
-A separate plain copy of the model computes each rank's microbatches, so that state of a rank other than parameters
-(such as the running averages of batch norms) stays separate. The engine is not used: only autograd, a loop that sums
-gradients, and an optimizer of torch. Only the order of additions matches the engine, since every order rounds
-differently: gradients are added in rank order, on a mesh of two axes within each replica first, and divided once
+Each rank's microbatches are computed by a separate copy of the model, because ranks may differ in state other than
+parameters, such as the running averages of batch norms. The engine is not used: only autograd, a loop that sums
+gradients, and an optimizer of torch. The order of additions is that of the engine, because every order rounds
+differently. Gradients are added in rank order, on a mesh of two axes within each replica first, and divided once
 (float16 is first divided by the necessary power of two). The norm is computed from the norms of the ranks' parts.
 """
 
@@ -25,7 +25,7 @@ from fullshard.testing.parity.trace import Step, Trace
 
 
 def train_plain(recipe: Recipe, ranks: int, shards: int, trace: Trace) -> None:
-    """Train as `ranks` ranks, with `shards` ranks on the shard axis, and write the numbers to `trace`."""
+    """Train as `ranks` ranks, with `shards` ranks on the shard axis, and write the results to `trace`."""
     plain = Plain(recipe, ranks, shards)
     trace.write(0, Step(plain.parameters))
     for number in range(1, recipe.steps + 1):
@@ -52,10 +52,12 @@ class Plain:
         """Run one training step, counted from 1."""
         losses: dict[int, Tensor] = {}
         for copy in self._copies:
-            self._hand_values_to(copy)
+            with torch.no_grad():
+                for param, copied in zip(self._model.parameters(), copy.parameters(), strict=True):
+                    copied.copy_(param)
         plans = [self._recipe.microbatches(number, rank, len(self._copies)) for rank in range(len(self._copies))]
-        for together in zip(*plans, strict=True):  # each rank's microbatches until a reduction
-            terms = [self._gradients(copy, local, losses) for copy, local in zip(self._copies, together, strict=True)]
+        for numbers in zip(*plans, strict=True):  # each rank's microbatches until a reduction
+            terms = [self._gradients(copy, local, losses) for copy, local in zip(self._copies, numbers, strict=True)]
             self._add_mean(terms)
         gradients = {
             name: None if param.grad is None else param.grad.clone() for name, param in self._model.named_parameters()
@@ -69,7 +71,7 @@ class Plain:
         return Step(self.parameters, gradients, norm, losses)
 
     def _check_finite(self, step: int, gradients: Mapping[str, Tensor | None], losses: Mapping[int, Tensor]) -> None:
-        """Raise `ConfigError` if the step gave numbers that are not finite, which cannot be compared."""
+        """Raise `ConfigError` if a result is not finite, which cannot be compared."""
         found: dict[str, Tensor] = {f"the loss of microbatch {number}": loss for number, loss in losses.items()}
         found |= {f"the gradient of {name}": grad for name, grad in gradients.items() if grad is not None}
         found |= {name: param.detach() for name, param in self._model.named_parameters() if param.requires_grad}
@@ -80,11 +82,6 @@ class Plain:
                     f"plain training gives {name} = {odd[0].item()} in step {step}, so results cannot be compared. "
                     "Choose a model, loss, batch or learning rate that keeps all values finite."
                 )
-
-    def _hand_values_to(self, copy: nn.Module) -> None:
-        with torch.no_grad():
-            for param, own in zip(self._model.parameters(), copy.parameters(), strict=True):
-                own.copy_(param)
 
     def _gradients(self, copy: nn.Module, numbers: Sequence[int], losses: dict[int, Tensor]) -> list[Tensor | None]:
         """Return one rank's gradients of some microbatches, in the dtype of gradient sums."""
@@ -126,18 +123,17 @@ def summed(terms: Sequence[Tensor], shards: int) -> Tensor:
 
 
 def norm_in_parts(grads: Sequence[Tensor], shards: int) -> Tensor:
-    """Return the total gradient norm: of each rank's shard per parameter, then over ranks, then over parameters."""
+    """Return the total gradient norm, computed over each rank's shards, then over ranks, then over parameters."""
     if not grads:
         return torch.tensor(0.0)
-    parts = [[_norm(part_of_rank(grad, shards, rank)) for grad in grads] for rank in range(shards)]
-    by_rank = torch.stack([torch.stack(of_rank) for of_rank in parts])
+    norms = [
+        torch.linalg.vector_norm(part_of_rank(grad, shards, rank), dtype=torch.promote_types(grad.dtype, torch.float32))
+        for rank in range(shards)
+        for grad in grads
+    ]
+    by_rank = torch.stack(norms).view(shards, len(grads))
     total: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(by_rank, dim=0))
     return total
-
-
-def _norm(part: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
-    return norm
 
 
 def _added(total: Tensor | None, term: Tensor) -> Tensor:

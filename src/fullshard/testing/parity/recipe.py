@@ -1,4 +1,4 @@
-"""The model, its data and its training: the same in the plain process and on every rank."""
+"""The model, its data and its training, identical in the plain process and on every rank."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Recipe:
             raise ConfigError(f"lr={self.lr}: your function creates the optimizer. Set the learning rate there.")
         if self.lr is not None and not self.lr > 0:
             raise ConfigError(f"lr={self.lr}: must be greater than 0.")
-        _ = self.precision  # which checks the dtypes
+        _ = self.precision  # checks the dtypes
 
     @property
     def count(self) -> int:
@@ -84,7 +84,7 @@ class Recipe:
         return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.reduce_dtype or lowered)
 
     def model(self) -> nn.Module:
-        """Return a new model, with the same values if the user's function uses the usual random generators."""
+        """Return a new model. Its values are always the same, because random generators are seeded."""
         _seed(self.seed)
         model = self.make_model()
         if not isinstance(model, nn.Module):
@@ -121,7 +121,7 @@ class Recipe:
         return optimizer
 
     def microbatches(self, step: int, rank: int, ranks: int) -> list[list[int]]:
-        """Return the numbers of `rank`'s microbatches in step `step`, counted from 1; one list per reduction."""
+        """Return the numbers of `rank`'s microbatches in step `step`, counted from 1, as one list per reduction."""
         first = ((step - 1) * ranks + rank) * self.count
         numbers = list(range(first, first + self.count))
         return [[number] for number in numbers] if self.reduce_each else [numbers]
@@ -137,20 +137,19 @@ class Recipe:
         return cast(Tensor, loss)
 
     @cached_property
-    def batch_argument(self) -> BatchArgument:
-        """The argument of the user's `make_batch`."""
+    def _batch_argument(self) -> BatchArgument:
         return argument_of(self.make_batch)
 
     def _batch(self, number: int) -> Any:
-        argument = self.batch_argument
-        _seed(self.seed + 1 + number)  # after trials of `make_batch`
+        argument = self._batch_argument  # calls `make_batch`, so it comes before the seed
+        _seed(self.seed + 1 + number)
         values = {BatchArgument.ROWS: (self.rows,), BatchArgument.NUMBER: (number,)}.get(argument, ())
         batch = self.make_batch(*values)
         check_has_rows(batch, f"{_name(self.make_batch)}({', '.join(map(str, values))})")
         return batch
 
     def backward(self, model: nn.Module, number: int) -> Tensor:
-        """Add a microbatch's share of the step's gradients to those of `model` and return its loss."""
+        """Add a microbatch's part of the step's gradients to those of `model` and return its loss."""
         loss = self.loss_of(model, number)
         (loss / self.count).backward()
         return loss.detach()
@@ -166,7 +165,7 @@ class Recipe:
         return model
 
     def cast_inputs(self, module: nn.Module) -> None:
-        """Cast the inputs of `module` to the dtype of compute, if set, as for a unit."""
+        """Make `module` cast its inputs to the dtype of compute, if set, as a unit does."""
         dtype = self.precision.param_dtype
 
         def cast_all(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,7 +176,7 @@ class Recipe:
 
 
 class ClassNames(WrapPolicy):
-    """A wrap policy: every instance of a class with one of these names is a unit, including subclasses."""
+    """A wrap policy that selects the instances of classes with given names, including subclasses."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -198,7 +197,7 @@ class ClassNames(WrapPolicy):
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of `model` that are trained."""
+    """Return the trained parameters of `model`."""
     return [param for param in model.parameters() if param.requires_grad]
 
 

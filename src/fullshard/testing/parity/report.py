@@ -6,6 +6,8 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 from fullshard.testing.parity.cases import NOT_SHARDED, Case
@@ -31,20 +33,20 @@ class ParityRow:
         gradient: The maximum difference of gradients before clipping.
         gradient_norm: The maximum difference of gradient norms.
         parameter: The maximum difference of parameters after a step.
-        first: The first difference; None if there is none.
+        first: The first difference, preferably of a parameter; None if there is none.
         failure: The message of the ranks if they could not train; empty otherwise.
     """
 
     strategy: str
     ranks: int
-    replicas: int  # the number of ranks that hold the same shards
-    axes: ParallelAxes = NO_AXES  # the other axes, of processes that share a rank's work
+    replicas: int
+    axes: ParallelAxes = NO_AXES
     loss: Difference = NO_DIFFERENCE
-    gradient: Difference = NO_DIFFERENCE  # before clipping
+    gradient: Difference = NO_DIFFERENCE
     gradient_norm: Difference = NO_DIFFERENCE
     parameter: Difference = NO_DIFFERENCE
-    first: ParityFinding | None = None  # the first difference: of a parameter, if one differs
-    failure: str = ""  # the message of the ranks, if they could not train
+    first: ParityFinding | None = None
+    failure: str = ""
 
     @classmethod
     def of(cls, case: Case, ranks: Sequence[Compared]) -> ParityRow:
@@ -54,19 +56,13 @@ class ParityRow:
             case: The strategy and the ranks.
             ranks: The comparison of each rank.
         """
-        worst = dict.fromkeys(Kind, NO_DIFFERENCE)
-        for compared in ranks:
-            worst = {kind: worst[kind] | compared.differences[kind] for kind in Kind}
+        worst: dict[str, Any] = {
+            kind.name.lower(): reduce(or_, (compared.differences[kind] for compared in ranks), NO_DIFFERENCE)
+            for kind in Kind
+        }
+        first = ParityFinding.first(compared.first for compared in ranks if compared.first is not None)
         return cls(
-            strategy=case.strategy,
-            ranks=case.ranks,
-            replicas=case.replicas,
-            axes=case.axes,
-            loss=worst[Kind.LOSS],
-            gradient=worst[Kind.GRADIENT],
-            gradient_norm=worst[Kind.GRADIENT_NORM],
-            parameter=worst[Kind.PARAMETER],
-            first=ParityFinding.first(compared.first for compared in ranks if compared.first is not None),
+            strategy=case.strategy, ranks=case.ranks, replicas=case.replicas, axes=case.axes, first=first, **worst
         )
 
     @classmethod
@@ -97,7 +93,7 @@ class ParityRow:
     @property
     def cells(self) -> list[str]:
         """The row of the table."""
-        numbers = [_number(difference.largest) for difference in self.differences]
+        numbers = [f"{difference.largest:.2g}" for difference in self.differences]
         ranks = str(self.ranks) if self.replicas == 1 else f"{self.replicas} x {self.ranks // self.replicas}"
         ranks += f", {self.axes}" if str(self.axes) else ""
         shown = ["-" for _ in numbers] if self.failure else numbers
@@ -190,7 +186,7 @@ class ParityReport:
         for row in self.rows:
             if row.failure:
                 titles.setdefault(row.failure, []).append(row.title)
-        failures = [f"{'; '.join(of_failure)}: {failure}\n" for failure, of_failure in titles.items()]
+        failures = [f"{'; '.join(rows)}: {failure}\n" for failure, rows in titles.items()]
         return "\n".join([*failures, self._verdict])
 
     @property
@@ -226,7 +222,3 @@ class ParityReport:
         with console.capture() as captured:
             console.print(self.table())
         return f"{captured.get().rstrip()}\n{self.stated}"
-
-
-def _number(value: float) -> str:
-    return "0" if value == 0 else f"{value:.2g}"

@@ -1,15 +1,13 @@
-"""Sharded training of one rank, and comparison of every step with the plain process."""
+"""Sharded training on one rank, and comparison of every step with the plain process."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import FSDPModule, ShardPlacementResult, clip_grad_norm_, fully_shard
@@ -36,9 +34,10 @@ def train_sharded(recipe: Recipe, case: Case, trace: Trace, tolerance: Tolerance
         for step in range(1, recipe.steps + 1):
             expected = trace.read(step)
             for number, loss in training.backward(step).items():
-                of_parts = expected.losses[number]
-                wanted = of_parts if of_parts.ndim == 0 else of_parts[divided.context_rank]
-                compared.add(Kind.LOSS, str(number), step, loss, wanted)
+                expected_loss = expected.losses[number]
+                if expected_loss.ndim:  # one loss per part of the sequence
+                    expected_loss = expected_loss[divided.context_rank]
+                compared.add(Kind.LOSS, str(number), step, loss, expected_loss)
             for name, gradient in expected.gradients.items():
                 if training.has(name):
                     param = params.get(name)
@@ -57,17 +56,17 @@ def _shard(module: nn.Module, recipe: Recipe, divided: Divided, **own: Any) -> N
         mesh = mesh["replicate", "shard"] if case.has_two_axes else mesh["shard"]
     if divided.sparse is not None:
         over = divided.sparse["replicate", "efsdp"] if case.has_two_axes else divided.sparse["efsdp"]
+
+    def place(param: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(None, over) if is_expert(param) else None
+
     options: dict[str, Any] = {
         "mesh": mesh,
         "strategy": case.strategy,
         "mp_policy": recipe.precision,
-        "shard_placement_fn": None if over is None else partial(_experts_over, over),
+        "shard_placement_fn": None if over is None else place,
     }
     fully_shard(module, **options | own)
-
-
-def _experts_over(mesh: DeviceMesh, param: nn.Parameter) -> ShardPlacementResult | None:
-    return ShardPlacementResult(None, mesh) if is_expert(param) else None
 
 
 class OneStage:
@@ -80,25 +79,25 @@ class OneStage:
         self.params: dict[str, Tensor] = dict(self.module.named_parameters())
 
     def has(self, name: str) -> bool:
-        """Return whether this rank has the parameter: always True."""
+        """Return True: this rank has all parameters."""
         return True
 
     def backward(self, step: int) -> dict[int, Tensor]:
         """Compute the gradients of a step and return the losses of this rank's microbatches, by number."""
         losses = {}
-        for together in self._recipe.microbatches(step, self._divided.rank, self._divided.case.ranks):
-            for number in together:
-                cast(FSDPModule, self.module).set_requires_gradient_sync(number == together[-1])
+        for numbers in self._recipe.microbatches(step, self._divided.rank, self._divided.case.ranks):
+            for number in numbers:
+                cast(FSDPModule, self.module).set_requires_gradient_sync(number == numbers[-1])
                 losses[number] = self._recipe.backward(self.module, number)
         return losses
 
     def clip(self) -> Tensor:
-        """Clip gradients and return their norm before."""
+        """Clip gradients and return their norm before clipping."""
         return clip_grad_norm_(trained(self.module), self._recipe.clip or math.inf)
 
 
 class Pipeline:
-    """This rank's stages, sharded, and torch's schedule of them."""
+    """This rank's stages, sharded, with a schedule of torch."""
 
     def __init__(self, recipe: Recipe, divided: Divided) -> None:
         from torch.distributed.pipelining import PipelineStage as TorchStage  # takes a second to import
@@ -139,13 +138,13 @@ class Pipeline:
             kind(
                 made[0] if SCHEDULES[chosen] == 1 else made,
                 n_microbatches=recipe.count,
-                loss_fn=self._share,
+                loss_fn=lambda loss, number: loss[0] / recipe.count,
                 scale_grads=False,
             )
         )
 
     def has(self, name: str) -> bool:
-        """Return whether a stage of this rank has the parameter."""
+        """Return True if a stage of this rank has the parameter."""
         return self._cut.stage_of[name] in self.numbers
 
     def _stage(self, cut: Cut, number: int) -> Stage:
@@ -157,9 +156,6 @@ class Pipeline:
         _shard(stage, self._recipe, self._divided)
         stage.begin_with_received()
         return stage
-
-    def _share(self, loss: Tensor, number: Tensor) -> Tensor:
-        return loss[0] / self._recipe.count
 
     def backward(self, step: int) -> dict[int, Tensor]:
         """Compute the gradients of a step. On the rank of the last stage, return the losses by microbatch number."""
@@ -175,7 +171,7 @@ class Pipeline:
         return losses
 
     def clip(self) -> Tensor:
-        """Clip gradients and return the norm over all stages before."""
+        """Clip gradients and return their norm over all stages before clipping."""
         grads = [[param.grad for param in stage.parameters() if param.grad is not None] for stage in self._stages]
         own = torch.stack([total_norm(of_stage) for of_stage in grads])
         of_ranks = [torch.empty_like(own) for _ in range(self._pipe.size())]
@@ -206,7 +202,7 @@ def _of_this_rank(actual: Tensor | None, expected: Tensor | None) -> tuple[Tenso
     mesh = actual.device_mesh
     for axis, placement in enumerate(actual.placements):
         if isinstance(placement, Shard):
-            parts = expected.chunk(mesh.size(axis), placement.dim)  # as torch divides: the last ranks may have none
+            parts = expected.chunk(mesh.size(axis), placement.dim)  # the last ranks may have no part
             rank = mesh.get_local_rank(axis)
             expected = parts[rank] if rank < len(parts) else expected.narrow(placement.dim, 0, 0)
     return local, expected

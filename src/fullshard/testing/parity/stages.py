@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fullshard.errors import ConfigError
 from fullshard.testing.parity.recipe import Recipe
 
-Units = Mapping[nn.Module, Mapping[str, Any]]  # with separate options
+Units = Mapping[nn.Module, Mapping[str, Any]]  # modules with their options
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Cut:
     returns_tuples: bool  # whether blocks return a tuple
 
     def norm(self, grads: Mapping[str, Tensor | None], norm_of: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """Return the total gradient norm, by `norm_of` of each stage and of the results."""
+        """Return the total gradient norm, computed by `norm_of` for each stage, and then over stages."""
         norms = []
         for stage in range(len(self.firsts)):
             own = [grad for name, grad in grads.items() if grad is not None and self.stage_of[name] == stage]
@@ -103,7 +103,7 @@ def _blocks_of(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
 
 
 def _stage_by_name(name: str, blocks: str, firsts: Sequence[int]) -> int:
-    """Return the stage of a parameter without a gradient: that of its block, if it has one."""
+    """Return the stage of a parameter without a gradient: the stage of its block, or else the first."""
     if not name.startswith(f"{blocks}."):
         return 0
     number = int(name.removeprefix(f"{blocks}.").split(".")[0])
@@ -111,11 +111,11 @@ def _stage_by_name(name: str, blocks: str, firsts: Sequence[int]) -> int:
 
 
 class _Trial:
-    """Run one microbatch through the full model, with the graph cut before each stage except the first."""
+    """One microbatch of the full model, with the graph cut before each stage except the first."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], firsts: Sequence[int]) -> None:
         self._model = model
-        self._cuts: dict[int, tuple[Tensor, Tensor]] = {}  # by stage: the output of the previous one, and its own input
+        self._cuts: dict[int, tuple[Tensor, Tensor]] = {}  # by stage: the output of the previous stage, and the input
         self.received: list[Tensor | None] = [None for _ in firsts]
         self.returns_tuples = False
         for stage, first in enumerate(firsts):
@@ -144,7 +144,7 @@ class _Trial:
         self.returns_tuples = isinstance(result, tuple)
 
     def run(self, recipe: Recipe) -> dict[str, set[int]]:
-        """Return the stages with a gradient of each parameter. Frozen parameters get gradients here."""
+        """Return the stages in which each parameter has a gradient. Frozen parameters get gradients here."""
         params = dict(self._model.named_parameters())
         for param in params.values():
             param.requires_grad_(param.is_floating_point())
@@ -164,12 +164,12 @@ class _Trial:
         return used
 
 
-class Stopped(Exception):  # noqa: N818  # it is none
-    """The signal that the next stage runs the rest."""
+class Stopped(Exception):  # noqa: N818  # not an error
+    """The signal that the forward of a stage has ended."""
 
-    def __init__(self, made: Tensor) -> None:
+    def __init__(self, output: Tensor) -> None:
         super().__init__()
-        self.made = made
+        self.output = output
 
 
 class Stage(nn.Module):
@@ -185,8 +185,8 @@ class Stage(nn.Module):
         self._recipe, self._received = recipe, Tensor()
         for block in blocks:
             if block not in self.own:
-                _strip(block, _stop if block in blocks[ends[number] :] else _tuple if cut.returns_tuples else _same)
-        _keep_values(model, [name for name, stage in cut.stage_of.items() if stage != number])
+                _strip(block, _stop if block in blocks[ends[number] :] else _tuple if cut.returns_tuples else _identity)
+        _detach_parameters(model, [name for name, stage in cut.stage_of.items() if stage != number])
         around = [
             module
             for module in model.modules()
@@ -201,14 +201,13 @@ class Stage(nn.Module):
         recipe.cast_inputs(model)
 
     def begin_with_received(self) -> None:
-        """Pass the received tensors to the first block. Call this after the block becomes a unit, for its hooks."""
+        """Pass the received tensors to the first block. Call this once it is a unit, so that this hook runs first."""
 
         def replace(module: nn.Module, args: tuple[Any, ...]) -> Any:
             return (self._received, *args[1:])
 
-        if self._is_first:
-            return
-        self.own[0].register_forward_pre_hook(replace, prepend=True)
+        if not self._is_first:
+            self.own[0].register_forward_pre_hook(replace, prepend=True)
 
     def forward(self, received: Tensor, *, number: Tensor) -> Tensor:
         """Return the input of the next stage, or the loss."""
@@ -216,7 +215,7 @@ class Stage(nn.Module):
         try:
             loss = self._recipe.loss_of(self.model, int(number))
         except Stopped as stopped:
-            return stopped.made
+            return stopped.output
         finally:
             self._received = Tensor()
         self.losses[int(number)] = loss.detach()
@@ -232,11 +231,11 @@ def _strip(block: nn.Module, forward: Callable[..., Any]) -> None:
     block.forward = forward
 
 
-def _stop(made: Tensor, *_: Any, **__: Any) -> Any:
-    raise Stopped(made)
+def _stop(given: Tensor, *_: Any, **__: Any) -> Any:
+    raise Stopped(given)
 
 
-def _same(given: Tensor, *_: Any, **__: Any) -> Tensor:
+def _identity(given: Tensor, *_: Any, **__: Any) -> Tensor:
     return given
 
 
@@ -244,14 +243,14 @@ def _tuple(given: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
     return (given,)
 
 
-def _keep_values(model: nn.Module, names: Sequence[str]) -> None:
+def _detach_parameters(model: nn.Module, names: Sequence[str]) -> None:
     """Replace parameters of modules that run before a stage's own blocks by their initial values."""
     for name in names:
         path, _, attribute = name.rpartition(".")
         try:
             owner = model.get_submodule(path)
         except AttributeError:
-            continue  # of a block that is stripped
+            continue  # a part of a stripped block
         value = owner._parameters.pop(attribute, None)
         if value is not None:
             vars(owner)[attribute] = value.detach()

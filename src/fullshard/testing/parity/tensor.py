@@ -1,4 +1,4 @@
-"""Tensor parallelism: by a plan for `parallelize_module` of torch, or by that of a transformers model."""
+"""Tensor parallelism by a plan for torch's `parallelize_module`, or by the plan of a transformers model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def cut(model: nn.Module, plan_of: TensorParallelPlan | None, mesh: DeviceMesh) -> None:
-    """Divide matrices of `model` over the one axis of `mesh`, by `plan_of(model)` or by its own plan."""
+    """Divide matrices of `model` over the 1-D `mesh`, by `plan_of(model)` or by the model's own plan."""
     plan = _own_plan(model) if plan_of is None else plan_of(model)
     if not isinstance(plan, Mapping) or not plan:
         raise ConfigError(

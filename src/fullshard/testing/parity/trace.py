@@ -1,4 +1,4 @@
-"""The numbers of the plain process for each step, in files that allow every rank to read its own part."""
+"""The results of the plain process for each step, in files of which every rank reads its own part."""
 
 from __future__ import annotations
 

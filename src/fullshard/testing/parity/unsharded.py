@@ -1,10 +1,9 @@
-"""Training with other parallelisms and without sharding, which sharding must not change.
+"""Training with other parallelisms and without sharding, as a reference for sharded training.
 
-Divided matrix products, attention over parts of a sequence, and experts on other ranks sum in a different order than
-one process, so gradients differ by rounding. Therefore two comparisons are made. The ranks of the mesh, without its
-pipeline, train with unsharded parameters on each data-parallel rank, and a loop averages gradients in the engine's
-order: sharded training must give the same bits. The first step of that training is compared with the plain process,
-within rounding.
+Tensor, context and expert parallelism sum in a different order than one process, so gradients differ by rounding.
+Therefore two comparisons are made. The ranks of the mesh, without its pipeline, train with unsharded parameters on each
+data-parallel rank, and a loop averages gradients in the engine's order. Sharded training must give the same bits. The
+first step of unsharded training is compared with the plain process, within rounding.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ class Divided:
 
 
 def is_expert(param: Tensor) -> bool:
-    """Return whether expert parallelism divides the parameter."""
+    """Return True if expert parallelism divides the parameter."""
     return isinstance(param, DTensor) and "ep" in (param.device_mesh.mesh_dim_names or ())
 
 
 def train_unsharded(recipe: Recipe, case: Case, trace: Trace, plain: Trace) -> Compared:
-    """Train on this rank without sharding, write the numbers to `trace`, and compare the first step with `plain`."""
+    """Train on this rank without sharding, write the results to `trace`, and compare the first step with `plain`."""
     divided = Divided(recipe, case)
     with divided.attention:
         cut = find_cut(recipe, divided.model())
@@ -82,7 +81,7 @@ def train_unsharded(recipe: Recipe, case: Case, trace: Trace, plain: Trace) -> C
         compared = Compared(dist.get_rank(), _ROUNDING)
         _write(trace, 0, Step(_wholes(params)))
         for number in range(1, recipe.steps + 1):
-            losses = means.take(number)
+            losses = means.compute(number)
             gradients = {name: param.grad for name, param in params.items()}
             norm = cut.norm({name: means.placed(grad) for name, grad in gradients.items()}, total_norm)
             step = Step({}, _wholes(gradients), norm, losses)
@@ -108,15 +107,14 @@ class _Means:
         if divided.case.axes.ep > 1:
             self._experts = divided.case.same_experts_mesh().get_group(), divided.case.expert_norm_mesh()
 
-    def take(self, step: int) -> dict[int, Tensor]:
-        """Write them to the parameters' gradients and return all losses, by microbatch number."""
+    def compute(self, step: int) -> dict[int, Tensor]:
+        """Write the averages to the gradients of the parameters and return all losses, by microbatch number."""
         recipe, case = self._recipe, self._divided.case
         plans = [recipe.microbatches(step, rank, case.ranks) for rank in range(case.ranks)]
         losses: dict[int, Tensor] = {}
         totals: list[Tensor | None] = [None for _ in self._params]
         for together in zip(*plans, strict=True):
-            own_part = together[self._divided.rank]
-            found = torch.stack([recipe.backward(self.model, number) for number in own_part])
+            found = torch.stack([recipe.backward(self.model, number) for number in together[self._divided.rank]])
             gathered = torch.stack(_gathered(found, self._group)).unflatten(0, (case.ranks, case.axes.cp))
             for numbers, of_rank in zip(together, gathered, strict=True):
                 losses.update(zip(numbers, of_rank.T if case.axes.cp > 1 else of_rank[0], strict=True))
@@ -125,7 +123,10 @@ class _Means:
                 if mean is not None:
                     totals[i] = mean if earlier is None else earlier.add_(mean)
         for param, total in zip(self._params, totals, strict=True):
-            param.grad = None if total is None else _wrapped_like(param, total)
+            if total is None or not isinstance(param, DTensor):
+                param.grad = total
+            else:
+                param.grad = DTensor.from_local(total, param.device_mesh, param.placements)
         return losses
 
     def _mean(self, param: Tensor) -> Tensor | None:
@@ -135,10 +136,14 @@ class _Means:
         if self._experts is not None and is_expert(param):
             terms = _gathered(_local(torch.zeros_like(param) if grad is None else grad), self._experts[0])
             return mean_of(terms, case.shards // case.axes.ep, case.ranks * case.axes.cp)
-        return None if grad is None else mean_of(_gathered(_local(_placed_like(param, grad)), self._group), case.shards)
+        if grad is None:
+            return None
+        if isinstance(param, DTensor) and isinstance(grad, DTensor):  # autograd may have changed the placements
+            grad = grad.redistribute(placements=param.placements)
+        return mean_of(_gathered(_local(grad), self._group), case.shards)
 
     def placed(self, grad: Tensor | None) -> Tensor | None:
-        """Return a mean in the form of the gradient of a parameter that is replicated over data ranks, for its norm."""
+        """Return a mean as a `DTensor` that is replicated over data ranks, to compute its norm."""
         if grad is None:
             return None
         if self._experts is not None and is_expert(grad):
@@ -158,17 +163,6 @@ def _gathered(own_part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _placed_like(param: Tensor, grad: Tensor) -> Tensor:
-    """Return `grad` with the placements of its parameter, which autograd may have changed."""
-    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
-        return grad.redistribute(placements=param.placements)
-    return grad
-
-
-def _wrapped_like(param: Tensor, local: Tensor) -> Tensor:
-    return DTensor.from_local(local, param.device_mesh, param.placements) if isinstance(param, DTensor) else local
 
 
 def _wholes(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
