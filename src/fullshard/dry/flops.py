@@ -29,7 +29,7 @@ _ATTENTION = frozenset(
         _ATEN._scaled_dot_product_efficient_attention_backward,
     )
 )
-_flops: dict[Any, int] = {}  # by operation and shapes: the formulas take longer than the rest of the recording
+_flops: dict[Any, int] = {}  # by operation and shapes, because the formulas are slower than the rest of the recording
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -73,9 +73,9 @@ def _packets(packet: Any) -> tuple[Any, ...]:
 
 
 def skipped_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
-    """Return how many of an operation's `flops` its kernel skips: those of attention under a causal mask.
+    """Return the part of an operation's `flops` that its kernel skips: in attention with a causal mask.
 
-    FlashAttention computes blocks of 128 queries by 128 keys: whole blocks on the diagonal, and none above it.
+    FlashAttention computes blocks of 128 queries by 128 keys: full blocks on the diagonal, and none above it.
     """
     packet = func._overloadpacket
     if packet not in _ATTENTION:
@@ -93,7 +93,7 @@ def _shape_or_value(argument: Any) -> Any:
 
 
 def _grouped_product(first: Tensor, second: Tensor, *others: Any) -> int:
-    """Each row, or column of the inner dimension, belongs to one group: the FLOPs are those of one product."""
+    """Return the FLOPs of one product, because each row, or column of the inner dimension, belongs to one group."""
     groups = first.shape[0] if first.ndim == second.ndim == 3 else 1
     return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
@@ -108,7 +108,7 @@ def _trilinear(
     summed: Sequence[int],
     *others: Any,
 ) -> int:
-    """The product of the first two, then that with the third, as in torch's kernel."""
+    """Return the FLOPs of the product of the first two tensors, and of that with the third, as in torch's kernel."""
     ndim = first.ndim + len(expand1)
     sizes = [1] * ndim
     for tensor, expanded in ((first, expand1), (second, expand2), (third, expand3)):
@@ -121,12 +121,12 @@ def _trilinear(
 
 
 def _distances(first: Tensor, second: Tensor) -> int:
-    """A product of matrices with two more columns, for the squares."""
+    """Return the FLOPs of a product of matrices with two additional columns, for the squares."""
     return 2 * first.numel() // first.shape[-1] * second.shape[-2] * (first.shape[-1] + 2)
 
 
 def _rnn(x: Tensor, weights: Sequence[Tensor], passes: int) -> int:
-    """Each row of each step is multiplied by all matrices. Backward has two products for each of forward."""
+    """Return the FLOPs of the products of each row of each step with all matrices. Backward has two `passes`."""
     rows = x.numel() // x.shape[-1]
     return 2 * passes * rows * sum(weight.numel() for weight in weights if weight.ndim == 2)
 
@@ -148,4 +148,4 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN.mkldnn_rnn_layer: lambda x, *others: _rnn(x, others[:2], 1),
     _ATEN.mkldnn_rnn_layer_backward: lambda x, *others: _rnn(x, others[:2], 2),
 }
-_OWN = frozenset(_FORMULAS.values())  # which take the arguments of the operation alone
+_OWN = frozenset(_FORMULAS.values())  # they take only the arguments of the operation

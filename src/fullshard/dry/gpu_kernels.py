@@ -10,8 +10,8 @@ The tensors of a dry run are CPU tensors. For those, torch decomposes operations
     RMSNorm          `_fused_rms_norm`, if input and weight have the same dtype
     LSTM, GRU, RNN   `_cudnn_rnn`: see `rnn.py`
 
-A torch build without CUDA disables `torch.autocast("cuda")`. A dry run enables it: operations run in the dtype, float32
-included, that they have under autocast on CUDA.
+A torch build without CUDA disables `torch.autocast("cuda")`. A dry run enables it: operations then have the dtypes of
+autocast on CUDA, including float32.
 """
 
 from __future__ import annotations
@@ -49,16 +49,10 @@ def _dropout(x: Tensor, p: float, train: bool) -> Any:
     return _ATEN.native_dropout.default(x, p, train)[0]
 
 
-def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+def _softmax(name: str, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     if dtype is torch.float32 and x.dtype is torch.float16:
-        return _ATEN._softmax.default(x, dim, True)
-    return unpacked(_ATEN.softmax.int, x, dim, dtype)
-
-
-def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-    if dtype is torch.float32 and x.dtype is torch.float16:
-        return _ATEN._log_softmax.default(x, dim, True)
-    return unpacked(_ATEN.log_softmax.int, x, dim, dtype)
+        return getattr(_ATEN, f"_{name}").default(x, dim, True)
+    return unpacked(getattr(_ATEN, name).int, x, dim, dtype)
 
 
 def _attention(
@@ -118,8 +112,8 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps
 
 _KERNELS: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
-    "softmax.int": _softmax,
-    "log_softmax.int": _log_softmax,
+    "softmax.int": partial(_softmax, "softmax"),
+    "log_softmax.int": partial(_softmax, "log_softmax"),
     "scaled_dot_product_attention": _attention,
     "rms_norm": _rms_norm,
 }
@@ -130,7 +124,7 @@ _FLOAT32_UNDER_AUTOCAST = (
     *("sum.dim_IntList", "cumsum", "logsumexp", "linalg_vector_norm", "cosine_similarity"),
     "binary_cross_entropy_with_logits",
 )
-"""Operations in torch's float32 list for CUDA that models use and that its list for CPUs lacks."""
+"""Common operations that torch's autocast runs in float32 on CUDA but not on CPUs."""
 
 
 def _operation(name: str) -> Any:

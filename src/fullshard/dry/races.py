@@ -1,17 +1,17 @@
-"""Races in a trace: accesses of several streams to the same memory that nothing orders.
+"""Races in a trace: unordered accesses of several streams to the same memory.
 
-Two accesses to the same bytes on different streams must be ordered if one of them is a write. One stream must have
+Two accesses to the same bytes on different streams must be ordered if one of them is a write: one stream must have
 waited for an event that the other recorded after its access. Freed memory returns to the stream that it was allocated
-on, which can reuse it immediately. So when that stream allocates next, every access of the other streams to the freed
-memory must come before. When another stream uses the new memory, all work queued so far on the allocating stream must
-come before, too. (torch's own CUDA stream sanitizer forgets memory when it is freed and cannot see that.) The host
-counts as a stream: it reads what copies to its memory have written, and writes memory that others still read. So does
-each read from a disk, and each write to one. A range of a file may be written while it is read ahead: the reader
-notices that the data is out of date. The race is then any use of that data.
+on, which can reuse it immediately. So all accesses of other streams to the freed memory must precede the next
+allocation of that stream. When another stream uses the new memory, it must follow all work that was queued on the
+allocating stream before the allocation. (torch's CUDA stream sanitizer drops freed memory, so it cannot detect this.)
+The host is a stream as well: it reads the results of copies to its memory, and writes memory that other streams read.
+Each read from a disk and each write to a disk is also a stream. A range of a file may be written while it is read
+ahead, because the reader detects outdated data. Any use of that data is a race.
 
-Vector clocks (Fidge, 1988; Mattern, 1989) keep the order of accesses. A stream counts its own work and keeps the counts
-of the other streams that it is known to follow. Recording an event copies the counts. Waiting for the event takes the
-maximum of both. All queued work follows what the host has done before.
+Vector clocks (Fidge, 1988; Mattern, 1989) represent the order of accesses. A stream counts its own work, and has the
+counts of the work of other streams that it follows. Recording an event copies the counts. Waiting for the event takes
+the maximum of both. All queued work follows the earlier work of the host.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Clock = dict[str, int]
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses in a trace that nothing orders. `first` comes first in program order.
+    """Two unordered accesses in a trace. `first` comes first in program order.
 
     Args:
         what: The kind of the conflict.
@@ -63,25 +63,26 @@ class Race:
     second_origin: Origin
 
     def __str__(self) -> str:
-        first = f"{self.first} on stream {self.first_stream} ({_stated(self.first_origin)})"
-        second = f"{self.second} on stream {self.second_stream} ({_stated(self.second_origin)})"
+        def use(name: str, stream: str, origin: Origin) -> str:
+            return f"{name} on stream {stream} ({origin.unit or 'the root'}, {origin.phase.value})"
+
+        first = use(self.first, self.first_stream, self.first_origin)
+        second = use(self.second, self.second_stream, self.second_origin)
         return f"{self.what} storage {self.storage}: {first}, then {second} without a wait between them"
-
-
-def _stated(origin: Origin) -> str:
-    return f"{origin.unit or 'the root'}, {origin.phase.value}"
 
 
 @dataclass
 class _Use:
+    """An access to a storage by an operation. `time` is the stream's count at that operation."""
+
     name: str
     stream: str
     origin: Origin
     time: int
     access: Access
     writes: bool
-    keeps: bool = False  # the memory stays allocated until it has ended
-    of_file: bool = False  # of a range of a file
+    keeps: bool = False  # the memory stays allocated until the operation has ended
+    of_file: bool = False  # it is a range of a file
 
 
 class _Torn(NamedTuple):
@@ -102,17 +103,19 @@ def races(tape: Tape, *, without: str = "") -> list[Race]:
 
     Args:
         tape: The trace to check.
-        without: The site of a wait (see `Waited.site`) to leave out. A wait changes when operations run, but not which
-            ones, so the rest is the trace of an engine without this wait.
+        without: The site of a wait (see `Waited.site`) to leave out. A wait only affects the time of operations, so the
+            rest is the trace of an engine without this wait.
     """
-    reader = _LastRead()
+    detector = _RaceDetector()
     for entry in tape.entries:
         if not (without and isinstance(entry, Waited) and entry.site == without):
-            reader.read(entry)
-    return reader.found
+            detector.read(entry)
+    return detector.found
 
 
-class _LastRead:
+class _RaceDetector:
+    """The state of all streams and storages after the entries of a trace that have been read."""
+
     def __init__(self) -> None:
         self.found: list[Race] = []
         self._clocks: dict[str, Clock] = defaultdict(Clock)
@@ -136,7 +139,7 @@ class _LastRead:
                 self._free(entry)
 
     def _clock(self, stream: str) -> Clock:
-        """Return the counts that work queued on `stream` now follows, which include everything the host has done."""
+        """Return the counts that work queued on `stream` now follows. They include all work of the host."""
         clock = self._clocks[stream]
         if stream != HOST:
             _join(clock, self._clocks[HOST])
@@ -155,12 +158,12 @@ class _LastRead:
             uses = self._uses[access.storage]
             if is_transfer and not of_file and writes:
                 self._read_into[stream] = access
-            if writes or not is_transfer:  # blocks that are written to a disk end in bytes that are never used
+            if writes or not is_transfer:  # blocks that are written to a disk may end with unused bytes
                 self._find_torn(use)
             for key, other in list(uses.items()):
                 if clock.get(other.stream, 0) >= other.time:
                     if writes and access.start <= other.access.start and other.access.stop <= access.stop:
-                        del uses[key]  # whatever follows this write follows that access, too
+                        del uses[key]  # any access that follows this write follows that access, too
                 elif _conflict(use, other):
                     if of_file and other.name == "read ahead":
                         into = self._read_into.pop(other.stream, None)
@@ -171,7 +174,7 @@ class _LastRead:
             uses[stream, access.start, access.stop, writes] = use
 
     def _find_torn(self, use: _Use) -> None:
-        """Report a use of data that was read from a file while it was written. A write to its memory ends it."""
+        """Report a use of data that was read from a file while the file was written. A write replaces such data."""
         left: list[_Torn] = []
         for torn in self._torn.pop(use.access.storage, []):
             start, stop = max(torn.start, use.access.start), min(torn.stop, use.access.stop)
@@ -193,7 +196,7 @@ class _LastRead:
             if clock.get(use.stream, 0) < use.time:
                 new = _Use("the next allocation", stream, entry.origin, 0, use.access, writes=True)
                 self._report("may be reused while still in use:", use, new)
-        # Other streams may use it once they follow the earlier work of this stream, which may still use that memory.
+        # Earlier work of this stream may still use the memory, so other streams must follow that work.
         access = Access(entry.storage, 0, entry.nbytes)
         made = _Use("its allocation", stream, entry.origin, clock.get(stream, 0), access, writes=True)
         self._uses[entry.storage][stream, 0, entry.nbytes, True] = made
@@ -204,18 +207,8 @@ class _LastRead:
             self._freed[entry.stream] += [use for use in uses.values() if use.stream != entry.stream and not use.keeps]
 
     def _report(self, what: str, first: _Use, second: _Use) -> None:
-        self.found.append(
-            Race(
-                what,
-                first.access.storage,
-                first.name,
-                first.stream,
-                first.origin,
-                second.name,
-                second.stream,
-                second.origin,
-            )
-        )
+        uses = (item for use in (first, second) for item in (use.name, use.stream, use.origin))
+        self.found.append(Race(what, first.access.storage, *uses))  # type: ignore[arg-type]
 
 
 def _conflict(one: _Use, other: _Use) -> bool:

@@ -26,7 +26,7 @@ _ONEDNN_SAVED = 15.25
 
 
 class _CudnnRnn(torch.autograd.Function):
-    """The fused kernel, forward and backward. Autograd has no formula for it on a CPU."""
+    """cuDNN's kernel, forward and backward. Autograd has no formula for it on a CPU."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, hx: Tensor, cx: Tensor | None, how: Sequence[Any], *weights: Tensor) -> Any:
@@ -91,7 +91,7 @@ def _rnn(
 
 
 def _packed(mode: int, x: Tensor, batch_sizes: Tensor, state: Any, *how: Any) -> Any:
-    """Return the same for rows of several lengths. Fakes do not have their lengths: every step has all rows."""
+    """Return the same for packed sequences. Fakes do not have their lengths, so every step has all rows."""
     rows = (state[0] if isinstance(state, list | tuple) else state).shape[1]
     sizes = [rows] * batch_sizes.shape[0]
     return _rnn(mode, x, state, *how, batch_sizes=sizes)

@@ -39,7 +39,7 @@ from fullshard.tape.tape import Tape
 
 @contextmanager
 def world(size: int, *, rank: int = 0, ranks_per_host: int = 8) -> Iterator[None]:
-    """Context manager that makes this process `rank` of `size` in a default process group that sends nothing.
+    """Context manager that simulates a default process group. This process is rank `rank` of `size`.
 
     Args:
         size: The world size.
@@ -85,9 +85,9 @@ def taped(
 
     Args:
         streams: "gpu" to simulate an accelerator with streams and memory separate from the host's; "cpu" for none.
-        values: Whether tensors are real. If False, tensors have shapes but no memory, whatever their size, and
-            collectives are not executed. If True, the simulated device is some operations behind the host, so that an
-            event can be found unfinished.
+        values: Whether tensors are real. If False, tensors have shapes but no memory, and collectives are not executed.
+            If True, the simulated device is some operations behind the host, so that queries of events may return
+            False.
         host_bytes: The host memory in bytes that this rank may use alongside a simulated accelerator.
             `Offload(budget=...)` respects it. None means no limit.
 
@@ -164,35 +164,20 @@ def run(
         with taped(streams=streams, values=values, host_bytes=host_bytes) as tape:
             model = make_model(*mesh)
             optimizer = (make_optimizer or fused_adamw)(model.parameters())
-            with nullcontext() if values else taken_for_real():  # which `make_model` may have imported
-                _train(model, optimizer, make_batch, loss or own_loss, steps, microbatches, max_norm)
+            with nullcontext() if values else taken_for_real():  # again, for modules that `make_model` has imported
+                for _ in range(steps):
+                    for number in range(microbatches):
+                        with without_sync(units_in(model)) if number < microbatches - 1 else nullcontext():
+                            (loss or own_loss)(model, make_batch()).backward()
+                    if max_norm is not None:
+                        clip_grad_norm_(model.parameters(), max_norm)
+                    optimizer.step()
+                    optimizer.zero_grad()
             gc.collect()
     return tape
 
 
 _world = world
-
-
-def _train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    make_batch: Callable[[], Any],
-    loss: Callable[[nn.Module, Any], Tensor],
-    steps: int,
-    microbatches: int,
-    max_norm: float | None,
-) -> None:
-    units = units_in(model)
-    for _ in range(steps):
-        for number in range(microbatches):
-            with ExitStack() as stack:
-                if number < microbatches - 1:
-                    stack.enter_context(without_sync(units))
-                loss(model, make_batch()).backward()
-        if max_norm is not None:
-            clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def fused_adamw(params: Any) -> torch.optim.Optimizer:
@@ -201,7 +186,7 @@ def fused_adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss that `model` computes for `batch`: a mapping or tuple of its arguments, or its only argument."""
+    """Return the loss that `model` computes. `batch` has its arguments in a mapping or tuple, or is the only one."""
     name = type(model).__name__.removeprefix("FSDP")
     named = dict(batch) if isinstance(batch, Mapping) else {}
     given = () if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, tuple | list) else (batch,)

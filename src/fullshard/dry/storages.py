@@ -11,11 +11,13 @@ from torch import Tensor
 
 from fullshard.tape.tape import HOST, Access, Allocation, Free, Tape
 
-GIVEN = "given"  # replaces the name of a stream for memory that existed before the trace
+GIVEN = "given"  # instead of the name of a stream, for memory that was allocated before the trace
 
 
 @dataclass(slots=True)
 class _Known:
+    """A storage in the trace."""
+
     number: int
     stream: str
     nbytes: int
@@ -24,7 +26,7 @@ class _Known:
 
 
 class Storages:
-    """The storages in a trace, by number. Finalizers report when one is freed."""
+    """The storages in a trace, by number. Finalizers record that a storage is freed."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -34,7 +36,7 @@ class Storages:
         self._last = 0
 
     def note_allocated(self, storage: torch.UntypedStorage, stream: str, purpose: str = "", ranks: int = 1) -> None:
-        """Record that `storage` has memory of `stream` from this point, shared by that many ranks."""
+        """Record that memory of `stream` is allocated for `storage`, shared by `ranks` ranks."""
         known = self._known.get(storage._cdata) or self._add(storage, stream)
         known.stream, known.nbytes, known.ranks = stream, storage.nbytes(), ranks
         if known.nbytes:
@@ -69,13 +71,16 @@ class Storages:
             known = self._known[storage._cdata]
         start = int(tensor.storage_offset())
         numel, size = tensor.numel(), tensor.itemsize
-        stop = start + (numel if tensor.is_contiguous() else _spanned(tensor))
+        stop = start + numel
+        if numel and not tensor.is_contiguous():  # from the first to the last element, including gaps
+            strides = zip(tensor.shape, tensor.stride(), strict=True)
+            stop = start + 1 + sum((length - 1) * stride for length, stride in strides)
         touched = numel * size if numel < stop - start else None
         access = Access(known.number, start * size, stop * size, touched)
         return self._reported.setdefault(access, access)
 
     def access_to_file(self, file: object, start: int, stop: int) -> Access:
-        """Return a byte range of `file`, which has the number of a storage."""
+        """Return a byte range of `file`. Files are numbered like storages."""
         if file not in self._files:
             self._last += 1
             self._files[file] = self._last
@@ -104,9 +109,3 @@ class Storages:
         if known.nbytes:
             self._tape.note(Free(known.number, known.nbytes, known.stream, self._tape.origin, known.ranks))
             known.nbytes = 0
-
-
-def _spanned(tensor: Tensor) -> int:
-    """Return the number of elements from the first to the last of `tensor`, gaps included."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return last + 1 if tensor.numel() else 0

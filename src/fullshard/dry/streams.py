@@ -18,16 +18,14 @@ from fullshard.dry.storages import Storages
 from fullshard.tape.tape import HOST, DiskTransfer, Recorded, Tape, Waited
 
 _PACKAGE = Path(__file__).parent.parent
-OF_TORCH = "torch: "  # prefix of `Waited.site` if torch itself makes the host wait
-
-_SEAM = tuple(str(_PACKAGE / room) for room in ("device", "dry", "disk/files.py"))
-
+_DEVICE_LAYER = tuple(str(_PACKAGE / room) for room in ("device", "dry", "disk/files.py"))
+OF_TORCH = "torch: "  # the prefix of `Waited.site` if torch itself makes the host wait
 
 LAG = 6
-"""Operations that a simulated device is behind the host.
+"""The number of operations that a simulated device is behind the host.
 
-An event is over when the host has queued that many operations since, or has waited for it or for a later event of the
-same stream.
+An event is complete when the host has queued that many operations since, or has waited for it or for a later event of
+the same stream.
 """
 
 
@@ -39,8 +37,8 @@ class _DryMark:
         self._accelerator = accelerator
 
     def query(self) -> bool:
-        """Return True if the event is over, see LAG. The host knows then that the work before it is complete."""
-        return self._accelerator.is_over(self)
+        """Return True if the event is complete, see `LAG`. Then later work of the host follows it."""
+        return self._accelerator.is_complete(self)
 
     def synchronize(self) -> None:
         """Make the host wait for this event."""
@@ -74,7 +72,7 @@ class DryAccelerator(Accelerator):
         tape: The trace to record to.
         has_streams: Whether to simulate an accelerator. If False, only the memory of a CPU is recorded.
         host_bytes: The host memory in bytes that this rank may use. None means no limit.
-        lag: The number of operations that the device is behind the host. If 0, each event is over immediately.
+        lag: The number of operations that the device is behind the host. If 0, each event is complete immediately.
     """
 
     is_dry = True
@@ -87,8 +85,8 @@ class DryAccelerator(Accelerator):
         self._lag = lag
         self._marks = 0
         self._reached: dict[str, int] = {}  # by stream, the last event that the host has waited for
-        self._transfers = 0  # from and to disks
-        self.queued = 0  # operations
+        self._transfers = 0  # the number of transfers from and to disks
+        self.queued = 0  # the number of operations
         self.storages = Storages(tape)
 
     @cached_property
@@ -125,8 +123,8 @@ class DryAccelerator(Accelerator):
     def note_disk_transfer(self, memory: Tensor, file: object, offset: int, *, name: str) -> Mark | None:
         if not self.has_streams:
             return None
-        if not self.storages.is_host(memory):  # on a device it is copied to or from host memory, and the host waits
-            self.hold_host(self.stream, "aten.copy_", queried=True)
+        if not self.storages.is_host(memory):  # it is copied from or to host memory, and the host waits for the copy
+            self.block_host(self.stream, "aten.copy_", queried=True)
         self._transfers += 1
         on_disk = (self.storages.access_to_file(file, offset, offset + memory.nbytes),)
         in_memory, stream = (self.storages.access(memory),), f"disk {self._transfers}"
@@ -169,14 +167,14 @@ class DryAccelerator(Accelerator):
         return _DryMark(self._marks, stream, self.queued, self)
 
     def note_wait(self, mark: _DryMark, stream: str, site: str = "", *, queried: bool = False) -> None:
-        """Record that `stream` waits for `mark`. `site` is the line that requested it, the caller if empty."""
+        """Record that `stream` waits for `mark`. `site` is the line that requested it; by default the caller's."""
         self._check_current(stream)
         if stream == HOST:
             self._reached[mark.stream] = max(mark.number, self._reached.get(mark.stream, 0))
         self.tape.note(Waited(mark.number, stream, site or _site(), self.tape.origin, queried))
 
-    def is_over(self, mark: _DryMark) -> bool:
-        """Return True if the host knows, or learns now, that the work before `mark` is complete."""
+    def is_complete(self, mark: _DryMark) -> bool:
+        """Return True if the work before `mark` is complete. Record a wait if the host has not waited for it."""
         if mark.number <= self._reached.get(mark.stream, 0):
             return True
         if self.queued - mark.time < self._lag:
@@ -185,12 +183,12 @@ class DryAccelerator(Accelerator):
         return True
 
     def _check_current(self, stream: str) -> None:
-        """Raise if `stream` is not current. Compute uses the current stream, unless another stream is entered."""
+        """Check that compute is requested only while its stream is current, or on the host."""
         assert stream != STREAMS[0] or self.stream in (stream, HOST), (
             f"compute was requested within stream {self.stream}"
         )
 
-    def hold_host(self, stream: str, operation: str, *, queried: bool = False) -> None:
+    def block_host(self, stream: str, operation: str, *, queried: bool = False) -> None:
         """Record that an operation of torch makes the host wait for `stream`. See `Waited` for `queried`."""
         self.note_wait(self._mark(stream), HOST, f"{OF_TORCH}{operation}", queried=queried)
 
@@ -198,23 +196,20 @@ class DryAccelerator(Accelerator):
 def _site() -> str:
     """Return the line that requests a wait and the line that calls its function, both outside of the device layer.
 
-    A line within a comprehension belongs to the function around it.
-
-    The format is "file:line in function, called by file:line in function". The caller is included because a method that
-    several callers share counts as several sites.
+    The format is "file:line in function, called by file:line in function". The caller is included because a method with
+    several callers counts as several sites. A line within a comprehension belongs to the function around it.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith((*_SEAM, "<")):
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_DEVICE_LAYER, "<")):
         frame = frame.f_back
-    assert frame is not None, "somebody asks"
     site = _line(frame)
     while frame.f_back is not None and frame.f_code.co_name in ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"):
         frame = frame.f_back
     caller = frame.f_back
-    is_own = caller is not None and caller.f_code.co_filename.startswith(str(_PACKAGE))
-    if frame.f_code.co_name == "__del__":  # the garbage collector calls it from an arbitrary line
-        is_own = False
-    return f"{site}, called by {_line(caller)}" if caller is not None and is_own else site
+    is_finalizer = frame.f_code.co_name == "__del__"  # the garbage collector calls it from an arbitrary line
+    if caller is None or is_finalizer or not caller.f_code.co_filename.startswith(str(_PACKAGE)):
+        return site
+    return f"{site}, called by {_line(caller)}"
 
 
 def _line(frame: FrameType) -> str:

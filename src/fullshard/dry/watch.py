@@ -40,18 +40,18 @@ _COPIES = frozenset(
     )
 ) | {"fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy", "fsdp.chunk_cat"}  # of torch's FSDP2
 _COPIES_INTO_FIRST_RESULT = "fsdp.all_gather_copy_in"
-"""Its schema does not declare the write: it copies its first argument to its first result, a view of the second."""
+"""Its schema lacks a write: it copies its first argument to its first result, which is a view of the second."""
 _NO_MEMORY = frozenset(("aten._unsafe_view", "aten.set_", "aten.detach", "aten.alias", "prim.device"))
 _NO_VALUES = frozenset(
     ("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided")
 )
 _READ_BY_HOST = frozenset(("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.is_nonzero"))
 
-_ENDLESS = 10_000  # reads of a value in a row
+_ENDLESS = 10_000  # consecutive reads of a value by one line that indicate an endless loop
 
 
 class EndlessLoopError(ConfigError):
-    """A loop in a dry run that waits for a value that never appears. `found` is the location, without advice."""
+    """A loop in a dry run waits for a value that never appears. `found` is the message without the remedy."""
 
     def __init__(self, found: str) -> None:
         super().__init__(f"{found} Pass values=True, or remove the loop.")
@@ -59,10 +59,10 @@ class EndlessLoopError(ConfigError):
 
 
 class Watch(TorchDispatchMode):
-    """Context manager that records its operations in the trace of `accelerator`, under the current stream.
+    """Context manager that records operations in the trace of `accelerator`, on the current stream.
 
-    With fake tensors and a simulated world, collectives are not executed. If the host reads a value of a fake tensor, a
-    number is 1 and a boolean is True.
+    With fake tensors and a simulated world, collectives are not executed. If the host reads a value of a fake tensor,
+    the result is 1 or True.
     """
 
     def __init__(self, accelerator: DryAccelerator, fakes: QuickFakes | None) -> None:
@@ -71,7 +71,7 @@ class Watch(TorchDispatchMode):
         self._tape = accelerator.tape
         self._storages = accelerator.storages
         self._fakes = fakes
-        self._requested, self._requested_at = 0, ""
+        self._reads, self._reads_at = 0, ""  # consecutive reads of values by one line
         self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @classmethod
@@ -88,7 +88,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind == "view" and FakeTensor in types:
-            return self._given_by(func, args, kwargs)
+            return self._execute(func, args, kwargs)
         given = _tensors((args, kwargs))
         if self._fakes is not None and are_real(given) and kind != "constant":  # such as the ranks of a mesh
             with outside_of_modes():
@@ -100,7 +100,8 @@ class Watch(TorchDispatchMode):
         if kind == "collective":
             return self._collect(func, args, kwargs)
         name = str(func._overloadpacket)
-        stream = self._stream_for(given)
+        on_host = bool(given) and all(map(self._storages.is_host, given))
+        stream = HOST if on_host else self._accelerator.stream
         written = _tensors(_written(func, args, kwargs))
         if name == _COPIES_INTO_FIRST_RESULT:
             given = _tensors(args[0])
@@ -122,44 +123,31 @@ class Watch(TorchDispatchMode):
         dtype = str(reported.dtype).removeprefix("torch.")
         skipped = skipped_flops_of(func, args, kwargs, flops) if flops else 0
         origin, copies = self._tape.origin, name in _COPIES
-        crosses = copies and self._crosses(given)
+        crosses = copies and len({self._storages.is_host(tensor) for tensor in given}) > 1
         self._tape.note(Operation(name, stream, origin, reads, writes, flops, copies, dtype, skipped, crosses))
         self._accelerator.queued += 1
-        if self._accelerator.has_streams and stream != HOST and self._holds_host(name, crosses, args, kwargs):
-            self._accelerator.hold_host(stream, name)
+        if self._accelerator.has_streams and stream != HOST and _blocks_host(name, crosses, args, kwargs):
+            self._accelerator.block_host(stream, name)
         return result
 
     def _constant(self, made: Any) -> Any:
-        """Record a tensor made from program values. A number, such as an optimizer's step count, is in host memory."""
+        """Record a tensor created from Python values. A number, such as a step count, is in host memory."""
         if self._accelerator.has_streams and isinstance(made, Tensor) and made.ndim == 0:
             self._storages.note_allocated(made.untyped_storage(), HOST)
         return made
 
-    def _stream_for(self, given: Sequence[Tensor]) -> str:
-        """Return the stream that an operation runs on: the host's if it accesses only host memory."""
-        return HOST if given and all(map(self._storages.is_host, given)) else self._accelerator.stream
-
-    def _holds_host(self, name: str, crosses: bool, args: Any, kwargs: Any) -> bool:
-        """Return True if the host waits for the operation to complete. See `Operation.crosses` for `crosses`."""
-        if name in _READ_BY_HOST:
-            return True
-        takes_flag = name in ("aten.copy_", "aten._foreach_copy_")
-        return crosses and not (kwargs.get("non_blocking") or (takes_flag and len(args) > 2 and args[2]))
-
-    def _crosses(self, given: Sequence[Tensor]) -> bool:
-        """Return True if some tensors are in host memory and others in an accelerator's."""
-        return len({self._storages.is_host(tensor) for tensor in given}) > 1
-
     def _run(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if self._fakes is not None and name in ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero"):
-            self._note_question(name)
-            return _one(args[0]) if name == "aten._local_scalar_dense" else True
+            self._note_read(name)
+            if name != "aten._local_scalar_dense" or args[0].dtype == torch.bool:
+                return True
+            return 1.0 if args[0].dtype.is_floating_point else 1
         if self._fakes is not None and name == "aten._grouped_mm":
             product = grouped_product(args, kwargs)
             if product is not None:
                 return product
         try:
-            result = self._given_by(func, args, kwargs)
+            result = self._execute(func, args, kwargs)
             if self._fakes is not None and name == "aten.mkldnn_rnn_layer":
                 return with_workspace(args[0], result, hidden=args[10])
             return result
@@ -169,24 +157,24 @@ class Watch(TorchDispatchMode):
                 "Pass values=True to use real tensors, if the model fits in this machine's memory."
             ) from error
 
-    def _given_by(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation. Fake tensors skip torch's dispatcher where possible."""
         result = NotImplemented if self._fakes is None else self._fakes.quickly(func, args, kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
 
-    def _note_question(self, name: str) -> None:
-        """Record that the host reads a value. The answer is the same however often it is read.
+    def _note_read(self, name: str) -> None:
+        """Count consecutive reads of values by the same line. Fake values never change, so a loop may not end.
 
         Raises:
-            EndlessLoopError: The same line has read a value so often in a row that it must be an endless loop.
+            EndlessLoopError: Their number indicates an endless loop.
         """
         frame = sys._getframe(3)
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back
         site = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-        self._requested = self._requested + 1 if site == self._requested_at else 1
-        self._requested_at = site
-        if self._requested > _ENDLESS:
+        self._reads = self._reads + 1 if site == self._reads_at else 1
+        self._reads_at = site
+        if self._reads > _ENDLESS:
             raise EndlessLoopError(
                 f"{site} has read a value ({name}) {_ENDLESS} times in a row in a dry run. Fake tensors have no "
                 "values: bool() returns True and a number is 1, so a loop that waits for another value does not end."
@@ -220,10 +208,12 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def _one(tensor: Tensor) -> bool | int | float:
-    if tensor.dtype == torch.bool:
+def _blocks_host(name: str, crosses: bool, args: Any, kwargs: Any) -> bool:
+    """Return True if the host waits for the operation to complete. See `Operation.crosses` for `crosses`."""
+    if name in _READ_BY_HOST:
         return True
-    return 1.0 if tensor.dtype.is_floating_point else 1
+    takes_flag = name in ("aten.copy_", "aten._foreach_copy_")
+    return crosses and not (kwargs.get("non_blocking") or (takes_flag and len(args) > 2 and args[2]))
 
 
 @cache

@@ -59,8 +59,8 @@ _HOOKED = "_has_comm_hook"
 class BackwardPrefetch(Enum):
     """The time in backward at which the gather of the next unit starts."""
 
-    BACKWARD_PRE = "pre"  # before this unit's backward: most overlap, two units unsharded at the same time
-    BACKWARD_POST = "post"  # after it, when this unit is freed: less memory
+    BACKWARD_PRE = "pre"  # before the backward of the current unit: most overlap, two units are unsharded at once
+    BACKWARD_POST = "post"  # after it, when the current unit is freed: less memory
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -89,11 +89,11 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: Must be True, because parameters are never flattened.
         ignored_states: Parameters or modules that are neither sharded nor synchronised. Replaces `ignored_modules`.
         device_mesh: The mesh to shard over, instead of `process_group`.
-        broadcast_buffers, shard_alignment: see `fullshard.fully_shard`. torch's class does not have these arguments.
+        broadcast_buffers, shard_alignment: See `fullshard.fully_shard`. torch's class does not have these arguments.
 
     Raises:
-        ConfigError: an argument, or a combination of arguments, is invalid or not supported.
-        StateError: the default process group is not initialised.
+        ConfigError: An argument, or a combination of arguments, is invalid or not supported.
+        StateError: The default process group is not initialised.
     """
 
     def __init__(
@@ -118,20 +118,30 @@ class FullyShardedDataParallel(nn.Module):
         shard_alignment: int = 1,
     ) -> None:
         super().__init__()
-        _check(module, process_group, device_mesh, ignored_modules, ignored_states, use_orig_params)
+        _check_module_and_ranks(module, process_group, device_mesh)
         _check_types(cpu_offload, backward_prefetch, mixed_precision, param_init_fn, device_id, device_mesh)
         check_flags(
+            use_orig_params=use_orig_params,
             sync_module_states=sync_module_states,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             broadcast_buffers=broadcast_buffers,
         )
+        if not use_orig_params:
+            raise ConfigError(
+                "use_orig_params=False is not supported: parameters are never flattened and keep their shapes and "
+                "FQNs. Leave the argument out."
+            )
         skipped, params = _ignored(ignored_modules, ignored_states)
         mark_ignored_buffers(skipped)
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
         resolve_placements(strategy, argument="sharding_strategy")
         device = _device(device_id, device_mesh)
-        mesh = _mesh(device_mesh, process_group, strategy, device)
+        mesh = device_mesh
+        if mesh is None and process_group not in (None, dist.group.WORLD):
+            mesh = DeviceMesh.from_group(process_group, device.type)
+        elif mesh is None:
+            mesh = default_mesh(device.type, replicated=resolve_placements(strategy).replicated)
         precision = mixed_precision or MixedPrecision()
         options: dict[str, Any] = {
             "sharding_strategy": strategy,
@@ -155,7 +165,7 @@ class FullyShardedDataParallel(nn.Module):
             self._wrap_children(module, auto_wrap_policy, skipped, params, separate, options)
         self._fsdp_wrapped_module = module
         vars(self)[_PRECISION] = precision
-        vars(self)[_SHARDED] = module  # stays when `apply_activation_checkpointing` puts a wrapper in its place
+        vars(self)[_SHARDED] = module  # `apply_activation_checkpointing` may replace the attribute by a wrapper
         shard_unit(
             (module,),
             ShardOptions(
@@ -177,8 +187,8 @@ class FullyShardedDataParallel(nn.Module):
             sync_module_states=sync_module_states,
             buffer_dtype=precision.buffer_dtype,
         )
-        self.register_state_dict_post_hook(_give_configured)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_add_own_name)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_convert_state_dict)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_add_wrapper_name)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _wrap_children(
@@ -189,22 +199,17 @@ class FullyShardedDataParallel(nn.Module):
         separate: Mapping[type[nn.Module], Mapping[str, Any]],
         options: Mapping[str, Any],
     ) -> None:
-        done = [child for child in module.modules() if is_unit(child) or isinstance(child, FullyShardedDataParallel)]
+        wrapped = [child for child in module.modules() if is_unit(child) or isinstance(child, FullyShardedDataParallel)]
         chosen = wrapped_modules(
-            module, policy, ignored_modules=[*skipped, *done], ignored_params=params, separate=separate
+            module, policy, ignored_modules=[*skipped, *wrapped], ignored_params=params, separate=separate
         )
         for child, overrides in chosen.items():
-            places = [
-                (parent, name)
-                for parent in module.modules()
-                for name, candidate in parent._modules.items()
-                if candidate is child
-            ]
-            wrapped = FullyShardedDataParallel(child, **{**options, **overrides})
-            for parent, name in places:
-                parent._modules[name] = wrapped
+            parents = [parent._modules for parent in module.modules() if child in parent._modules.values()]
+            wrapper = FullyShardedDataParallel(child, **{**options, **overrides})
+            for children in parents:
+                children.update({name: wrapper for name, candidate in children.items() if candidate is child})
 
-    # -- arguments that scripts read back -----------------------------------------------------------------------------
+    # -- arguments as attributes --------------------------------------------------------------------------------------
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | Placements:
@@ -214,12 +219,12 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The process group of the shard axis, which is all ranks if the mesh has one axis."""
+        """The process group of the shard axis: all ranks if the mesh has one axis."""
         return self._unit.axes.shard_group
 
     @property
     def rank(self) -> int:
-        """This process's rank in `process_group`."""
+        """The rank of this process in `process_group`."""
         return dist.get_rank(self.process_group)
 
     @property
@@ -242,11 +247,11 @@ class FullyShardedDataParallel(nn.Module):
         """The device that computes."""
         return self._unit.device
 
-    # -- being a module -----------------------------------------------------------------------------------------------
+    # -- methods of nn.Module -----------------------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
-        """The module that is wrapped."""
+        """The wrapped module."""
         return self._fsdp_wrapped_module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +284,7 @@ class FullyShardedDataParallel(nn.Module):
             yield clean_fqn(name), buffer
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Return the wrapper's name, which is left out of FQNs, for `torch.distributed.checkpoint.state_dict`."""
+        """Return the name that FQNs do not contain, for `torch.distributed.checkpoint.state_dict`."""
         return {"": _WRAPPED}
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
@@ -287,7 +292,7 @@ class FullyShardedDataParallel(nn.Module):
         return copy_sharded(self, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise an error. Use `torch.save` of its `state_dict()` instead.
+        """Raise an error. Save its `state_dict()` instead.
 
         Raises:
             StateError: Always.
@@ -295,7 +300,7 @@ class FullyShardedDataParallel(nn.Module):
         refuse_pickle(self, protocol)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `nn.Module.zero_grad`. It also resets gradients of shards while modules have unsharded parameters."""
+        """Reset gradients, including those of shards while modules have unsharded parameters."""
         super().zero_grad(set_to_none)
         zero_shard_grads(self, set_to_none)
 
@@ -305,7 +310,7 @@ class FullyShardedDataParallel(nn.Module):
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call `fn` on every submodule with all parameters unsharded; its changes to them are kept."""
+        """Call `fn` on every submodule with all parameters unsharded. Changes to parameters are kept."""
         with summon_full_params(self):
             return super().apply(fn)
 
@@ -314,13 +319,13 @@ class FullyShardedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager that makes backward accumulate unsharded gradients without communication."""
-        with without_sync(self._units()):
+        with without_sync(units_in(self)):
             yield
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Sum gradients as one of torch's hooks does: in its dtype. Call it before the first backward.
+        """Sum gradients in the dtype of one of torch's hooks. Call it before the first backward.
 
-        Units here and below are affected. The hook itself is never called, since gradients are not flattened.
+        This affects all units of this module. The hook itself is never called, because gradients are not flattened.
 
         Args:
             state: The hook's `DefaultState` or `LowPrecisionState`. Its process group must have this wrapper's ranks.
@@ -331,7 +336,7 @@ class FullyShardedDataParallel(nn.Module):
             ConfigError: The hook is not supported, or `state` does not match it.
             StateError: A hook is already registered, or there are gradients.
         """
-        wrappers, units = self.fsdp_modules(self), self._units()
+        wrappers, units = self.fsdp_modules(self), units_in(self)
         dtype = _dtype_of_hook(hook)
         _check_hook_state(state, self.process_group, units)
         if any(vars(wrapper).get(_HOOKED) for wrapper in wrappers):
@@ -350,19 +355,19 @@ class FullyShardedDataParallel(nn.Module):
                 unit.shards.reduce_in(dtype)
 
     def abandon_step(self) -> None:
-        """Drop what the current step has done, as `FSDPModule.abandon_step` does.
+        """Drop all results of the current step, as `FSDPModule.abandon_step` does.
 
-        Call it on every rank after an exception in forward or backward that the program survives. Parameters may be
-        unsharded until then, and writes to unsharded parameters are lost.
+        Call it on every rank to continue after an exception in forward or backward. Parameters may be unsharded until
+        then. Writes to unsharded parameters are lost.
 
         Raises:
-            StateError: a forward or backward is running.
-            RankLostError: a rank is gone, and the process group with it.
+            StateError: A forward or backward is running.
+            RankLostError: A rank is lost, so the process group cannot be used.
         """
         abandon_step(self._unit.module)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
-        """Clip the gradients of all parameters, and return their norm before. See `fullshard.clip_grad_norm_`.
+        """Clip the gradients of all parameters, and return their previous norm. See `fullshard.clip_grad_norm_`.
 
         Args:
             max_norm: The maximum norm.
@@ -376,7 +381,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return the wrapped modules in `module`, including itself; only outermost ones if `root_only`.
+        """Return the wrapped modules in `module`, including itself; if `root_only`, only the outermost ones.
 
         Args:
             module: The module to search.
@@ -403,8 +408,8 @@ class FullyShardedDataParallel(nn.Module):
             module: A wrapped module, or a module with wrapped modules in it.
             recurse: Whether to include wrapped modules below `module`.
             writeback: Whether to keep changes to the parameters.
-            rank0_only: Whether only the first rank gets whole parameters. Not with `writeback`.
-            offload_to_cpu: Whether whole parameters are moved to the CPU.
+            rank0_only: Whether only the first rank gets full parameters. Not with `writeback`.
+            offload_to_cpu: Whether full parameters are moved to the CPU.
             with_grads: Whether to unshard gradients as well.
         """
         return summon_full_params(
@@ -419,9 +424,6 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def _unit(self) -> Unit:
         return unit_of(vars(self)[_SHARDED])
-
-    def _units(self) -> list[Unit]:
-        return units_in(self)
 
     # -- state dicts --------------------------------------------------------------------------------------------------
 
@@ -580,11 +582,11 @@ class FullyShardedDataParallel(nn.Module):
         """Return `optim_state_dict` with FQNs instead of the numbers of parameters, or numbers instead of FQNs.
 
         Args:
-            optim_state_dict: the result of `optim.state_dict()` or of `optim_state_dict()`.
-            optim_state_key_type: the kind of keys to return.
-            model: has the parameters.
+            optim_state_dict: The result of `optim.state_dict()` or of `optim_state_dict()`.
+            optim_state_key_type: The kind of keys to return.
+            model: The model with the parameters.
             optim_input: Instead of `optim`, the argument that was passed to the optimizer.
-            optim: numbers them; `model.parameters()` in their order, if neither is given.
+            optim: The optimizer that numbers the parameters. By default they have the order of `model.parameters()`.
 
         Raises:
             ConfigError: The state dict has different parameters.
@@ -595,7 +597,7 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def _check_group(group: dist.ProcessGroup | None, model: nn.Module) -> None:
-    """Raise `ConfigError` if the model is not sharded over `group`, because states are gathered over its own groups."""
+    """Raise `ConfigError` if the model is not sharded over `group`: states are gathered over the model's groups."""
     if group is not None:
         check_type("group", group, dist.ProcessGroup, "a process group, or None")
     check_type("model", model, nn.Module, "the sharded nn.Module")
@@ -612,7 +614,7 @@ def _optimizer_of(optim_input: Iterable[Any] | None) -> torch.optim.Optimizer | 
     return None if optim_input is None else torch.optim.Optimizer(list(optim_input), {})
 
 
-def _give_configured(
+def _convert_state_dict(
     module: nn.Module, state: MutableMapping[str, Any], prefix: str, local_metadata: Mapping[str, Any]
 ) -> None:
     """Remove the wrapper's name from the keys, and convert the values to the requested form."""
@@ -622,28 +624,15 @@ def _give_configured(
     as_configured(module, state, prefix, get_state_dict_type(module))
 
 
-def _add_own_name(module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+def _add_wrapper_name(module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
     """Add the wrapper's name to the keys, as `nn.Module` expects them."""
     inner = f"{prefix}{_WRAPPED}."
     for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
         state[inner + key.removeprefix(prefix)] = state.pop(key)
 
 
-def _check(
-    module: nn.Module,
-    process_group: dist.ProcessGroup | None,
-    device_mesh: DeviceMesh | None,
-    ignored_modules: Iterable[nn.Module] | None,
-    ignored_states: object,
-    use_orig_params: bool,
-) -> None:
+def _check_module_and_ranks(module: object, process_group: object, device_mesh: DeviceMesh | None) -> None:
     check_type("module", module, nn.Module, "the nn.Module to shard")
-    check_flags(use_orig_params=use_orig_params)
-    if not use_orig_params:
-        raise ConfigError(
-            "use_orig_params=False is not supported: parameters are never flattened and keep their shapes and FQNs. "
-            "Leave the argument out."
-        )
     if process_group is not None and device_mesh is not None:
         raise ConfigError("process_group and device_mesh both define the ranks to shard over. Pass one of them.")
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
@@ -651,8 +640,6 @@ def _check(
             f"process_group={process_group!r}: expected one process group. For a hybrid strategy, pass "
             'device_mesh=init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard")).'
         )
-    if ignored_modules is not None and ignored_states is not None:
-        raise ConfigError("ignored_modules and ignored_states are both given. Pass one of them.")
 
 
 def _dtype_of_hook(hook: Callable[..., Any]) -> torch.dtype | None:
@@ -727,6 +714,8 @@ def _ignored(
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """Return the modules and the parameters to ignore, including the parameters of these modules."""
+    if ignored_modules is not None and ignored_states is not None:
+        raise ConfigError("ignored_modules and ignored_states are both given. Pass one of them.")
     for name, items in (("ignored_modules", ignored_modules), ("ignored_states", ignored_states)):
         if items is not None:
             check_iterable(name, items, "a list of modules" if name == "ignored_modules" else "a list of parameters")
@@ -740,7 +729,7 @@ def _ignored(
 
 
 def _device(device_id: int | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
-    """Return the compute device: the requested one, or that of the mesh."""
+    """Return the requested device, or else the device of the mesh."""
     if device_id is None:
         return current_device(usual_device_type() if mesh is None else mesh.device_type)
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -760,16 +749,3 @@ def _device(device_id: int | torch.device | None, mesh: DeviceMesh | None) -> to
             f"mesh with init_device_mesh({device.type!r}, ...), or leave device_id out."
         )
     return device if device.type == "cpu" or device.index is not None else current_device(device.type)
-
-
-def _mesh(
-    mesh: DeviceMesh | None,
-    group: dist.ProcessGroup | None,
-    strategy: ShardingStrategy | str | Placements,
-    device: torch.device,
-) -> DeviceMesh:
-    if mesh is not None:
-        return mesh
-    if group is not None and group is not dist.group.WORLD:
-        return DeviceMesh.from_group(group, device.type)
-    return default_mesh(device.type, replicated=resolve_placements(strategy).replicated)

@@ -2,8 +2,8 @@
 
     _meshes: Kept[Key, DeviceMesh] = Kept("default meshes")
 
-Groups, connections and memory of a default process group must not be reused after a new one is created. They would
-leak, and a group of the old world does not work in the new one.
+Groups, connections and memory of a default process group must not be used with a later one. Without a shared place to
+drop them, they would also leak.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _all: list[Kept[Any, Any]] = []
-_group: dist.ProcessGroup | None = None  # the default group that everything kept belongs to
+_group: dist.ProcessGroup | None = None  # the default group that all kept values belong to
 
 
 class Kept(Generic[K, V]):
@@ -38,10 +38,10 @@ class Kept(Generic[K, V]):
     def get_or_make(self, key: K, make: Callable[[], V]) -> V:
         """Return the value for `key`. Call `make()` to create it on first use."""
         drop_if_stale()
-        of_world = dist.group.WORLD, key
-        if of_world not in self._values:
-            self._values[of_world] = make()
-        return self._values[of_world]
+        full_key = dist.group.WORLD, key
+        if full_key not in self._values:
+            self._values[full_key] = make()
+        return self._values[full_key]
 
     def drop(self) -> None:
         """Close and remove all values."""
@@ -57,12 +57,12 @@ def drop_if_stale() -> None:
     """Drop all kept values if their default process group is no longer the default one."""
     global _group
     if dist.group.WORLD is not _group:
-        for one in _all:
-            one.drop()
+        for mapping in _all:
+            mapping.drop()
         forget_shardings()
         _group = dist.group.WORLD
 
 
 def kept() -> dict[str, int]:
     """Return the number of values of each kind that this process keeps for its default process group."""
-    return {one.what: len(one) for one in _all}
+    return {mapping.what: len(mapping) for mapping in _all}

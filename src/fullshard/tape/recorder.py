@@ -1,4 +1,4 @@
-"""The recorder of what the engine does, in order, for tests, memory predictions and timelines.
+"""The recorder of the engine's actions, in order, for tests, memory predictions and timelines.
 
 Nothing is recorded unless a recorder is active:
 
@@ -25,7 +25,7 @@ from fullshard.device.streams import Stamp, Stream
 class Phase(Enum):
     """The phases of a step, for uses of a unit."""
 
-    __hash__ = object.__hash__  # that of `Enum` is a function in Python
+    __hash__ = object.__hash__  # faster than that of `Enum`, which is a Python function
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -38,7 +38,7 @@ class Phase(Enum):
 class Origin(NamedTuple):
     """The cause of an operation: a unit (by FQN, empty for the root), its phase, and the microbatch.
 
-    Microbatches of a step are numbered from 1; 0 is before the first. `note` describes anything unusual.
+    Microbatches of a step are numbered from 1; 0 is before the first. `note` describes an exceptional cause.
     """
 
     unit: str
@@ -48,7 +48,7 @@ class Origin(NamedTuple):
 
 
 def _now() -> float:
-    """Return the current time. Unlike a default factory it is looked up at each call, so that tests can patch it."""
+    """Return the current time. It is looked up at each call, so that tests can patch it."""
     return time.perf_counter()
 
 
@@ -59,11 +59,12 @@ class Event:
     `name` is a collective of tensors (one of `COLLECTIVES`) or of objects, "allocate" or "free" for the unsharded
     storage of a unit, "orthogonalise" for a matrix, "checkpoint" while the program saves one, or "wait" while a stream
     waits for a collective of `origin`. `sent_bytes` counts the bytes that this rank sends in `messages` to the other
-    `ranks`. Data that peers read from shared memory counts as well. `nbytes` is the size of the storage or matrix.
-    Times are seconds of `time.perf_counter`; `end` is None while the action is in progress. For an asynchronous
-    collective, `launched` is the time when the program continued and `awaited` the time when it began to wait; both are
-    None if it waited immediately. If the recorder reads stream times, `began` and `ended` are the times on the stream,
-    where they differ from the program's.
+    `ranks`, including data that peers read from shared memory. `nbytes` is the size of the storage or matrix.
+
+    Times are in seconds of `time.perf_counter`. `end` is None while the action is in progress. For an asynchronous
+    collective, the program continued at `launched` and began to wait at `awaited`. Both are None if it waited
+    immediately. If the recorder reads stream times, `began` and `ended` are the times on the stream, where they differ
+    from the program's.
     """
 
     name: str
@@ -85,13 +86,7 @@ class Event:
         self.end = _now()
 
 
-COLLECTIVES = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-)
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 class Recorder:
@@ -103,7 +98,7 @@ class Recorder:
     reads_streams = False
     """True if events record times on streams, which can differ from the program's."""
     follows_memory = True
-    """True if it needs the events "allocate" and "free", and the origin and purpose of each allocation."""
+    """True if the recorder needs the events "allocate" and "free", and the origin and purpose of allocations."""
 
     def __init__(self) -> None:
         self.outer: Recorder | None = None
@@ -119,25 +114,25 @@ class Recorder:
         return event
 
     def turn_to(self, origin: Origin) -> None:
-        """Attribute all later work to `origin`, because the program proceeds to another unit or phase."""
+        """Attribute all later work to `origin`. The program has proceeded to another unit or phase."""
         self.origin = origin
         if self.outer is not None:
             self.outer.turn_to(origin)
 
     def collectives(self, name: str | None = None) -> list[Event]:
-        """Return the collectives in the order they were started; only those called `name`, if given."""
+        """Return the collectives in the order of their start. If `name` is given, return only those with this name."""
         return [event for event in self.events if event.name in ((name,) if name else COLLECTIVES)]
 
     def names(self) -> list[str]:
-        """Return the names of the collectives in the order they were started."""
+        """Return the names of the collectives in the order of their start."""
         return [event.name for event in self.collectives()]
 
     def sent_bytes(self, name: str | None = None) -> int:
-        """Return the bytes that this rank sent to others, in all collectives or in those called `name`."""
+        """Return the bytes that this rank sent to other ranks, in all collectives or in those called `name`."""
         return sum(event.sent_bytes for event in self.collectives(name))
 
     def gathered_peak_bytes(self) -> int:
-        """Return the peak bytes of unsharded parameters, not counting those that stay unsharded between steps."""
+        """Return the peak bytes of unsharded parameters, without those that stay unsharded between steps."""
         held = peak = 0
         for event in self.events:
             held += {"allocate": event.nbytes, "free": -event.nbytes}.get(event.name, 0)
@@ -147,7 +142,7 @@ class Recorder:
 
 class _Active:
     recorder: Recorder | None = None
-    """The recorder that the engine records to, or None. Hooks that run often read it here, without a call."""
+    """The recorder that the engine records to, or None. Frequent hooks read it here, to avoid a call."""
 
 
 active = _Active()  # not a context variable: backward may run on a thread of autograd
@@ -191,7 +186,7 @@ def allocating(purpose: str) -> AbstractContextManager[None]:
     return nullcontext() if recorder is None else acting_for(recorder.origin, purpose)
 
 
-class acting_for:  # noqa: N801  # used as a context manager, like a function; of a generator it would cost more
+class acting_for:  # noqa: N801  # used as a context manager, like a function; faster than a generator
     """Context manager that attributes work to `origin`, and allocated memory to `purpose`."""
 
     __slots__ = ("_before", "_origin", "_purpose", "_recorder")
@@ -212,7 +207,7 @@ class acting_for:  # noqa: N801  # used as a context manager, like a function; o
 
 @contextmanager
 def noting(name: str) -> Iterator[None]:
-    """Context manager that records what the program does as an event called `name`."""
+    """Context manager that records the time within it as an event called `name`."""
     recorder = active.recorder
     if recorder is None:
         yield
@@ -226,7 +221,7 @@ def noting(name: str) -> Iterator[None]:
 
 
 def note_wait(stream: Stream, origin: Origin) -> Callable[[], None] | None:
-    """Begin to record a wait of `stream` for a collective of `origin`. The program does not wait.
+    """Start to record a wait of `stream` for a collective of `origin`. The program does not wait.
 
     Returns:
         A function to call after `stream.wait()`; None if nothing is recorded.

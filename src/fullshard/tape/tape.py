@@ -1,8 +1,8 @@
-"""The trace: everything that the streams of a device do, in the order of the host's requests.
+"""The trace: all work on the streams of a device, in the order of issue by the host.
 
 A trace is a recorder with more detail. It contains every operation and collective with the bytes that it reads and
 writes, every allocation and free, every recorded event and every wait for one. `dry/` records it. Races, memory, times
-and reports are all derived from a trace; a second description of the engine's work does not exist. A trace has many
+and reports are all derived from a trace, so there is no second description of the engine's work. A trace has many
 thousands of entries. They are named tuples, which are fast to create and to send to another process.
 """
 
@@ -34,22 +34,17 @@ class Access(NamedTuple):
 class Operation(NamedTuple):
     """A torch operation on a stream: the memory it reads and writes, and its floating-point operations.
 
-    `copies` is True if it moves values without computing any. `dtype` is the dtype of its result, or of the operands
-    of an operation with FLOPs, such as "bfloat16".
-    `flops` follows from the formula. `skipped_flops` is the part of `flops` that a kernel can skip: attention with a
-    causal mask skips the blocks above the diagonal. `crosses` is True if it copies between host and accelerator memory.
-
     Args:
         name: The name of the operation.
         stream: The name of the stream.
         origin: The unit and the phase of the step.
         reads: The ranges of memory that are read.
         writes: The ranges of memory that are written.
-        flops: The number of floating-point operations.
+        flops: The number of floating-point operations by formula.
         copies: Whether it only moves values.
-        dtype: The dtype of its result, or of its first operand if it has FLOPs.
-        skipped_flops: The part of `flops` that a kernel can skip.
-        crosses: Whether it copies between host and device.
+        dtype: The dtype of its result, or of its first operand if it has FLOPs, such as `"bfloat16"`.
+        skipped_flops: The part of `flops` that a kernel can skip: blocks above the diagonal of causal attention.
+        crosses: Whether it copies between host memory and accelerator memory.
     """
 
     name: str
@@ -94,15 +89,12 @@ class Collective(NamedTuple):
 class Allocation(NamedTuple):
     """Memory allocated for a storage from the memory of a stream.
 
-    `purpose` is given by the engine; it is empty for allocations by user modules, autograd and optimizers. The memory
-    is shared by `ranks` ranks of a host.
-
     Args:
         storage: The number of the storage.
         nbytes: Its size in bytes.
         stream: The name of the stream.
         origin: The unit and the phase of the step.
-        purpose: What the engine uses it for.
+        purpose: Its use by the engine. Empty for allocations by user modules, autograd and optimizers.
         ranks: The number of ranks of a host that share it.
     """
 
@@ -120,7 +112,7 @@ class Allocation(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Memory that a storage returned to its stream. `ranks` is that of its allocation.
+    """Memory that a storage has returned to its stream.
 
     Args:
         storage: The number of the storage.
@@ -157,13 +149,12 @@ class Recorded(NamedTuple):
 
 
 class DiskTransfer(NamedTuple):
-    """A read from a file, or a write to it, on a thread: `stream` is its own.
+    """A read from a file or a write to a file on a separate thread.
 
-    The range of the file is a byte range of a storage that is never allocated. The name is "write", "read", or "read
-    ahead" if the reader checks later whether the range was written meanwhile, and reads it again then.
+    The range of the file is a byte range of a storage that is never allocated.
 
     Args:
-        name: `"write"`, `"read"` or `"read ahead"`.
+        name: `"write"`, `"read"`, or `"read ahead"` if the reader reads the range again in case it was written since.
         stream: The name of the thread.
         origin: The unit and the phase of the step.
         reads: The ranges of memory that are read.
@@ -178,16 +169,14 @@ class DiskTransfer(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """A stream waits for an event. `site` is the source line that requested the wait.
-
-    If `queried`, the host did not wait. It checked the event, which was over.
+    """A wait of a stream for an event.
 
     Args:
         mark: The number of the event.
         stream: The name of the stream.
         site: The source line that requested the wait.
         origin: The unit and the phase of the step.
-        queried: Whether the host only checked the event.
+        queried: Whether the host did not wait, but queried the event, which was complete.
     """
 
     mark: int
@@ -203,7 +192,7 @@ E = TypeVar("E", Operation, Collective, Allocation, Free, Recorded, DiskTransfer
 
 
 class Tape(Recorder):
-    """All entries in the host's order, together with the events of a `Recorder`."""
+    """A recorder that also keeps all entries, in the order of issue by the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +217,7 @@ class Tape(Recorder):
     def peak_bytes(self, *, since: int = 0, of_host: bool = False) -> int:
         """Return the peak bytes of live tensors in device memory, or in host memory alongside it.
 
-        Memory that ranks share counts in equal shares, so the need of a host is the sum over its ranks.
+        Memory that ranks share is divided equally between them, so the sum over ranks is the memory of the host.
 
         Args:
             since: The index in the trace to start from.
