@@ -370,7 +370,7 @@ def test_a_bar_is_shown_after_a_second_and_only_on_a_terminal(monkeypatch):
         )
         with SlowBar() as bar:
             for doing in ("verifying", "exporting"):
-                report_progress = bar.telling(doing)
+                report_progress = bar.reporting(doing)
                 report_progress(1, 10)
                 assert (bar._bar is not None) == (terminal and now > 1)
                 now += 1.5

@@ -736,7 +736,7 @@ NOT_MET = {
     "UnitReduction.free_whole_grads by UnitReduction.free_whole_grads": "the method of a group's reduction",
     "UnitReduction.free_whole_grads by UnitReduction.complete_if_arrived": "the method of a group's reduction",
     "Store._clear_left by Store.get": "it waits for disks with wait=True only",
-    "_Writes.settle by Scratch._take_back": "for the number of free bytes, which nothing reads or writes",
+    "_Writes.settle by Scratch._reclaim": "for the number of free bytes, which nothing reads or writes",
     "Store._clear_left by Store.put": "see `test_buffers_that_a_disk_writes_are_waited_for`",
 }
 """Waits by the function and its caller that no scenario meets, and why."""

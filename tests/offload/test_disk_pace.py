@@ -24,7 +24,7 @@ def step(pace: DiskPace, clock: Clock, gb_per_s: float, nbytes: int = 10**9) -> 
     clock.now += 5.0
     with pace.moving(read_bytes=nbytes), pace.moving(written_bytes=nbytes):
         clock.now += 2 * nbytes / gb_per_s / 1e9
-    pace.look()
+    pace.check()
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -65,7 +65,7 @@ def test_a_disk_that_is_never_idle_is_no_slow_one(caplog):
             before.__exit__(None, None, None)
             before = after
             assert (pace.total.busy_s, pace.total.written_bytes) == (number, number * 10**9)
-            pace.look()
+            pace.check()
     before.__exit__(None, None, None)
     assert not caplog.records
 
@@ -80,7 +80,7 @@ def test_small_requests_are_no_slow_disk(caplog):
             for _ in range(40):
                 with pace.moving(read_bytes=1 << 16):
                     clock.now += 5e-4
-            pace.look()
+            pace.check()
     assert not caplog.records
 
 

@@ -30,8 +30,7 @@ class Subcommand:
 
 SUBCOMMANDS = {
     "plan": Subcommand(
-        "fullshard.planner.command",
-        ("predict which configurations fit, how fast they are, and print the code for them"),
+        "fullshard.planner.command", "predict which configurations fit, how fast they are, and print the code for them"
     ),
     "train": Subcommand("fullshard.train.command", "train a byte-level GPT with fully sharded data parallelism"),
     "parity": Subcommand(
@@ -56,37 +55,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code_of(command: Callable[[], int]) -> int:
     """Run `command` and return its exit code.
 
-    The code is 2 for invalid input, and 1 for an unusable checkpoint or disk or a missing library; one line on stderr
-    explains it. It is 141 if the reader of stdout has closed the pipe.
+    The code is 2 for invalid input, and 1 for an unusable checkpoint or disk or a missing library. One line on stderr
+    explains the error. The code is 141 if the reader of stdout has closed the pipe.
     """
     atexit.register(gc.freeze)  # otherwise the garbage collection of torch at exit takes a second
     try:
         try:
-            return _without_tracebacks(command)
+            return command()
+        except (ConfigError, CheckpointError, DiskError, MissingLibraryError) as error:
+            if os.environ.get("RANK", "0") == "0":  # all ranks raise the same error, and one reports it
+                print(f"fullshard: {shown(str(error), lines=True)}", file=sys.stderr)
+            return BAD_INPUT if isinstance(error, ConfigError) else FAILED
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # otherwise a closed pipe is detected after this function
     except BrokenPipeError:
-        if not _is_closed_pipe(1):
-            raise  # a connection to something else
+        poll = select.poll()
+        poll.register(1, 0)  # errors are reported in any case
+        if not any(events & select.POLLERR for _, events in poll.poll(0)):
+            raise  # of another connection: the reader of stdout has not closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes the rest of the output when it exits
         return CLOSED_PIPE
-
-
-def _is_closed_pipe(descriptor: int) -> bool:
-    """Return True if the reader of a pipe has closed it."""
-    poll = select.poll()
-    poll.register(descriptor, 0)  # errors are reported in any case
-    return any(events & select.POLLERR for _, events in poll.poll(0))
-
-
-def _without_tracebacks(command: Callable[[], int]) -> int:
-    try:
-        return command()
-    except (ConfigError, CheckpointError, DiskError, MissingLibraryError) as error:
-        if os.environ.get("RANK", "0") == "0":  # all ranks find the same error; one reports it
-            print(f"fullshard: {shown(str(error), lines=True)}", file=sys.stderr)
-        return BAD_INPUT if isinstance(error, ConfigError) else FAILED
 
 
 def dispatch(argv: Sequence[str]) -> int:

@@ -1,9 +1,9 @@
-"""`fullshard calibrate`: measure this machine, and describe it for predictions."""
+"""The `fullshard calibrate` command: measurement of this machine for predictions."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,8 +54,10 @@ COMMAND = Command(CalibrateSettings, "fullshard calibrate", _DESCRIPTION)
 
 def run(argv: Sequence[str]) -> int:
     """Measure with the options `argv` and return the exit code."""
-    stated = COMMAND.parse(argv).machine
-    out = here_path() if stated.out is None else stated.out
+    settings = COMMAND.parse(argv).machine
+    out = here_path() if settings.out is None else settings.out
+    if settings.device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"--device {settings.device}: unknown device. Expected cpu or cuda.")
     if out.suffix != ".toml":
         raise ConfigError(f"--out {out}: descriptions are TOML files. Use {out.with_suffix('.toml')}.")
     with writing(out, option="--out"):
@@ -65,27 +67,15 @@ def run(argv: Sequence[str]) -> int:
     if not console.is_terminal:
         console.width = WIDTH
     found = calibrate(
-        _device(stated.device),
-        like=stated.like,
-        seconds=stated.seconds,
-        on_progress=_report,
+        None if settings.device is None else torch.device(settings.device),
+        like=settings.like,
+        seconds=settings.seconds,
+        on_progress=lambda what: sys.stderr.write(f"measuring: {what}\n"),
     )
     write_description(found, out)
     console.print(_table(described(found), None if "like" not in found else hardware(found["like"])))
     console.print(f"written to {out}", markup=False, highlight=False, soft_wrap=True)
     return MEASURED
-
-
-def _report(what: str) -> None:
-    sys.stderr.write(f"measuring: {what}\n")
-
-
-def _device(name: str | None) -> torch.device | None:
-    if name is None:
-        return None
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: unknown device. Expected cpu or cuda.")
-    return torch.device(name)
 
 
 def _table(here: Hardware, known: Hardware | None) -> Table:
@@ -100,16 +90,18 @@ def _table(here: Hardware, known: Hardware | None) -> Table:
 
 
 def _lines(here: Hardware, known: Hardware | None) -> list[tuple[str, float, float | None, Any]]:
-    """Return the name, the measurement, the known peak if any, and the format of each row."""
+    """Return the name, the measurement, the known peak or None, and the formatter of each row."""
     found = here.measured
     lines: list[tuple[str, float, float | None, Any]] = []
     for dtype in found["products"]:
         peak = known.flops_per_s.get(dtype) if known else None
-        lines.append((f"matrix products, {dtype}, the best", _best_rate(here, dtype), peak, _rate))
+        rates: Any = found["products"][dtype]  # of a GPU, by size
+        best = here.flops_per_s[dtype] if here.kind == "cpu" else max(rate["flops_per_s"] for rate in rates)
+        lines.append((f"matrix products, {dtype}, the best", best, peak, _rate))
     memory = known.memory_bytes_per_s if known else None
     reached = here.fitted.memory_share * (memory or here.memory_bytes_per_s)
     lines.append(("memory, read and written", reached, memory, _per_second))
-    lines.append(("asking for an operation", here.fitted.host_s, known.fitted.host_s if known else None, _micro))
+    lines.append(("host time of an operation", here.fitted.host_s, known.fitted.host_s if known else None, _micro))
     if known:
         lines.append(("between two kernels", found["launch_s"], None, _micro))
         lines.append(("to and from the host", here.host_link_bytes_per_s, known.host_link_bytes_per_s, _per_second))
@@ -118,14 +110,6 @@ def _lines(here: Hardware, known: Hardware | None) -> list[tuple[str, float, flo
         lines.append(("a gather between ranks", here.link.bytes_per_s, None, _per_second))
         lines.append(("before its first byte", here.base_s, None, _micro))
     return lines
-
-
-def _best_rate(here: Hardware, dtype: str) -> float:
-    products: Any = here.measured["products"][dtype]
-    if here.kind == "cpu":
-        return here.flops_per_s[dtype]
-    rates: list[Mapping[str, float]] = products
-    return max(rate["flops_per_s"] for rate in rates)
 
 
 def _rate(flops_per_s: float) -> str:

@@ -1,4 +1,4 @@
-"""`fullshard completion SHELL`: print a script that completes subcommands and options."""
+"""The `fullshard completion` command: scripts for shells that complete subcommands and options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def commands() -> dict[str, Command[Any] | dict[str, Command[Any]]]:
-    """Return the commands with options by name, in the order of `fullshard --help`, and by action if they have any."""
+    """Return the commands with options by name, in the order of `fullshard --help`. Some are dicts of actions."""
     from fullshard.cli import SUBCOMMANDS
 
     modules = {name: importlib.import_module(subcommand.module) for name, subcommand in SUBCOMMANDS.items()}

@@ -1,4 +1,4 @@
-"""`fullshard disk`: the predicted cost of offload to a folder, before training."""
+"""The `fullshard disk` command: the predicted cost of offloading to a folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fullshard.command_line import Command, MaybeFloat
-from fullshard.disk.folder import free_bytes, made
+from fullshard.disk.folder import creating, free_bytes
 from fullshard.disk.prediction import ADAMW_BYTES, Traffic, check_room, floored, predict_load
 from fullshard.disk.speed import measure
 from fullshard.errors import ConfigError
@@ -28,9 +28,9 @@ class DiskSettings:
     """The data to offload."""
 
     parameters: float = 7e9
-    """Parameters that the ranks of this host step."""
+    """Parameters that the ranks of this host update."""
     bytes_each: float = ADAMW_BYTES
-    """Bytes of optimizer state for each of them: 8 for AdamW in fp32."""
+    """Bytes of optimizer state per parameter: 8 for AdamW in fp32."""
     fraction: float = 1.0
     """Fraction of the optimizer's state on the disk."""
     shards: float = 0.0
@@ -63,48 +63,46 @@ COMMAND = Command(DiskCommandSettings, "fullshard disk", _DESCRIPTION, ("FOLDER"
 def run(argv: Sequence[str]) -> int:
     """Measure the disk, print the cost of the options `argv`, and return the exit code."""
     words, remaining = COMMAND.take_words(argv)
-    stated = COMMAND.parse(remaining).disk
-    _check(stated)
+    settings = COMMAND.parse(remaining).disk
+    _check(settings)
     folder = Path(words[0]).expanduser()
-    besides = Traffic.of_activations(round(stated.activations), microbatches=stated.microbatches)
-    if stated.shards:
-        besides += Traffic.of_parameters(
-            round(stated.parameters * _FP32_BYTES * stated.shards),
-            gathers=2 * stated.microbatches,
-            reductions=stated.microbatches,
-        )
-    traffic = besides + Traffic.of_optimizer(stated.parameters, bytes_each=stated.bytes_each, fraction=stated.fraction)
+    others = Traffic.of_activations(round(settings.activations), microbatches=settings.microbatches)
+    if settings.shards:
+        nbytes, microbatches = round(settings.parameters * _FP32_BYTES * settings.shards), settings.microbatches
+        others += Traffic.of_parameters(nbytes, gathers=2 * microbatches, reductions=microbatches)
+    states = Traffic.of_optimizer(settings.parameters, bytes_each=settings.bytes_each, fraction=settings.fraction)
+    traffic = others + states
 
     def ask(room: int) -> str:
-        fits = (room - besides.room_bytes) / (stated.parameters * stated.bytes_each or 1)
-        less = "smaller --shards" if stated.shards else "fewer --activations"
+        fits = (room - others.room_bytes) / (settings.parameters * settings.bytes_each or 1)
+        less = "smaller --shards" if settings.shards else "fewer --activations"
         return f"Ask for --fraction {floored(fits)}" if fits > 0 else f"Ask for {less}"
 
     if not folder.exists():
         raise ConfigError(f"{folder}: the folder does not exist. Create it first, or choose another folder.")
-    with made(folder):
+    with creating(folder):
         check_room(folder, traffic, free_bytes(folder), ask=ask)
-    found = predict_load(
-        measure(folder, seconds=stated.seconds),  # which warns about unsuitable folders
+    load = predict_load(
+        measure(folder, seconds=settings.seconds),  # warns about unsuitable folders
         traffic,
-        step_s=stated.step_seconds,
-        endurance_bytes=None if stated.endurance is None else stated.endurance * 1e12,
+        step_s=settings.step_seconds,
+        endurance_bytes=None if settings.endurance is None else settings.endurance * 1e12,
         ask=ask,
     )
     console = Console(emoji=False)
-    for line in found.lines(stated.steps):
+    for line in load.lines(settings.steps):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return MEASURED
 
 
-def _check(stated: DiskSettings) -> None:
+def _check(settings: DiskSettings) -> None:
     for name in ("fraction", "shards"):
-        if not 0 <= getattr(stated, name) <= 1:
-            raise ConfigError(f"--{name} {getattr(stated, name):g}: must be from 0 to 1.")
+        if not 0 <= getattr(settings, name) <= 1:
+            raise ConfigError(f"--{name} {getattr(settings, name):g}: must be from 0 to 1.")
     for name in ("parameters", "bytes_each", "activations", "step_seconds"):
-        if getattr(stated, name) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(stated, name):g}: must be 0 or more.")
-    if min(stated.steps, stated.microbatches) < 1:
-        raise ConfigError(f"--steps {stated.steps}, --microbatches {stated.microbatches}: must be 1 or more.")
-    if stated.endurance is not None and stated.endurance <= 0:
-        raise ConfigError(f"--endurance {stated.endurance:g}: must be greater than 0. Leave it out if it is unknown.")
+        if getattr(settings, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(settings, name):g}: must be 0 or more.")
+    if min(settings.steps, settings.microbatches) < 1:
+        raise ConfigError(f"--steps {settings.steps}, --microbatches {settings.microbatches}: must be 1 or more.")
+    if settings.endurance is not None and settings.endurance <= 0:
+        raise ConfigError(f"--endurance {settings.endurance:g}: must be greater than 0. Leave it out if it is unknown.")

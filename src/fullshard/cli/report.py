@@ -1,4 +1,4 @@
-"""`fullshard report`: write the report of a run, and follow a run in progress."""
+"""The `fullshard report` command: the report of a run, which may be in progress."""
 
 from __future__ import annotations
 
@@ -61,22 +61,22 @@ COMMAND = Command(ReportCommandSettings, "fullshard report", _DESCRIPTION, ("RUN
 def run(argv: Sequence[str]) -> int:
     """Write the report with the options `argv` and return the exit code."""
     words, remaining = COMMAND.take_words(argv)
-    stated = COMMAND.parse(remaining).report
+    settings = COMMAND.parse(remaining).report
     folder = Path(words[0])
-    if stated.terminal and not stated.watch:
+    if settings.terminal and not settings.watch:
         raise ConfigError("--terminal: there is nothing to follow without --watch. Pass both, or neither.")
     console = Console(emoji=False)
-    if stated.terminal:
-        with suppress(KeyboardInterrupt), Live(_view(folder, stated), console=console) as live:
-            follow(lambda: _state(folder), lambda: live.update(_view(folder, stated)), _remaining)
+    if settings.terminal:
+        with suppress(KeyboardInterrupt), Live(_view(folder, settings), console=console) as live:
+            follow(lambda: _state(folder), lambda: live.update(_view(folder, settings)), _remaining)
         return WRITTEN
-    path, reported, _ = _write(folder, stated.against, stated.export)
-    console.print(reported, markup=False, highlight=False, soft_wrap=True)
+    path, summary, _ = _write(folder, settings.against, settings.export)
+    console.print(summary, markup=False, highlight=False, soft_wrap=True)
     console.print(f"written to {shown(str(path))}", markup=False, highlight=False, soft_wrap=True)
-    if stated.watch:
+    if settings.watch:
         with suppress(KeyboardInterrupt), serving(folder) as address:
             console.print(f"following at {address} until Ctrl-C", markup=False, highlight=False, soft_wrap=True)
-            follow(lambda: _state(folder), lambda: _write(folder, stated.against, stated.export), _remaining)
+            follow(lambda: _state(folder), lambda: _write(folder, settings.against, settings.export), _remaining)
     return WRITTEN
 
 
@@ -101,9 +101,9 @@ def _write(folder: Path, against: Path | None, exported: Path | None) -> tuple[P
     return path, "\n".join(shown(line, lines=True) for line in lines), found
 
 
-def _view(folder: Path, stated: ReportSettings) -> Group:
+def _view(folder: Path, settings: ReportSettings) -> Group:
     """Write the report, and return its verdict and the parts of steps for the terminal."""
-    _, reported, run = _write(folder, stated.against, stated.export)
+    _, summary, run = _write(folder, settings.against, settings.export)
     table = Table("ms", "last step", "median", box=None, header_style="bold")
     steps = 1e3 * run.parts_s[:, ~np.isnan(run.parts_s).any((0, 2))].mean(0)
     if len(steps):
@@ -112,12 +112,12 @@ def _view(folder: Path, stated: ReportSettings) -> Group:
                 table.add_row(part, f"{last:.1f}", f"{median:.1f}")
         table.add_row("step", f"{steps[-1].sum():.1f}", f"{np.median(steps.sum(-1)):.1f}")
     count = f"{len(run.steps)} steps of {len(run.ranks)} ranks"
-    return Group(Text(f"{count}; Ctrl-C ends the view, not the run", style="dim"), Text(reported), table)
+    return Group(Text(f"{count}; Ctrl-C ends the view, not the run", style="dim"), Text(summary), table)
 
 
 @contextmanager
 def _writing(problem: str, remedy: str) -> Iterator[None]:
-    """Raise a `ConfigError` in place of errors of the operating system."""
+    """Context manager that converts errors of the operating system into a `ConfigError`."""
     try:
         yield
     except OSError as error:

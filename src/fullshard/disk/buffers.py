@@ -1,9 +1,9 @@
 """Aligned buffers in host memory for data that is read from or written to a disk.
 
 [Note: buffers do not depend on the disk]
-Whether a released buffer is still in use by a write or copy must not depend on timing. The last MOST_WRITING released
-buffers count as busy; older ones are waited for when they are taken. So a run uses the same buffers on a fast disk and
-on a slow one, and a dry run without a disk predicts how many.
+The choice of a buffer must not depend on the time at which writes and copies end. The last MOST_WRITING released
+buffers count as busy. Older buffers are waited for when they are taken. So a run uses the same buffers on a fast disk
+and on a slow one, and a dry run without a disk predicts their number.
 """
 
 from __future__ import annotations
@@ -31,11 +31,6 @@ class Buffer:
     work: DiskWork | None = None  # disk work that still uses it after its release
     read_by: Mark | None = None  # recorded after the last copy from it
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no work has used it since it was last waited for."""
-        return self.work is None and self.read_by is None
-
     def settle(self) -> None:
         """Wait until all work that uses this buffer has finished."""
         if self.work is not None:
@@ -62,7 +57,7 @@ class Buffers:
 
         See [Note: buffers do not depend on the disk].
         """
-        busy = [item for item in self._given if not item.is_idle][-MOST_WRITING:]
+        busy = [item for item in self._given if item.work is not None or item.read_by is not None][-MOST_WRITING:]
         free = [item for item in self._given if item not in busy]
         fitting = [item for item in free if item.whole.numel() >= nbytes]
         if fitting:
@@ -70,7 +65,7 @@ class Buffers:
             found.settle()
             self._given.remove(found)
             return Buffer(found.whole[:nbytes], found.whole)
-        while free:  # free small buffers before allocating
+        while free:  # free small buffers before the allocation
             small = free.pop()
             small.settle()
             self._given.remove(small)
@@ -80,8 +75,8 @@ class Buffers:
 
     def give(self, buffer: Buffer, work: DiskWork | None = None, read_by: Mark | None = None) -> None:
         """Return `buffer` to the pool. It can be reused after `work` and `read_by`."""
-        goes_on = work if work is not None and not work.was_awaited else None
-        self._given.append(Buffer(buffer.whole, buffer.whole, goes_on, read_by))
+        pending = work if work is not None and not work.was_awaited else None
+        self._given.append(Buffer(buffer.whole, buffer.whole, pending, read_by))
 
     def drop(self) -> None:
         """Free buffers that are not borrowed. Their memory returns to the system once no work uses it.
@@ -104,7 +99,4 @@ _buffers: WeakKeyDictionary[Accelerator, dict[torch.device, Buffers]] = WeakKeyD
 
 def buffers_of(device: torch.device) -> Buffers:
     """Return the buffers for computation on `device`, which all units of the process share."""
-    of_each = _buffers.setdefault(accelerator_for(device), {})
-    if device not in of_each:
-        of_each[device] = Buffers(device)
-    return of_each[device]
+    return _buffers.setdefault(accelerator_for(device), {}).setdefault(device, Buffers(device))

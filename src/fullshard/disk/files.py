@@ -1,20 +1,19 @@
-"""Scratch files: memory that a rank writes out and reads back while it computes.
+"""Scratch files: asynchronous reads and writes of data that does not stay in memory.
 
 [Note: a scratch file has no name]
-The content is useless to other processes: the state of a killed run comes from its checkpoint. So the file is opened
-without a name if the file system supports that, and otherwise unlinked immediately. The system frees the space when the
-process ends, however it ends. The next run has nothing to find, check or clean up.
+No other process needs the content: a run resumes from its checkpoint. So the file is opened without a name if the file
+system supports that, and otherwise unlinked immediately. The system frees the space when the process ends in any way.
 
-[Note: straight to the disk]
+[Note: direct I/O]
 If the file system allows it, reads and writes bypass the page cache (O_DIRECT). The page cache would hold all data in
 memory a second time, and the disk would seem faster than it is until memory is full. O_DIRECT requires offsets, sizes
-and addresses that are multiples of ALIGNMENT. Otherwise the same calls go through the page cache.
+and addresses that are multiples of ALIGNMENT. Otherwise the same calls use the page cache.
 
-[Note: memory that a disk fills]
+[Note: huge pages]
 A direct request is sent to the disk as a list of pages, which the system looks up and pins one by one. With pages of
-2 MiB there are few: 2 instead of 1024 for a request of 4 MiB. So large buffers have their own mappings, for which huge
-pages are requested. These mappings are also returned to the system as soon as they are dropped. `malloc` does not do
-that with memory between other allocations.
+2 MiB there are few: 2 instead of 1024 for a request of 4 MiB. So large buffers have separate mappings, for which huge
+pages are requested. These mappings are also returned to the system as soon as they are dropped. `malloc` does not
+return memory between other allocations.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from torch import Tensor
 
 from fullshard._compat import FakeTensor
 from fullshard.device.streams import Mark
-from fullshard.disk.folder import free_bytes, made, why_unfit
+from fullshard.disk.folder import creating, free_bytes, why_unfit
 from fullshard.disk.pace import DiskPace, pace_of
 from fullshard.errors import DiskError
 
@@ -60,25 +59,25 @@ def aligned(nbytes: int) -> int:
 def aligned_buffer(nbytes: int) -> Tensor:
     """Return a new uint8 CPU tensor of `nbytes` whose address is a multiple of ALIGNMENT. Contents are undefined.
 
-    See [Note: memory that a disk fills].
+    See [Note: huge pages].
     """
     if nbytes < _HUGE_PAGE_NBYTES or isinstance(torch.empty(0), FakeTensor):
         return aligned_part(torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu"))
     pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # of a kernel without huge pages
+        with suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def aligned_part(room: Tensor) -> Tensor:
+def aligned_part(memory: Tensor) -> Tensor:
     """Return a slice of a 1-D uint8 tensor that starts at a multiple of ALIGNMENT and is ALIGNMENT bytes shorter."""
-    start = 0 if isinstance(room, FakeTensor) else -room.data_ptr() % ALIGNMENT
-    return room[start : start + room.numel() - ALIGNMENT]
+    start = 0 if isinstance(memory, FakeTensor) else -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + memory.numel() - ALIGNMENT]
 
 
 class DiskWork:
-    """A read or write in progress. It reports to `pace` how long the program waits for it."""
+    """A read or write in progress. `pace` records how long the program waits for it."""
 
     def __init__(self, parts: Sequence[Future[None]], pace: DiskPace | None = None) -> None:
         self._parts = parts
@@ -89,14 +88,14 @@ class DiskWork:
 
     @classmethod
     def of_all(cls, works: Iterable[DiskWork]) -> DiskWork:
-        """Return all of `works` as one."""
+        """Return the combination of `works`."""
         works = list(works)
-        made = cls([part for work in works for part in work._parts])
-        made._marks = tuple(mark for work in works for mark in work._marks)
-        return made
+        combined = cls([part for work in works for part in work._parts])
+        combined._marks = tuple(mark for work in works for mark in work._marks)
+        return combined
 
     def mark_with(self, mark: Mark | None) -> None:
-        """Set the mark at its end in a dry run, where `mark` decides when it is over, and not the disk."""
+        """Set the event that ends it in a dry run."""
         self._marks = () if mark is None else (mark,)
 
     @property
@@ -114,7 +113,7 @@ class DiskWork:
         return self.done and all(part.exception() is None for part in self._parts)
 
     def settle(self) -> None:
-        """Wait until it has ended, successfully or not. Errors are ignored because its result is not needed."""
+        """Wait until it has ended, successfully or not. Errors are ignored, because its result is not needed."""
         wait(self._parts)
         self._reach_marks()
         self.was_awaited = True
@@ -124,7 +123,7 @@ class DiskWork:
             mark.synchronize()
 
     def wait(self) -> None:
-        """Wait until it has ended. The caller can use the tensor again afterwards, even after an error.
+        """Wait until it has ended. After that the caller can use the tensor again, even after an error.
 
         Raises:
             DiskError: It failed. The message has the path, offset, bytes and the system's error.
@@ -165,17 +164,17 @@ class DiskFile:
         request_bytes: int = REQUEST_BYTES,
         depth: int = DEPTH,
     ) -> None:
-        assert request_bytes % ALIGNMENT == 0, "a request that no disk takes past the cache"
+        assert request_bytes % ALIGNMENT == 0, "direct I/O needs aligned requests"
         self.path = folder / name
         self.nbytes = aligned(nbytes)
         self._request_bytes = request_bytes
         self._descriptor = -1
         self._pace, self._held = pace_of(folder), 0
-        with made(folder, f"a scratch file of {nbytes} bytes"):
+        with creating(folder, f"a scratch file of {nbytes} bytes"):
             self._descriptor = _open_nameless(folder, name)
         try:
             self._allocate(0, self.nbytes)
-            self.is_direct = direct is not False and self._go_direct()
+            self.is_direct = direct is not False and self._set_direct()
             if direct and not self.is_direct:
                 raise DiskError(
                     f"{folder}: its file system does not support direct I/O. Leave `direct` out, or choose a folder "
@@ -185,7 +184,12 @@ class DiskFile:
             self._close()
             raise
         self._threads = ThreadPoolExecutor(depth, thread_name_prefix=f"fullshard-disk-{name}")
-        _warn_if_unfit(folder)
+        reason = why_unfit(folder)
+        if reason is not None and folder not in _warned:
+            _warned.add(folder)
+            _log.warning(
+                "offloading to %s is slow or frees no memory: %s. Choose a folder on a local disk.", folder, reason
+            )
 
     def __repr__(self) -> str:
         return f"DiskFile({str(self.path)!r}, {self.nbytes} bytes, {'direct' if self.is_direct else 'cached'})"
@@ -240,7 +244,7 @@ class DiskFile:
                 "offload less."
             ) from error
 
-    def _go_direct(self) -> bool:
+    def _set_direct(self) -> bool:
         """Bypass the page cache for reads and writes. Return False if that is not possible."""
         flag = getattr(os, "O_DIRECT", 0)
         if not flag or not self.nbytes:
@@ -259,22 +263,22 @@ class DiskFile:
 
     def _start(self, kind: _Kind, offset: int, tensor: Tensor) -> DiskWork:
         nbytes = tensor.numel()
-        found = f"offset {offset}, {nbytes} bytes at address {tensor.data_ptr():#x}"
         assert tensor.dtype == torch.uint8 and tensor.is_contiguous() and tensor.device.type == "cpu", "not plain bytes"
         if (offset | nbytes | tensor.data_ptr()) % ALIGNMENT or not 0 <= offset <= self.nbytes - nbytes:
             raise DiskError(
-                f"{self.path}: cannot {kind.verb} {found}: all three must be multiples of {ALIGNMENT}, within the "
-                f"{self.nbytes} bytes of the file. Take memory from aligned_buffer."
+                f"{self.path}: cannot {kind.verb} offset {offset}, {nbytes} bytes at address {tensor.data_ptr():#x}: "
+                f"all three must be multiples of {ALIGNMENT}, within the {self.nbytes} bytes of the file. Take memory "
+                "from aligned_buffer."
             )
         starts = range(0, nbytes, self._request_bytes)
         parts = [self._threads.submit(self._move, kind, offset, [tensor], start) for start in starts]
         return DiskWork(parts, self._pace)
 
     def _move(self, kind: _Kind, offset: int, held: list[Tensor], start: int) -> None:
-        """Run one request. `held` keeps the memory of its tensor alive until then, and is empty when it ends.
+        """Run one request. `held` keeps the memory of its tensor alive until the request ends, and is empty then.
 
-        The thread keeps the arguments a moment longer than the request lasts. A reference to the tensor would make its
-        buffer appear to be in use.
+        The thread keeps its arguments a moment longer. A reference to the tensor would make its buffer appear to be in
+        use.
         """
         tensor = held.pop()
         nbytes = min(self._request_bytes, tensor.numel() - start)
@@ -326,16 +330,7 @@ def _open_nameless(folder: Path, name: str) -> int:
         except OSError as error:
             if error.errno not in (*_NO_DIRECT, errno.EISDIR):
                 raise
-    path = folder / f".{name}.{os.urandom(16).hex()}.scratch"  # so that nothing else can create it first
+    path = folder / f".{name}.{os.urandom(16).hex()}.scratch"  # other processes cannot guess it and create it first
     descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
     path.unlink()
     return descriptor
-
-
-def _warn_if_unfit(folder: Path) -> None:
-    reason = why_unfit(folder)
-    if reason is not None and folder not in _warned:
-        _warned.add(folder)
-        _log.warning(
-            ("offloading to %s is slow or frees no memory: %s. Choose a folder on a local disk."), folder, reason
-        )

@@ -34,24 +34,20 @@ def mount_of(folder: Path) -> Mount | None:
     path = folder.resolve()
     found = None
     for line in lines:  # the last mount at one point hides earlier ones
-        mount = _parsed(line)
+        # Number, parent, device, root, point, options, tags until "-", kind, source, options. A space is written \040.
+        point = line.split(" ")[4].encode().decode("unicode_escape")
+        mount = Mount(Path(point), line.partition(" - ")[2].split(" ")[0])
         if path.is_relative_to(mount.point) and (found is None or mount.point.is_relative_to(found.point)):
             found = mount
     return found
 
 
-def _parsed(line: str) -> Mount:
-    """Parse a mountinfo line: number, parent, device, root, point, options, tags until "-", kind, source, options."""
-    point = line.split(" ")[4].encode().decode("unicode_escape")  # a space is written \040
-    return Mount(Path(point), line.partition(" - ")[2].split(" ")[0])
-
-
 @contextmanager
-def made(folder: Path, what: str = "a scratch file") -> Iterator[None]:
-    """Context manager that creates `folder`, where the caller creates `what`.
+def creating(folder: Path, what: str = "a scratch file") -> Iterator[None]:
+    """Context manager within which the caller creates `what` in `folder`. The folder is created first.
 
     Raises:
-        DiskError: It cannot be created, or the system rejected an operation in it.
+        DiskError: The system rejected an operation.
     """
     try:
         if folder.exists() and not folder.is_dir():

@@ -1,11 +1,11 @@
 """The throughput of the scratch files in a folder, and a warning if their disk becomes slow.
 
 [Note: a disk that becomes slow]
-Disks slow down when they are hot, when their cache is full, or when other processes use them. The run continues at a
-fraction of its speed, and nothing else reports the cause. So the data moved between two checks, one per step, is
-compared with the measured speed of the disk, or else with its speed in the first few steps. Only time while the disk
-has requests counts, without the fixed cost of small requests. If two checks in a row find the disk slower by a factor
-of SLOWER, a warning is issued once.
+Disks slow down when they are hot, when their cache is full, or when other processes use them. Then the run is slow, and
+nothing else reports the cause. So each step checks the speed of the transfers since the last check. It is compared with
+the measured speed of the disk, or else with the speed in the first few steps. Only the time while the disk has requests
+counts, without the fixed cost of small requests. If two consecutive checks find the disk slower by a factor of SLOWER,
+a warning is logged once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import add, sub
 from pathlib import Path
 from threading import Lock
 
@@ -39,36 +40,31 @@ class Moved:
 
     def since(self, before: Moved) -> Moved:
         """Return the difference to an earlier total."""
-        return Moved(
-            self.read_bytes - before.read_bytes,
-            self.written_bytes - before.written_bytes,
-            self.busy_s - before.busy_s,
-            self.waited_s - before.waited_s,
-        )
+        return Moved(*map(sub, astuple(self), astuple(before)))
 
 
 @dataclass(eq=False)
 class DiskPace:
-    """The throughput of one folder in this process. The threads that make requests record them."""
+    """The throughput of one folder in this process, recorded by the threads that make requests."""
 
     folder: Path
     clock: Callable[[], float] = time.perf_counter
     held_bytes: int = 0  # of its files
     _total: Moved = field(default_factory=Moved)
-    _looked: Moved = field(default_factory=Moved)
+    _checked: Moved = field(default_factory=Moved)  # the total at the last check
     _requests: int = 0  # since the last check
-    _under_way: int = 0
+    _in_flight: int = 0
     _since: float = 0.0
-    _looks: int = 0
+    _checks: int = 0
     _slow: int = 0  # consecutive slow checks
-    _stated: bool = False
+    _has_warned: bool = False
     _best_bytes_per_s: float = 0.0
     _expected: Callable[[float, float], float] | None = None
     _lock: Lock = field(default_factory=Lock)
 
     @property
     def total(self) -> Moved:
-        """The total since the process started. It includes the time of requests that are still in progress."""
+        """The total since the process started, including the time of requests in progress."""
         with self._lock:
             self._add(Moved(busy_s=self._busy_since()))
             return self._total
@@ -77,20 +73,20 @@ class DiskPace:
     def moving(self, *, read_bytes: int = 0, written_bytes: int = 0) -> Iterator[None]:
         """Context manager for a request of this many bytes."""
         with self._lock:
-            if not self._under_way:
+            if not self._in_flight:
                 self._since = self.clock()
-            self._under_way += 1
+            self._in_flight += 1
         try:
             yield
         finally:
             with self._lock:
                 self._add(Moved(read_bytes, written_bytes, self._busy_since()))
-                self._under_way -= 1
+                self._in_flight -= 1
                 self._requests += 1
 
     def _busy_since(self) -> float:
         """Return the seconds with a request in progress since the last call."""
-        if not self._under_way:
+        if not self._in_flight:
             return 0.0
         before, self._since = self._since, self.clock()
         return self._since - before
@@ -109,45 +105,38 @@ class DiskPace:
             self.held_bytes += nbytes
 
     def _add(self, more: Moved) -> None:
-        total = self._total
-        self._total = Moved(
-            total.read_bytes + more.read_bytes,
-            total.written_bytes + more.written_bytes,
-            total.busy_s + more.busy_s,
-            total.waited_s + more.waited_s,
-        )
+        self._total = Moved(*map(add, astuple(self._total), astuple(more)))
 
     def expect(self, seconds: Callable[[float, float], float]) -> None:
-        """Use a measurement as the reference. `seconds` predicts the time to read and write a number of bytes.
+        """Use a measurement as the reference. Earlier transfers are ignored.
 
-        The measurement includes other ranks that do the same. Data moved before this call is ignored.
+        Args:
+            seconds: Returns the time to read and write a number of bytes while other ranks do the same.
         """
-        self._expected, self._looked = seconds, self.total
+        self._expected, self._checked = seconds, self.total
 
-    def look(self) -> None:
-        """Check the data moved since the last check, and warn once if it took too long."""
+    def check(self) -> None:
+        """Check the time of transfers since the last check. Warn once if they are slow."""
         now = self.total
-        moved = now.since(self._looked)
+        moved = now.since(self._checked)
         nbytes = moved.read_bytes + moved.written_bytes
         if nbytes < _LEAST_BYTES or moved.busy_s <= 0:
             return
-        self._looked = now
+        self._checked = now
         with self._lock:
             requests, self._requests = self._requests, 0
-        self._looks += 1
-        if self._expected is None and self._looks <= _FIRST:
+        self._checks += 1
+        if self._expected is not None:
+            known, expected_s = "when it was measured", self._expected(moved.read_bytes, moved.written_bytes)
+        elif self._checks <= _FIRST:
             self._best_bytes_per_s = max(self._best_bytes_per_s, nbytes / moved.busy_s)
             return
-        known = "when it was measured" if self._expected is not None else "in the first steps"
-        expected_s = (
-            self._expected(moved.read_bytes, moved.written_bytes)
-            if self._expected is not None
-            else nbytes / self._best_bytes_per_s
-        )
+        else:
+            known, expected_s = "in the first steps", nbytes / self._best_bytes_per_s
         is_slow = moved.busy_s > SLOWER * expected_s + _REQUEST_S * requests
         self._slow = self._slow + 1 if is_slow else 0
-        if self._slow > 1 and not self._stated:
-            self._stated = True
+        if self._slow > 1 and not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "the disk of %s has become slow: %.3g GB/s now, %.3g GB/s %s. A step moves %.3g GB, which takes %.3g "
                 "s instead of %.3g s, and the step waits %.3g s for it. Check the temperature of the disk and "
@@ -172,5 +161,5 @@ def pace_of(folder: Path) -> DiskPace:
 
 
 def paces() -> list[DiskPace]:
-    """Return the `DiskPace`s of all folders where this process has files."""
+    """Return the `DiskPace` of each folder with files of this process."""
     return [pace for pace in _paces.values() if pace.held_bytes]

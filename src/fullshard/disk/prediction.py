@@ -17,8 +17,8 @@ from fullshard.disk.speed import DiskSpeed
 from fullshard.errors import ConfigError, DiskError
 
 TB_WRITTEN_PER_TB = 600
-"""Endurance that makers of consumer SSDs typically warrant: terabytes written per terabyte of capacity. SSDs for data
-centers have 1800 (one full write per day for five years) or more, large inexpensive ones 200."""
+"""The typical warranted endurance of consumer SSDs: terabytes written per terabyte of capacity. SSDs for data centers
+have 1800 (one full write per day for five years) or more, large inexpensive ones 200."""
 
 DAY_S = 86_400
 ADAMW_BYTES = 8  # per parameter: two moments in fp32
@@ -28,13 +28,13 @@ ADAMW_BYTES = 8  # per parameter: two moments in fp32
 class Traffic:
     """The data of all ranks of a host on one disk, and the bytes that a step reads and writes."""
 
-    room_bytes: int  # between steps
+    room_bytes: int  # on the disk between steps
     read_bytes: int  # per step
     written_bytes: int  # per step
 
     @classmethod
     def of_optimizer(cls, parameters: float, *, bytes_each: float = ADAMW_BYTES, fraction: float = 1.0) -> Traffic:
-        """Return the traffic of an optimizer state, which every step reads and writes completely.
+        """Return the traffic of an optimizer state. Every step reads and writes all of it.
 
         Args:
             parameters: The number of parameters that the ranks of this host update.
@@ -48,8 +48,8 @@ class Traffic:
     def of_parameters(cls, nbytes: int, *, gathers: int = 2, reductions: int = 1, clips: bool = False) -> Traffic:
         """Return the traffic of shards and their gradients, without the optimizer state.
 
-        Shards are read for each all-gather. Gradients are written as they are reduced, and read first in later
-        reductions. The optimizer reads both and writes shards.
+        Each all-gather reads shards. Each reduction writes gradients; later reductions read them first. The optimizer
+        reads both and writes shards.
 
         Args:
             nbytes: Bytes of the shards of all ranks of this host.
@@ -61,21 +61,18 @@ class Traffic:
 
     @classmethod
     def of_shards(cls, nbytes: int, *, gathers: int = 2, is_stepped: bool = True) -> Traffic:
-        """Return the traffic of shards alone, the first part of `of_parameters`. Frozen shards are not written."""
+        """Return the traffic of shards without gradients. Frozen shards are not written."""
         return cls(room_bytes=nbytes, read_bytes=nbytes * (gathers + is_stepped), written_bytes=nbytes * is_stepped)
 
     @classmethod
     def of_gradients(cls, nbytes: int, *, reductions: int = 1, clips: bool = False) -> Traffic:
-        """Return the traffic of gradients alone, the second part of `of_parameters`."""
-        return cls(
-            room_bytes=nbytes,
-            read_bytes=nbytes * (reductions + 2 * clips),
-            written_bytes=nbytes * (reductions + clips),
-        )
+        """Return the traffic of gradients."""
+        read_bytes, written_bytes = nbytes * (reductions + 2 * clips), nbytes * (reductions + clips)
+        return cls(room_bytes=nbytes, read_bytes=read_bytes, written_bytes=written_bytes)
 
     @classmethod
     def of_activations(cls, nbytes: int, *, microbatches: int = 1) -> Traffic:
-        """Return the traffic of `nbytes` of activations per microbatch, written in forward and read in backward."""
+        """Return the traffic of activations. Forward writes `nbytes` per microbatch, and backward reads them."""
         moved = nbytes * microbatches
         return cls(room_bytes=nbytes, read_bytes=moved, written_bytes=moved)
 
@@ -99,7 +96,7 @@ class PredictedLoad:
 
     @property
     def disk_s(self) -> float:
-        """Seconds that the disk needs per step. The cost is lower if they overlap with computation."""
+        """Seconds that the disk needs per step. They may overlap with computation."""
         return self.speed.seconds(self.traffic.read_bytes, self.traffic.written_bytes)
 
     @property
@@ -122,10 +119,10 @@ class PredictedLoad:
         return self.traffic.written_bytes * steps
 
     def lines(self, steps: int) -> list[str]:
-        """Return a summary for a run of `steps` steps, with seconds and days if the step time is known."""
+        """Return a summary for a run of `steps` steps. It includes rates per day if the step time is known."""
         speed, traffic = self.speed, self.traffic
         step = f", for a step of {self.least_step_s:.3g} to {self.most_step_s:.3g} s" if self.step_s else ""
-        a_day = f"{_tb(self.written_a_day)} a day, " if self.step_s else ""
+        per_day = f"{_tb(self.written_a_day)} a day, " if self.step_s else ""
         return [
             f"{speed.folder} ({speed.file_system or 'unknown file system'}, "
             f"{'direct' if speed.is_direct else 'through the cache'}): reads {_gb(speed.read_bytes_per_s)}/s, writes "
@@ -134,17 +131,17 @@ class PredictedLoad:
             f"takes {_gb(traffic.room_bytes)} of {_gb(speed.free_bytes)} free space",
             f"a step reads {_gb(traffic.read_bytes)} and writes {_gb(traffic.written_bytes)}: {self.disk_s:.3g} s of "
             f"the disk{step}",
-            f"writes {a_day}{_tb(self.written_in(steps))} in {steps} steps{self._life(steps)}",
+            f"writes {per_day}{_tb(self.written_in(steps))} in {steps} steps{self._endurance_used(steps)}",
         ]
 
-    def _life(self, steps: int) -> str:
-        """Return the share of the endurance that `steps` steps use. Empty for memory, which does not wear out."""
+    def _endurance_used(self, steps: int) -> str:
+        """Return text about the share of the endurance that `steps` steps use; empty for file systems in memory."""
         if self.speed.file_system in IN_MEMORY:
             return ""
         disk = f"a disk of {_tb(self.speed.disk_bytes)} is likely to endure"
-        bears = "its data sheet warrants" if self.is_endurance_known else disk
-        life = self.written_in(steps) / self.endurance_bytes
-        return f": {life:.1%} of the {_tb(self.endurance_bytes)} that {bears}"
+        source = "its data sheet warrants" if self.is_endurance_known else disk
+        share = self.written_in(steps) / self.endurance_bytes
+        return f": {share:.1%} of the {_tb(self.endurance_bytes)} that {source}"
 
 
 def predict_load(
@@ -173,7 +170,7 @@ def predict_load(
     if step_s < 0 or endurance <= 0 or min(traffic.room_bytes, traffic.read_bytes, traffic.written_bytes) < 0:
         raise ConfigError(
             f"{traffic}, a step of {step_s:g} s, {endurance:g} bytes of endurance: none of them may be negative, and "
-            "endurance must be greater than 0. Leave out what is unknown."
+            "endurance must be greater than 0. Leave out unknown values."
         )
     check_room(speed.folder, traffic, speed.free_bytes, ask=ask)
     return PredictedLoad(
@@ -186,13 +183,13 @@ def predict_load(
 
 
 def check_room(folder: Path, traffic: Traffic, free_bytes: int, *, ask: Callable[[int], str] | None = None) -> None:
-    """Raise if `traffic` does not fit on the disk.
+    """Raise an error if `traffic` does not fit on the disk.
 
     Args:
         folder: The folder on the disk.
         traffic: The data on the disk.
-        free_bytes: The free bytes there, including what `traffic` occupies already.
-        ask: Returns advice on what fits into a number of bytes. If None, a fraction of `traffic`.
+        free_bytes: The free bytes there, including the bytes that `traffic` occupies already.
+        ask: Returns the advice for a number of free bytes. If None, the message names a fraction of `traffic`.
 
     Raises:
         DiskError: The disk has too little free space. The message names the fraction that fits.

@@ -1,9 +1,9 @@
 """Scratch space: extents in a file of a rank. Freed extents are reused before the file grows.
 
-[Note: an extent is given back by dropping it]
+[Note: an extent is freed by dropping it]
 An extent owns a range of the file. The range is free once the last reference to the extent is dropped. That can happen
-at any time, so it is only recorded then. The next allocation reclaims the recorded ranges to which no write is in
-progress. A late write would otherwise overwrite the data of the new owner.
+at any time, so it is only recorded then. The next allocation reclaims the recorded ranges without pending writes. A
+late write would overwrite the data of the new owner.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -47,40 +46,40 @@ class _Writes:
     """Writes to one extent that may be in progress or have failed."""
 
     def __init__(self) -> None:
-        self._under_way: list[tuple[int, int, DiskWork]] = []  # start, end
+        self._pending: list[tuple[int, int, DiskWork]] = []  # start, end
 
     def add(self, start: int, end: int, work: DiskWork) -> None:
         """Record a write to these bytes. Earlier writes to any of them have ended."""
-        self._under_way = [item for item in self._under_way if not (item[2].is_well or _meet(item, start, end))]
-        self._under_way.append((start, end, work))
+        self._pending = [item for item in self._pending if not (item[2].is_well or _overlaps(item, start, end))]
+        self._pending.append((start, end, work))
 
     def wait(self, start: int, end: int) -> None:
         """Wait until all writes to these bytes have ended."""
-        for item in self._under_way:
-            if _meet(item, start, end):
+        for item in self._pending:
+            if _overlaps(item, start, end):
                 item[2].wait()
 
     @property
     def done(self) -> bool:
         """True if no write is in progress."""
-        return all(work.done for _, _, work in self._under_way)
+        return all(work.done for _, _, work in self._pending)
 
     def settle(self) -> None:
         """Wait until no write is in progress."""
-        for _, _, work in self._under_way:
+        for _, _, work in self._pending:
             work.settle()
 
 
-def _meet(write: tuple[int, int, DiskWork], start: int, end: int) -> bool:
+def _overlaps(write: tuple[int, int, DiskWork], start: int, end: int) -> bool:
     return write[0] < end and start < write[1]
 
 
 class Extent:
-    """A range of whole disk blocks in a scratch file. See [Note: an extent is given back by dropping it]."""
+    """A range of whole disk blocks in a scratch file. See [Note: an extent is freed by dropping it]."""
 
     def __init__(self, scratch: Scratch, file: DiskFile | _NoFile, offset: int, nbytes: int, state: str) -> None:
         self.state = state  # the kind of state, for `travel`
-        self._scratch = scratch  # closes its file when no longer needed
+        self._scratch = scratch  # keeps the file open
         self._file = file
         self._offset = offset
         self.nbytes = nbytes
@@ -98,7 +97,7 @@ class Extent:
     def read(self, into: Tensor, start: int = 0, *, is_ahead: bool = False) -> DiskWork:
         """Start to fill the aligned buffer `into` with the bytes from `start`, a multiple of ALIGNMENT.
 
-        If `is_ahead`, the caller compares `version` before it uses the data: these bytes may be written meanwhile.
+        If `is_ahead`, these bytes may be written before the data is used. The caller must compare `version` then.
         """
         self._writes.wait(start, start + into.numel())
         travel.note("disk", self.state, arrived=into.numel())
@@ -143,81 +142,71 @@ class Scratch:
     @property
     def free_bytes(self) -> int:
         """The bytes that no extent owns."""
-        self._take_back(wait=True)
+        self._reclaim(wait=True)
         return sum(end - start for start, end in self._free)
 
     def take(self, nbytes: int, more: int = 0, *, state: str = "other") -> Extent:
-        """Return a new extent of `nbytes`, a multiple of ALIGNMENT. About `more` bytes will be requested after it.
+        """Return a new extent.
 
-        `state` is the kind of state, see `device/travel.py`.
+        Args:
+            nbytes: The size, a multiple of ALIGNMENT.
+            more: The approximate number of bytes that will be requested next.
+            state: The kind of state, see `device/travel.py`.
         """
         if not nbytes:
             return Extent(self, _NoFile(0), 0, 0, state)
-        self._take_back()
-        start = self._found(nbytes)
+        self._reclaim()
+        start = self._allocate(nbytes)
         if start is None:
-            before = self._grow(max(nbytes + aligned(more), self._step_bytes))
-            self._give(before, self.nbytes)
-            start = self._found(nbytes)
-        assert start is not None and self._file is not None, "there is room by now"
+            before = self.nbytes
+            self._grow(max(nbytes + aligned(more), self._step_bytes))
+            self._free_range(before, self.nbytes)
+            start = self._allocate(nbytes)
+        assert start is not None and self._file is not None, "the file has grown"
         return Extent(self, self._file, start, nbytes, state)
 
-    def _grow(self, nbytes: int) -> int:
-        """Extend the file by `nbytes` and return where the new bytes begin."""
-        before = self.nbytes
+    def _grow(self, nbytes: int) -> None:
         if self._file is not None:
             self._file.grow(nbytes)
-            return before
+            return
         is_dry = isinstance(torch.empty(0), FakeTensor)
         self._file = _NoFile(nbytes) if is_dry else DiskFile(self.folder, self._name, nbytes)
         weakref.finalize(self, self._file.close)
-        return before
 
-    def _found(self, nbytes: int) -> int | None:
-        """Allocate `nbytes` in the first free range that is large enough, and return its start."""
+    def _allocate(self, nbytes: int) -> int | None:
+        """Allocate `nbytes` in the first free range that is large enough. Return its start, or None."""
         for i, (start, end) in enumerate(self._free):
             if end - start >= nbytes:
                 self._free[i : i + 1] = [(start + nbytes, end)] if end - start > nbytes else []
                 return start
         return None
 
-    def _take_back(self, *, wait: bool = False) -> None:
-        """Reclaim dropped extents to which no write is in progress. If `wait`, wait for writes first."""
+    def _reclaim(self, *, wait: bool = False) -> None:
+        """Free dropped extents without pending writes. If `wait`, wait for writes first."""
         for _ in range(len(self._dropped)):
             start, nbytes, writes = self._dropped.popleft()
             if wait:
                 writes.settle()
             if writes.done:
-                self._give(start, start + nbytes)
+                self._free_range(start, start + nbytes)
             else:
                 self._dropped.append((start, nbytes, writes))
 
-    def _give(self, start: int, end: int) -> None:
+    def _free_range(self, start: int, end: int) -> None:
+        """Add a range to the free ones, and merge adjacent ranges."""
         if start < end:
             insort(self._free, (start, end))
-            self._free = list(_joined(self._free))
+            merged: list[tuple[int, int]] = []
+            for begin, stop in self._free:
+                merged.append((merged.pop()[0] if merged and merged[-1][1] == begin else begin, stop))
+            self._free = merged
 
 
 def shared_scratch(folder: Path) -> Scratch:
-    """Return the scratch file in `folder` that all callers share. Dry runs have a separate one without a file."""
+    """Return the scratch file in `folder` that all callers share. Dry runs share a separate one without a file."""
     key = folder, isinstance(torch.empty(0), FakeTensor)
-    found = _shared.get(key)
-    if found is None:
-        found = _shared[key] = Scratch(folder, "shards", _SHARED_STEP)
-    return found
+    return _shared.setdefault(key, Scratch(folder, "shards", _SHARED_STEP))
 
 
 _SHARED_STEP = 16 << 20  # the minimum number of bytes to grow by
 _shared: weakref.WeakValueDictionary[tuple[Path, bool], Scratch] = weakref.WeakValueDictionary()
-
-
-def _joined(regions: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Merge adjacent ranges."""
-    start, end = regions[0]
-    for begin, stop in regions[1:]:
-        if begin == end:
-            end = stop
-        else:
-            yield start, end
-            start, end = begin, stop
-    yield start, end

@@ -6,24 +6,23 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from fullshard.disk.files import DiskFile, DiskWork, aligned_buffer
-from fullshard.disk.folder import free_bytes, made, mount_of
+from fullshard.disk.folder import creating, free_bytes, mount_of
 from fullshard.errors import ConfigError, DiskError
 
 REQUESTS = tuple(1 << power for power in (18, 20, 22, 24))  # bytes: 256 KiB to 16 MiB
 DEPTHS = (1, 2, 4, 8, 16)
-LARGEST = 1 << 30  # bytes of the test file
-SHARE_OF_FREE = 0.1  # share of the free space that it takes at most
-MEMORY = 192 << 20  # bytes that requests use in turn, as in a run: memory in the CPU cache is a third faster
-ENOUGH = 0.9  # of the best rate: use smaller buffers if they reach it
+LARGEST = 1 << 30  # maximum bytes of the test file
+SHARE_OF_FREE = 0.1  # maximum share of the free space for the test file
+MEMORY = 192 << 20  # bytes of buffers, more than a CPU cache has, as in a run: in the cache, a disk is a third faster
+ENOUGH = 0.9  # the share of the best rate at which smaller requests are preferred
 
 # Shares of the given time for filling the file, for the search, and for each of the three rates.
 _FILL, _SEARCH, _RATE = 0.2, 0.35, 0.15
@@ -45,7 +44,7 @@ class DiskSpeed:
     disk_bytes: int  # of the whole file system
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """Return the seconds to read and write this many bytes, simultaneously as far as both have bytes left."""
+        """Return the seconds to read and write this many bytes, simultaneously as far as possible."""
         paired = min(read_bytes, written_bytes)
         remaining = (read_bytes - paired) / self.read_bytes_per_s + (written_bytes - paired) / self.write_bytes_per_s
         return 2 * paired / self.both_bytes_per_s + remaining
@@ -85,7 +84,7 @@ def measure(folder: Path, *, seconds: float = 8.0, clock: Callable[[], float] = 
         raise ConfigError(
             f"measuring the disk of {folder} for {seconds:g} seconds: must be greater than 0. Pass 8, for example."
         )
-    with made(folder):
+    with creating(folder):
         free = free_bytes(folder)
     largest = max(REQUESTS)
     nbytes = max(min(LARGEST, int(free * SHARE_OF_FREE)) // largest, 1) * largest
@@ -96,7 +95,7 @@ def measure(folder: Path, *, seconds: float = 8.0, clock: Callable[[], float] = 
         )
     file = DiskFile(folder, "speed", nbytes, request_bytes=largest, depth=max(DEPTHS))
     try:
-        found = _Measuring(file, seconds, clock).run()
+        found = _Measurement(file, seconds, clock).run()
     finally:
         file.close()
     mount, whole = mount_of(folder), os.statvfs(folder)
@@ -114,7 +113,9 @@ def measure(folder: Path, *, seconds: float = 8.0, clock: Callable[[], float] = 
     )
 
 
-class _Found(NamedTuple):
+class _Rates(NamedTuple):
+    """Bytes per second, and the requests that reach them."""
+
     read: float
     write: float
     both: float
@@ -122,29 +123,30 @@ class _Found(NamedTuple):
     depth: int
 
 
-class _Measuring:
+class _Measurement:
     """One measurement.
 
-    It fills the file, because unwritten blocks are not read from the disk. Then it searches for the requests that are
-    fastest in both directions, and measures the rates with them.
+    It fills the file, because unwritten blocks are not read from the disk. Then it searches for the fastest requests,
+    and measures the rates with them.
     """
 
     def __init__(self, file: DiskFile, seconds: float, clock: Callable[[], float]) -> None:
         self._file = file
         self._seconds = seconds
         self._clock = clock
-        self._memory = _noise(min(MEMORY, file.nbytes))  # disks may store zeros without writing them
+        self._memory = aligned_buffer(min(MEMORY, file.nbytes))
+        self._memory.view(torch.int64).random_()  # disks may store zeros without writing them
         self._filled = file.nbytes
 
-    def run(self) -> _Found:
+    def run(self) -> _Rates:
         """Return the rates in bytes per second and the best requests."""
         fastest_fill = self._fill()
         chosen = self._search(fastest_fill)
         read, write, both = (self._rate(verbs, *chosen, self._seconds * _RATE) for verbs in (READ, WRITE, BOTH))
-        return _Found(read, write, both, *chosen)
+        return _Rates(read, write, both, *chosen)
 
     def _fill(self) -> float:
-        """Write the file from its start as far as time allows, and return the rate."""
+        """Fill as much of the file as time allows, and return the rate."""
         request = max(REQUESTS)
         start, end = self._clock(), self._clock() + self._seconds * _FILL
         filled = 0
@@ -155,48 +157,32 @@ class _Measuring:
         return filled / max(self._clock() - start, 1e-9)
 
     def _search(self, bytes_per_s: float) -> tuple[int, int]:
-        """Return the request size and depth that need the smallest buffers and nearly reach the maximum rate."""
+        """Return the request size and depth with the smallest buffers that nearly reach the maximum rate."""
         each_s = self._seconds * _SEARCH / (len(REQUESTS) * len(DEPTHS))
         rates = {
             (request, depth): self._rate(BOTH, request, depth, each_s)
             for request, depth in itertools.product(REQUESTS, DEPTHS)
             if request * depth <= max(bytes_per_s * each_s, REQUESTS[0])  # requests in flight at the end are waited for
         }
-        best = max(rates.values())
-        return min(
-            (item for item, rate in rates.items() if rate >= ENOUGH * best), key=lambda rate: (rate[0] * rate[1], rate)
-        )
+        good = (item for item, rate in rates.items() if rate >= ENOUGH * max(rates.values()))
+        return min(good, key=lambda item: (item[0] * item[1], item))
 
     def _rate(self, verbs: tuple[str, ...], request_bytes: int, depth: int, seconds: float) -> float:
         """Return the bytes per second of `2 * depth` concurrent requests, the same number of each kind."""
-        begin, offsets = self._clock(), _in_turn(self._filled, request_bytes)
-        buffers = (self._memory[item : item + request_bytes] for item in _in_turn(len(self._memory), request_bytes))
-        under_way: deque[DiskWork] = deque()
+        begin, offsets = self._clock(), itertools.cycle(range(0, self._filled, request_bytes))
+        starts = itertools.cycle(range(0, len(self._memory), request_bytes))
+        buffers = (self._memory[start : start + request_bytes] for start in starts)
+        in_flight: deque[DiskWork] = deque()
         done = 0
         while self._clock() < begin + seconds or not done:
-            while len(under_way) < 2 * depth:
-                under_way += [self._start(verb, next(offsets), next(buffers)) for verb in verbs]
-            under_way.popleft().wait()
+            while len(in_flight) < 2 * depth:  # buffers of concurrent requests may overlap, as the data is not used
+                in_flight += [getattr(self._file, verb)(next(offsets), next(buffers)) for verb in verbs]
+            in_flight.popleft().wait()
             done += request_bytes
-        for work in under_way:
+        for work in in_flight:
             work.wait()
-        done += len(under_way) * request_bytes
+        done += len(in_flight) * request_bytes
         return done / max(self._clock() - begin, 1e-9)
-
-    def _start(self, verb: str, offset: int, buffer: Tensor) -> DiskWork:
-        """Start a request. Its buffer may overlap with that of another request, because no one uses the data."""
-        return self._file.read(offset, buffer) if verb == "read" else self._file.write(offset, buffer)
-
-
-def _in_turn(nbytes: int, request_bytes: int) -> Iterator[int]:
-    """Return offsets into `nbytes` bytes, repeated endlessly."""
-    return itertools.cycle(range(0, nbytes, request_bytes))
 
 
 READ, WRITE, BOTH = ("read",), ("write",), ("read", "write")
-
-
-def _noise(nbytes: int) -> Tensor:
-    noise = aligned_buffer(nbytes)
-    noise.view(torch.int64).random_()  # a value of 8 bytes takes no longer than one of 1
-    return noise

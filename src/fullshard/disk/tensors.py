@@ -1,9 +1,9 @@
-"""Tensors whose values are in a scratch file and that take no memory.
+"""Tensors without memory, whose values are in a scratch file.
 
-[Note: values on a disk are still tensors]
+[Note: operations on tensors on disk]
 Every operation works on such a tensor: its values are read into new memory, the operation runs on that memory, and
-in-place changes are written back. So a state dict of such tensors is correct, and costs nothing until someone reads it.
-This is slow and meant for occasional access. Code that updates these tensors gives them memory first.
+in-place changes are written back. So a state dict of such tensors is correct, and is not read until its values are
+used. This is slow and meant for occasional access. The optimizer step gives these tensors memory instead.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def no_buffer() -> Tensor:
 
 
 class OnDisk(Tensor):
-    """A contiguous tensor whose values are in `extent`, starting at byte `start`. See the note above.
+    """A contiguous tensor whose values are in `extent`, starting at byte `start`.
 
-    A view of it is a copy unless it has the same shape. Writes to another view are not written to the file.
+    Views with another shape are copies: writes to them are not written to the file. See [Note: operations on tensors on
+    disk].
     """
 
     extent: Extent
@@ -55,9 +56,9 @@ class OnDisk(Tensor):
     def __new__(
         cls, extent: Extent, start: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> OnDisk:
-        made: OnDisk = tensor_without_memory(cls, shape, dtype, device)
-        made.extent, made.start = extent, start
-        return made
+        tensor: OnDisk = tensor_without_memory(cls, shape, dtype, device)
+        tensor.extent, tensor.start = extent, start
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares its own as disabled
@@ -65,7 +66,8 @@ class OnDisk(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ALIASES or (func is torch.ops.aten.view.default and list(args[0].shape) == list(args[1])):
-            return args[0]._alias()
+            tensor = args[0]
+            return OnDisk(tensor.extent, tensor.start, tensor.shape, tensor.dtype, tensor.device)
         if "_foreach_" in func._schema.name and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
         memory: dict[int, tuple[OnDisk, Tensor]] = {}
@@ -75,7 +77,8 @@ class OnDisk(Tensor):
                 return value
             if id(value) not in memory:
                 is_overwritten = func is torch.ops.aten.copy_.default and value is args[0] and value is not args[1]
-                memory[id(value)] = value, value._empty() if is_overwritten else value.fetch()
+                empty = torch.empty(value.shape, dtype=value.dtype, device=value.device) if is_overwritten else None
+                memory[id(value)] = value, value.fetch() if empty is None else empty
             return memory[id(value)][1]
 
         result = func(*tree_map(filled, args), **tree_map(filled, kwargs))
@@ -104,7 +107,7 @@ class OnDisk(Tensor):
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """The start and end of the blocks of the extent that contain the values."""
+        """The start and end of the disk blocks that contain the values, in the extent."""
         return self.start // ALIGNMENT * ALIGNMENT, aligned(self.start + self.numel() * self.dtype.itemsize)
 
     def fetch(self) -> Tensor:
@@ -113,16 +116,16 @@ class OnDisk(Tensor):
         buffer = aligned_buffer(end - begin)
         with _noting.get()():
             self.extent.read(buffer, begin).wait()
-        return self._in(buffer, begin).to(self.device)
+        return self.over(buffer, begin).to(self.device)
 
     def store(self, values: Tensor) -> None:
         """Write `values`, which have the same shape and dtype."""
         begin, end = self.blocks
         buffer = aligned_buffer(end - begin)
         with _noting.get()():
-            for at in {begin, end - ALIGNMENT} if buffer.numel() else ():  # other bytes in the same blocks
+            for at in {begin, end - ALIGNMENT} if buffer.numel() else ():  # keep other bytes in the same blocks
                 self.extent.read(buffer[at - begin :][:ALIGNMENT], at).wait()
-            self._in(buffer, begin).copy_(values)
+            self.over(buffer, begin).copy_(values)
             self.extent.write(buffer, begin).wait()
 
     def store_part(self, offsets: Sequence[int], values: Tensor) -> None:
@@ -151,18 +154,9 @@ class OnDisk(Tensor):
         return end - begin
 
     def over(self, block: Tensor, begin: int = 0) -> Tensor:
-        """Return a view of `block` for this tensor. `block` is the extent in memory, starting at `begin`."""
-        return self._in(block, begin)
-
-    def _in(self, block: Tensor, begin: int) -> Tensor:
+        """Return a view for this tensor of `block`, a copy of the extent in memory that starts at byte `begin`."""
         raw = block[self.start - begin :][: self.numel() * self.dtype.itemsize]
         return raw.view(self.dtype).view(self.shape)
-
-    def _empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-    def _alias(self) -> OnDisk:
-        return OnDisk(self.extent, self.start, self.shape, self.dtype, self.device)
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:

@@ -206,7 +206,7 @@ class Activations:
         for folder in {
             policy.disk_folder for policy in policies if isinstance(policy, Offload) and not policy.disk_fraction
         }:
-            pace_of(folder).look()
+            pace_of(folder).check()
 
     def recover(self) -> None:
         """Remove all hooks after an exception."""

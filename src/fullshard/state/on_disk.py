@@ -190,7 +190,7 @@ class StatesOnDisk:
         self._raise_failures()
         self._drop_buffers()
         for folder in dict.fromkeys(chunk.scratch.folder for chunk in self._chunks):
-            pace_of(folder).look()
+            pace_of(folder).check()
 
     def _drop_buffers(self) -> None:
         """Drop the buffers of this step. They are freed after the last chunks have been written."""

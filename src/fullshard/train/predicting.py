@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.travel import Transfers, travel
-from fullshard.disk.folder import free_bytes, made
+from fullshard.disk.folder import creating, free_bytes
 from fullshard.disk.pace import pace_of
 from fullshard.disk.prediction import Traffic, check_room, floored, predict_load
 from fullshard.disk.speed import measure
@@ -139,7 +139,7 @@ def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: fl
     held = ranks * pace_of(folder).held_bytes  # shards that are already on the disk
     whole = sum((traffic,) * (ranks - 1), traffic)
     ask = partial(_options_that_fit, model, settings.memory, ranks, whole.room_bytes)
-    with made(folder):
+    with creating(folder):
         check_room(folder, whole, free_bytes(folder) + held, ask=ask)
     speed = measure(folder, seconds=MEASURING_S)
     pace_of(folder).expect(lambda read, written: speed.seconds(ranks * read, ranks * written))

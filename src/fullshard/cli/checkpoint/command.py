@@ -1,4 +1,4 @@
-"""`fullshard checkpoint ls|inspect|verify|export|diff|import-deepspeed`."""
+"""The `fullshard checkpoint` command and its subcommands."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _entries(folder: Path) -> list[Entry]:
 
 
 def _listed(entry: Entry) -> dict[str, Any]:
-    manifest, damage = _account(entry)
+    manifest, damage = _manifest_of(entry)
     if manifest is not None:
         damage = list(damage_in(entry.path, manifest.files, reads=False))
     return {
@@ -120,8 +120,8 @@ def _listed(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _account(entry: Entry) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, and the damage if any."""
+def _manifest_of(entry: Entry) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest, or None and its damage."""
     try:
         return Manifest.read(entry.path), []
     except CheckpointError as error:
@@ -151,11 +151,8 @@ def _inspect(path: Path, settings: ShowSettings) -> int:
         ]
         for row in rows
     ]
-    print_table(
-        ("name", "shape", "dtype", "bytes"),
-        [*shown, [f"{len(rows)} tensors", "", "", decimal(total)]],
-        right=("bytes",),
-    )
+    shown.append([f"{len(rows)} tensors", "", "", decimal(total)])
+    print_table(("name", "shape", "dtype", "bytes"), shown, right=("bytes",))
     return GOOD
 
 
@@ -164,14 +161,8 @@ def _about(stored: Stored) -> dict[str, Any]:
     manifest = stored.manifest
     if manifest is None:
         return {}
-    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    return {
-        "step": manifest.step,
-        "world": manifest.world,
-        "strategy": manifest.strategy,
-        "saved_at": manifest.saved_at,
-        "versions": versions,
-    }
+    data = {name: getattr(manifest, name) for name in ("step", "world", "strategy", "saved_at")}
+    return {**data, "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items())}
 
 
 def _tensors(section: str, tensors: Mapping[str, Description], ties: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -194,11 +185,10 @@ def _tensors(section: str, tensors: Mapping[str, Description], ties: Mapping[str
 def _verify(path: Path, settings: ShowSettings) -> int:
     rows: list[dict[str, Any]] = []
     with SlowBar() as bar:
-        for place, files, damage in _accounts(path):
-            on_progress = bar.telling(f"verifying {place.name}")
-            found = [*damage, *damage_in(place, files, progress=on_progress)]
+        for folder, files, damage in _expected_files(path):
+            found = [*damage, *damage_in(folder, files, progress=bar.reporting(f"verifying {folder.name}"))]
             nbytes = sum(stored.nbytes for stored in files.values())
-            rows.append({"path": str(place), "files": len(files), "bytes": nbytes, "damage": found})
+            rows.append({"path": str(folder), "files": len(files), "bytes": nbytes, "damage": found})
     if settings.output.json:
         print_json(rows)
     else:
@@ -210,7 +200,7 @@ def _verify(path: Path, settings: ShowSettings) -> int:
     return BAD if any(row["damage"] for row in rows) else GOOD
 
 
-def _accounts(path: Path) -> list[tuple[Path, Mapping[str, StoredFile], list[str]]]:
+def _expected_files(path: Path) -> list[tuple[Path, Mapping[str, StoredFile], list[str]]]:
     """Return folders, each with its expected files and the damage found so far."""
     if holds_tensor_files(path):
         try:
@@ -224,7 +214,7 @@ def _accounts(path: Path) -> list[tuple[Path, Mapping[str, StoredFile], list[str
         return [(files.folder, files.checksums, [])]
     found = []
     for entry in _entries(path):
-        manifest, damage = _account(entry)
+        manifest, damage = _manifest_of(entry)
         found.append((entry.path, {} if manifest is None else manifest.files, damage))
     if not found:
         raise CheckpointError(
@@ -239,14 +229,9 @@ def _accounts(path: Path) -> list[tuple[Path, Mapping[str, StoredFile], list[str
 def _export(checkpoint: Path, out: Path, settings: ExportSettings) -> int:
     dtype = settings.dtype()
     with SlowBar() as bar:
-        stored = open_stored(checkpoint, bar.telling("verifying"))
-        export_stored(
-            stored,
-            out,
-            max_shard_size=settings.files.max_shard_size,
-            dtype=dtype,
-            progress=bar.telling("exporting"),
-        )
+        stored = open_stored(checkpoint, bar.reporting("verifying"))
+        size = settings.files.max_shard_size
+        export_stored(stored, out, max_shard_size=size, dtype=dtype, progress=bar.reporting("exporting"))
     files = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
     if settings.output.json:
         print_json({"from": str(stored.path), "to": str(out), "files": files})
@@ -257,7 +242,7 @@ def _export(checkpoint: Path, out: Path, settings: ExportSettings) -> int:
 
 def _import_deepspeed(folder: Path, out: Path, settings: ShowSettings) -> int:
     with SlowBar() as bar:
-        written = import_deepspeed(folder, out, bar.telling("importing"))
+        written = import_deepspeed(folder, out, bar.reporting("importing"))
     if settings.output.json:
         print_json({"from": str(folder), "to": str(written)})
     else:
@@ -267,8 +252,8 @@ def _import_deepspeed(folder: Path, out: Path, settings: ShowSettings) -> int:
 
 def _diff(one: Path, other: Path, settings: ShowSettings) -> int:
     with SlowBar() as bar:
-        sides = [open_stored(path, bar.telling(f"verifying {path.name}")) for path in (one, other)]
-        found = list(differences(sides[0], sides[1], bar.telling("comparing")))
+        sides = [open_stored(path, bar.reporting(f"verifying {path.name}")) for path in (one, other)]
+        found = list(differences(sides[0], sides[1], bar.reporting("comparing")))
     odd = [item for item in found if not item.bit_equal]
     if settings.output.json:
         tensors = [_as_json(item) for item in found]

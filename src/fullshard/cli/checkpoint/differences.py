@@ -1,4 +1,4 @@
-"""Differences of two checkpoints, or exports, tensor by tensor."""
+"""Differences between two checkpoints or exports, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECE = 1 << 20  # elements to compare at a time, in double precision
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor on both sides; None if it is missing."""
+    """One tensor on both sides. A side without it is None."""
 
     name: str
     one: Description | None
@@ -39,7 +39,7 @@ class TensorDifference:
 
 
 def differences(one: Stored, other: Stored, progress: Progress | None = None) -> Iterator[TensorDifference]:
-    """Yield a row for each tensor of either side, in order. Optimizers are compared if both sides have one."""
+    """Yield the difference of each tensor of either side. Optimizers are compared if both sides have one."""
     local, peer = (one.tensors, other.tensors) if one.others and other.others else (one.weights, other.weights)
     names = list(dict.fromkeys([*local, *peer]))
     total = sum(local[name].nbytes for name in names if name in local and name in peer)
@@ -66,8 +66,8 @@ def _compared(one: Tensor, other: Tensor) -> tuple[bool, float]:
     for pieces in zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True):
         local, peer = (piece.to(wide) for piece in pieces)
         same = (local == peer) | (local.isnan() & peer.isnan())
-        separate = (local - peer).abs().masked_fill(same, 0.0)
-        found = separate.max().item() if separate.numel() else 0.0
+        difference = (local - peer).abs().masked_fill(same, 0.0)
+        found = difference.max().item() if difference.numel() else 0.0
         largest = found if math.isnan(found) else max(largest, found)
         if math.isnan(largest):
             break

@@ -26,7 +26,7 @@ def print_json(value: Any) -> None:
 
 
 def print_line(text: str) -> None:
-    """Print a text, which may come from a file."""
+    """Print text, which may come from an untrusted file."""
     _console().print(Text(shown(text, lines=True)), soft_wrap=True)
 
 
@@ -48,7 +48,7 @@ def _console() -> Console:
 
 
 class SlowBar:
-    """Show a bar of bytes on a terminal within this context, after the first second."""
+    """Context manager that shows a bar of bytes on a terminal after the first second."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, emoji=False)
@@ -61,8 +61,8 @@ class SlowBar:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def telling(self, doing: str) -> Report:
-        """Return a function to call with the bytes done and the total; `doing` is shown next to the bar."""
+    def reporting(self, doing: str) -> Report:
+        """Return a function to call with the bytes done and the total. `doing` is shown next to the bar."""
         self._stop()
 
         def on_progress(done: int, total: int) -> None:
