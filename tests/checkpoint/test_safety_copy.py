@@ -213,7 +213,7 @@ def test_data_that_changed_in_transit_is_rejected(tmp_path):
 
     def garbled(self: _Exchange, *args: Any) -> None:
         run(self, *args)
-        for name in self.coming:
+        for name in self.received:
             with (self.folder / name).open("r+b") as file:
                 file.write(b"?")
 

@@ -2774,7 +2774,7 @@ ELSEWHERE = {
 # tests/engine/test_residency.py and tests/engine/test_optimizers.py.
 FUNCTIONS_ELSEWHERE = {
     "checkpoint/container.py": {"check_files", "_records", "_start_of_tensor"},
-    "checkpoint/opening.py": {"accounts"},
+    "checkpoint/opening.py": {"records"},
     "comm/mesh.py": {"check_own_part"},
     "engine/residency.py": {"_become"},
     "engine/sharded_param.py": {"refuse_tensor_hooks"},

@@ -29,7 +29,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Return True if the save has ended, successfully or not."""
+        """True once the save has ended, successfully or not."""
         return self._future.done()
 
     def wait(self) -> Path:
@@ -50,7 +50,7 @@ def _log_failure(future: Future[Path]) -> None:
 
 
 class Background:
-    """The thread that writes one save at a time, and the process group that its ranks communicate over."""
+    """The thread that writes one save at a time, and the process group for its communication."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -71,21 +71,16 @@ class Background:
                 pending._future.exception()
 
     def start(self, write: Callable[[], Path]) -> PendingSave:
-        """Run `write` on the thread. Only one runs at a time."""
+        """Run `write` on the thread."""
         self._pending = PendingSave(self._writer.submit(write))
         return self._pending
 
     def ranks(self) -> GroupRanks:
-        """Return all ranks, with a gloo group that training does not use, because the copies are in host memory."""
+        """Return all ranks, with a separate gloo group, because the copies are in host memory."""
         if not dist.is_initialized():
             return GroupRanks()
-        return GroupRanks(_groups.get_or_make(self._name, _new_group))
-
-
-def _new_group() -> dist.ProcessGroup:
-    with here.waiting("making of a process group for saves"):
-        group: dist.ProcessGroup = dist.new_group(backend="gloo")
-    return group
+        with here.waiting("making of a process group for saves"):
+            return GroupRanks(_groups.get_or_make(self._name, lambda: dist.new_group(backend="gloo")))
 
 
 _groups: Kept[str, dist.ProcessGroup] = Kept("process groups of saves")

@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
-    WriteItem,
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -86,10 +85,10 @@ def write(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes one file per rank with its checksum. `ties` take an entry in the metadata, and no bytes.
+    """A storage writer for one file per rank, with its checksum. `ties` have an entry in the metadata, and no bytes.
 
-    torch's own writer keeps all copies in host memory until the last byte is written. This one keeps one tensor at a
-    time, and no copy of tensors that are in host memory already.
+    torch's own writer keeps all copies in host memory until the last byte is written. This one copies one tensor at a
+    time, and does not copy tensors in host memory.
     """
 
     def __init__(self, folder: Path, ties: Mapping[str, str], progress: Progress | None) -> None:
@@ -98,7 +97,8 @@ class _Writer(dcp.FileSystemWriter):
         self._ties = ties
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self.fs.total = sum(map(_nbytes, plan.items))
+        tensors = (item.tensor_data for item in plan.items if item.tensor_data is not None)
+        self.fs.total = sum(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in tensors)
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results: list[WriteResult] = []
         try:
@@ -106,13 +106,13 @@ class _Writer(dcp.FileSystemWriter):
                 for item in plan.items:
                     data, start = planner.resolve_data(item), stream.tell()
                     if isinstance(data, Tensor):
-                        torch.save(_alone(data), stream)
+                        torch.save(_with_own_storage(data), stream)
                     else:
                         stream.write(data.getbuffer())
                     nbytes = stream.tell() - start
                     results.append(WriteResult(item.index, nbytes, storage_info(name, start, nbytes)))
         except Exception as error:
-            # torch.save converts a disk error into one that has lost its cause.
+            # torch.save converts a disk error into an error without its cause.
             raise CheckpointError(reported_by(self.fs.error or error)) from error
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
@@ -134,19 +134,13 @@ class _Writer(dcp.FileSystemWriter):
         super().finish(metadata, [*results, aliases])
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """Return `tensor` on the CPU with a storage of its size, as torch.save writes whole storages. Copy if needed."""
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """Return `tensor` on the CPU with a storage of its size, because torch.save writes whole storages."""
     local = tensor.detach().cpu().contiguous()
     if not local.numel():
         return local.clone()
     raw = local.reshape(-1).view(torch.uint8)
     return torch.from_numpy(raw.numpy()).view(local.dtype).reshape(local.shape)
-
-
-def _nbytes(item: WriteItem) -> int:
-    if item.tensor_data is None:
-        return 0
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 class _Files(FileSystem):
@@ -214,7 +208,7 @@ class _Stream:
 
 @contextmanager
 def _failing_together(doing: str, ranks: GroupRanks) -> Iterator[None]:
-    """Context manager that converts torch's errors about failures on other ranks into our error."""
+    """Context manager that converts torch's errors about failures on other ranks into a `CheckpointError`."""
     try:
         with warnings.catch_warnings() if not dist.is_initialized() else nullcontext():
             if not dist.is_initialized():  # a single process is a valid world
@@ -276,7 +270,7 @@ def read_values(
     record: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Read the values of `targets` by key: tensors in place, whole or sharded in any way; others are replaced.
+    """Read the values of `targets` by key. Tensors, sharded or not, are filled in place. Other values are replaced.
 
     Raises:
         CheckpointError: A rank could not read. The same error is raised on every rank.
@@ -292,10 +286,10 @@ def read_values(
 
 
 class _Reader(dcp.FileSystemReader):
-    """A storage reader for files whose metadata was read before.
+    """A storage reader with known metadata.
 
-    In files written by `write`, contiguous rows are read directly into their target. torch would first create a tensor
-    of the whole entry and copy from it.
+    In files written by `write` (`record`), contiguous rows are read directly into their target. torch would first read
+    the entire entry and then copy.
     """
 
     def __init__(self, checkpoint: Path, metadata: Metadata, *, record: bool) -> None:
@@ -304,14 +298,14 @@ class _Reader(dcp.FileSystemReader):
         self._metadata = metadata
         self._own = record
 
-    def read_metadata(self) -> Metadata:  # torch would look for a single rank's metadata if it took arguments
+    def read_metadata(self) -> Metadata:  # with arguments, torch would look for the metadata of a single rank
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert isinstance(planner, _Planner)
         planner.total = sum(math.prod(item.lengths) for item in plan.items)
         try:
-            others = self._read_straight(plan.items, planner) if self._own else plan.items
+            others = self._read_directly(plan.items, planner) if self._own else plan.items
             return super().read_data(replace(plan, items=others), planner)
         except Exception as error:
             raise CheckpointError(reported_by(error)) from error
@@ -321,63 +315,59 @@ class _Reader(dcp.FileSystemReader):
         check_expansion(_Entry(file, sinfo.offset, sinfo.length), sinfo.length)
         return super()._slice_file(file, sinfo)
 
-    def _read_straight(self, items: list[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
-        """Read the items that are contiguous in file and memory, and return the others."""
+    def _read_directly(self, items: list[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
+        """Read the items that are contiguous in file and memory, and return the other items."""
         others: list[ReadItem] = []
         by_file: dict[str, list[ReadItem]] = {}
         for item in items:
             target = planner.resolve_tensor(item).detach() if item.type is LoadItemType.TENSOR else None
-            if target is None or not self._is_one_piece(item, target):
+            if target is None or not self._is_contiguous(item, target):
                 others.append(item)
             else:
                 by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, wanted in by_file.items():
             with open_unbuffered(Path(self.path) / name) as file:
                 for item in wanted:
-                    target = planner.resolve_tensor(item).detach()  # one tensor on disk at a time takes memory
-                    _read_into(target, file, self._start_of(item, file))
+                    target = planner.resolve_tensor(item).detach()  # again, so that one tensor on disk takes memory
+                    _read_into(target, file, self._start_of(item, target, file))
                     planner.commit_tensor(item, target)
         return others
 
-    def _is_one_piece(self, item: ReadItem, target: Tensor) -> bool:
-        """Return True if `item` is whole rows of the entry, with the dtype and order of the target in memory."""
+    def _shape_of_chunk(self, item: ReadItem) -> torch.Size:
+        """Return the shape of the stored chunk that `item` is read from."""
         stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
-        sizes = _sizes_of_chunk(stored, item)
+        return next(chunk.sizes for chunk in stored.chunks if chunk.offsets == item.storage_index.offset)
+
+    def _is_contiguous(self, item: ReadItem, target: Tensor) -> bool:
+        """Return True if `item` is entire rows of the chunk, and `target` has the same bytes in memory."""
+        stored: Any = self._metadata.state_dict_metadata[item.storage_index.fqn]
         return (
             target.device.type == "cpu"
             and target.dtype == stored.properties.dtype
             and target.is_contiguous()
             and target.shape == item.lengths
-            and item.lengths[1:] == sizes[1:]
+            and item.lengths[1:] == self._shape_of_chunk(item)[1:]
         )
 
-    def _start_of(self, item: ReadItem, file: io.RawIOBase) -> int:
+    def _start_of(self, item: ReadItem, target: Tensor, file: io.RawIOBase) -> int:
         """Return the position of the first row of `item` in its file, in bytes."""
-        stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        assert isinstance(stored, TensorStorageMetadata)
         entry = self.storage_data[item.storage_index]
-        itemsize = stored.properties.dtype.itemsize
-        nbytes = math.prod(_sizes_of_chunk(stored, item)) * itemsize
-        row_nbytes = math.prod(item.lengths[1:]) * itemsize
+        nbytes = math.prod(self._shape_of_chunk(item)) * target.itemsize
+        row_nbytes = math.prod(item.lengths[1:]) * target.itemsize
         first_row = item.storage_offsets[0] if item.storage_offsets else 0
         start: int = entry.offset
         return start + _start_of_tensor(_Entry(file, start, entry.length), nbytes) + first_row * row_nbytes
 
 
 class _RegularFiles(FileSystem):
-    """Opens regular files for reading only."""
+    """A file system that only opens regular files, and only for reading."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         assert mode == "rb", "the file system is read-only"
         with open_regular(path) as file:
             yield file
-
-
-def _sizes_of_chunk(stored: TensorStorageMetadata, item: ReadItem) -> torch.Size:
-    """Return the shape of the entry that `item` is read from."""
-    return next(chunk.sizes for chunk in stored.chunks if chunk.offsets == item.storage_index.offset)
 
 
 class _Entry(io.RawIOBase):
@@ -408,7 +398,7 @@ class _Entry(io.RawIOBase):
 
 @contextmanager
 def _records(file: Any, nbytes: int) -> Iterator[ZipFile]:
-    """Yield the output of torch.save of `nbytes` bytes, a zip file whose records are not compressed.
+    """Open the output of torch.save of `nbytes` bytes, a zip file whose records are not compressed.
 
     Raises:
         CheckpointError: Its records are larger than the file. Expanding them could take all memory.
@@ -421,10 +411,11 @@ def _records(file: Any, nbytes: int) -> Iterator[ZipFile]:
 
 
 def check_expansion(file: Any, nbytes: int) -> None:
-    """Check that reading the output of torch.save takes no more memory than its size.
+    """Check that reading the output of torch.save does not take more memory than its size.
 
     Args:
-        file: A path or an open file of `nbytes` bytes. Files of torch's old format are not compressed.
+        file: A path or an open file. Files in torch's old format are never compressed.
+        nbytes: Its size.
     """
     if is_zipfile(file):
         with _records(file, nbytes):
@@ -444,7 +435,7 @@ def _start_of_tensor(entry: _Entry, nbytes: int) -> int:
         raise CheckpointError(f"expected byte order {sys.byteorder}, found {order}")
     if record.file_size != nbytes or record.compress_type != ZIP_STORED:
         raise CheckpointError(f"expected a tensor of {nbytes} bytes, found {record.file_size}")
-    entry.seek(record.header_offset + 26)  # in the record's header: the lengths of its name and of the extra field
+    entry.seek(record.header_offset + 26)  # the position of the lengths of the name and the extra field
     name, more = struct.unpack("<HH", entry.read(4) or b"")
     return int(record.header_offset + 30 + name + more)
 
@@ -461,7 +452,7 @@ def _read_into(target: Tensor, file: io.RawIOBase, start: int) -> None:
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Reads values other than tensors without executing code. Tensors on disk are read through memory."""
+    """A load planner that reads values other than tensors without executing code, and supports tensors on disk."""
 
     def __init__(self, progress: Progress | None) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from fullshard.checkpoint.random_states import random_states
 from fullshard.checkpoint.together import GroupRanks
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.errors import CheckpointError
-from fullshard.policy.strategy import Placements, ShardingStrategy
+from fullshard.policy.strategy import ShardingStrategy
 from fullshard.state.optim_kinds import kinds_of_groups
 from fullshard.state.optim_state import sharded_optim_state_dict
 from fullshard.state.state_dict import StateDictType, state_dict_type
@@ -45,7 +45,7 @@ class Contents:
     """The values that one rank saves. Tensors are those of the model and the optimizer until they are copied."""
 
     sharded: dict[Path, DTensor] = field(default_factory=dict)
-    plain: dict[Path, Tensor] = field(default_factory=dict)  # written by rank 0, and where others differ
+    plain: dict[Path, Tensor] = field(default_factory=dict)  # written by rank 0, and by ranks with other values
     values: dict[Path, Any] = field(default_factory=dict)  # values other than tensors, in torch's format
     ties: dict[str, str] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
@@ -73,8 +73,8 @@ class Contents:
         compared = self.plain if ranks.world > 1 else {}
         sums = ranks.share(doing, lambda: {path: _checksum(tensor) for path, tensor in compared.items()})
         local, of_first = sums[ranks.index], sums[0]
-        odd = [path for path in local if local[path] != of_first.get(path)]
-        own = {**self.own, "plain": {".".join(path): self.plain[path].detach().cpu() for path in odd}}
+        differing = [path for path in local if local[path] != of_first.get(path)]
+        own = {**self.own, "plain": {".".join(path): self.plain[path].detach().cpu() for path in differing}}
         written: dict[Path, Any] = {**self.sharded, (_RANK, str(ranks.index)): as_one_value(own)}
         if ranks.leads:
             written |= {**self.plain, **self.values, (RECORD,): as_one_value(self.record)}
@@ -95,9 +95,11 @@ def collect(
         ConfigError: The optimizer has a parameter that is not in the model.
         StateError: A forward or backward is in progress.
     """
-    contents = Contents(strategy=_strategy_of(model))
+    placements = dict.fromkeys(unit.options.placements for unit in units_in(model))
+    names = {strategy.placements: strategy.value for strategy in ShardingStrategy}
+    contents = Contents(strategy=", ".join(names.get(item, str(item)) for item in placements) or "none")
     state, tied = model_state(model, in_parts=True), tied_names(model)
-    values: dict[str, Any] = {}  # state that modules add other than tensors
+    values: dict[str, Any] = {}  # state of modules other than tensors
     for fqn, value in state.items():
         if fqn in tied and tied[fqn] in state:
             contents.ties[f"{MODEL}.{fqn}"] = f"{MODEL}.{tied[fqn]}"
@@ -113,7 +115,7 @@ def collect(
         record["scheduler"] = scheduler.state_dict()
     contents.record = plain_copy(record, "the checkpoint's ")
     contents.values |= {
-        (MODEL, fqn): our for fqn, our in contents.record["model"].items() if not isinstance(our, Mapping)
+        (MODEL, fqn): value for fqn, value in contents.record["model"].items() if not isinstance(value, Mapping)
     }
     own = {"random": random_states(), **({} if data is None else {"data": data.state_dict()})}
     contents.own = plain_copy(own, "the checkpoint's ")
@@ -132,7 +134,7 @@ def put_optimizer(contents: Contents, named: Mapping[str, Any]) -> dict[str, Any
 
 
 def as_one_value(value: Any) -> tuple[Any]:
-    """Wrap `value` so that torch writes it as one value. It would write each entry of a dict separately."""
+    """Wrap `value` so that torch does not write each entry of a dict separately."""
     return (value,)
 
 
@@ -142,23 +144,22 @@ def key_of_rank(rank: int) -> str:
 
 
 def model_state(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
-    """Return the state dict of `model` with shards as `DTensor`s, for any setting of the model, by the user's FQNs.
+    """Return the state dict of `model` with shards as `DTensor`s by the user's FQNs, for any setting of the model.
 
     Args:
-        in_parts: Whether weights that are encoded in several tensors are replaced by these tensors, under names that
-            begin with that of the weight.
+        in_parts: Whether weights that are encoded in several tensors are replaced by these tensors. Their names then
+            begin with the name of the weight.
 
     Raises:
         CheckpointError: There are such weights and `in_parts` is False.
     """
     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         named = {clean_fqn(fqn): value for fqn, value in model.state_dict().items()}
-    params = (
-        {clean_fqn(name): param for name, param in model.named_parameters(remove_duplicate=False)} if in_parts else {}
-    )
+    params = model.named_parameters(remove_duplicate=False) if in_parts else ()
+    by_fqn = {clean_fqn(name): param for name, param in params}
     state: dict[str, Any] = {}
     for fqn, value in named.items():
-        parts = parts_of(params[fqn], value) if fqn in params else None
+        parts = parts_of(by_fqn[fqn], value) if fqn in by_fqn else None
         if parts is None:
             state[fqn] = _plain(fqn, value)
         else:
@@ -167,7 +168,7 @@ def model_state(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
 
 
 def _plain(fqn: str, value: Any) -> Any:
-    """Return `value`, or a `DTensor` of the plain values in it that shares its memory."""
+    """Return `value`, or a `DTensor` of its plain values in the same memory."""
     if not isinstance(value, DTensor) or not holds_tensors(value._local_tensor):
         return value
     values = plain_values(value._local_tensor)
@@ -181,7 +182,7 @@ def _plain(fqn: str, value: Any) -> Any:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the additional names of parameters and buffers with several names, each with the first name."""
+    """Return the additional names of tied parameters and buffers, each with the first name."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
@@ -193,19 +194,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def _strategy_of(model: nn.Module) -> str:
-    """Return the strategies of the units, by name if they have one; 'none' without units."""
-    placements = dict.fromkeys(unit.options.placements for unit in units_in(model))
-    return ", ".join(map(_name_of, placements)) or "none"
-
-
-def _name_of(placements: Placements) -> str:
-    named = (strategy.value for strategy in ShardingStrategy if strategy.placements == placements)
-    return next(named, str(placements))
-
-
 def _without_partial_sums(tensor: DTensor) -> DTensor:
-    """Return `tensor` with partial sums reduced over the ranks. The container would write one rank's partial sum."""
+    """Return `tensor` with partial sums reduced. The container would write only the partial sum of one rank."""
     if not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     return tensor.redistribute(

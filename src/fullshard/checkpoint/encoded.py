@@ -1,9 +1,9 @@
-"""Weights that are encoded in several tensors: a checkpoint stores these tensors without decoding them.
+"""Weights that are encoded in several tensors. A checkpoint stores these tensors without decoding them.
 
-A tensor subclass such as torchao's NF4 is saved as its inner tensors, each under a name that begins with the
-parameter's. Inner tensors that are sharded with the rows are `DTensor`s like the parameter, and the rest are whole.
-bitsandbytes' 4-bit weights are plain bytes in shards. Their modules add the description of the weights to state dicts,
-but do not load it themselves.
+A tensor subclass such as torchao's NF4 is saved as its inner tensors, each under a name that begins with the name of
+the parameter. Inner tensors that are sharded with the rows are `DTensor`s like the parameter; other inner tensors are
+not sharded. bitsandbytes' 4-bit weights are plain bytes in shards. Their modules add the description of the weights to
+state dicts, but do not load it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DESCRIPTION = ".quant_state.bitsandbytes__"  # in the name of the tensor that c
 def parts_of(param: nn.Parameter, value: Tensor) -> dict[str, Tensor] | None:
     """Return the inner tensors of `value`, the state dict entry of `param`, in the same memory.
 
-    None if it is not encoded in this way, or if an inner tensor is sharded in a different way.
+    Return None if it is not encoded in this way, or if an inner tensor is sharded differently.
     """
     local = value._local_tensor if isinstance(value, DTensor) else value
     if not holds_tensors(local) or plain_values(local) is not None:
@@ -36,7 +36,7 @@ def parts_of(param: nn.Parameter, value: Tensor) -> dict[str, Tensor] | None:
     if managed is None or managed.param.view.is_cut or any(map(holds_tensors, parts.values())):
         return None
     mesh, placements, shapes = value.device_mesh, tuple(value.placements), managed.param.inner_shapes
-    one_row = value.shape[0] == 1  # one rank has it, and other ranks do not
+    one_row = value.shape[0] == 1  # only one rank has it
     whole = {name for name, part in parts.items() if tuple(part.shape) == shapes[name]}
     cut = {name for name in parts if name not in whole or (one_row and shapes[name][:1] == (1,))}
     return {
@@ -52,11 +52,11 @@ def names_alongside(model: nn.Module) -> tuple[str, ...]:
 
 
 def describes_4_bits(name: str) -> bool:
-    """Return True if a tensor of this name contains values other than tensors, so that its length varies."""
+    """Return True if a tensor with this name encodes values other than tensors, so that its length varies."""
     return _DESCRIPTION in name
 
 
-def put_back_descriptions(model: nn.Module, values: Mapping[str, Any]) -> None:
+def restore_descriptions(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Restore the descriptions of the 4-bit weights of `model` from `values`, the entries of a state dict."""
     for name, param in model.named_parameters():
         known = getattr(param, "quant_state", None)

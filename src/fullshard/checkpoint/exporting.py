@@ -52,10 +52,10 @@ def export_safetensors(
     """Write the weights of `model` to `folder` in the format of Hugging Face's tools, and return its path.
 
     Every rank must call it. It writes `model.safetensors`, or several files and `model.safetensors.index.json`; the
-    `config.json` of a model that has one, so that `from_pretrained` can open the folder; and `checksums.json`, with
-    which `load_safetensors` detects damage. Weights are gathered one at a time, so no rank holds more than its shards
-    and one weight. Tied weights are written once; the metadata of the file lists their other names. If a process is
-    killed during the export, `folder` does not exist.
+    `config.json` of a model that has one, so that `from_pretrained` can open the folder; and `checksums.json`, so that
+    `load_safetensors` can detect damage. Weights are gathered one at a time, so no rank holds more than its shards and
+    one weight. Tied weights are written once. The metadata of the file lists their other names. If a process is killed
+    during the export, `folder` does not exist.
 
     Args:
         model: The model, sharded or not.
@@ -129,9 +129,9 @@ def export_stored(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the weights of a checkpoint like `export_safetensors` those of a model. It runs in a single process.
+    """Write the weights of a checkpoint in the format of `export_safetensors`, in a single process.
 
-    No model is built, and only one tensor is held at a time.
+    No model is created, and only one tensor is in memory at a time.
 
     Raises:
         CheckpointError: The folder exists already, the model had state that is not a tensor, or reading or writing
@@ -156,7 +156,7 @@ def _no_tensors(where: object, names: Iterable[str]) -> str:
 
 
 def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of `model` by FQN, and the additional names of those with several names."""
+    """Return the tensors of `model` by FQN, and the additional names of tied tensors."""
     state, tied = model_state(model), tied_names(model)
     ties = {name: kept for name, kept in tied.items() if name in state and kept in state}
     weights = {name: value for name, value in state.items() if name not in ties}
@@ -223,11 +223,15 @@ class _Export:
         configs: Callable[[Mapping[str, Description]], Mapping[str, Any]],
         progress: Progress | None = None,
     ) -> None:
-        """Write `tensors`, which `fetch` returns by name. All ranks call it together, and the first rank writes.
+        """Write `tensors`. Every rank must call it, and the first rank writes.
 
         Args:
-            ties: Additional names, with those of the tensors that are written.
+            tensors: The shapes and dtypes of the tensors, by name.
+            ties: Additional names of the tensors, each with its name in `tensors`.
+            ranks: The ranks.
+            fetch: Returns a tensor by name.
             configs: Returns the JSON files to write next to `tensors`, by file name.
+            progress: Called with the bytes written so far and in total.
 
         Raises:
             CheckpointError: The first rank cannot write, or a rank cannot read weights that are offloaded to a disk.
@@ -279,7 +283,7 @@ class _Export:
         return {f"{stem}-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
 
     def _begin(self) -> Path:
-        """Create a temporary folder next to the final one. Remove those of killed exports."""
+        """Create a temporary folder next to the final one. Remove the temporary folders of killed exports."""
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise CheckpointError("the folder is not empty. Choose a folder that does not exist or is empty.")
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -313,7 +317,7 @@ class _Export:
 
 
 class _ExportWriter:
-    """One file on the first rank. It raises errors when it is closed: until then, other ranks wait in a gather."""
+    """One file on the first rank. Errors are raised by `close`, because other ranks wait in gathers until then."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Description], metadata: Mapping[str, str]) -> None:
         self._path = path

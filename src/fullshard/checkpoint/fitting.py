@@ -18,7 +18,7 @@ from fullshard.state.optim_state import StateTemplate
 
 _LISTED = 20  # maximum FQNs listed per kind
 _REMEDY = "Build the model and optimizer as they were when it was saved, and pass only what was saved."
-_EXTRA_STATE = "_extra_state"  # added by modules to their state, in a shape of their choice
+_EXTRA_STATE = "_extra_state"  # the name of tensors that modules add to their state, with any shape
 
 
 @dataclass
@@ -34,12 +34,10 @@ class Misfit:
     kinds: list[str] = field(default_factory=list)
 
     def __add__(self, other: Misfit) -> Misfit:
-        return Misfit(
-            *(getattr(self, each_field.name) + getattr(other, each_field.name) for each_field in fields(self))
-        )
+        return Misfit(*(getattr(self, kind.name) + getattr(other, kind.name) for kind in fields(self)))
 
     def check(self, what: str = "the checkpoint", remedy: str = _REMEDY) -> None:
-        """Raise if there is a mismatch. The message begins with `what` does not fit, and ends with `remedy`.
+        """Raise an error if there is a mismatch. The message begins with `what` and ends with `remedy`.
 
         Raises:
             CheckpointError: There is a mismatch. The message lists all of them.
@@ -66,14 +64,15 @@ def _listed(names: Sequence[str]) -> str:
 def fit_model(
     saved: Saved, opened: Opened, state: Mapping[str, Any], tied: Mapping[str, str]
 ) -> tuple[dict[str, str], Misfit]:
-    """Return the key of each tensor in `state`, tied ones under their first name only, and the mismatches."""
+    """Return the key of each tensor in `state`, and the mismatches. Tied tensors only have their first name."""
     sizes, misfit = opened.sizes(), Misfit()
     keys: dict[str, str] = {}
     for fqn, value in state.items():
         if fqn in tied:
             continue
-        there = saved.tensors if isinstance(value, Tensor) else saved.values
-        names = [name for name in (fqn, *_others(fqn, tied)) if name in there]
+        known = saved.tensors if isinstance(value, Tensor) else saved.values
+        aliases = [other for other, first in tied.items() if first == fqn]
+        names = [name for name in (fqn, *aliases) if name in known]
         if not names:
             misfit.missing.append(fqn)
         elif isinstance(value, Tensor):
@@ -86,10 +85,6 @@ def fit_model(
                 misfit.untied.append(" and ".join(names))
     misfit.unexpected += [fqn for fqn in (*saved.tensors, *saved.values) if fqn not in state]
     return keys, misfit
-
-
-def _others(fqn: str, tied: Mapping[str, str]) -> list[str]:
-    return [other for other, first in tied.items() if first == fqn]
 
 
 def fit_optimizer(saved: Saved, opened: Opened, template: StateTemplate) -> Misfit:

@@ -1,7 +1,7 @@
 """Checkpoints in a folder: `step-000000100` is complete or does not exist, even if processes are killed.
 
 A checkpoint is written under another name (`step-000000100.partial-...`) and synced. The manifest is written last. Then
-the folder is renamed. Leftovers of a killed run are recognized by their names and removed by the next save.
+the folder is renamed. The next save recognizes the remains of a killed run by their names and removes them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,8 @@ class Entry:
             return None
 
     @property
-    def has_right_sizes(self) -> bool:
-        """True if the manifest can be read and all files have the right size: a quick check, without checksums."""
-        return self.manifest is not None and not any(damage_in(self.path, self.manifest.files, reads=False))
-
-    @property
     def order(self) -> tuple[float, int]:
-        """The sort key by save order. Checkpoints without a manifest come last."""
+        """The sort key for the order of saves. Checkpoints without a manifest come last."""
         return (float("inf") if self.manifest is None else self.manifest.number, self.step)
 
 
@@ -100,8 +95,10 @@ def commit(
     """Turn `partial` into a complete checkpoint of its folder, and return its path.
 
     Args:
+        partial: The folder with the files.
+        manifest: The manifest.
         files: The files in `partial`, if not all files of the manifest are expected there.
-        writes: Whether to write the manifest. If each of several processes has separate files here, one of them does.
+        writes: Whether to write the manifest. If several processes have separate folders, only one of them does.
     """
     missing = list(damage_in(partial, manifest.files if files is None else files, reads=False))
     if missing:
@@ -144,15 +141,20 @@ def clear_up(folder: Path) -> None:
 def keep_newest(folder: Path, count: int) -> None:
     """Delete all checkpoints in `folder` except for the newest `count` that seem to be intact.
 
-    Damaged ones do not count and are kept for inspection.
+    Damaged checkpoints are neither counted nor deleted. Only the sizes of files are checked.
     """
-    intact = (entry for entry in entries(folder) if entry.has_right_sizes)
-    for entry in list(intact)[count:]:
+    readable = [(entry, entry.manifest) for entry in entries(folder)]
+    intact = [
+        entry
+        for entry, manifest in readable
+        if manifest is not None and not any(damage_in(entry.path, manifest.files, reads=False))
+    ]
+    for entry in intact[count:]:
         delete(entry)
 
 
 def delete(entry: Entry) -> None:
-    """Delete a checkpoint. At any time it is either complete or not recognized as a checkpoint."""
+    """Delete a checkpoint. It is renamed first, so it is never a partial checkpoint."""
     doomed = entry.path.with_name(f"step-{entry.step:09d}.deleted-{uuid.uuid4().hex}")
     entry.path.rename(doomed)
     discard(doomed)

@@ -33,7 +33,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Unmatched:
-    """Names that only the files or only the model have: FQNs of the model, and renamed names of the files.
+    """Names that only the files or only the model have, as FQNs of the model.
 
     Args:
         missing: Names that only the model has.
@@ -56,10 +56,9 @@ def load_safetensors(
 ) -> Unmatched:
     """Load weights from safetensors files into `model`, in place. Every rank of the default process group must call it.
 
-    Each rank reads its own rows, one tensor at a time: none holds more than its shards and its shard of one tensor.
-    Values are cast to the dtype of the parameter. Memory for parameters on the meta device is allocated first, unit by
-    unit. Files that `export_safetensors` has written are verified before anything is read; other files have no
-    checksums.
+    Each rank reads its own rows, one tensor at a time, so no rank holds more than its shards and its shard of one
+    tensor. Values are cast to the dtype of the parameter. Memory for parameters on the meta device is allocated first,
+    unit by unit. Files from `export_safetensors` are verified before anything is read. Other files have no checksums.
 
     Args:
         model: The model, sharded or not, possibly on the meta device.
@@ -69,10 +68,10 @@ def load_safetensors(
         dtype: The dtype to cast the floating-point parameters and buffers of the model to first; None keeps theirs.
         rename: Returns the FQN for a name in the files, or None to skip it.
         merge: Receives all names in the files, and returns tensors that combine several of them, such as the experts of
-            a layer, as `Merged`s by new names. These are renamed like names in the files, and a rank reads only what it
-            needs of their parts.
-        progress: Called with the bytes of its share that this rank has verified, and their total; then with the bytes
-            of its shards that it has read, and their total.
+            a layer, as `Merged`s by new names. These are renamed like names in the files. A rank reads only the rows
+            that it needs of the parts.
+        progress: Called with the bytes that this rank has verified, and their total; then with the bytes of its shards
+            that it has read, and their total.
 
     Returns:
         The names that only the files or only the model have; none if `strict`.
@@ -89,23 +88,23 @@ def load_safetensors(
     checkpoints.wait()
     ranks, path = default_ranks(), Path(path)
     doing = f"loading {path}"
-    files = ranks.do(doing, lambda: _opened(path, merge))
+
+    def opened() -> TensorFiles:
+        files = open_tensor_files(path)
+        return files if merge is None else files.with_merged(merge(files.tensors))
+
+    files = ranks.do(doing, opened)
     if files.checksums is not None:
         remedy = f"If it was changed on purpose, delete {CHECKSUMS}."
         verify(files.folder, files.checksums, ranks, doing, remedy, progress)
-    taker = ranks.do(doing, lambda: _WeightReader(model, files, rename))
-    unmatched = ranks.do(doing, lambda: taker.fit(strict))
-    ranks.do(doing, lambda: taker.read(dtype, progress))
+    reader = ranks.do(doing, lambda: _WeightReader(model, files, rename))
+    unmatched = ranks.do(doing, lambda: reader.fit(strict))
+    ranks.do(doing, lambda: reader.read(dtype, progress))
     return unmatched
 
 
-def _opened(path: Path, merge: Callable[[Collection[str]], Mapping[str, Merged]] | None) -> TensorFiles:
-    files = open_tensor_files(path)
-    return files if merge is None else files.with_merged(merge(files.tensors))
-
-
 class _WeightReader:
-    """A model that loads tensors from files, on this rank."""
+    """A reader of this rank's part of a model from files."""
 
     def __init__(self, model: nn.Module, files: TensorFiles, rename: Callable[[str], str | None] | None) -> None:
         self._model = model
@@ -118,13 +117,15 @@ class _WeightReader:
         self._names: dict[str, str] = {}  # the tensor in the files for each tensor in the state
 
     def fit(self, strict: bool) -> Unmatched:
-        """Return the names that do not match, if `strict` is False."""
+        """Check that the files match the model. If `strict` is False, return the names that do not match."""
         misfit = Misfit()
-        others = {first: [item for item, its in self._tied.items() if its == first] for first in self._tied.values()}
+        aliases: dict[str, list[str]] = {}
+        for alias, first in self._tied.items():
+            aliases.setdefault(first, []).append(alias)
         for fqn, value in self._state.items():
             if fqn in self._tied:
                 continue
-            found = [self._stored.get(item) or self._aliases.get(item) for item in (fqn, *others.get(fqn, []))]
+            found = [self._stored.get(item) or self._aliases.get(item) for item in (fqn, *aliases.get(fqn, []))]
             names = list(dict.fromkeys(name for name in found if name is not None))
             if names and isinstance(value, Tensor):
                 self._names[fqn] = names[0]
@@ -135,28 +136,26 @@ class _WeightReader:
         unmatched = Unmatched()
         if not strict:
             unmatched = Unmatched(tuple(misfit.missing), tuple(misfit.unexpected))
-            without = [
-                fqn for fqn in misfit.missing if isinstance(self._state[fqn], Tensor) and self._state[fqn].is_meta
-            ]
-            misfit.missing = [f"{fqn} (on the meta device, where it has no values either)" for fqn in without]
+            missing = ((fqn, self._state[fqn]) for fqn in misfit.missing)
+            on_meta = [fqn for fqn, value in missing if isinstance(value, Tensor) and value.is_meta]
+            misfit.missing = [f"{fqn} (on the meta device, where it has no values either)" for fqn in on_meta]
             misfit.unexpected = []
         misfit.check(str(self._files.path), _REMEDY)
         return unmatched
 
     def _compare(self, fqn: str, value: Tensor, names: Sequence[str], misfit: Misfit) -> None:
         """Record in `misfit` why `value` cannot be loaded from any of the tensors `names`."""
-        there = self._files.tensors[names[0]]
-        if isinstance(value, DTensor) and any(
-            type(placement) not in (Shard, Replicate) for placement in value.placements
-        ):
+        stored = self._files.tensors[names[0]]
+        placements = value.placements if isinstance(value, DTensor) else ()
+        if any(type(placement) not in (Shard, Replicate) for placement in placements):
             raise CheckpointError(
-                f"{fqn} has placements {value.placements}, which do not determine the rows of each rank. Redistribute "
+                f"{fqn} has placements {placements}, which do not determine the rows of each rank. Redistribute "
                 "it to Shard(dim) or Replicate() first."
             )
-        if there.shape != value.shape:
-            misfit.misshapen.append(f"{fqn} ({there.shape} in it, {tuple(value.shape)} in the model)")
-        elif not torch.can_cast(there.dtype, value.dtype):
-            misfit.misshapen.append(f"{fqn} ({there.dtype} in it, {value.dtype} in the model)")
+        if stored.shape != value.shape:
+            misfit.misshapen.append(f"{fqn} ({stored.shape} in it, {tuple(value.shape)} in the model)")
+        elif not torch.can_cast(stored.dtype, value.dtype):
+            misfit.misshapen.append(f"{fqn} ({stored.dtype} in it, {value.dtype} in the model)")
         elif len(names) > 1 and not self._are_identical(names, value):
             misfit.untied.append(" and ".join(names))
 
@@ -183,11 +182,11 @@ class _WeightReader:
             for fqn, part in self._files.read(wanted):
                 target = _local(targets[fqn])
                 target.copy_(part)
-                del part  # before the next one is read
+                del part  # before the next part is read
                 done += target.nbytes
                 if progress is not None:
                     progress(done, total)
-            self._model.load_state_dict(state)  # in place already, but hooks must run and units must notice
+            self._model.load_state_dict(state)  # values are in place, but hooks must run and units must be notified
 
 
 def _renamed(names: Mapping[str, Any], rename: Callable[[str], str | None] | None) -> dict[str, str]:

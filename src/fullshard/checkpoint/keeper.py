@@ -1,15 +1,15 @@
 """The memory of safety copies: a folder of files in memory, and the keeper, a process that removes it.
 
-When a rank is lost, the ranks of its host are restarted. So a copy must outlive them, but not the launcher that starts
-them. A separate process, the keeper, waits until the launcher ends for any reason, and then removes the folder. This
-file is also the program of that process. It imports nothing from this package, so it takes 10 MB and little time.
+When a rank is lost, the ranks of its host are restarted. So a copy must outlive the ranks, but not their launcher. A
+separate process, the keeper, waits until the launcher ends for any reason, and then removes the folder. This file is
+also the program of that process. It imports nothing from this package, so it takes 10 MB and starts fast.
 
-[Note: a folder among those of other users]
-Every user of the host can create files in /dev/shm. So the folder has a random name, only its owner can access it, and
-it is not found by its name. It contains a record of its launcher, which only counts if the folder is a real folder of
-this user without access for others. /dev/shm is sticky, so no other user can rename or replace the folder. A process
-that uses the folder opens it once, checks what it has opened, and accesses the files through the descriptor. If the
-folder is removed and another user creates one with the same name, nothing is written there.
+[Note: a folder that other users can see]
+Every user of the host can create files in /dev/shm. So the folder has a random name, and only its owner can access it.
+It is found by the record of its launcher in it. This record is only read if the folder is a real folder of this user
+without access for other users. /dev/shm is sticky, so no other user can rename or replace the folder. A process that
+uses the folder opens it once, checks the opened folder, and accesses the files through its descriptor. If the folder is
+removed and another user creates one with the same name, nothing is written there.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ def launcher_identity(launcher: int) -> str:
 
 
 def kept_folder(launcher: int, memory: Path = MEMORY) -> Path:
-    """Return a folder in the memory of this host that exists while the process `launcher` lives.
+    """Return a folder in the memory of this host that exists until the process `launcher` ends.
 
-    Later calls return the same folder while that process lives. Only one process of the host may call this at a time.
-    Folders of launchers whose keepers were killed with them are removed. See [Note: a folder among those of other
-    users].
+    Later calls return the same folder. Only one process of the host may call this at a time. Folders of launchers whose
+    keepers were killed with them are removed. See [Note: a folder that other users can see].
 
     Raises:
         PermissionError: Every user may rename the files of others in `memory`.
@@ -63,7 +62,7 @@ def kept_folder(launcher: int, memory: Path = MEMORY) -> Path:
     identity = launcher_identity(launcher)
     found = None
     for path in sorted(memory.glob(f"{_PREFIX}*")):
-        with suppress(OSError), _record_of(path, os.O_RDWR) as record:  # of another user, or removed meanwhile
+        with suppress(OSError), _record_of(path, os.O_RDWR) as record:  # it belongs to another user, or was removed
             recorded = os.read(record, _RECORD_NBYTES).decode(errors="replace")
             if recorded == identity:
                 found = path
@@ -74,7 +73,7 @@ def kept_folder(launcher: int, memory: Path = MEMORY) -> Path:
 
 @contextmanager
 def opened_folder(folder: Path) -> Iterator[int]:
-    """Open `folder`, and yield a descriptor that is closed at the end.
+    """Context manager that opens `folder` and returns its descriptor.
 
     Raises:
         PermissionError: It is not a folder of this user without access for others.
@@ -94,7 +93,7 @@ def opened_folder(folder: Path) -> Iterator[int]:
 
 
 def named(path: Path) -> Path:
-    """Return `path` with its name in the file system, if it goes through the descriptor of a folder."""
+    """Return the name of `path` in the file system, if `path` contains the descriptor of a folder."""
     if not path.is_relative_to(_OPENED):
         return path
     descriptor, *below = path.relative_to(_OPENED).parts
@@ -103,7 +102,7 @@ def named(path: Path) -> Path:
 
 @contextmanager
 def _record_of(folder: Path, flags: int) -> Iterator[int]:
-    """Yield a descriptor of the record in `folder`."""
+    """Context manager that opens the record in `folder` and returns its descriptor."""
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     with opened_folder(folder) as within:
         descriptor = os.open(_RECORD, flags, 0o600, dir_fd=within)
@@ -120,11 +119,11 @@ def _is_left(record: int, recorded: str) -> bool:
     _, namespace, launcher, started = recorded.split()
     if namespace == _pid_namespace():
         return _started(int(launcher)) != started
-    return _locks(record)  # of another container, whose launcher is not visible here; but its keeper's lock is
+    return _locks(record)  # it belongs to another container, whose launcher is not visible, unlike the keeper's lock
 
 
 def _locks(record: int) -> bool:
-    """Return True if no other process holds the lock of the record. It is then held until the descriptor closes."""
+    """Lock the record until the descriptor is closed. Return False if another process holds the lock."""
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -133,7 +132,7 @@ def _locks(record: int) -> bool:
 
 
 def _has_keeper(folder: Path, launcher: int) -> bool:
-    """Return True once `folder` has a keeper; False if the folder no longer exists."""
+    """Start a keeper for `folder` if it has none. Return False if the folder no longer exists."""
     try:
         with _record_of(folder, os.O_RDWR) as record:
             if _locks(record):
@@ -158,7 +157,7 @@ def _new_folder(launcher: int, identity: str, memory: Path) -> Path:
 
 
 def _start_keeper(launcher: int, folder: Path, record: int) -> None:
-    """Start a keeper, which takes over the lock. It has its own session, as the launcher ends those of the ranks."""
+    """Start a keeper, which inherits the lock. Its session is new, because the launcher ends the ranks' sessions."""
     subprocess.run(
         [sys.executable, "-I", "-S", __file__, str(launcher), str(folder), str(record)],
         stdin=subprocess.DEVNULL,
@@ -192,7 +191,7 @@ def _keep(launcher: int, folder: Path) -> None:
     with suppress(ProcessLookupError):
         descriptor = os.pidfd_open(launcher)
         select.select([descriptor], [], [])
-    # Ranks that the launcher leaves behind do not make the folder again: they have opened this one.
+    # Ranks that outlive the launcher do not create the folder again, because they have opened this one.
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Loading of a run, with any number of ranks and any strategy, completely or not at all."""
+"""Loading of a run with any number of ranks and any strategy. A run is loaded completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint.background import checkpoints
 from fullshard.checkpoint.contents import RECORD, HasState, key_of_rank, model_state, tied_names
-from fullshard.checkpoint.encoded import names_alongside, put_back_descriptions
+from fullshard.checkpoint.encoded import names_alongside, restore_descriptions
 from fullshard.checkpoint.fitting import fit_model, fit_optimizer
 from fullshard.checkpoint.folder import entries
 from fullshard.checkpoint.manifest import Progress
 from fullshard.checkpoint.opening import Opened, open_checkpoint
 from fullshard.checkpoint.plain import are_same, filled, keys_in
-from fullshard.checkpoint.random_states import derive_random_states, put_random_states
-from fullshard.checkpoint.saved import Saved, saved_by_others, saved_by_us
+from fullshard.checkpoint.random_states import derive_random_states, set_random_states
+from fullshard.checkpoint.saved import Saved, saved_by_fullshard, saved_by_torch
 from fullshard.checkpoint.together import default_ranks
 from fullshard.engine.materialize import allocate
 from fullshard.engine.registry import clean_fqn
@@ -72,11 +72,11 @@ def load(
 ) -> Restored:
     """Restore a run from a checkpoint. Every rank of the default process group must call it.
 
-    World size, strategy, wrap policy and ties may differ from those of the save. With the same number of ranks, the
-    following losses are bitwise equal. Every file is verified before anything is read, and no code in them is executed.
+    World size, strategy, wrap policy and ties may differ from those of the save. With the same number of ranks, later
+    losses are bitwise equal. All files are verified before anything is read, and no code in them is executed.
 
-    Checkpoints of plain `torch.distributed.checkpoint` are supported if they contain a model and an optimizer in the
-    form of `get_state_dict`. They have no checksums, so damage is not detected.
+    Checkpoints of `torch.distributed.checkpoint` are supported if they contain a model and an optimizer in the form of
+    `get_state_dict`. They have no checksums, so damage is not detected.
 
     Args:
         checkpoint: A checkpoint, or a folder of checkpoints. For a folder, the newest intact one is loaded, and a
@@ -84,11 +84,11 @@ def load(
         model: The model, sharded or not. Memory for parameters on the meta device is allocated first.
         optimizer: An optimizer of parameters of `model`. Its parameter groups may differ.
         scheduler: An object with `load_state_dict()`.
-        data: The position in the data. If the number of ranks is that of the save, each rank gets its own state.
+        data: The position in the data. With the same number of ranks, each rank gets its own state.
         random_states: Whether to restore random generators. With another number of ranks, they get new seeds derived
             from the checkpoint, the world size and the rank.
-        progress: Called with the bytes of its share that this rank has verified, and their total; then with the
-            elements that it has read, and their total.
+        progress: Called with the bytes that this rank has verified, and their total; then with the elements that it has
+            read, and their total.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged, or does not match. The same error is raised on every
@@ -98,68 +98,64 @@ def load(
     ranks = default_ranks()
     opened = open_checkpoint(Path(checkpoint), ranks, progress)
     doing, manifest = opened.doing, opened.manifest
-    taker = ranks.do(doing, lambda: _CheckpointReader(model, optimizer, scheduler, data))
+    reader = ranks.do(doing, lambda: _CheckpointReader(model, optimizer, scheduler, data))
     if manifest is None:
-        saved = saved_by_others(opened, taker.state, taker.params)
+        saved = saved_by_torch(opened, reader.state, reader.params)
         own: dict[str, Any] = {}
     else:
-        record, own = _accounts(opened, manifest.world, data is not None)
-        saved = ranks.do(doing, lambda: saved_by_us(opened, record))
-    saved = saved.renamed(taker.tied)
-    keys = ranks.do(doing, lambda: taker.fit(opened, saved, own))
-    targets = ranks.do(doing, lambda: taker.targets(opened, saved, keys))
+        record, own = _read_records(opened, manifest.world, data is not None)
+        saved = ranks.do(doing, lambda: saved_by_fullshard(opened, record))
+    saved = saved.renamed(reader.tied)
+    keys = ranks.do(doing, lambda: reader.fit(opened, saved, own))
+    targets = ranks.do(doing, lambda: reader.targets(opened, saved, keys))
     opened.read(targets, progress)
-    ranks.do(doing, lambda: taker.put_back(saved, own, keys, targets))
+    ranks.do(doing, lambda: reader.restore(saved, own, keys, targets))
     if manifest is None:
         return Restored(opened.path)
     if random_states and manifest.world == ranks.world:
-        put_random_states(own["random"])
+        set_random_states(own["random"])
     elif random_states:
         derive_random_states(own["random"], ranks.index, ranks.world)
     extra = saved.remaining["extra"]
     return Restored(opened.path, manifest.step, extra, manifest.world, manifest.strategy, manifest.versions)
 
 
-def _accounts(opened: Opened, world: int, wants_data: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values that the `world` ranks of the save shared, and those of this rank.
+def _read_records(opened: Opened, world: int, wants_data: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the shared values of the `world` ranks of the save, and the values of this rank.
 
-    With another number of ranks, the values of the first rank replace those of this rank.
+    With another number of ranks, this rank gets the values of the first rank.
 
     Raises:
         CheckpointError: The number of ranks differs, `data` is given, and the ranks had different positions.
     """
     ranks = opened.ranks
     if world == ranks.world:
-        record, own = opened.accounts(RECORD, key_of_rank(ranks.index))
+        record, own = opened.records(RECORD, key_of_rank(ranks.index))
         return record, own
-    record, first, *others = opened.accounts(RECORD, *map(key_of_rank, range(world if wants_data else 1)))
-    odd = [rank for rank, other in enumerate(others, 1) if not are_same(other.get("data"), first.get("data"))]
-    if odd:
-        raise CheckpointError(
-            f"{opened.doing}: {world} ranks saved it, and ranks 0 and {odd[0]} had different positions in the data, "
-            f"which cannot be divided over {ranks.world}. Pass data=None and set the position from your own values in "
-            "extra, or load with the same number of ranks."
-        )
+    record, first, *others = opened.records(RECORD, *map(key_of_rank, range(world if wants_data else 1)))
+    for rank, other in enumerate(others, 1):
+        if not are_same(other.get("data"), first.get("data")):
+            raise CheckpointError(
+                f"{opened.doing}: {world} ranks saved it, and ranks 0 and {rank} had different positions in the data, "
+                f"which cannot be divided over {ranks.world}. Pass data=None and set the position from your own values "
+                "in extra, or load with the same number of ranks."
+            )
     return record, {name: value for name, value in first.items() if name != "plain"}
 
 
+@dataclass(eq=False)
 class _CheckpointReader:
-    """The objects that a checkpoint is loaded into, on this rank."""
+    """The objects on this rank into which a checkpoint is loaded."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        scheduler: HasState | None,
-        data: HasState | None,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.data = data
-        self.state = model_state(model, in_parts=True)
-        self.tied = tied_names(model)
-        self.params = {} if optimizer is None else params_by_fqn(model, optimizer)
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    scheduler: HasState | None
+    data: HasState | None
+
+    def __post_init__(self) -> None:
+        self.state = model_state(self.model, in_parts=True)
+        self.tied = tied_names(self.model)
+        self.params = {} if self.optimizer is None else params_by_fqn(self.model, self.optimizer)
 
     @property
     def template(self) -> StateTemplate | None:
@@ -167,7 +163,7 @@ class _CheckpointReader:
         return None if self.optimizer is None else StateTemplate(self.optimizer, self.params)
 
     def fit(self, opened: Opened, saved: Saved, own: Mapping[str, Any]) -> dict[str, str]:
-        """Return the keys of the model's tensors by FQN."""
+        """Check that the checkpoint fits, and return the keys of the model's tensors by FQN."""
         keys, misfit = fit_model(saved, opened, self.state, self.tied)
         if self.template is not None:
             misfit += fit_optimizer(saved, opened, self.template)
@@ -179,7 +175,7 @@ class _CheckpointReader:
         return keys
 
     def targets(self, opened: Opened, saved: Saved, keys: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return the tensors to load into, by key: those of the model and the optimizer where possible."""
+        """Return the tensors to fill, by key: where possible, those of the model and the optimizer."""
         allocate(self.model, device_of(self.model))
         self.state = model_state(self.model, in_parts=True)
         sizes = opened.sizes()
@@ -204,19 +200,18 @@ class _CheckpointReader:
             for key in keys_in(child):
                 targets[key] = template.destination(fqn, name, sizes[key], opened.dtype(key))
         for group in saved.groups or ():
-            targets |= {
-                key: torch.empty(sizes[key], dtype=opened.dtype(key), device="cpu") for key in keys_in(group.options)
-            }
+            for key in keys_in(group.options):
+                targets[key] = torch.empty(sizes[key], dtype=opened.dtype(key), device="cpu")
         return targets
 
-    def put_back(
+    def restore(
         self, saved: Saved, own: Mapping[str, Any], keys: Mapping[str, str], targets: dict[str, Tensor]
     ) -> None:
-        """Restore the model, optimizer, scheduler and data position from the values that were read."""
+        """Restore the model, optimizer, scheduler and data position from the values in `targets`."""
         for key, value in own.get("plain", {}).items():
             if key in targets:
                 targets[key].copy_(value)
-        self._put_back_model(saved, keys, targets)
+        self._restore_model(saved, keys, targets)
         template = self.template
         if template is not None and self.optimizer is not None:
             state = {
@@ -232,10 +227,10 @@ class _CheckpointReader:
         if self.data is not None:
             self.data.load_state_dict(own["data"])
 
-    def _put_back_model(self, saved: Saved, keys: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
+    def _restore_model(self, saved: Saved, keys: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
         """Load the targets as a state dict.
 
-        Most are in place already, but modules can have hooks, and units must notice that their shards have changed.
+        Most values are in place already, but hooks must run, and units must be notified of changed shards.
         """
         with state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
             values: dict[str, Any] = {}
@@ -248,6 +243,6 @@ class _CheckpointReader:
                 elif fqn in keys:
                     values[name] = targets[keys[fqn]]
                 else:
-                    values[name] = saved.values.get(fqn, present)  # otherwise it was read into its parts
+                    values[name] = saved.values.get(fqn, present)  # by default, it was read into its parts
             self.model.load_state_dict(values)
-            put_back_descriptions(self.model, alongside)
+            restore_descriptions(self.model, alongside)

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ class Manifest:
 
     id: str
     step: int
-    number: int  # counts the saves to a folder: the newest has the highest, even if a run went back some steps
+    number: int  # of the save to this folder. It increases even if a run resumes from an earlier step
     world: int
     strategy: str
     versions: Mapping[str, str]
@@ -70,15 +69,15 @@ class Manifest:
             expected, found = f"the manifest of step {step}", f"that of step {content['step']}"
         except OSError as error:
             found = f"none ({error.strerror})"
-        except _OddError as error:
+        except _ManifestError as error:
             expected, found = error.expected or expected, error.found
         except (ValueError, RecursionError) as error:
             found = f"a file that cannot be understood ({error})"
         raise CheckpointError(f"{path}: expected {expected}, found {found}. Load another checkpoint.")
 
 
-class _OddError(Exception):
-    """A manifest in an unknown form."""
+class _ManifestError(Exception):
+    """The content of a manifest is not valid."""
 
     def __init__(self, found: str, expected: str = "") -> None:
         super().__init__(found)
@@ -87,21 +86,23 @@ class _OddError(Exception):
 
 
 def _content(document: Any) -> dict[str, Any]:
-    """Return the fields of the manifest in `document`, whose values can be any JSON values."""
+    """Return the fields of the manifest in `document`, an untrusted JSON value."""
     if not isinstance(document, dict) or document.keys() != {"checksum", "content"}:
-        raise _OddError("something else")
+        raise _ManifestError("something else")
     content = document["content"]
     if not _is_checksum(document["checksum"]):
-        raise _OddError("one without a checksum")
+        raise _ManifestError("one without a checksum")
     if document["checksum"] != (actual := _checksum(content)):
-        raise _OddError(actual, f"the checksum {document['checksum']}")
+        raise _ManifestError(actual, f"the checksum {document['checksum']}")
     if isinstance(content, dict) and "format" in content and not _is_count(content["format"], FORMAT, FORMAT):
-        raise _OddError("one of another version of fullshard", f"a manifest of format {FORMAT}")
+        raise _ManifestError("one of another version of fullshard", f"a manifest of format {FORMAT}")
     odd = [name for name in _FIELDS if not isinstance(content, dict) or not _FIELDS[name](content.get(name))]
     if odd or content.keys() != _FIELDS.keys():
-        raise _OddError(f"one whose {', '.join(odd) or 'list of fields'} is not valid")
+        raise _ManifestError(f"one whose {', '.join(odd) or 'list of fields'} is not valid")
     if content["world"] > len(content["files"]):
-        raise _OddError(f"one of {content['world']} ranks with {len(content['files'])} files, fewer than one per rank")
+        raise _ManifestError(
+            f"one of {content['world']} ranks with {len(content['files'])} files, fewer than one per rank"
+        )
     fields = {name: content[name] for name in _FIELDS if name != "format"}
     return {**fields, "files": {name: StoredFile(**stored) for name, stored in content["files"].items()}}
 
@@ -171,10 +172,10 @@ def damage_in(
                 if nbytes != stored.nbytes:
                     wrong = f"expected {stored.nbytes} bytes, found {nbytes}"
                 elif reads:
-                    checksum = xxh3_128()
-                    for piece in _pieces(file):
-                        checksum.update(piece)
-                        done += len(piece)
+                    checksum, buffer = xxh3_128(), memoryview(bytearray(_PIECE_NBYTES))
+                    while count := file.readinto(buffer):
+                        checksum.update(buffer[:count])
+                        done += count
                         if progress is not None:
                             progress(done, total)
                     if checksum.hexdigest() != stored.checksum:
@@ -183,9 +184,3 @@ def damage_in(
             wrong = f"expected {stored.nbytes} bytes, found a file that cannot be read ({error.strerror})"
         if wrong is not None:
             yield f"{path}: {wrong}"
-
-
-def _pieces(file: FileIO) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(_PIECE_NBYTES))
-    while count := file.readinto(buffer):
-        yield buffer[:count]

@@ -1,10 +1,10 @@
-"""Read the metadata of `torch.distributed.checkpoint`, which is a pickle, without unpickling it.
+"""A reader of the metadata of `torch.distributed.checkpoint`, which is a pickle, without unpickling it.
 
-The file is untrusted. Python's unpickler calls what the file names and sets attributes of the results. An allow list of
-classes is not enough, because a pickle can set attributes of an allowed class itself. `loads` is a separate interpreter
-for the few opcodes that such a file contains. It only creates numbers, strings, containers and `_Object`s, which record
-the name of a class and the state in the file. Nothing is imported, called or modified. Then the result is compared with
-the known structure of the metadata, and torch's classes are created from checked values.
+The file is untrusted. Python's unpickler calls functions and sets attributes that the file names. An allow list of
+classes is not enough, because a pickle can set attributes of an allowed class. `loads` is a separate interpreter for
+the few opcodes that such a file contains. It only creates numbers, strings, containers and `_Object`s, which have the
+name of a class and the state in the file. Nothing is imported, called or modified. Then the result is compared with the
+known structure of the metadata, and torch's classes are created from checked values.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from fullshard.regular_files import is_plain_name
 
 T = TypeVar("T")
 
-_PEER = "torch.distributed.checkpoint.metadata"
+_MODULE = "torch.distributed.checkpoint.metadata"
 _MOST_DIMS = 64
 _LONGEST_NAME = 1 << 16  # characters
 _LARGEST = (1 << 63) - 1
-_LEAST_NBYTES = 16  # minimum size of a part of a tensor in a file
+_LEAST_NBYTES = 16  # minimum size of the description of a chunk
 
 
 def loads(data: bytes) -> Metadata:
     """Return the metadata in `data`.
 
     Raises:
-        CheckpointError: It is not the metadata of a checkpoint, or its parts do not cover every tensor exactly. The
-            message gives the reason.
+        CheckpointError: It is not the metadata of a checkpoint, or its chunks do not cover every tensor exactly. The
+            message has the reason.
     """
-    return _metadata(_Interpreter(data).run(), most_parts=len(data) // _LEAST_NBYTES)
+    return _metadata(_Interpreter(data).run(), most_chunks=len(data) // _LEAST_NBYTES)
 
 
 # -- from bytes to inert values ---------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ class _Global(NamedTuple):
 
 
 class _Object:
-    """An instance of the class `kind`, as the file describes it: its arguments, and its state."""
+    """The description of an instance of the class `kind`: its arguments and its state."""
 
     __slots__ = ("args", "kind", "state")
 
@@ -72,24 +72,17 @@ class _Object:
         self.state: dict[Any, Any] | tuple[Any, ...] | None = None
 
 
+_NAMES = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+    *("StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+)
 _CLASSES = {
-    *(
-        _Global(_PEER, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-        )
-    ),
+    *(_Global(_MODULE, name) for name in _NAMES),
     _Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
 _SIZE = _Global("torch", "Size")
 _LAYOUT = _Global("torch.serialization", "_get_layout")
-_MEMORY_FORMAT = _Global(_PEER, "_MEM_FORMAT_ENCODING")
+_MEMORY_FORMAT = _Global(_MODULE, "_MEM_FORMAT_ENCODING")
 _ORDERED = _Global("collections", "OrderedDict")
 _PATHS = {
     _Global(module, name)
@@ -105,7 +98,7 @@ _MARK = object()
 
 
 class _Interpreter:
-    """Interprets the opcodes of one pickle. Each opcode creates at most one new value."""
+    """An interpreter of the opcodes of one pickle. Each opcode creates at most one new value."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -184,7 +177,7 @@ class _Interpreter:
             raise CheckpointError("its pickle protocol is unknown")
 
     def _frame(self) -> None:
-        self._take(8)  # a hint for reading in pieces
+        self._take(8)  # the size of the frame
 
     def _text(self, format: str) -> None:
         self._push(self._take(self._number(format)).decode("utf-8", "surrogatepass"))
@@ -251,18 +244,8 @@ class _Interpreter:
                 raise CheckpointError("a key is not a string")
             target[key] = value
 
-    def _set_one(self) -> None:
-        value: Any = self._pop()
-        key: Any = self._pop()
-        self._set([key, value])
-
-    def _append_one(self) -> None:
-        value: Any = self._pop()
-        self._top(list).append(value)
-
-    def _append(self) -> None:
-        found = self._since_mark()
-        self._top(list).extend(found)
+    def _extend(self, items: list[Any]) -> None:
+        self._top(list).extend(items)
 
 
 _STOP = ord(".")
@@ -299,10 +282,10 @@ _STEPS: Mapping[int, Callable[[_Interpreter], None]] = {
         "R": _Interpreter._reduce,
         "\x81": _Interpreter._new,
         "b": _Interpreter._build,
-        "s": _Interpreter._set_one,
+        "s": lambda item: item._set([item._pop(), item._pop()][::-1]),
         "u": lambda item: item._set(item._since_mark()),
-        "a": _Interpreter._append_one,
-        "e": _Interpreter._append,
+        "a": lambda item: item._extend([item._pop()]),
+        "e": lambda item: item._extend(item._since_mark()),
     }.items()
 }
 
@@ -310,7 +293,7 @@ _STEPS: Mapping[int, Callable[[_Interpreter], None]] = {
 # -- from inert values to metadata ------------------------------------------------------------------------------------
 
 
-def _metadata(value: Any, *, most_parts: int) -> Metadata:
+def _metadata(value: Any, *, most_chunks: int) -> Metadata:
     """Create metadata from the value that a file describes."""
     state = _state(value, "Metadata")
     stored: dict[MetadataIndex, Any] = {}
@@ -321,10 +304,14 @@ def _metadata(value: Any, *, most_parts: int) -> Metadata:
         stored[index] = _storage(info)
     entries = dict(_entries(state.get("state_dict_metadata"), str))
     tensors = {name: entry for name, entry in entries.items() if _is_a(entry, "TensorStorageMetadata")}
-    parts = {name: _list(_state(tensor, "TensorStorageMetadata").get("chunks")) for name, tensor in tensors.items()}
-    if sum(map(len, parts.values())) > most_parts:  # before reading any: a file may refer to one list many times
+    chunks = [_list(_state(tensor, "TensorStorageMetadata").get("chunks")) for tensor in tensors.values()]
+    if sum(map(len, chunks)) > most_chunks:  # before any is read, because a file may refer to one list many times
         raise CheckpointError("it lists more chunks of tensors than fit in a file of its size")
-    made = {name: _tensor(name, entry) if name in tensors else _bytes(entry) for name, entry in entries.items()}
+    if not all(name in tensors or _is_a(entry, "BytesStorageMetadata") for name, entry in entries.items()):
+        raise CheckpointError("an entry is neither a tensor nor a value")
+    made = {
+        name: _tensor(name, entry) if name in tensors else BytesStorageMetadata() for name, entry in entries.items()
+    }
     for name, entry in made.items():
         if isinstance(entry, TensorStorageMetadata):
             for chunk in entry.chunks:
@@ -343,7 +330,8 @@ def _metadata(value: Any, *, most_parts: int) -> Metadata:
 def _tensor(name: str, value: Any) -> TensorStorageMetadata:
     state = _state(value, "TensorStorageMetadata")
     size = _size(state.get("size"))
-    chunks = [_chunk(item) for item in _list(state.get("chunks"))]
+    described = [_state(item, "ChunkStorageMetadata") for item in _list(state.get("chunks"))]
+    chunks = [ChunkStorageMetadata(_size(item.get("offsets")), _size(item.get("sizes"))) for item in described]
     why = uncovered(size, ((chunk.offsets, chunk.sizes) for chunk in chunks))
     if why is not None:
         raise CheckpointError(f"of the tensor {_name(name)!r} {why}")
@@ -358,17 +346,6 @@ def _check_stored(
     if place is None or place.length < nbytes:
         found = "nothing" if place is None else f"{place.length} bytes"
         raise CheckpointError(f"{name!r} has {nbytes} bytes at {tuple(chunk.offsets)}, but the files contain {found}")
-
-
-def _bytes(value: Any) -> BytesStorageMetadata:
-    if not _is_a(value, "BytesStorageMetadata"):
-        raise CheckpointError("an entry is neither a tensor nor a value")
-    return BytesStorageMetadata()
-
-
-def _chunk(value: Any) -> ChunkStorageMetadata:
-    state = _state(value, "ChunkStorageMetadata")
-    return ChunkStorageMetadata(offsets=_size(state.get("offsets")), sizes=_size(state.get("sizes")))
 
 
 def _properties(value: Any) -> TensorProperties:

@@ -1,4 +1,4 @@
-"""Finds a checkpoint and verifies its files before anything is read from it."""
+"""Search for a checkpoint, and verification of its files before anything is read from it."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ class Opened:
         self.read(targets)
         return [targets[key] for key in keys]
 
-    def accounts(self, *keys: str) -> list[Any]:
+    def records(self, *keys: str) -> list[Any]:
         """Return the values of `keys` that `as_one_value` has wrapped."""
         values = self.values(*keys)
-        odd = [key for key, value in zip(keys, values, strict=True) if type(value) is not tuple or len(value) != 1]
-        if odd:
-            raise CheckpointError(
-                f"{self.doing}: {odd[0]!r} does not have the form that fullshard writes. Load another checkpoint."
-            )
+        for key, value in zip(keys, values, strict=True):
+            if type(value) is not tuple or len(value) != 1:
+                raise CheckpointError(
+                    f"{self.doing}: {key!r} does not have the form that fullshard writes. Load another checkpoint."
+                )
         return [value for (value,) in values]
 
     def read(self, targets: dict[str, Any], progress: Progress | None = None) -> None:
-        """Read the values of `targets`: tensors in place, whole or sharded in any way; others are replaced."""
+        """Read the values of `targets`. Tensors, sharded or not, are filled in place. Other values are replaced."""
         if targets:
             container.read_values(
                 self.path,
@@ -79,18 +79,21 @@ class Opened:
 def open_checkpoint(
     path: Path, ranks: GroupRanks, progress: Progress | None = None, *, verifies: bool = True
 ) -> Opened:
-    """Open the checkpoint `path`, or the newest intact one in the folder `path`, after verifying all its files.
+    """Verify and open the checkpoint `path`, or the newest intact one in the folder `path`.
 
-    Each rank verifies some of the files. Newer checkpoints that are damaged are logged.
+    Each rank verifies some of the files. Damaged checkpoints that are newer are logged.
 
     Args:
-        verifies: Whether to verify all files; if not, only the manifest or the metadata is checked.
+        path: A checkpoint, or a folder of checkpoints.
+        ranks: The ranks that load it.
+        progress: Called with the bytes that this rank has verified, and their total.
+        verifies: Whether to verify all files. If False, only the manifest or the metadata is checked.
 
     Raises:
         CheckpointError: There is none, or none is intact. The same error is raised on every rank.
     """
     doing = f"loading {path}"
-    # By name, because the same checkpoint can have another path on another host.
+    # Relative paths, because the same checkpoint can have another path on another host.
     names = ranks.once(doing, lambda: [found.relative_to(path) for found in _found(path)])
     found = [path / name for name in names]
     refused: list[str] = []
@@ -109,7 +112,7 @@ def open_checkpoint(
 
 
 def _found(path: Path) -> list[Path]:
-    """Return the checkpoint at `path`, or those in the folder `path`, the newest first."""
+    """Return the checkpoint at `path`, or the checkpoints in the folder `path`, the newest first."""
     if (path / MANIFEST).exists() or (path / container.METADATA).exists() or step_of(path) is not None:
         return [path]
     if path.is_file():
@@ -128,7 +131,14 @@ def _found(path: Path) -> list[Path]:
 
 def _opened(path: Path, ranks: GroupRanks, progress: Progress | None, verifies: bool) -> Opened:
     doing = f"loading {path}"
-    manifest = ranks.once(doing, lambda: _manifest(path))
+
+    def read_manifest() -> Manifest | None:
+        """Return the manifest of a checkpoint; None for a checkpoint of another program, which has none."""
+        if not (path / MANIFEST).exists() and RECORD not in container.read_metadata(path).state_dict_metadata:
+            return None
+        return Manifest.read(path)  # raises an error if it is missing
+
+    manifest = ranks.once(doing, read_manifest)
     if manifest is not None and verifies:
         verify(path, manifest.files, ranks, doing, "Load another checkpoint.", progress)
     metadata = ranks.do(doing, lambda: container.read_metadata(path))
@@ -155,13 +165,6 @@ def verify(
     if damage:
         more = f" ({len(damage) - 1} more files are damaged)" if len(damage) > 1 else ""
         raise CheckpointError(f"{doing}: {damage[0]}{more}. {remedy}")
-
-
-def _manifest(path: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint; None for a checkpoint of another program, which has none."""
-    if not (path / MANIFEST).exists() and RECORD not in container.read_metadata(path).state_dict_metadata:
-        return None
-    return Manifest.read(path)  # raises if it is missing
 
 
 def _shares(files: Mapping[str, StoredFile], world: int) -> list[dict[str, StoredFile]]:

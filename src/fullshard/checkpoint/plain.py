@@ -1,4 +1,4 @@
-"""Plain values, which can be read back without executing code."""
+"""Plain values, which can be loaded without executing code."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import CheckpointError
 
+_ATOMS = (type(None), bool, int, float, str)
+
 
 def plain_copy(value: Any, what: str) -> Any:
     """Return a copy of `value` as `load` returns it: plain values and CPU tensors in containers.
 
+    Plain types are copied directly. Other values are written and loaded, which is much slower.
+
+    Args:
+        value: The value.
+        what: The beginning of error messages, which ends with the path of a value.
+
     Raises:
-        CheckpointError: It contains something that cannot be read back safely. `what` begins the message.
+        CheckpointError: It contains a value that cannot be loaded safely.
     """
-    return _copied(value, what, "")
-
-
-_ATOMS = (type(None), bool, int, float, str)
-
-
-def _copied(value: Any, what: str, path: str) -> Any:
-    """Copy `value`. Plain types are copied directly; the rest is written and read back, at a much higher cost."""
     kind = type(value)
     if kind in _ATOMS:
         return value
     if kind is list or kind is tuple:
-        return kind(_copied(item, what, f"{path}[{index}]") for index, item in enumerate(value))
+        return kind(plain_copy(item, f"{what}[{index}]") for index, item in enumerate(value))
     if kind is dict and all(type(key) in _ATOMS for key in value):
-        return {key: _copied(item, what, f"{path}[{key!r}]") for key, item in value.items()}
+        return {key: plain_copy(item, f"{what}[{key!r}]") for key, item in value.items()}
     if kind is Tensor and not value.is_meta:
         return value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad)
-    for place, leaf in _leaves(value, path):
+    for place, leaf in _leaves(value, what):
         if isinstance(leaf, DTensor) or not _is_readable(leaf):
             raise CheckpointError(
-                f"{what}{place} is a {type(leaf).__module__}.{type(leaf).__qualname__}. Reading it back would execute "
+                f"{place} is a {type(leaf).__module__}.{type(leaf).__qualname__}. Reading it back would execute "
                 "code or need all ranks. Save plain values (numbers, strings, lists, dicts) and plain tensors."
             )
     return _read_back(value)
@@ -82,9 +82,10 @@ Outline = tuple[Any, ...]
 
 
 def outline(value: Any, path: Path, put: Callable[[Path, Any], str]) -> Outline:
-    """Return the structure of `value`, with a key for each tensor. `put(path, leaf)` stores a leaf and returns its key.
+    """Return the structure of `value`, with a key for each tensor.
 
-    It recurses into dicts, and into lists and tuples that contain tensors.
+    This recurses into dicts, and into lists and tuples that contain tensors. `put(path, leaf)` stores each leaf and
+    returns its key.
     """
     if isinstance(value, dict):
         return "dict", [(key, outline(item, (*path, str(key)), put)) for key, item in value.items()]
@@ -96,7 +97,7 @@ def outline(value: Any, path: Path, put: Callable[[Path, Any], str]) -> Outline:
 
 
 def filled(outlined: Outline, tensor: Callable[[str], Any]) -> Any:
-    """Return the value of an outline, with `tensor(key)` in place of each tensor."""
+    """Return the value of an outline, with `tensor(key)` for each tensor."""
     kind, content = outlined
     if kind == "dict":
         return {key: filled(item, tensor) for key, item in content}
@@ -120,6 +121,6 @@ def are_same(one: Any, other: Any) -> bool:
     """Return True if two plain values are equal, with bitwise equal tensors."""
     local, peer = list(_leaves(one)), list(_leaves(other))
     return len(local) == len(peer) and all(
-        path == place and (torch.equal(leaf, its) if isinstance(leaf, Tensor) else leaf == its)
-        for (path, leaf), (place, its) in zip(local, peer, strict=True)
+        path == other_path and (torch.equal(leaf, other_leaf) if isinstance(leaf, Tensor) else leaf == other_leaf)
+        for (path, leaf), (other_path, other_leaf) in zip(local, peer, strict=True)
     )

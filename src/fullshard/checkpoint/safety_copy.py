@@ -1,14 +1,14 @@
-"""Safety copies: the state of a run in the memory of its hosts, which survives its ranks and the loss of any one host.
+"""Safety copies: the state of a run in the memory of its hosts. They survive the loss of all ranks, or of one host.
 
-A copy is a checkpoint whose files are in a folder in memory on each host: the files of the host's own ranks, and those
-of the previous host. So if any one host is lost, every file still exists, and a resumed run reads them like any
-checkpoint, with any number of ranks. See keeper.py for the life of the folder.
+A copy is a checkpoint whose files are in a folder in memory on each host: the files of the ranks of this host, and of
+the previous host. If one host is lost, all files still exist, and a resumed run reads them like any checkpoint, with
+any number of ranks. See keeper.py for the lifetime of the folder.
 
 1. Every rank copies its state to host memory, and training continues.
 2. Meanwhile each rank writes its file to the folder of its host. The first rank of each host sends the host's files to
-   the next host, and receives those of the previous host.
-3. Once all files have arrived, the copy is committed on every host. Once it is committed on every host, the previous
-   copy is deleted. So one copy always survives the loss of a host.
+   the next host, and receives the files of the previous host.
+3. Once all files have arrived, every host commits the copy. After that, every host deletes the previous copy. So one
+   copy always survives the loss of a host.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class SafetyCopies:
     """The copies of one run. Every rank of the default process group creates this object and calls all methods.
 
     Args:
-        folder: A folder in the memory of this rank's host, shared by all ranks of the host only. It belongs to this
-            user and is not accessible to others. Files are accessed through its descriptor, never by its name.
+        folder: A folder in the memory of this rank's host, shared by the ranks of the host. It belongs to this user,
+            and other users cannot access it. Files are accessed through its descriptor, never by its name.
 
     Raises:
-        CheckpointError: A rank cannot open its folder, or other users can.
+        CheckpointError: A rank cannot open its folder, or other users can access it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -89,12 +89,12 @@ class SafetyCopies:
 
     @classmethod
     def kept_with(cls, launcher: int, memory: Path = MEMORY) -> SafetyCopies:
-        """Return the copies of a run whose ranks the process `launcher` of each host starts, and possibly restarts.
+        """Return the copies of a run whose ranks are started by the process `launcher` of each host.
 
-        The first rank of each host finds or creates the folder, and shares its name with the others.
+        The first rank of each host finds or creates the folder, and shares its name with the other ranks.
 
         Raises:
-            CheckpointError: A host cannot have a folder.
+            CheckpointError: A host cannot create a folder.
         """
         ranks = default_ranks()
         launchers = ranks.share("looking for hosts", lambda: (socket.gethostname(), launcher_identity(launcher)))
@@ -123,7 +123,7 @@ class SafetyCopies:
 
     @noting("checkpoint")
     def save(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extra: Any) -> PendingSave:
-        """Start to copy a run, and return once the ranks have copied their states. Wait for the previous copy first.
+        """Start a safety copy, and return once the states are in host memory. Wait for the previous copy first.
 
         See `fullshard.checkpoint.async_save` for the contents of a copy.
 
@@ -189,7 +189,9 @@ class SafetyCopies:
         try:
             number = 1 + max(ranks.share(doing, lambda: self._begin(partial)))
             by_rank = write_files(partial, contents, ranks, doing)
-            by_host = self._by_host(by_rank)
+            by_host: list[dict[str, StoredFile]] = [{} for _ in self._leaders]
+            for host, files in zip(self._host_of, by_rank, strict=True):
+                by_host[host] |= files
             self._exchange(partial, self._mirrored(by_host), doing)
             manifest = ranks.once(doing, lambda: manifest_of(partial, step, number, contents.strategy, by_rank))
             kept = {**by_host[self._host], **by_host[self._host - 1]}
@@ -202,20 +204,14 @@ class SafetyCopies:
         return path
 
     def _begin(self, partial: Path) -> int:
-        """Prepare the folder for a copy, and return the number of the newest one here.
+        """Prepare the folder for a copy, and return the number of the newest copy in it.
 
-        A missing folder is not created: the keeper has removed it, and would not remove a new one.
+        A missing folder is not created, because the keeper has removed it and would not remove a new one.
         """
         if self._leads:
             clear_up(self._folder)
             partial.mkdir()
         return newest_number(self._folder)
-
-    def _by_host(self, by_rank: Sequence[Mapping[str, StoredFile]]) -> list[dict[str, StoredFile]]:
-        by_host: list[dict[str, StoredFile]] = [{} for _ in self._leaders]
-        for host, of_rank in zip(self._host_of, by_rank, strict=True):
-            by_host[host] |= of_rank
-        return by_host
 
     def _mirrored(self, by_host: Sequence[Mapping[str, StoredFile]]) -> list[_Transfer]:
         """Return transfers of each host's files to the next host; none for a single host."""
@@ -241,25 +237,19 @@ class SafetyCopies:
     # -- between hosts ------------------------------------------------------------------------------------------------
 
     def _exchange(self, folder: Path, transfers: Sequence[_Transfer], doing: str) -> None:
-        """Send each file to its target, where it is renamed once it is complete."""
+        """Send each file to its target, which renames it once it is complete."""
         local = _Exchange(folder, transfers, self._host if self._leads else None)
-        self._ranks.do(doing, local.lay_out)  # a host without enough memory raises before any transfer
+        self._ranks.do(doing, local.allocate)  # a host without enough memory raises an error before any transfer
         self._ranks.do(doing, lambda: local.run(self._leaders, self._ranks.group))
-        self._ranks.do(doing, local.take_in)
+        self._ranks.do(doing, local.rename)
 
     def _found(self) -> Iterator[tuple[Manifest, list[str]]]:
         """Yield the copies on this host, with the names of their files on this host."""
         for entry in entries(self._folder):
             if entry.manifest is not None:
-                files = entry.manifest.files
-                yield (
-                    entry.manifest,
-                    [
-                        name
-                        for name, stored in files.items()
-                        if not any(damage_in(entry.path, {name: stored}, reads=False))
-                    ],
-                )
+                files = entry.manifest.files.items()
+                present = [item[0] for item in files if not any(damage_in(entry.path, dict([item]), reads=False))]
+                yield entry.manifest, present
 
     def _make_room_for(self, path: Path, manifest: Manifest) -> None:
         if self._leads and not path.exists():
@@ -269,22 +259,22 @@ class SafetyCopies:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One host's part in some transfers. A rank that does not act for a host does nothing."""
+    """The transfers of one host. A rank that does not act for a host does nothing."""
 
     folder: Path
     transfers: Sequence[_Transfer]
     host: int | None
 
     @cached_property
-    def coming(self) -> dict[str, StoredFile]:
-        """The files that this host receives, by their names until they are complete."""
+    def received(self) -> dict[str, StoredFile]:
+        """The files that this host receives, by their temporary names."""
         return {
             f"{transfer.name}.coming": transfer.stored for transfer in self.transfers if transfer.target == self.host
         }
 
-    def lay_out(self) -> None:
-        """Allocate all memory now. A later write to a mapped file without memory raises a signal, not an error."""
-        for name, stored in self.coming.items():
+    def allocate(self) -> None:
+        """Allocate all memory. Without memory, a later write to a mapped file raises a signal instead of an error."""
+        for name, stored in self.received.items():
             descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             try:
                 if stored.nbytes:
@@ -307,10 +297,10 @@ class _Exchange:
                 assert work is not None, "this rank is in the group"
                 work.wait()
 
-    def take_in(self) -> None:
-        """Rename the received files to their final names."""
-        _check(self.folder, self.coming)
-        for name in self.coming:
+    def rename(self) -> None:
+        """Verify the received files, and rename them to their final names."""
+        _check(self.folder, self.received)
+        for name in self.received:
             (self.folder / name).rename(self.folder / name.removesuffix(".coming"))
 
 

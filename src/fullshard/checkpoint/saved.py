@@ -1,4 +1,4 @@
-"""The contents of an opened checkpoint for a model and an optimizer, written by fullshard or by torch alone."""
+"""The contents of an opened checkpoint for a model and an optimizer, written by fullshard or by torch."""
 
 from __future__ import annotations
 
@@ -41,21 +41,25 @@ class Saved:
         return replace(self, states=states, groups=groups)
 
 
-def saved_by_us(opened: Opened, record: Mapping[str, Any]) -> Saved:
+def saved_by_fullshard(opened: Opened, record: Mapping[str, Any]) -> Saved:
     """Return the contents of a checkpoint written by fullshard."""
-    optimizer = record.get("optimizer")
+    optimizer, groups = record.get("optimizer"), None
+    if optimizer is not None:
+        groups = tuple(_group(options) for _, options in optimizer["param_groups"])
+        if (kinds := optimizer.get("kinds")) is not None:  # earlier versions did not record them
+            groups = tuple(replace(group, kinds=kind) for group, kind in zip(groups, kinds, strict=False))
     return Saved(
         tensors=_under(f"{MODEL}.", opened.sizes()),
         values=record["model"],
         ties={name.removeprefix(f"{MODEL}."): key.removeprefix(f"{MODEL}.") for name, key in record["ties"].items()},
         states={} if optimizer is None else dict(optimizer["state"][1]),
-        groups=None if optimizer is None else _our_groups(optimizer),
+        groups=groups,
         remaining=record,
     )
 
 
-def saved_by_others(opened: Opened, in_model: Collection[str], in_optimizer: Collection[str]) -> Saved:
-    """Return the contents of a plain `torch.distributed.checkpoint`, as far as its names are recognized.
+def saved_by_torch(opened: Opened, in_model: Collection[str], in_optimizer: Collection[str]) -> Saved:
+    """Return the contents of a `torch.distributed.checkpoint`, as far as its names are known.
 
     The optimizer can have either form of `get_state_dict`, flattened or not.
     """
@@ -69,7 +73,7 @@ def saved_by_others(opened: Opened, in_model: Collection[str], in_optimizer: Col
         for before, fqn, remaining in _splits(key)
         if (before.endswith("state.") and fqn in in_optimizer and remaining) or before.endswith("param_groups.")
     )
-    # A model without a prefix can be saved together with other data. Keys that begin like its keys belong to it.
+    # A model without a prefix can be saved together with other data. Keys that begin like FQNs belong to the model.
     tops = {fqn.split(".")[0] for fqn in in_model}
     return Saved(
         tensors={fqn: key for fqn, key in _under(model, opened.sizes()).items() if fqn.split(".")[0] in tops},
@@ -125,12 +129,6 @@ def _groups(leaves: Mapping[str, Outline], fqns: Collection[str]) -> tuple[Saved
         SavedGroup([name], ("dict", options)) if name in fqns else _group(options) for name, options in found.items()
     ]
     return tuple(groups) or None
-
-
-def _our_groups(optimizer: Mapping[str, Any]) -> tuple[SavedGroup, ...]:
-    groups = tuple(_group(options) for _, options in optimizer["param_groups"])
-    kinds = optimizer.get("kinds")  # earlier versions did not record them
-    return groups if kinds is None else tuple(map(lambda group, its: replace(group, kinds=its), groups, kinds))
 
 
 def _group(options: Iterable[tuple[str, Outline]]) -> SavedGroup:

@@ -1,4 +1,4 @@
-"""Saving of a run: all ranks together, each its shards. A checkpoint is complete or does not exist."""
+"""Saving of a run. Each rank writes its shards, and a checkpoint is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -44,39 +44,39 @@ def save(
     """Save a run as `folder`/step-000000100, and return that path.
 
     Every rank of the default process group must call it. Each rank writes its own shards. The files have the format of
-    `torch.distributed.checkpoint`, which can read them too. The random states of every rank are saved as well. If a
+    `torch.distributed.checkpoint`, which can also read them. The random states of every rank are saved as well. If a
     process is killed during the save, or a disk is full, previous checkpoints in `folder` still exist, and unfinished
-    files do not count.
+    files are ignored.
 
     Args:
         folder: The folder for the checkpoints of the run, on storage that all hosts share.
-        model: The model, sharded or not: its parameters, buffers and other state.
+        model: The model, sharded or not, with its parameters, buffers and other state.
         step: The number that names the checkpoint. A checkpoint of the same step is replaced.
         optimizer: An optimizer of parameters of `model`.
-        scheduler: An object with `state_dict()`. That of the first rank is saved.
-        data: The position in the data: an object with `state_dict()`. That of each rank is saved.
-        extra: Other plain values and plain tensors. Those of the first rank are saved.
-        keep: The number of checkpoints to keep, including this one; older ones are deleted. If None, all are kept.
+        scheduler: An object with `state_dict()`. The state of the first rank is saved.
+        data: The position in the data: an object with `state_dict()`. The state of each rank is saved.
+        extra: Other plain values and plain tensors. The values of the first rank are saved.
+        keep: The number of checkpoints to keep, including this one. Older ones are deleted. If None, all are kept.
         progress: Called with the bytes of tensors that this rank has written so far, and their total.
 
     Raises:
         CheckpointError: A rank could not save. The same error is raised on every rank. The run can continue.
         ConfigError: `step` is below 0, or `keep` below 1.
     """
-    order = _Order(Path(folder), step, keep)
+    request = _SaveRequest(Path(folder), step, keep)
     checkpoints.wait()
     ranks = default_ranks()
-    contents = ranks.do(order.doing, lambda: collect(model, optimizer, scheduler, data, extra))
-    return order.write(contents, ranks, progress)
+    contents = ranks.do(request.doing, lambda: collect(model, optimizer, scheduler, data, extra))
+    return request.write(contents, ranks, progress)
 
 
 def save_contents(
     folder: Path, step: int, collect_contents: Callable[[], Contents], progress: Progress | None = None
 ) -> Path:
     """Save the contents from `collect_contents` like `save`, in a single process, and return the path."""
-    order = _Order(folder, step, None)
+    request = _SaveRequest(folder, step, None)
     ranks = GroupRanks()
-    return order.write(ranks.do(order.doing, collect_contents), ranks, progress)
+    return request.write(ranks.do(request.doing, collect_contents), ranks, progress)
 
 
 @noting("checkpoint")
@@ -101,14 +101,14 @@ def save_own_files(
         CheckpointError: A rank could not write. The same error is raised on every rank.
         ConfigError: `step` is below 0.
     """
-    order = _Order(Path(folder), step, None)
+    request = _SaveRequest(Path(folder), step, None)
     checkpoints.wait()
     ranks = default_ranks()
-    contents = ranks.do(order.doing, lambda: collect(model, optimizer, scheduler, data, extra))
-    partial = ranks.do(order.doing, lambda: begin(order.folder, step))
-    by_rank = write_files(partial, contents, ranks, order.doing)
+    contents = ranks.do(request.doing, lambda: collect(model, optimizer, scheduler, data, extra))
+    partial = ranks.do(request.doing, lambda: begin(request.folder, step))
+    by_rank = write_files(partial, contents, ranks, request.doing)
     manifest = manifest_of(partial, step, 1, contents.strategy, by_rank)
-    return ranks.do(order.doing, lambda: commit(partial, manifest, by_rank[ranks.index], writes=ranks.leads))
+    return ranks.do(request.doing, lambda: commit(partial, manifest, by_rank[ranks.index], writes=ranks.leads))
 
 
 @noting("checkpoint")
@@ -124,19 +124,19 @@ def async_save(
     keep: int | None = None,
     progress: Progress | None = None,
 ) -> PendingSave:
-    """Start a `save`, and return as soon as everything has been copied to host memory.
+    """Start a `save`, and return as soon as all values have been copied to host memory.
 
-    A thread writes the copy while training continues. The next save or load waits for it first, and raises its error
-    unless `wait()` was called before. The host memory is kept for the next copy.
+    A thread writes the copy while training continues. The next save or load waits for it, and raises its error unless
+    `wait()` was called before. The host memory is kept for the next copy.
 
     Args:
         folder: The folder for the checkpoints of the run, on storage that all hosts share.
         model: The model, sharded or not.
         step: The number that names the checkpoint.
         optimizer: An optimizer of parameters of `model`.
-        scheduler: An object with `state_dict()`. That of the first rank is saved.
-        data: The position in the data: an object with `state_dict()`. That of each rank is saved.
-        extra: Other plain values and plain tensors. Those of the first rank are saved.
+        scheduler: An object with `state_dict()`. The state of the first rank is saved.
+        data: The position in the data: an object with `state_dict()`. The state of each rank is saved.
+        extra: Other plain values and plain tensors. The values of the first rank are saved.
         keep: The number of checkpoints to keep, including this one. If None, all are kept.
         progress: Called by the thread with the bytes that this rank has written so far, and their total.
 
@@ -145,21 +145,21 @@ def async_save(
         ConfigError: `step` is below 0, or `keep` below 1.
         RankMismatchError: A rank makes a different call meanwhile.
     """
-    order = _Order(Path(folder), step, keep)
+    request = _SaveRequest(Path(folder), step, keep)
     checkpoints.wait()
     default_ranks().barrier("async_save")  # the ranks below use a separate group, where calls are not compared
     ranks = checkpoints.ranks()
     memory = _memory.get_or_make(None, HostMemory)
-    contents = ranks.do(order.doing, lambda: memory.copy(collect(model, optimizer, scheduler, data, extra)))
-    return checkpoints.start(lambda: order.write(contents, ranks, progress))
+    contents = ranks.do(request.doing, lambda: memory.copy(collect(model, optimizer, scheduler, data, extra)))
+    return checkpoints.start(lambda: request.write(contents, ranks, progress))
 
 
 _memory: Kept[None, HostMemory] = Kept("host memory for copies")
 
 
 @dataclass(frozen=True)
-class _Order:
-    """The step to save, the folder for it, and the number of checkpoints to keep there."""
+class _SaveRequest:
+    """The step to save, the folder of the checkpoints, and the number of checkpoints to keep."""
 
     folder: Path
     step: int
@@ -196,7 +196,7 @@ class _Order:
         if self.keep is not None:
             try:
                 keep_newest(self.folder, self.keep)
-            except OSError as error:  # no reason to fail: the new one exists
+            except OSError as error:  # the new checkpoint is complete
                 logger.warning("could not delete old checkpoints in %s: %s", self.folder, error)
         return path
 
@@ -204,7 +204,7 @@ class _Order:
 def write_files(
     partial: Path, contents: Contents, ranks: GroupRanks, doing: str, progress: Progress | None = None
 ) -> list[dict[str, StoredFile]]:
-    """Write `contents` into the folder `partial`, each rank its own, and return the files of each rank, in rank order.
+    """Write the contents of this rank into the folder `partial`, and return the files of all ranks, in rank order.
 
     Raises:
         CheckpointError: A rank could not write. The same error is raised on every rank.

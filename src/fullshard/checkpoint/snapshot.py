@@ -1,8 +1,8 @@
-"""Snapshots: one rank's shards in host memory, which can be read during training and restored in place.
+"""Snapshots: copies of one rank's shards in host memory, which can be restored in place.
 
-Unlike a checkpoint, a snapshot is local to one rank: it does not communicate, and the model does not change, so a rank
-can take one while others do something else. On the other hand, it can only be restored on a rank with the same shards:
-this one, or its counterpart in another replica.
+Unlike a checkpoint, a snapshot is local to one rank. It does not need communication and does not change the model, so a
+rank can take one independently of other ranks. It can only be restored on a rank with the same shards: this rank, or
+its counterpart in another replica.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def snapshot(
 ) -> dict[str, Any]:
     """Copy this rank's part of a run to host memory, and return it as plain values and plain tensors in dicts.
 
-    This function does not communicate, and does not change the model. It can be called on some ranks only, and also
-    during forward or backward, because weights and optimizer states change only in the optimizer step. (Buffers have
-    their values at that point of forward.) Later steps do not change the snapshot. It takes as much host memory as this
+    This function does not communicate, and does not change the model. It can be called on some ranks only, and during
+    forward or backward, because weights and optimizer states change only in the optimizer step. (Buffers have their
+    values at that point of forward.) Later steps do not change the snapshot. It takes as much host memory as this
     rank's shards and its part of the optimizer state, and the time to copy them.
 
     Args:
-        model: The model, sharded or not: the shards of its parameters, its other parameters, its persistent buffers.
+        model: The model, sharded or not. The snapshot has its shards, other parameters and persistent buffers.
         optimizer: An optimizer of parameters of `model`.
         scheduler: An object with `state_dict()`.
         extra: Other plain values and plain tensors.
 
     Raises:
-        CheckpointError: `extra` or the scheduler's state contains something that requires code execution to be read
-            back.
+        CheckpointError: `extra` or the state of the scheduler contains a value that cannot be loaded without executing
+            code.
         ConfigError: The optimizer has a parameter that is not in the model.
         StateError: A parameter was replaced after sharding, or a trained one was added.
     """
@@ -62,13 +62,15 @@ def snapshot(
         if unit.residency.state in INACTIVE:
             unit.check_replacements()
         elif unit.residency.state is UnitState.UNSHARDED:
-            unit.refuse_replacements()  # the snapshot has the shards, and may not reshard
+            unit.refuse_replacements()  # a snapshot must not reshard the unit
     LateParams(units).check()
     taken: dict[str, Any] = {"model": {fqn: _copied(tensor) for fqn, tensor in _own_tensors(model).items()}}
     if optimizer is not None:
         named = sharded_optim_state_dict(model, optimizer)
         taken["optimizer"] = {
-            "state": tree_map(_copied_state, named["state"]),
+            "state": tree_map(
+                lambda item: (_copied(item), tuple(item.shape)) if isinstance(item, Tensor) else item, named["state"]
+            ),
             "param_groups": tree_map(
                 lambda item: _copied(item) if isinstance(item, Tensor) else item, named["param_groups"]
             ),
@@ -91,7 +93,7 @@ def restore_snapshot(
     of the mesh must restore its snapshot of the same step before the next step.
 
     Args:
-        taken: The snapshot of this rank, or of its counterpart in another replica. It is not changed, and not kept.
+        taken: The snapshot of this rank, or of its counterpart in another replica. It is neither changed nor kept.
         model: The model, as for `snapshot`.
         optimizer: The optimizer, as for `snapshot`. It need not have taken a step.
         scheduler: The scheduler, as for `snapshot`.
@@ -122,7 +124,7 @@ def restore_snapshot(
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's part of every parameter and persistent buffer, by FQN (for tied parameters, the first)."""
+    """Return this rank's part of every parameter and persistent buffer, by FQN (the first FQN of tied parameters)."""
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, Tensor] = {}
     owned: set[tuple[int, str]] = set()  # parameters of units, by module and name
@@ -156,12 +158,8 @@ def _copied(tensor: Tensor) -> Tensor:
     return accelerator_for(local.device).to_host(local.detach())
 
 
-def _copied_state(value: Any) -> Any:
-    """Return an optimizer tensor as this rank's part and the global shape; other values unchanged."""
-    return (_copied(value), tuple(value.shape)) if isinstance(value, Tensor) else value
-
-
 def _is_copied_state(value: Any) -> bool:
+    """Return True for a tensor of an optimizer state: this rank's part, and the global shape."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Tensor)
 
 
@@ -199,21 +197,14 @@ def _described(tensor: Tensor) -> str:
 
 def _restore_optimizer(named: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     template = StateTemplate(optimizer, params_by_fqn(model, optimizer))
-    template.note_counters(
-        (fqn, name)
+    copied = {
+        (fqn, name): (torch.Size(value[1]), value[0].dtype)
         for fqn, values in named["state"].items()
         for name, value in values.items()
-        if _is_copied_state(value) and not value[1]
-    )
-
-    template.make_room(
-        {
-            (fqn, name): (torch.Size(value[1]), value[0].dtype)
-            for fqn, values in named["state"].items()
-            for name, value in values.items()
-            if _is_copied_state(value)
-        }
-    )
+        if _is_copied_state(value)
+    }
+    template.note_counters(key for key, (shape, _) in copied.items() if not shape)
+    template.make_room(copied)
 
     def placed(fqn: str, name: str, value: Any) -> Any:
         if not _is_copied_state(value):

@@ -1,4 +1,4 @@
-"""Memory for copies that are written during training, allocated once and reused by every later save."""
+"""Memory for copies that are written during training. It is allocated once, and later saves reuse it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class HostMemory:
         self._held: dict[Path, Tensor] = {}
 
     def copy(self, contents: Contents) -> Contents:
-        """Return `contents` with copies instead of its tensors. The previous copies are overwritten.
+        """Return `contents` with copies of its tensors. The previous copies are overwritten.
 
         Raises:
             DiskError: A disk has too little free space for a second copy of the tensors on it.
         """
         taken: dict[Path, Tensor] = {}
-        locals_ = {path: tensor.to_local() for path, tensor in contents.sharded.items()}
-        self._copy_on_disk({path: local for path, local in locals_.items() if isinstance(local, OnDisk)}, taken)
+        shards = {path: tensor.to_local() for path, tensor in contents.sharded.items()}
+        self._copy_on_disk({path: shard for path, shard in shards.items() if isinstance(shard, OnDisk)}, taken)
         sharded = {
-            path: dtensor_like(taken[path] if path in taken else self._copied(path, locals_[path], taken), tensor)
+            path: dtensor_like(taken[path] if path in taken else self._copied(path, shards[path], taken), tensor)
             for path, tensor in contents.sharded.items()
         }
         plain = {path: self._copied(path, tensor, taken) for path, tensor in contents.plain.items()}
@@ -44,15 +44,14 @@ class HostMemory:
         tensor = tensor.detach()
         held = self._held.get(path)
         if isinstance(held, OnDisk) or held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            pins = tensor.device.type != "cpu"
             with accelerator_for(tensor.device).on_host():
-                held = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type != "cpu"
-                )
+                held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
         taken[path] = held.copy_(tensor, non_blocking=True)
         return held
 
     def _copy_on_disk(self, tensors: dict[Path, OnDisk], taken: dict[Path, Tensor]) -> None:
-        """Copy `tensors` from file to file, with little memory."""
+        """Copy `tensors` from file to file with little memory."""
         more = sum(tensor.room for tensor in tensors.values())
         scratch: Scratch | None = None
         for path, tensor in tensors.items():

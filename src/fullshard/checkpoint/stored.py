@@ -1,4 +1,4 @@
-"""Tensors on disk, without their model: those of a checkpoint, or of safetensors files."""
+"""The tensors of a checkpoint or of safetensors files, without their model."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Stored:
     path: Path
     weights: Mapping[str, Description]  # of the model, by FQN
     fetch: Callable[[str], Tensor]  # reads one tensor, by its name in `weights` or `others`
-    ties: Mapping[str, str] = field(default_factory=dict)  # names in `weights`, with those that they are tied to
+    ties: Mapping[str, str] = field(default_factory=dict)  # by name in `weights`, the name that it is tied to
     others: Mapping[str, Description] = field(default_factory=dict)  # the optimizer's, by key
     values: tuple[str, ...] = ()  # FQNs of the model's values other than tensors
     manifest: Manifest | None = None
 
     @property
     def tensors(self) -> dict[str, Description]:
-        """Return all tensors by name."""
+        """All tensors by name."""
         return {**self.weights, **self.others}
 
 
 def holds_tensor_files(path: Path) -> bool:
-    """Return True if `path` is a safetensors file, an index of some, or a folder that contains any."""
+    """Return True if `path` is a safetensors file, an index, or a folder with safetensors files."""
     return path.name.endswith((".safetensors", INDEX_SUFFIX)) or any(path.glob("*.safetensors"))
 
 
@@ -43,7 +43,7 @@ def open_stored(path: Path, progress: Progress | None = None, *, verifies: bool 
     """Open safetensors files, a checkpoint, or the newest intact checkpoint in the folder `path`, in a single process.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: There is no checkpoint, or it is damaged.
     """
     if holds_tensor_files(path):
         return _of_tensor_files(path, progress, verifies)
@@ -88,16 +88,9 @@ def _of_checkpoint(opened: Opened) -> Stored:
     ties: dict[str, str] = {}
     values: tuple[str, ...] = ()
     if opened.manifest is not None:
-        [record] = opened.accounts(RECORD)
+        [record] = opened.records(RECORD)
         names = {key: name for name, key in weights.items()}
         ties = {names[tied]: names[key] for tied, key in record["ties"].items()}
         values = tuple(record["model"])
-    return Stored(
-        opened.path,
-        {name: described[name] for name in weights},
-        fetch,
-        ties,
-        {name: described[name] for name in others},
-        values,
-        opened.manifest,
-    )
+    in_model, remaining = ({name: described[name] for name in names} for names in (weights, others))
+    return Stored(opened.path, in_model, fetch, ties, remaining, values, opened.manifest)

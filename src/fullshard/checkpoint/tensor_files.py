@@ -1,6 +1,6 @@
-"""Safetensors files: laid out first and written tensor by tensor; only the required rows are read.
+"""Safetensors files, written tensor by tensor, and read row by row.
 
-So no rank needs memory for more than one tensor. The safetensors library handles the format itself.
+So no rank needs memory for more than one tensor. The safetensors library handles the format.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ class Description:
 def _code_of(dtype: torch.dtype) -> str | None:
     """Return the name of `dtype` in a safetensors file; None if the format does not support it."""
     try:
-        return TensorSpec(dtype=str(dtype).removeprefix("torch."), shape=[0], data_ptr=_ZERO, data_len=0).dtype
+        return TensorSpec(
+            dtype=str(dtype).removeprefix("torch."), shape=[0], data_ptr=_EMPTY.ctypes.data, data_len=0
+        ).dtype
     except SafetensorError:
         return None
 
 
-_NOTHING = numpy.zeros(1, numpy.uint8)
-_ZERO = _NOTHING.ctypes.data
+_EMPTY = numpy.zeros(1, numpy.uint8)
 _DTYPES = {_code_of(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -68,10 +69,10 @@ _DTYPES = {_code_of(dtype): dtype for dtype in vars(torch).values() if isinstanc
 
 
 class TensorFile:
-    """A new file whose tensors are written later, in the order `order`. After that it is complete.
+    """A new file, whose tensors are written in the order `order` after its creation.
 
-    The library first writes a file full of zeros, so that the disk space is allocated. The zeros are one untouched
-    mapping that takes no memory.
+    The library first writes a file of zeros, so that the disk space is allocated. The zeros are one untouched mapping,
+    which takes no memory.
 
     Raises:
         CheckpointError: The format does not support the dtype of a tensor.
@@ -83,18 +84,14 @@ class TensorFile:
         if odd:
             raise CheckpointError(f"a safetensors file cannot hold {', '.join(odd)}. Pass dtype=, or leave them out.")
         zeros = numpy.zeros(max((tensor.nbytes for tensor in tensors.values()), default=1), numpy.uint8)
+        start = zeros.ctypes.data
         specs = {
-            name: TensorSpec(
-                dtype=tensor.dtype_name,
-                shape=tensor.shape,
-                data_ptr=zeros.ctypes.data,
-                data_len=tensor.nbytes,
-            )
+            name: TensorSpec(dtype=tensor.dtype_name, shape=tensor.shape, data_ptr=start, data_len=tensor.nbytes)
             for name, tensor in tensors.items()
         }
         serialize_file(specs, path, dict(metadata))
-        with safe_open(path, "pt") as laid_out:
-            self.order: tuple[str, ...] = tuple(laid_out.offset_keys())
+        with safe_open(path, "pt") as file:
+            self.order: tuple[str, ...] = tuple(file.offset_keys())
         self._file = path.open("r+b")
         self._checksum = xxh3_128()
         header_nbytes = path.stat().st_size - sum(tensor.nbytes for tensor in tensors.values())
@@ -125,7 +122,7 @@ def dumps_checksums(files: Mapping[str, StoredFile]) -> str:
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor that the files store in parts. Each part is a tensor in the files, or merged itself.
+    """A tensor that the files store in parts. Each part is a tensor in the files, or a `Merged`.
 
     Args:
         parts: The parts, in order.
@@ -143,7 +140,7 @@ class Merged:
 
 
 _Place = tuple[int | slice, ...]  # in the tensor that is read
-_Piece = tuple[str, list[range], _Place]  # tensor in the files, positions in it, and where they go
+_Piece = tuple[str, list[range], _Place]  # a tensor in the files, positions in it, and their place
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,7 @@ class TensorFiles:
         """Yield the tensors in `wanted`, file by file, on the CPU, each with its key.
 
         Args:
-            wanted: By key, the name of a tensor, and the positions along each dim, or None for all of it.
+            wanted: By key, the name of a tensor, and the positions along each dim, or None for the full tensor.
         """
         for key, (name, spans) in wanted.items():
             if name in self.merged:
@@ -192,12 +189,12 @@ class TensorFiles:
                         yield key, _read(file, name, self.tensors[name], spans)
 
     def _read_merged(self, name: str, spans: Sequence[range] | None) -> Tensor:
-        assert self.whole is not None, "parts are described by the files themselves"
+        assert self.whole is not None, "set by `with_merged`"
         shape = self.tensors[name].shape
         spans = [range(size) for size in shape] if spans is None else list(spans)
         found = torch.empty([len(span) for span in spans], dtype=self.tensors[name].dtype, device="cpu")
         pieces = list(_pieces(self.merged[name], spans, self.whole.tensors))
-        wanted = {str(number): (part, its) for number, (part, its, _) in enumerate(pieces)}
+        wanted = {str(number): (part, positions) for number, (part, positions, _) in enumerate(pieces)}
         for number, values in self.whole.read(wanted):
             found[pieces[int(number)][2]] = values
         return found
@@ -237,8 +234,8 @@ def _pieces(of: Merged | str, spans: Sequence[range], tensors: Mapping[str, Desc
         return
     if of.dim is None:
         for row, number in enumerate(spans[0]):
-            for name, its, place in _pieces(of.parts[number], spans[1:], tensors):
-                yield name, its, (row, *place)
+            for name, positions, place in _pieces(of.parts[number], spans[1:], tensors):
+                yield name, positions, (row, *place)
         return
     start, span = 0, spans[of.dim]
     for part in of.parts:
@@ -246,8 +243,8 @@ def _pieces(of: Merged | str, spans: Sequence[range], tensors: Mapping[str, Desc
         first, last = max(span.start, start), min(span.stop, start + size)
         if first < last:
             within = [*spans[: of.dim], range(first - start, last - start), *spans[of.dim + 1 :]]
-            for name, its, place in _pieces(part, within, tensors):
-                yield name, its, _moved(place, of.dim, first - span.start)
+            for name, positions, place in _pieces(part, within, tensors):
+                yield name, positions, _moved(place, of.dim, first - span.start)
         start += size
 
 
@@ -335,17 +332,17 @@ def _described(path: Path) -> tuple[dict[str, Description], dict[str, str]]:
     found: dict[str, Description] = {}
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118  # it is not a dict
-            there = file.get_slice(name)
-            code = there.get_dtype()
+            tensor = file.get_slice(name)
+            code = tensor.get_dtype()
             if code not in _DTYPES:
                 raise CheckpointError(f"{path}: expected a dtype of torch, found {code} of {name!r}.")
-            found[name] = Description(tuple(there.get_shape()), _DTYPES[code])
+            found[name] = Description(tuple(tensor.get_shape()), _DTYPES[code])
         return found, file.metadata() or {}
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Context manager that opens `path` and names it in errors. Reads copy from the disk; nothing is mapped."""
+    """Context manager that opens `path` without mapping it into memory. Errors have its name."""
     try:
         with reopened(path) as same, safe_open(same, "pt", backend="pread") as file:
             yield file

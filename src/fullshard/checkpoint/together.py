@@ -1,4 +1,4 @@
-"""Ranks that save or load together. An action that fails on one rank fails on all, with the same message."""
+"""Ranks that save or load together. An error on one rank is raised on all ranks, with the same message."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Failed:
-    """An action that raised, in the form sent to other ranks."""
+    """The error of an action, in serialized form."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class GroupRanks:
-    """The ranks of `group`; if None, those of the default group, or this process alone if there is none."""
+    """The ranks of `group`. If None, the ranks of the default group, or only this process if there is none."""
 
     group: dist.ProcessGroup | None = None
 
@@ -45,39 +45,42 @@ class GroupRanks:
         return self.index == 0
 
     def barrier(self, name: str) -> None:
-        """Wait until all ranks have reached `name`, which will communicate over another group."""
+        """Wait until all ranks have called `name`, which then communicates over another group."""
         if self.group is not None and self.world > 1:
             collectives_of(self.group).barrier(name, origin=Origin("", Phase.IDLE))
 
     def do(self, doing: str, action: Callable[[], T]) -> T:
-        """Return the result of `action()` on this rank, once it has succeeded on every rank.
+        """Call `action` on every rank, and return its result on this rank.
 
         Raises:
-            CheckpointError: It raised on some rank. The same error is raised on every rank.
+            CheckpointError: It failed on some rank. The same error is raised on every rank.
         """
-        done: list[T] = []
-        self.share(doing, lambda: done.append(action()))
-        return done[0]
+        results: list[T] = []
+        self.share(doing, lambda: results.append(action()))
+        return results[0]
 
     def once(self, doing: str, action: Callable[[], T]) -> T:
-        """Return the first rank's result of `action()`, on every rank. Only the first rank calls it.
+        """Call `action` on the first rank, and return its result on every rank.
 
         Raises:
-            CheckpointError: It raised on the first rank. The same error is raised on every rank.
+            CheckpointError: It failed on the first rank. The same error is raised on every rank.
         """
         return self.share(doing, lambda: action() if self.leads else None)[0]  # type: ignore[return-value]  # 0 leads
 
     def share(self, doing: str, action: Callable[[], T]) -> list[T]:
-        """Return the results of `action()` on all ranks, in rank order, on every rank."""
-        outcome, cause = _outcome(action)
+        """Call `action` on every rank, and return the results of all ranks, in rank order."""
+        outcome: T | _Failed
+        cause: BaseException | None = None
+        try:
+            outcome = action()
+        except Exception as error:
+            outcome, cause = _Failed(reported_by(error)), error
         outcomes: list[Any] = [outcome]
         if self.world > 1:
             outcomes *= self.world
             try:
-                if (
-                    self.group is not None and self.group is dist.group.WORLD
-                ):  # of the main thread, where ranks may have come to something else
-                    origin, name = Origin("", Phase.IDLE), doing.split(maxsplit=1)[0]  # paths are each rank's own
+                if self.group is not None and self.group is dist.group.WORLD:  # then ranks compare their calls
+                    origin, name = Origin("", Phase.IDLE), doing.split(maxsplit=1)[0]  # paths differ
                     outcomes = collectives_of(self.group).gather_objects(outcome, origin=origin, name=name)
                 else:
                     with here.waiting(f"all_gather_object when {doing.partition(' to ')[0]}"):  # paths differ
@@ -103,22 +106,15 @@ def reported_by(error: BaseException) -> str:
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
 
-def _outcome(action: Callable[[], T]) -> tuple[T | _Failed, BaseException | None]:
-    try:
-        return action(), None
-    except Exception as error:
-        return _Failed(reported_by(error)), error
-
-
 def failure_of_group(doing: str, error: BaseException) -> CheckpointError:
-    """Return the error if ranks cannot reach each other."""
+    """Return the error for a failed collective."""
     return CheckpointError(
         f"{doing}: another rank has ended or does not answer ({reported_by(error)}). End the processes and start again."
     )
 
 
 def failure_of_some(doing: str, failed: Mapping[int, str], world: int) -> CheckpointError:
-    """Return the error on all ranks if some of them failed: without rank numbers if all failures are identical."""
+    """Return the error for failures on some ranks. It has no rank numbers if all ranks failed identically."""
     if len(failed) == world and len(set(failed.values())) == 1:
         return CheckpointError(f"{doing}: {failed[0]}")
     by_message: dict[str, list[int]] = {}

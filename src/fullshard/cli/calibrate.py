@@ -70,12 +70,16 @@ def run(argv: Sequence[str]) -> int:
         None if settings.device is None else torch.device(settings.device),
         like=settings.like,
         seconds=settings.seconds,
-        on_progress=lambda what: sys.stderr.write(f"measuring: {what}\n"),
+        on_progress=_report,
     )
     write_description(found, out)
     console.print(_table(described(found), None if "like" not in found else hardware(found["like"])))
     console.print(f"written to {out}", markup=False, highlight=False, soft_wrap=True)
     return MEASURED
+
+
+def _report(what: str) -> None:
+    sys.stderr.write(f"measuring: {what}\n")
 
 
 def _table(here: Hardware, known: Hardware | None) -> Table:
