@@ -100,7 +100,7 @@ def _losses_of_group(group: str, seconds: Seconds, work: Mapping[str, Seconds], 
     found, late = list[Loss](), _late_ranks(seconds, float(step_s.mean()))
     others = np.delete(seconds, late, axis=0)
     total = np.sum(list(work.values()), axis=0)
-    # Losses of ranks in different groups overlap. None of them exceeds the delay in the total work.
+    # Delays in different groups can cancel out, so the last rank must also be late in its total work.
     waited = float((total.max(0) - _lower_quartile(total)).sum() / step_s.sum())
     if late:
         delay = seconds[list(late)].mean(0) - np.median(others, axis=0)
