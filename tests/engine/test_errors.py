@@ -562,6 +562,14 @@ def a_model_that_enters_a_dry_run() -> Steps:
         model(inputs())
 
 
+@mistake(
+    ConfigError, "the ranks of a DeviceMesh are a tensor, which has no values in a dry run", "Pass a list of ranks"
+)
+def a_mesh_of_a_tensor_in_a_dry_run() -> None:
+    with dry.taped():
+        DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+
+
 @mistake(ConfigError, "this strategy keeps whole parameters in memory between steps", "'zero3' or 'hsdp'")
 def parameters_on_a_disk_that_stay_whole() -> None:
     policy = Offload(parameters={"disk": 1}, folder=tempfile.gettempdir())
