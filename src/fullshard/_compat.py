@@ -697,7 +697,7 @@ def outside_of_modes() -> AbstractContextManager[Any]:
 
 @contextmanager
 def meshes_on_cpu() -> Iterator[None]:
-    """Context manager in which device meshes can be made among fake tensors. They are meshes of the CPU.
+    """Context manager that allows creating device meshes under fake tensors. They are CPU meshes.
 
     Raises:
         ConfigError: The ranks of a mesh are a fake tensor, which has no values.

@@ -81,7 +81,7 @@ def taped(
 ) -> Iterator[Tape]:
     """Context manager that records everything this process does in the trace that it returns.
 
-    Create and shard models within the context, on the CPU. Device meshes are of the CPU, whatever they are made for.
+    Create and shard models within the context, on the CPU. Device meshes are CPU meshes, whatever their device type.
 
     Args:
         streams: "gpu" to simulate an accelerator with streams and memory separate from the host's; "cpu" for none.

@@ -125,7 +125,7 @@ def failing_together(units: Sequence[Unit]) -> Iterator[None]:
     may offload to a disk. See [Note: a disk that fails on one rank].
 
     Raises:
-        DiskError: the disk of a rank has failed.
+        DiskError: The disk of a rank has failed.
     """
     if all(unit.options.offload.in_full.folder is None for unit in units):
         yield

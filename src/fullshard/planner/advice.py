@@ -42,7 +42,7 @@ def python_lines(
     elif program.strategy != "own":
         options.append(f'strategy="{program.strategy}"')
     if program.shard_hosts > 1:
-        shape = cluster.hosts // program.shard_hosts, program.shard_hosts * cluster.per_host
+        shape = program.mesh_shape(cluster)
         before += [
             'device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")',
             f'mesh = init_device_mesh(device.type, {shape}, mesh_dim_names=("replicate", "shard"))',
@@ -121,7 +121,7 @@ def train_flags(
     if program.reduce_wire:
         flags.append(f"--reduce-wire {program.reduce_wire}")
     if program.shard_hosts > 1:
-        flags.append(f"--replicas {hosts // program.shard_hosts}")
+        flags.append(f"--replicas {program.mesh_shape(cluster)[0]}")
     if program.checkpointing == "every-1":
         flags.append("--activation-checkpointing")
     if max_norm != 1.0:
@@ -145,7 +145,7 @@ def trainer_arguments(
     """
     if not subject.is_transformers or program.strategy in ("own", "hfsdp") or program.compiled:
         return None
-    if program.shard_hosts > 1:  # there, a replica is a host
+    if program.shard_hosts > 1:  # the Trainer has one replica per host
         return None
     if program.checkpointing not in ("none", "every-1") or program.gather_wire or program.reduce_wire:
         return None

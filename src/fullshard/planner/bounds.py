@@ -46,9 +46,7 @@ def states_bytes(question: Question, program: Program, activations: float = 0.0)
         none, every = (states_bytes(question, replace(program, cpu=share), activations) for share in (0.0, 1.0))
         return none + program.cpu * (every - none)
     placements = program.placements(question.cluster.per_host)
-    shards = question.cluster.world
-    if placements.replicated:
-        shards = program.shard_hosts * question.cluster.per_host
+    _, shards = program.mesh_shape(question.cluster)
     parts = {Placement.WHOLE: 1, Placement.SHARDED: shards, Placement.GROUPED: question.cluster.per_host}
     param, reduce = PRECISIONS[program.precision]
     held = (stored + (0 if program.disk else 2 * trained)) / parts[placements.optimizer]
@@ -280,7 +278,7 @@ class Bounds:
         if strategy == "ddp":
             return sums * self._seconds("all_reduce", 4.0 * trained, everyone)
         if program.is_replicated:
-            shards = program.shard_hosts * cluster.per_host
+            _, shards = program.mesh_shape(cluster)
             group, across = tuple(range(shards)), tuple(range(0, cluster.world, shards))
             times = 2 if strategy == "hsdp" else 1
             within = count * times * self._seconds("all_gather", gathered, group)

@@ -181,6 +181,11 @@ class Program:
         """True if groups of hosts hold replicas of the states."""
         return self.strategy in ("hsdp", "hsdp_zero2")
 
+    def mesh_shape(self, cluster: Cluster) -> tuple[int, int]:
+        """Return the number of replicas of the states, and the number of ranks that share one."""
+        shards = self.shard_hosts * cluster.per_host if self.is_replicated else cluster.world
+        return cluster.world // shards, shards
+
     @property
     def scales_loss(self) -> bool:
         """True if a gradient scaler keeps gradients within the range of fp16."""
@@ -303,8 +308,8 @@ def sharded(model: nn.Module, program: Program, cluster: Cluster) -> nn.Module:
         unit.forward = partial(checkpoint, unit.forward, **_how(program.checkpointing))
     options, mesh = program.options(cluster.per_host), None
     if program.shard_hosts > 1:
-        shape = cluster.hosts // program.shard_hosts, program.shard_hosts * cluster.per_host
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))  # a dry run is on the CPU
+        names = "replicate", "shard"
+        mesh = init_device_mesh("cpu", program.mesh_shape(cluster), mesh_dim_names=names)  # a dry run is on the CPU
     for first in range(0, len(units), program.blocks_per_unit):
         shard_in_place(units[first : first + program.blocks_per_unit], options, mesh=mesh)
     shard_in_place((model,), options, mesh=mesh)

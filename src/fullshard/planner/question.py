@@ -66,9 +66,9 @@ class Question:
         equal = {} if self.blocks else {"zero3": "zero2", "hsdp": "hsdp_zero2"}
         return [strategy for strategy in self.strategies if equal.get(strategy) not in self.strategies]
 
-    @property
+    @cached_property
     def _shard_hosts(self) -> Sequence[int]:
-        """The numbers of hosts to shard over under hsdp: one, and the first powers of two that promise to fit.
+        """The numbers of hosts to shard over under hsdp: one, and the first powers of two that are likely to fit.
 
         These are the first with which parameters, gradients and two moments take less than the usable memory, and less
         than half of it. Only whole replicas are considered, and at least two of them.

@@ -131,9 +131,8 @@ class RunReport:
         self._group: list[StepTaken] = []  # steps that form one line
         self._lines, self._group_size = 0, 1
         self._output_nbytes = 0
-        self._unread: dict[
-            int, dict[str, float | Tensor]
-        ] = {}  # logged numbers by step, whose tensors are not read yet
+        # Logged numbers by step. Their tensors have not been read yet.
+        self._unread: dict[int, dict[str, float | Tensor]] = {}
         self._logged: dict[str, list[float]] = {}  # numbers logged for the steps of the next line
         self._is_open = True
         self._guard = MemoryGuard(model, self._optimizers, self._device)
