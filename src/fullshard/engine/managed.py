@@ -100,8 +100,14 @@ def in_model_order(params: Sequence[TensorT]) -> list[TensorT]:
     The order is the same on every rank, even if the order of `params` is not (a group built from a `set`, for example).
     Code that runs one collective per parameter must use it.
     """
-    numbers = {i: managed.param.number for i, param in enumerate(params) if (managed := managed_by(param)) is not None}
-    ordered = list(params)
-    for i, j in zip(numbers, sorted(numbers, key=numbers.__getitem__), strict=True):
+    return sorted_with_entries(params)[0]
+
+
+def sorted_with_entries(params: Sequence[TensorT]) -> tuple[list[TensorT], list[Managed]]:
+    """Return `in_model_order(params)` and the entries of the managed parameters among them, in the same order."""
+    entries = {i: managed for i, param in enumerate(params) if (managed := managed_by(param)) is not None}
+    numbers = {i: managed.param.number for i, managed in entries.items()}
+    ordered, positions = list(params), sorted(numbers, key=numbers.__getitem__)
+    for i, j in zip(numbers, positions, strict=True):
         ordered[i] = params[j]
-    return ordered
+    return ordered, [entries[i] for i in positions]

@@ -15,6 +15,7 @@ from fullshard.disk.tensors import errors_noted_by
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
+from fullshard.policy.offload import Offload
 
 _UNIT = "_fullshard_unit"  # attribute of a module that holds its unit, so that both have the same lifetime
 
@@ -127,7 +128,7 @@ def failing_together(units: Sequence[Unit]) -> Iterator[None]:
     Raises:
         DiskError: The disk of a rank has failed.
     """
-    if all(unit.options.offload.in_full.folder is None for unit in units):
+    if not any([isinstance(unit.options.offload, Offload) and unit.options.offload.folder for unit in units]):
         yield
         return
     failures = DiskFailures()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from fullshard.comm.routes import collectives_for
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.current import usual_device_type
-from fullshard.engine.managed import in_model_order, managed_by
+from fullshard.engine.managed import sorted_with_entries
 from fullshard.engine.registry import failing_together
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import choose_spec
@@ -68,9 +68,9 @@ def clip_grad_norm_(
     for param in params:
         if not isinstance(param, Tensor):
             check_type("parameters", param, Tensor, "parameters, such as model.parameters()")
-    params = in_model_order(params)
+    params, entries = sorted_with_entries(params)
     grads = [param.grad for param in params if param.grad is not None]
-    units = list(dict.fromkeys(managed.unit for param in params if (managed := managed_by(param)) is not None))
+    units = list(dict.fromkeys([managed.unit for managed in entries]))
     with acting_for(_NORM), failing_together(units):
         norm = total_norm(grads, order)
     if error_if_nonfinite and not torch.isfinite(norm):
