@@ -244,7 +244,7 @@ def test_a_loss_ends_ranks_whose_save_waits_in_the_background():
 
 @pytest.mark.slow
 def test_a_loss_ends_ranks_that_gather_a_parameter():
-    whole = "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else time.sleep(100)"
+    whole = "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else time.sleep(20)"
     first, lost, _ = run(IN_RING + KILL, destinations=whole)
     assert lost.code == -KILLED
     assert first.code in (1, EXIT_CODE)
