@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -99,3 +100,16 @@ def test_what_a_file_moves_is_counted_and_waiting_for_it_too(tmp_path, monkeypat
     assert pace.total.since(before).waited_s == 3
     file.close()
     assert pace.held_bytes == 0 and pace not in paces()
+
+
+def test_garbage_collection_frees_a_file_even_while_its_pace_is_being_counted(tmp_path):
+    pace, files = pace_of(tmp_path), [DiskFile(tmp_path, "dropped", 1 << 20)]
+
+    def collect() -> None:
+        with pace._lock:
+            files.clear()
+
+    thread = Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive() and pace.held_bytes == 0

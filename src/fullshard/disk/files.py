@@ -169,7 +169,9 @@ class DiskFile:
         self.nbytes = aligned(nbytes)
         self._request_bytes = request_bytes
         self._descriptor = -1
-        self._pace, self._held = pace_of(folder), 0
+        self._pace = pace_of(folder)
+        self.held_bytes = 0  # on the disk
+        self._pace.files.add(self)
         with creating(folder, f"a scratch file of {nbytes} bytes"):
             self._descriptor = _open_nameless(folder, name)
         try:
@@ -215,13 +217,17 @@ class DiskFile:
             self._close()
 
     def __del__(self) -> None:
-        """Free the disk space of an unreferenced file. Work in progress keeps a reference."""
+        """Free the disk space of an unreferenced file. Work in progress keeps a reference.
+
+        Garbage collection calls this in any thread at any time, even while the thread holds a lock. So this must not
+        wait for anything.
+        """
         self._close()
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            self._pace.hold(-self._held)
+            self.held_bytes = 0
             os.close(descriptor)
 
     def grow(self, nbytes: int) -> None:
@@ -234,8 +240,7 @@ class DiskFile:
             return
         try:
             os.posix_fallocate(self._descriptor, start, nbytes)
-            self._pace.hold(nbytes)
-            self._held = start + nbytes
+            self.held_bytes = start + nbytes
         except OSError as error:
             free = free_bytes(self.path.parent)
             raise DiskError(

@@ -18,6 +18,8 @@ from dataclasses import astuple, dataclass, field
 from operator import add, sub
 from pathlib import Path
 from threading import Lock
+from typing import Protocol
+from weakref import WeakSet
 
 SLOWER = 4.0
 """The slowdown that causes a warning. Smaller slowdowns have many causes and are temporary."""
@@ -43,13 +45,19 @@ class Moved:
         return Moved(*map(sub, astuple(self), astuple(before)))
 
 
+class HoldsBytes(Protocol):
+    """A file on a disk."""
+
+    held_bytes: int
+
+
 @dataclass(eq=False)
 class DiskPace:
     """The throughput of one folder in this process, recorded by the threads that make requests."""
 
     folder: Path
     clock: Callable[[], float] = time.perf_counter
-    held_bytes: int = 0  # of its files
+    files: WeakSet[HoldsBytes] = field(default_factory=WeakSet)  # its open files
     _total: Moved = field(default_factory=Moved)
     _checked: Moved = field(default_factory=Moved)  # the total at the last check
     _requests: int = 0  # since the last check
@@ -61,6 +69,11 @@ class DiskPace:
     _best_bytes_per_s: float = 0.0
     _expected: Callable[[float, float], float] | None = None
     _lock: Lock = field(default_factory=Lock)
+
+    @property
+    def held_bytes(self) -> int:
+        """The size of its files. Closing a file takes no lock, since garbage collection does so in any thread."""
+        return sum(file.held_bytes for file in list(self.files))
 
     @property
     def total(self) -> Moved:
@@ -98,11 +111,6 @@ class DiskPace:
         yield
         with self._lock:
             self._add(Moved(waited_s=self.clock() - begin))
-
-    def hold(self, nbytes: int) -> None:
-        """Record that the files have grown by `nbytes`."""
-        with self._lock:
-            self.held_bytes += nbytes
 
     def _add(self, more: Moved) -> None:
         self._total = Moved(*map(add, astuple(self._total), astuple(more)))

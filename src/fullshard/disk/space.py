@@ -38,9 +38,6 @@ class _NoFile:
     def grow(self, nbytes: int) -> None:
         self.nbytes += nbytes
 
-    def close(self) -> None:
-        """Do nothing, because no file is open."""
-
 
 class _Writes:
     """Writes to one extent that may be in progress or have failed."""
@@ -171,7 +168,6 @@ class Scratch:
             return
         is_dry = isinstance(torch.empty(0), FakeTensor)
         self._file = _NoFile(nbytes) if is_dry else DiskFile(self.folder, self._name, nbytes)
-        weakref.finalize(self, self._file.close)
 
     def _allocate(self, nbytes: int) -> int | None:
         """Allocate `nbytes` in the first free range that is large enough. Return its start, or None."""
