@@ -211,6 +211,23 @@ def weak_storage(storage: torch.UntypedStorage) -> Any:
     return StorageWeakRef(storage)
 
 
+def version_counter_of(tensor: Tensor) -> Tensor:
+    """Return an empty tensor that shares the version counter of `tensor`, but not its memory."""
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
+
+
+def shares_version_counter(tensor: Tensor, other: Tensor) -> bool:
+    """Return True if in-place writes to `tensor` also change the version of `other`."""
+    version, others = tensor._version, other._version
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version + 1,))
+    try:
+        return other._version != others
+    finally:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 @contextmanager
 def without_weak_references(module: nn.Module) -> Iterator[None]:
     """Context manager to swap parameters of `module` in: torch refuses that while a recurrent layer refers to them."""

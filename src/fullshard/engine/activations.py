@@ -7,6 +7,9 @@ would be freed. These tensors are not offloaded: parameters, because their stora
 are never freed; tensors on other devices; tensor subclasses such as `DTensor`; storages smaller than SMALLEST_BYTES.
 Backward checks their versions, as autograd does.
 
+Tensors with one storage may have several version counters: the outputs of `torch.unsafe_chunk` do, which recurrent
+layers write to in place one after the other. So a storage is offloaded again for each counter and each version.
+
 [Note: activation checkpoints]
 A checkpoint within a unit has its own hooks. The hooks of the unit receive the inputs of the checkpoint's region, which
 the checkpoint saves. A unit within a checkpoint sets no hooks, neither in forward nor in recomputation: the hooks of
@@ -31,7 +34,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fullshard._compat import FakeTensor, in_backward, saved_tensor_hooks, weak_storage
+from fullshard._compat import (
+    FakeTensor,
+    in_backward,
+    saved_tensor_hooks,
+    shares_version_counter,
+    version_counter_of,
+    weak_storage,
+)
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.disk.pace import pace_of
 from fullshard.disk.space import Scratch
@@ -56,6 +66,20 @@ class _Resident:
             check_saved(self.tensor)
             raise written_to(self.tensor.nbytes)
         return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownStorage:
+    """A storage that this forward has offloaded."""
+
+    storage: Any  # a weak reference
+    counter: Tensor  # an empty tensor with the version counter of the tensor that was saved
+    version: int
+    offloaded: weakref.ref[Offloaded]
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return True if `tensor`, which has the same storage, also has the same values."""
+        return self.version == tensor._version and shares_version_counter(self.counter, tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +146,7 @@ class Activations:
         self._failures = DiskFailures()
         self._entered: list[tuple[Unit, saved_tensors_hooks | None]] = []
         self._resident: set[int] = set()  # storages that are never offloaded
-        self._known: dict[tuple[int, int], tuple[Any, weakref.ref[Offloaded]]] = {}  # by storage and version
+        self._known: dict[int, list[_KnownStorage]] = {}  # by storage
         self._order: list[weakref.ref[Offloaded]] = []  # storages that this forward has offloaded
         self._counted: dict[int, Any] = {}  # storages of this forward, if a budget needs them
         self._kept = dict.fromkeys(units, 0)  # their bytes, by unit
@@ -258,12 +282,12 @@ class Activations:
         if not self._is_offloadable(tensor):
             return _keep(tensor)
         storage = tensor.untyped_storage()
-        key = storage._cdata, tensor._version
-        known = self._known.get(key)
-        offloaded = None if known is None else known[1]()
+        known = self._known.setdefault(storage._cdata, [])
+        offloaded = next((item.offloaded() for item in known if item.has(tensor)), None)
         if offloaded is None:
             offloaded = store.put(tensor, self._order)
-            self._known[key] = weak_storage(storage), self._order[-1]
+            counter = version_counter_of(tensor)
+            known.append(_KnownStorage(weak_storage(storage), counter, tensor._version, self._order[-1]))
         offloaded.uses += 1
         return _OffloadedView(offloaded, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
