@@ -168,6 +168,7 @@ class UnitShards:
 
         Raises:
             DiskError: the shards cannot be read from the disk.
+            StateError: a parameter was replaced, see `Unit.check_replacements`.
         """
         assert self.is_on_disk or destination is not StatePlacement.DISK
         self.forget_ahead()
@@ -178,6 +179,7 @@ class UnitShards:
             return
         self._unit.residency.run_deferred_steps()
         self._unit.residency.reshard()
+        self._unit.check_replacements()
         grads = {param: param.grad for param in self._unit.params if param.grad is not None}
         plans = [
             param_group.plan.changed(param_group.plan.contract, self._unit.device, self._memory)
