@@ -15,15 +15,17 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import (
+    ConfigError,
     FullshardError,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -50,9 +53,11 @@ from fullshard import (
     summon_full_params,
 )
 from fullshard.comm.routes import collectives_for
+from fullshard.engine import activations, offloaded
 from fullshard.engine.nested import map_tensors
 from fullshard.layout.shard_spec import choose_spec
 from fullshard.optim import step_shards
+from fullshard.state import on_disk
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.testing.parity.plain import mean_of, norm_in_parts
 from fullshard.testing.same import differing, gaps
@@ -1428,13 +1433,47 @@ class Outcome:
     details: str = ""
 
 
+@contextmanager
+def small_windows() -> Iterator[None]:
+    """Context manager that offloads even the smallest tensors, and a little at a time."""
+    with ExitStack() as stack:
+        for module, sizes in (
+            (activations, {"SMALLEST_BYTES": 1, "WINDOW_BYTES": 4096}),
+            (offloaded, {"WINDOW_BYTES": 4096}),
+            (on_disk, {"CHUNK_NBYTES": 4096}),
+        ):
+            stack.enter_context(mock.patch.multiple(module, **sizes))
+        yield
+
+
+def with_budget(program: Json, folder: str) -> Json:
+    """Return the program with a budget in bytes: its share of what offloading saves, above the smallest possible one.
+
+    The error for a budget that is too small states both.
+    """
+    options = dict(program.get("offload", {}))
+    share = options.pop("share", None)
+    if share is None:
+        return program
+    try:
+        Sharded(program | {"offload": {"budget": 1000}}, folder).run()
+    except ConfigError as error:
+        found = re.search(r"at least (\d+) bytes .*\((\d+) with nothing", str(error))
+        if found is None:
+            raise
+    else:
+        return program | {"offload": {"budget": 1000}}
+    least, most = map(int, found.groups())
+    return program | {"offload": {"budget": least + int(share * (most - least))}}
+
+
 def run_sharded(program: Json, folder: str) -> Outcome:
     """Run a program on this rank."""
     logging.getLogger("fullshard").setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), small_windows():
             warnings.simplefilter("ignore")
-            outcome = Outcome(records=Sharded(program, folder).run())
+            outcome = Outcome(records=Sharded(with_budget(program, folder), folder).run())
             if program.get("ranks", 1) > 1:  # ranks may still wait for collectives that the others never start
                 collectives_for(dist.group.WORLD, torch.device("cpu")).barrier("end of the program", origin=IDLE)
             return outcome

@@ -67,7 +67,7 @@ OPTIMIZERS: list[Json] = [
     {"name": "ASGD"},
     {"name": "Rprop", "lr": 0.005},
 ]
-OFFLOADS: list[Json] = [
+OFFLOADS: list[Json] = [  # `share` is that of a budget, see `with_budget`
     {"cpu": True},
     {"optimizer": {"cpu": 1.0}},
     {"optimizer": {"disk": 0.5}},
@@ -77,6 +77,9 @@ OFFLOADS: list[Json] = [
     {"activations": {"disk": 1.0}},
     {"activations": {"cpu": 0.5, "disk": 0.5}},
     {"budget": "1MB"},
+    {"share": 0.0},
+    {"share": 0.4},
+    {"share": 0.8},
 ]
 
 
