@@ -374,7 +374,7 @@ def test_kept_parameters_are_updated_by_every_kind_of_step():
 
 @pytest.mark.slow
 def test_they_are_in_many_programs():
-    run_ranks(2, run_programs, range(8, 80))
+    run_ranks(2, run_programs, range(8, 40))
 
 
 def numbers_and_gathers(kind: str, *, set_to_none: bool, skips: bool) -> list[list[tuple[int, int]]]:

@@ -103,7 +103,7 @@ def test_transformers_models_train_like_plain_ones(program):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(deadline=None, max_examples=4, derandomize=True, phases=(Phase.generate,))
+@settings(deadline=None, max_examples=2, derandomize=True, phases=(Phase.generate,))
 @given(program=program_with(compiled=st.just(True)))
 def test_compiled_transformers_models_train_like_plain_ones(program):
     run_ranks(RANKS, train, program, timeout=120)
