@@ -134,9 +134,9 @@ def offloaded(run: Run) -> Run:
     return replace(
         run,
         tiers=(
-            TierBytes(name="device", at_rest=dict.fromkeys(on_disk, 400 * MIB), comes={}, goes={}),
-            TierBytes(name="CPU", at_rest=on_cpu, comes={"parameters": 47.5 * MIB}, goes={"gradients": 95.0 * MIB}),
-            TierBytes(name="disk", at_rest=on_disk, comes={**on_disk, "parameters": 570.0 * MIB}, goes={**on_disk}),
+            TierBytes(name="device", stored=dict.fromkeys(on_disk, 400 * MIB), comes={}, goes={}),
+            TierBytes(name="CPU", stored=on_cpu, comes={"parameters": 47.5 * MIB}, goes={"gradients": 95.0 * MIB}),
+            TierBytes(name="disk", stored=on_disk, comes={**on_disk, "parameters": 570.0 * MIB}, goes={**on_disk}),
         ),
     )
 

@@ -49,13 +49,13 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 @pytest.fixture(autouse=True)
-def everything_travels(monkeypatch):
+def everything_is_offloaded(monkeypatch):
     monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
     monkeypatch.setattr(activations, "WINDOW_BYTES", 100_000)
 
 
-def all_travel(window: int = 100_000) -> None:
-    """Run `everything_travels` in a separate rank."""
+def offload_everything(window: int = 100_000) -> None:
+    """Run `everything_is_offloaded` in a separate rank."""
     activations.SMALLEST_BYTES, activations.WINDOW_BYTES = 1, window
 
 
@@ -110,7 +110,7 @@ def gpt(
 
 
 def compare(folder: Path) -> None:
-    all_travel()
+    offload_everything()
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         *((name, {"strategy": name}, {}) for name in ONE_AXIS),
         ("accumulation", {}, {"microbatches": 3}),
@@ -151,7 +151,7 @@ class Pieces(nn.Module):
 
 @on_ranks(1)
 def test_pieces_of_one_tensor_that_are_written_in_place_keep_their_own_values(tmp_path):
-    all_travel()
+    offload_everything()
     makers: list[Callable[[], nn.Module]] = [partial(Pieces, order) for order in permutations(range(3))]
     makers += [partial(kind, 8, 8) for kind in (nn.GRU, nn.LSTM, nn.RNN, nn.GRUCell, nn.LSTMCell)]
     rows = torch.randn(5, 8, dtype=torch.float64)
@@ -258,7 +258,7 @@ SCENARIOS = (one_step, again_and_again, twice_differentiated, several_graphs, br
 
 @on_ranks(1)
 def test_whatever_is_done_with_a_graph_it_gives_the_same_bits(tmp_path):
-    all_travel()
+    offload_everything()
     for scenario in SCENARIOS:
         for layer in (Layer, Sharing):
             got, expected = (alone(scenario, to, layer) for to in (tmp_path, None))
@@ -268,7 +268,7 @@ def test_whatever_is_done_with_a_graph_it_gives_the_same_bits(tmp_path):
 @on_ranks(1)
 def test_each_storage_travels_once_and_its_memory_is_free_meanwhile(tmp_path):
     """Each storage travels once, and no parameter; the memory of a forward is less by just that."""
-    all_travel(window=1 << 30)
+    offload_everything(window=1 << 30)
     gc.disable()
     for layer in (Layer, Sharing):
         kept = {}
@@ -292,7 +292,7 @@ def test_each_storage_travels_once_and_its_memory_is_free_meanwhile(tmp_path):
 
 @on_ranks(1)
 def test_nothing_grows_over_steps_and_buffers_are_bounded(tmp_path):
-    all_travel(window=200_000)
+    offload_everything(window=200_000)
     model = alone(lambda model: model, tmp_path)
     visited = []
     for step in range(8):
@@ -330,7 +330,7 @@ def test_what_was_changed_in_place_before_it_was_copied_is_not_used(tmp_path):
         else:
             loss.backward()
 
-    all_travel(window=1 << 30)
+    offload_everything(window=1 << 30)
     for tier in ("cpu", "disk"):
         with dry.taped(values=True):  # while a copy of it is under way
             policy = Offload(activations={tier: 1.0}, folder=tmp_path)
@@ -342,7 +342,7 @@ def test_what_was_changed_in_place_before_it_was_copied_is_not_used(tmp_path):
 @on_ranks(1)
 def test_a_bad_disk_is_an_error_and_not_a_wrong_number(tmp_path):
     """Check that forward or backward raises the error of a failed write. Training continues on a repaired disk."""
-    all_travel(window=50_000)
+    offload_everything(window=50_000)
     model = alone(lambda model: model, tmp_path)
     expected = one_step(model)
     model.zero_grad()
@@ -368,7 +368,7 @@ def test_a_bad_disk_is_an_error_and_not_a_wrong_number(tmp_path):
 @on_ranks(2)
 def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_at_the_end_of_the_backward(tmp_path):
     """Fail each system call, after the creation of the file and during it."""
-    all_travel(window=50_000)
+    offload_everything(window=50_000)
     full, broken = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EIO))
     for steps, call, error in ((0, "posix_fallocate", full), (1, "pwritev", broken), (1, "preadv", broken)):
         model = gpt(to_disk(tmp_path))
@@ -428,7 +428,7 @@ def copies_on_offload(tape: dry.Tape) -> bool:
 
 @on_ranks(1)
 def test_on_an_accelerator_the_bits_are_the_same_and_no_stream_touches_what_another_uses(tmp_path):
-    all_travel()
+    offload_everything()
     for scenario in SCENARIOS:
         if scenario is not with_hooks_of_the_user:
             for tier in ("cpu", "disk"):

@@ -150,7 +150,7 @@ def test_rows_of_tiers_add_up_to_what_there_is() -> None:
     bytes_of = {row["name"]: row["nbytes"] for row in reported["rows"]}
     assert list(bytes_of)[:3] == ["on the device", "on the CPU", "on the disk"]
     for tier in run.tiers:
-        assert bytes_of[f"on the {tier.name}"] == sum(tier.at_rest.values())
+        assert bytes_of[f"on the {tier.name}"] == sum(tier.stored.values())
         assert bytes_of.get(f"from the {tier.name}, per step", 0) == pytest.approx(sum(tier.comes.values()), rel=1e-5)
         assert bytes_of.get(f"to the {tier.name}, per step", 0) == pytest.approx(sum(tier.goes.values()), rel=1e-5)
     assert reported["away_bytes"] == bytes_of["on the CPU"] + bytes_of["on the disk"]

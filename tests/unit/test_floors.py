@@ -21,7 +21,7 @@ ROOMS: dict[str, list[str] | None] = {
     "layout": ["offsets", "shard_spec", "group_layout", "slots", "coverage"],
     "_fakes": None,
     "_compat": None,
-    "device": ["cuda_graph", "streams", "host_memory", "accelerator", "memory", "awaited", "current", "travel"],
+    "device": ["cuda_graph", "streams", "host_memory", "accelerator", "memory", "awaited", "current", "transfers"],
     "disk": ["folder", "pace", "files", "buffers", "space", "tensors", "speed", "prediction"],
     "tape": ["recorder", "tape", "context"],
     "liveness": ["rank_progress", "store", "ring", "watchdog"],

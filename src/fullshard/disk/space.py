@@ -19,7 +19,7 @@ from torch import Tensor
 from fullshard._compat import FakeTensor
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.streams import Mark
-from fullshard.device.travel import travel
+from fullshard.device.transfers import transfers
 from fullshard.disk.files import DiskFile, DiskWork, aligned
 
 
@@ -75,7 +75,7 @@ class Extent:
     """A range of whole disk blocks in a scratch file. See [Note: an extent is freed by dropping it]."""
 
     def __init__(self, scratch: Scratch, file: DiskFile | _NoFile, offset: int, nbytes: int, state: str) -> None:
-        self.state = state  # the kind of state, for `travel`
+        self.state = state  # the kind of state, for `transfers`
         self._scratch = scratch  # keeps the file open
         self._file = file
         self._offset = offset
@@ -97,7 +97,7 @@ class Extent:
         If `is_ahead`, these bytes may be written before the data is used. The caller must compare `version` then.
         """
         self._writes.wait(start, start + into.numel())
-        travel.note("disk", self.state, arrived=into.numel())
+        transfers.note("disk", self.state, arrived=into.numel())
         work = self._file.read(self._offset + start, into)
         work.mark_with(self._note(into, start, "read ahead" if is_ahead else "read"))
         return work
@@ -110,7 +110,7 @@ class Extent:
         """Start to write the aligned buffer `source`. Later reads of these bytes wait for it."""
         end = start + source.numel()
         self._writes.wait(start, end)
-        travel.note("disk", self.state, passed=source.numel())
+        transfers.note("disk", self.state, passed=source.numel())
         work = self._file.write(self._offset + start, source)
         work.mark_with(self._note(source, start, "write"))
         self.version += 1
@@ -148,7 +148,7 @@ class Scratch:
         Args:
             nbytes: The size, a multiple of ALIGNMENT.
             more: The approximate number of bytes that will be requested next.
-            state: The kind of state, see `device/travel.py`.
+            state: The kind of state, see `device/transfers.py`.
         """
         if not nbytes:
             return Extent(self, _NoFile(0), 0, 0, state)

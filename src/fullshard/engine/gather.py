@@ -12,7 +12,7 @@ from fullshard.comm.native import NativeCollectives
 from fullshard.comm.transport import Gathers, Pending
 from fullshard.comm.two_level import TwoLevelGathers
 from fullshard.device.memory import Pool
-from fullshard.device.travel import travel
+from fullshard.device.transfers import transfers
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_buffers import ShardStorage, UnshardedBuffer
 from fullshard.engine.group_transports import GroupTransports
@@ -167,7 +167,7 @@ class LocalGather(Gather):
         if not self._storage.plan.lives_in_unsharded:
             unsharded.flat.copy_(self._storage.memory, non_blocking=True)
             if self._storage.plan.memory.offloaded:
-                travel.note("cpu", "parameters", arrived=unsharded.flat.nbytes)
+                transfers.note("cpu", "parameters", arrived=unsharded.flat.nbytes)
         return Pending()
 
     def finish(self, unsharded: UnshardedBuffer) -> None:

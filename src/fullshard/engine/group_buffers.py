@@ -23,7 +23,7 @@ from torch import Tensor
 from fullshard._compat import held_twice, storage_references
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.device.memory import Pool, typed_view
-from fullshard.device.travel import travel
+from fullshard.device.transfers import transfers
 from fullshard.disk.buffers import Buffer, buffers_of
 from fullshard.disk.files import DiskWork, aligned
 from fullshard.disk.space import shared_scratch
@@ -132,7 +132,7 @@ class OwnShards(ShardStorage):
         taken = scratch.take(plan.layout.shard_numel, plan.sent_dtype)
         taken.copy_(self.memory, non_blocking=True)
         if plan.memory.offloaded:
-            travel.note("cpu", "parameters", arrived=taken.nbytes)
+            transfers.note("cpu", "parameters", arrived=taken.nbytes)
         return self._parts_of(taken), taken
 
     def _parts_of(self, shards: Tensor) -> list[Tensor]:
@@ -158,7 +158,7 @@ class CopiedShards(OwnShards):
             changed = True
         if changed:
             self._copy.copy_(self.memory, non_blocking=True)
-            travel.note("cpu", "parameters", arrived=self._copy.nbytes)
+            transfers.note("cpu", "parameters", arrived=self._copy.nbytes)
         return self._parts_of(self._copy), None
 
 

@@ -27,7 +27,7 @@ from fullshard._compat import FakeTensor, backward_number, storage_references
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import typed_view
 from fullshard.device.streams import Mark
-from fullshard.device.travel import travel
+from fullshard.device.transfers import transfers
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer, aligned_part
 from fullshard.disk.space import Extent, Scratch
 from fullshard.engine.findings import DiskFailures
@@ -149,7 +149,7 @@ class Store:
         if self._writes(offloaded.buffer):
             self._write_those_sent(offloaded)
         if self.scratch is None:
-            travel.note("cpu", "activations", passed=nbytes)
+            transfers.note("cpu", "activations", passed=nbytes)
         order.append(weakref.ref(offloaded))
         self._leaving.append(order[-1])
         self._leaving_bytes += room
@@ -258,7 +258,7 @@ class Store:
         with torch.no_grad(), streams.offload.after(streams.compute):
             offloaded.back.copy_(held, non_blocking=True)
         if self.scratch is None:
-            travel.note("cpu", "activations", arrived=offloaded.nbytes)
+            transfers.note("cpu", "activations", arrived=offloaded.nbytes)
         offloaded.arrived = offloaded.buffer.used_by = streams.offload.mark()
 
     def _read_ahead(self, offloaded: Offloaded) -> None:

@@ -20,7 +20,7 @@ from fullshard._compat import grad_hooks, have_grad_hooks, shares_memory, withou
 from fullshard.comm.transport import PartSums, Pending, Sums, TermName
 from fullshard.comm.two_level import TwoLevelSums
 from fullshard.device.streams import Streams
-from fullshard.device.travel import travel
+from fullshard.device.transfers import transfers
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.group_transports import GroupTransports
 from fullshard.engine.pack import Pack
@@ -162,7 +162,7 @@ class Reduction(ABC):
 
     def _note_landed(self, sums: Tensor) -> None:
         if not self._plan.is_on_disk:
-            travel.note("cpu", "gradients", passed=sums.nbytes)
+            transfers.note("cpu", "gradients", passed=sums.nbytes)
 
     def deliver(self) -> None:
         """Set the gradients of the sharded parameters, or add to the current ones."""

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from torch import nn
 
 from fullshard.device.accelerator import accelerator_for
-from fullshard.device.travel import STATES
+from fullshard.device.transfers import STATES
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.placements import placements_of
 from fullshard.engine.registry import clean_fqn, units_in
@@ -17,7 +17,7 @@ from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.plan.ledger import predict_error_feedback, predict_ledger, predict_on_disk, predict_tiers
-from fullshard.plan.stored import offloaded_activations, predict_travel
+from fullshard.plan.stored import offloaded_activations, predict_transfers
 from fullshard.policy.arguments import check_type
 from fullshard.policy.offload import Offload, StatePlacement
 
@@ -181,12 +181,12 @@ def _bytes(model: nn.Module) -> Iterator[str]:
 def _offloaded(model: nn.Module) -> Iterator[str]:
     """Yield the states on the CPU and on disk and the traffic per tier. Activations are those offloaded so far."""
     kept = offloaded_activations(model)
-    tiers, travel = predict_tiers(model, activations=kept), predict_travel(model, activations=kept)
+    tiers, transfers = predict_tiers(model, activations=kept), predict_transfers(model, activations=kept)
     for tier, name in (("cpu", "on the CPU"), ("disk", "on the disk")):
         if not tiers[tier].total:
             continue
         yield f"  {name:16}{_size(tiers[tier].total):>12}: {_states(asdict(tiers[tier]))}"
-        moved = {state: travel[tier, state] for state in STATES if (tier, state) in travel}
+        moved = {state: transfers[tier, state] for state in STATES if (tier, state) in transfers}
         for way, each in (
             ("comes", {state: item.arrived for state, item in moved.items()}),
             ("goes there", {state: item.passed for state, item in moved.items()}),

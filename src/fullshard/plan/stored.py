@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard._compat import local_tensor
-from fullshard.device.travel import Transfers, Travelled
+from fullshard.device.transfers import TransferBytes, Transfers
 from fullshard.disk.files import aligned
 from fullshard.disk.prediction import Traffic
 from fullshard.disk.tensors import OnDisk
@@ -69,7 +69,7 @@ def offloaded_activations(model: nn.Module) -> Mapping[str, int]:
     return {} if runtime is None else runtime.activations.most_offloaded
 
 
-def predict_travel(
+def predict_transfers(
     model: nn.Module,
     *,
     microbatches: int = 1,
@@ -86,10 +86,10 @@ def predict_travel(
         optimizer: The optimizer state per parameter. If None, that of AdamW.
         activations: The bytes that one forward offloads, by tier.
     """
-    found: dict[tuple[str, str], Travelled] = {}
+    found: dict[tuple[str, str], TransferBytes] = {}
     for key, more in _transfers(model, microbatches, clips, optimizer, activations or {}):
-        known = found.get(key, Travelled())
-        found[key] = Travelled(known.arrived + more.arrived, known.passed + more.passed)
+        known = found.get(key, TransferBytes())
+        found[key] = TransferBytes(known.arrived + more.arrived, known.passed + more.passed)
     return {key: item for key, item in found.items() if item.arrived or item.passed}
 
 
@@ -99,29 +99,29 @@ def _transfers(
     clips: bool,
     optimizer: OptimizerCost | None,
     activations: Mapping[str, int],
-) -> Iterator[tuple[tuple[str, str], Travelled]]:
+) -> Iterator[tuple[tuple[str, str], TransferBytes]]:
     states = Traffic.of_optimizer(1, bytes_each=predict_on_disk(model, optimizer=optimizer).nbytes)
-    yield ("disk", "optimizer state"), _as_travelled(states)
+    yield ("disk", "optimizer state"), _as_transfer(states)
     for tier, nbytes in activations.items():
-        yield (tier, "activations"), _as_travelled(Traffic.of_activations(nbytes, microbatches=microbatches))
+        yield (tier, "activations"), _as_transfer(Traffic.of_activations(nbytes, microbatches=microbatches))
     for unit, plan, is_trained in plans_without_offload(model):
         reductions = microbatches if is_trained else 0
         gathers = reductions if unit.keeps_unsharded else microbatches * (2 if unit.reshards_after_forward else 1)
         if plan.is_on_disk:
             shards = aligned(plan.layout.shard_numel * plan.contract.stored.itemsize)
             moved = Traffic.of_shards(shards, gathers=gathers, is_stepped=is_trained)
-            yield ("disk", "parameters"), _as_travelled(moved)
+            yield ("disk", "parameters"), _as_transfer(moved)
             if is_trained:
                 grads = aligned(plan.layout.shard_numel * plan.contract.delivered.itemsize)
                 moved = Traffic.of_gradients(grads, reductions=reductions, clips=clips)
-                yield ("disk", "gradients"), _as_travelled(moved)
+                yield ("disk", "gradients"), _as_transfer(moved)
         elif plan.memory.offloaded:
-            yield ("cpu", "parameters"), Travelled(arrived=_comes(plan, gathers, reductions))
-            yield ("cpu", "gradients"), Travelled(passed=reductions * _summed(plan))
+            yield ("cpu", "parameters"), TransferBytes(arrived=_comes(plan, gathers, reductions))
+            yield ("cpu", "gradients"), TransferBytes(passed=reductions * _summed(plan))
 
 
-def _as_travelled(traffic: Traffic) -> Travelled:
-    return Travelled(traffic.read_bytes, traffic.written_bytes)
+def _as_transfer(traffic: Traffic) -> TransferBytes:
+    return TransferBytes(traffic.read_bytes, traffic.written_bytes)
 
 
 def _comes(plan: GroupPlan, gathers: int, reductions: int) -> int:

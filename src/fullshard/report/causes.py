@@ -66,7 +66,7 @@ def step_lines(run: Run) -> list[str]:
 def tier_lines(run: Run) -> list[str]:
     """Return a line per tier with the bytes that the first rank stores and moves; none without offloading."""
     return [
-        f"on the {tier.name}: {_bytes_by_state(tier.at_rest)}"
+        f"on the {tier.name}: {_bytes_by_state(tier.stored)}"
         + (
             f"; a step moves {_bytes_by_state(tier.comes)} in and {_bytes_by_state(tier.goes)} out"
             if tier.comes or tier.goes

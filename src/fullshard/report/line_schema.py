@@ -155,12 +155,12 @@ def _is_units(line: Any) -> bool:
             "v": _table(_list(_is_number, len(UnitCounts.__slots__))),
             "waits": _table(_PAIR),
             "disks": _table(_list(_is_number, 1 + len(Moved.__dataclass_fields__))),
-            "at_rest": _table(_table(_is_count)),
-            "travelled": _list(_row(_is_tier, _is_text, _is_number, _is_number)),
+            "stored": _table(_table(_is_count)),
+            "transferred": _list(_row(_is_tier, _is_text, _is_number, _is_number)),
         },
         closed=False,
     )
-    return fits(line) and (not line.get("at_rest") or line["at_rest"].keys() == _TIERS)
+    return fits(line) and (not line.get("stored") or line["stored"].keys() == _TIERS)
 
 
 def _is_tier(value: Any) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.device.streams import STREAMS
-from fullshard.device.travel import STATES
+from fullshard.device.transfers import STATES
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import ShardSpec
 from fullshard.plan.memory import State
@@ -182,20 +182,20 @@ def _tiers(rank: _RankLog) -> tuple[TierBytes, ...]:
     """Return the bytes of this rank in each tier and those moved per step; none without offloading."""
     moved: dict[str, list[dict[str, float]]] = {}
     for place, state, *each in sorted(
-        rank.units.get("travelled", ()), key=lambda item: [*STATES, item[1]].index(item[1])
+        rank.units.get("transferred", ()), key=lambda item: [*STATES, item[1]].index(item[1])
     ):
         for ways, nbytes in zip(moved.setdefault(place, [{}, {}]), each, strict=True):
             if nbytes:
                 ways[state] = nbytes / rank.units["steps"]
-    at_rest = rank.units.get("at_rest", {})
-    if not any(sum(held.values()) for tier, held in at_rest.items() if tier != "device"):
+    stored = rank.units.get("stored", {})
+    if not any(sum(held.values()) for tier, held in stored.items() if tier != "device"):
         return ()
-    held = {tier: {state: nbytes for state, nbytes in states.items() if nbytes} for tier, states in at_rest.items()}
+    held = {tier: {state: nbytes for state, nbytes in states.items() if nbytes} for tier, states in stored.items()}
     kept = rank.memory.get("by_state", {}).get(State.ACTIVATIONS.value)
     if kept:
         held["device"]["activations"] = max(kept)
     return tuple(
-        TierBytes(name=name, at_rest=held[tier], comes=moved.get(tier, [{}, {}])[0], goes=moved.get(tier, [{}, {}])[1])
+        TierBytes(name=name, stored=held[tier], comes=moved.get(tier, [{}, {}])[0], goes=moved.get(tier, [{}, {}])[1])
         for tier, name in _TIERS.items()
         if tier == "device" or held[tier] or tier in moved
     )

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.streams import STREAMS
-from fullshard.device.travel import STATES, Transfers, travel
+from fullshard.device.transfers import STATES, Transfers, transfers
 from fullshard.disk.pace import Moved, paces
 from fullshard.engine.nested import tensors_in
 from fullshard.engine.registry import units_in
@@ -322,7 +322,7 @@ class RunReport:
             self._write_numbers(number, self._unread.pop(number))
         if nth == WATCHED_STEP:
             self._disks = {pace.folder: pace.total for pace in paces()}
-            self._transferred = travel.total
+            self._transferred = transfers.total
         if nth > WATCHED_STEP:
             self._counted += 1
             if self._counted == 1:  # decisions for a budget have been made by now
@@ -439,10 +439,10 @@ class RunReport:
                 str(pace.folder): [pace.held_bytes, *astuple(pace.total.since(self._disks.get(pace.folder, Moved())))]
                 for pace in paces()
             },
-            at_rest=self._stored_bytes,
-            travelled=[
+            stored=self._stored_bytes,
+            transferred=[
                 [tier, state, item.arrived, item.passed]
-                for (tier, state), item in travel.since(self._transferred).items()
+                for (tier, state), item in transfers.since(self._transferred).items()
             ],
         )
         self._units_every_s *= 2  # only the last line counts: a long run has a few dozen

@@ -171,11 +171,11 @@ class WhatIf:
 class TierBytes:
     """The bytes in a tier, and those moved between it and the device per step; of one rank, by state.
 
-    States are those of `device/travel.py`, and "other" for other data.
+    States are those of `device/transfers.py`, and "other" for other data.
     """
 
     name: str  # "device", "CPU" or "disk"
-    at_rest: Mapping[str, int]  # bytes; without unknown values
+    stored: Mapping[str, int]  # bytes; without unknown values
     comes: Mapping[str, float]  # bytes copied from the tier per step: the mean over steps
     goes: Mapping[str, float]  # bytes copied to the tier
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from fullshard.device.streams import STREAMS
-from fullshard.device.travel import STATES
+from fullshard.device.transfers import STATES
 from fullshard.report.run import COUNTERS, PARTS, Finding, Run, Shard, Span, StepMemory, TierBytes, UnitTimes
 
 _POINTS = 400  # of a curve over steps, or over one step
@@ -327,15 +327,15 @@ def _tiers(tiers: Sequence[TierBytes]) -> dict[str, Any] | None:
     """Return rows of bytes by state: those in each tier, and those copied from and to it per step."""
     if not tiers:
         return None
-    rows = [_row(f"on the {tier.name}", tier.at_rest) for tier in tiers]
+    rows = [_row(f"on the {tier.name}", tier.stored) for tier in tiers]
     for tier in tiers:
         for way, moved in (("from", tier.comes), ("to", tier.goes)) if tier.comes or tier.goes else ():
             rows.append({**_row(f"{way} the {tier.name}, per step", moved), "moves": True})
-    found = {state for tier in tiers for each in (tier.at_rest, tier.comes, tier.goes) for state in each}
+    found = {state for tier in tiers for each in (tier.stored, tier.comes, tier.goes) for state in each}
     return {
         "states": in_order(found, STATES),
         "rows": rows,
-        "away_bytes": sum(sum(tier.at_rest.values()) for tier in tiers if tier.name != "device"),
+        "away_bytes": sum(sum(tier.stored.values()) for tier in tiers if tier.name != "device"),
         "moved_bytes": sum(sum(moved.values()) for tier in tiers for moved in (tier.comes, tier.goes)),
     }
 

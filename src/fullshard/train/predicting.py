@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.device.accelerator import accelerator_for
-from fullshard.device.travel import Transfers, travel
+from fullshard.device.transfers import Transfers, transfers
 from fullshard.disk.folder import creating, free_bytes
 from fullshard.disk.pace import pace_of
 from fullshard.disk.prediction import Traffic, check_room, floored, predict_load
@@ -96,7 +96,7 @@ class DiskUse:
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """Return the loss of a microbatch. At the first one of the second step, the states have been offloaded."""
         if self._calls == self._microbatches:
-            self._before = travel.total
+            self._before = transfers.total
             self._stored_bytes = predict_tiers(model)["disk"].total
         self._calls += 1
         loss = byte_losses(model(batch), batch).mean()
@@ -106,7 +106,7 @@ class DiskUse:
     @property
     def traffic(self) -> Traffic:
         """The traffic of the second step. The dry run counts offloaded activations without writing them."""
-        moved = [item for (place, _), item in travel.since(self._before).items() if place == "disk"]
+        moved = [item for (place, _), item in transfers.since(self._before).items() if place == "disk"]
         states = Traffic(
             room_bytes=self._stored_bytes,
             read_bytes=sum(item.arrived for item in moved),

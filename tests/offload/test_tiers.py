@@ -10,7 +10,7 @@ from shared_ranks import on_ranks, run_ranks
 from torch import nn
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, OffloadPolicy, dry, explain, fully_shard, report
-from fullshard.device.travel import Transfers, travel
+from fullshard.device.transfers import Transfers, transfers
 from fullshard.disk.files import ALIGNMENT
 from fullshard.plan.ledger import (
     TIERS,
@@ -20,7 +20,7 @@ from fullshard.plan.ledger import (
     predict_on_disk,
     predict_tiers,
 )
-from fullshard.plan.stored import measure_tiers, offloaded_activations, predict_travel
+from fullshard.plan.stored import measure_tiers, offloaded_activations, predict_transfers
 from fullshard.report.reading import read_run
 from fullshard.report.steps import WATCHED_STEP
 
@@ -46,7 +46,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, microbatches: int, 
     optimizer.zero_grad()
 
 
-def travelled(
+def transferred(
     policy: OffloadPolicy | None, microbatches: int, clips: bool, **options: Any
 ) -> tuple[Transfers, Transfers]:
     """Return the transfers of each of two steps, and of one step by formula."""
@@ -54,15 +54,17 @@ def travelled(
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         step(model, optimizer, microbatches, clips)
-    before = travel.total
+    before = transfers.total
     for _ in range(2):
         step(model, optimizer, microbatches, clips)
     found = {
         key: (item.arrived / 2, item.passed / 2)
-        for key, item in travel.since(before).items()
+        for key, item in transfers.since(before).items()
         if item.arrived or item.passed
     }
-    predicted = predict_travel(model, microbatches=microbatches, clips=clips, activations=offloaded_activations(model))
+    predicted = predict_transfers(
+        model, microbatches=microbatches, clips=clips, activations=offloaded_activations(model)
+    )
     return found, {key: (item.arrived, item.passed) for key, item in predicted.items()}
 
 
@@ -91,7 +93,7 @@ def test_a_step_moves_to_and_from_a_disk_what_the_law_states(tmp_path):
         for strategy in ("zero3", "zero2"):
             for name, share in (("parameters", 1.0), ("parameters", 0.5), ("optimizer", 0.5), ("activations", 1.0)):
                 policy = Offload(folder=tmp_path / f"{number}-{strategy}-{name}-{share}", **{name: {"disk": share}})
-                found, predicted = travelled(policy, microbatches, clips, strategy=strategy)
+                found, predicted = transferred(policy, microbatches, clips, strategy=strategy)
                 agree(found, predicted, microbatches, clips, (found, predicted, microbatches, strategy, policy))
 
 
@@ -107,7 +109,7 @@ def test_a_step_moves_to_and_from_the_cpu_what_the_law_states():
             for policy in ON_CPU:
                 for precision in (None, BF16)[: 1 + (strategy == "zero3")]:
                     with dry.taped(values=True):
-                        found, predicted = travelled(
+                        found, predicted = transferred(
                             policy, microbatches, clips, strategy=strategy, mp_policy=precision
                         )
                     agree(
@@ -176,7 +178,7 @@ def reported(folder: Path, share: float) -> tuple[Any, Any, str]:
     with report(model, folder):
         for _ in range(WATCHED_STEP + COUNTED):
             step(model, optimizer, 1, clips=False)
-    return read_run(folder).tiers, (measure_tiers(model, [optimizer]), predict_travel(model)), explain(model)
+    return read_run(folder).tiers, (measure_tiers(model, [optimizer]), predict_transfers(model)), explain(model)
 
 
 def test_a_report_has_the_bytes_on_disk_and_the_bytes_moved_per_step(tmp_path):
@@ -185,8 +187,8 @@ def test_a_report_has_the_bytes_on_disk_and_the_bytes_moved_per_step(tmp_path):
     device, disk = reported_tiers
     for item, ledger in ((device, tiers["device"]), (disk, tiers["disk"])):
         for state in ("parameters", "gradients", "optimizer state"):
-            assert item.at_rest.get(state, 0) == getattr(ledger, state.replace(" ", "_")), (item.name, state)
-    assert device.at_rest["activations"] >= LAYERS * KEPT // 2
+            assert item.stored.get(state, 0) == getattr(ledger, state.replace(" ", "_")), (item.name, state)
+    assert device.stored["activations"] >= LAYERS * KEPT // 2
     assert not device.comes and not device.goes
     assert disk.comes.keys() == {state for _, state in moved}
     for (_, state), element in moved.items():  # what is read ahead of the first forward that counts was read before it

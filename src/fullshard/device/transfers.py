@@ -13,22 +13,22 @@ STATES = ("parameters", "gradients", "optimizer state", "activations")  # the st
 
 
 @dataclass(frozen=True)
-class Travelled:
+class TransferBytes:
     """Bytes that were read from a tier, and bytes that were written to it."""
 
     arrived: int = 0
     passed: int = 0
 
-    def since(self, before: Travelled) -> Travelled:
+    def since(self, before: TransferBytes) -> TransferBytes:
         """Return the bytes since `before`."""
-        return Travelled(self.arrived - before.arrived, self.passed - before.passed)
+        return TransferBytes(self.arrived - before.arrived, self.passed - before.passed)
 
 
-Transfers = dict[tuple[str, str], Travelled]  # by place and state
+Transfers = dict[tuple[str, str], TransferBytes]  # by place and state
 
 
 @dataclass
-class _Travel:
+class _TransferCounter:
     _total: Transfers = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -41,12 +41,12 @@ class _Travel:
     def note(self, place: str, state: str, *, arrived: int = 0, passed: int = 0) -> None:
         """Count bytes of a state that are transferred from a tier (`arrived`), or to it (`passed`)."""
         with self._lock:
-            known = self._total.get((place, state), Travelled())
-            self._total[place, state] = Travelled(known.arrived + arrived, known.passed + passed)
+            known = self._total.get((place, state), TransferBytes())
+            self._total[place, state] = TransferBytes(known.arrived + arrived, known.passed + passed)
 
     def since(self, before: Transfers) -> Transfers:
         """Return the transfers since the total was `before`."""
-        return {key: now.since(before.get(key, Travelled())) for key, now in self.total.items()}
+        return {key: now.since(before.get(key, TransferBytes())) for key, now in self.total.items()}
 
 
-travel = _Travel()  # the transfers of this process
+transfers = _TransferCounter()  # the transfers of this process
