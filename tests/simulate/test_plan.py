@@ -422,6 +422,35 @@ def test_the_least_is_on_the_cpu_that_fits(part):
     assert memory_peak(tape, of_host=True).nbytes == pytest.approx(found.figures.host_bytes, rel=0.001)
 
 
+def test_the_rest_is_on_disk_where_a_host_has_too_little_memory(monkeypatch):
+    """Dry runs of the pasted lines confirm the memory of device and host."""
+    for module in ("planner.sketch", "state.on_disk"):
+        monkeypatch.setattr(f"fullshard.{module}.CHUNK_NBYTES", 1 << 16)
+    one_shape = requested(subject=wide_gpt(), cluster=H100, global_batch=8, strategies=("zero3",))
+    question = tight(one_shape, 0.5)
+    on_cpu = search(question).best
+    assert on_cpu is not None and not on_cpu.sketch.program.disk
+    room = 0.7 * on_cpu.figures.host_bytes * question.cluster.per_host / 0.9
+    machine = replace(question.cluster.hardware, host_memory_bytes=room)
+    question = replace(question, cluster=replace(question.cluster, hardware=machine))
+    plan = search(question)
+    found = plan.best
+    assert found is not None
+    program = found.sketch.program
+    assert 0 < program.cpu < on_cpu.sketch.program.cpu and 0 < program.disk <= 1 - program.cpu
+    assert found.figures.host_bytes * question.cluster.per_host <= 0.9 * room
+    assert found.figures.needed_bytes <= question.cluster.usable_bytes
+    pasted = "\n".join(python_lines(question.subject, program, found.figures, question.cluster))
+    assert f'Offload(optimizer={{"cpu": {program.cpu:g}, "disk": {program.disk:g}}}, folder=' in pasted
+    explained = "\n".join(stated(plan))
+    assert "page-locked memory" in explained and "TB written per day" in explained
+    tape = run_pasted(question, found)
+    begin = steps_of(tape.entries)[0]
+    peak = memory_peak(tape, since=begin).nbytes  # whole units are on disk, so it may be less than predicted
+    assert 0.9 * found.figures.peak_bytes <= peak <= found.figures.peak_bytes
+    assert memory_peak(tape, of_host=True).nbytes <= found.figures.host_bytes
+
+
 def test_blocks_are_grouped_where_the_host_limits_the_step():
     """The lines to paste do what is predicted: fewer collectives, with this memory and time."""
     slow = replace(H100.hardware, fitted=replace(H100.hardware.fitted, host_s=40e-6))

@@ -54,13 +54,12 @@ def python_lines(
     if program.offload:
         imports.add("CPUOffloadPolicy")
         options.append("offload_policy=CPUOffloadPolicy()")
-    if program.cpu:
+    if program.cpu or program.disk:
         imports.add("Offload")
-        options.append(f'offload_policy=Offload(optimizer={{"cpu": {program.cpu:g}}})')
-    if program.disk:
-        imports.add("Offload")
-        share, folder = f'{{"disk": {program.disk:g}}}', json.dumps(str(cluster.disk.folder))
-        options.append(f"offload_policy=Offload(optimizer={share}, folder={folder})")
+        shares = {tier: share for tier, share in (("cpu", program.cpu), ("disk", program.disk)) if share}
+        optimizer = ", ".join(f'"{tier}": {share:g}' for tier, share in shares.items())
+        folder = f", folder={json.dumps(str(cluster.disk.folder))}" if program.disk else ""
+        options.append(f"offload_policy=Offload(optimizer={{{optimizer}}}{folder})")
     units = _units(subject)
     lines = ["import torch"]
     if program.checkpointing != "none":

@@ -107,9 +107,12 @@ def fastest(cluster: Cluster, fitting: Iterable[SketchFigures]) -> SketchFigures
 
 
 def _answer_on_disk(question: Question, made: Sketch) -> FoundProgram | None:
-    """Return the fastest candidate with the smallest fraction on disk that fits; if none fits, with all on disk."""
+    """Return the fastest candidate with the smallest fraction on disk that fits; if none fits, with all on disk.
+
+    States that are not on the CPU can be on disk.
+    """
     shapes = [shape for shape in question.shapes_of(made.program) if made.can_report(shape[0])]
-    every, limit_for = made.with_on_disk(1.0), question.cluster.limit_for
+    every, limit_for = made.with_on_disk(1 - made.program.cpu), question.cluster.limit_for
     shares = {shape: made.least_on_disk(shape[0], limit_for(every.needed_bytes(shape[0]))) for shape in shapes}
     if not shapes or any(share == 0 for share in shares.values()):
         return None

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -191,7 +193,7 @@ def _searched_on_cpu(question: Question, wanted: Iterable[Program], ask: Workers
 
     With all of it on the CPU, blocks are identical, and a few of them determine the rest. With a part, the whole model
     is simulated: only for the `_CHOSEN` likeliest programs, and for none that would be slower than one of them even if
-    the CPU took no time.
+    the CPU took no time. If the memory of a host is too small for all of them, some of the rest is on disk.
     """
     plan = _searched(question, wanted, ask)
     candidates = [item.sketch for item in plan.found if item.fits]
@@ -199,8 +201,8 @@ def _searched_on_cpu(question: Question, wanted: Iterable[Program], ask: Workers
     if not candidates:
         return plan
     fractions = fractions_on_cpu(question.subject, question.cluster, candidates[0].program)
-    spans = [_span(question, made) for made in candidates]
-    for span in sorted((span for span in spans if span is not None), key=lambda span: span.seconds_a_row):
+    spans = {made.program: _span(question, made) for made in candidates}
+    for span in sorted((span for span in spans.values() if span is not None), key=lambda span: span.seconds_a_row):
         if len(plan.fitting) >= _CHOSEN:
             plan.leave_out(f"behind the {_CHOSEN} likeliest")
         elif plan.best and span.least_seconds_a_row >= NO_MATTER * plan.best.figures.seconds_a_row:
@@ -211,9 +213,15 @@ def _searched_on_cpu(question: Question, wanted: Iterable[Program], ask: Workers
             if host_fits(question.cluster, figures):
                 plan.found.append(FoundProgram(made, figures, True, largest_rows(made)))
             else:
-                plan.leave_out(_NO_ROOM)
-    if no_room := spans.count(None):
-        plan.left_out[_NO_ROOM] = plan.left_out.get(_NO_ROOM, 0) + no_room
+                spans[span.made.program] = None
+    for made in sorted(candidates, key=partial(_least_seconds, question)):
+        if spans[made.program] is not None:
+            continue
+        found = None if plan.fitting else _on_cpu_and_disk(question, ask, made, fractions)
+        if found is None:
+            plan.leave_out(_NO_ROOM)
+        else:
+            plan.found.append(found)
     return plan
 
 
@@ -285,6 +293,38 @@ def _least_on_cpu(
             part = over[fits_not] / (over[fits_not] - over[fits])
             share = fractions[fits_not] + part * (fractions[fits] - fractions[fits_not])
     return made[fits].figures(span.rows, span.microbatches), made[fits]
+
+
+def _least_seconds(question: Question, made: Sketch) -> float:
+    """Return the seconds per row of the fastest shape of a program, whether it fits or not."""
+    shapes = [shape for shape in question.shapes_of(made.program) if made.can_report(shape[0])]
+    return min((made.figures(*shape).seconds_a_row for shape in shapes), default=inf)
+
+
+def _on_cpu_and_disk(question: Question, ask: Workers, made: Sketch, fractions: Sequence[float]) -> FoundProgram | None:
+    """Simulate the program with as much of the optimizer state on the CPU as fits there, and some on disk if needed.
+
+    Args:
+        question: The question.
+        ask: The workers.
+        made: The sketch with all of the state on the CPU.
+        fractions: The possible fractions on the CPU.
+    """
+    cluster = question.cluster
+    rows, count = next(shape for shape in question.shapes_of(made.program) if made.can_report(shape[0]))
+    figures = made.figures(rows, count)
+    shares = [item for item in fractions if item < 1 and host_fits(cluster, figures, item)]
+    for share in reversed(shares[-_TRIED:]):  # a smaller one leaves more memory of the host to the buffers of the disk
+        ask.on_progress(f"{made.program.strategy}, {share:.0%} of states on the CPU, and some on disk")
+        part = ask.sketch(ask(question, replace(made.program, cpu=share)))
+        for some in (part, part.with_on_disk(1 - share)):
+            found = answer(question, some)
+            if found is not None and found.fits:
+                return found
+    return None
+
+
+_TRIED = 3
 
 
 def least_hosts(question: Question, workers: Workers | None = None, *, most: int = 4096) -> Plan | None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import ceil
 from typing import Any
 
 from fullshard.errors import ConfigError
@@ -147,9 +148,10 @@ class Sketch:
 
     @cached_property
     def states_bytes(self) -> float:
-        """The bytes of a rank's optimizer state in any tier."""
+        """The bytes of a rank's optimizer state in any tier. A trace has all of it but the part on the CPU."""
         regions = self._regions(1, of_host=False)
-        return max((nbytes for (_, _, state), nbytes in regions.items() if state is State.OPTIMIZER), default=0.0)
+        traced = max((nbytes for (_, _, state), nbytes in regions.items() if state is State.OPTIMIZER), default=0.0)
+        return traced / (1 - self.program.cpu) if self.program.cpu < 1 else 0.0
 
     @property
     def disk_bytes(self) -> float:
@@ -173,7 +175,8 @@ class Sketch:
         needed = self.with_on_disk(0.0).needed_bytes(rows)
         if needed <= usable:
             return 0.0
-        shares = (hundredths / 100 for hundredths in range(1, 101))
+        most = 1 - self.program.cpu
+        shares = (min(hundredths / 100, most) for hundredths in range(1, ceil(100 * most) + 1))
         return next((share for share in shares if self.with_on_disk(share).needed_bytes(rows) <= usable), None)
 
     def figures(self, rows: int, microbatches: int) -> SketchFigures:
