@@ -283,7 +283,8 @@ class Activations:
             return _keep(tensor)
         storage = tensor.untyped_storage()
         known = self._known.setdefault(storage._cdata, [])
-        offloaded = next((item.offloaded() for item in known if item.has(tensor)), None)
+        alive = ((item, item.offloaded()) for item in known)
+        offloaded = next((found for item, found in alive if found is not None and item.has(tensor)), None)
         if offloaded is None:
             offloaded = store.put(tensor, self._order)
             counter = version_counter_of(tensor)
