@@ -604,7 +604,7 @@ def looked_through(among: tuple[Scenario, ...]) -> Sites:
 def of_strategy(strategy: str, *, common: bool) -> tuple[Scenario, ...]:
     """Return the common scenarios of a strategy, or a quarter of its others.
 
-    For each pair of a strategy, a loop and an option, a scenario is in one of them.
+    Every combination of two among strategy, loop and option occurs in a returned scenario.
     """
     found = tuple(scenario for scenario in scenarios() if scenario[0] == strategy and is_common(scenario) == common)
     return found if common else tuple(scenario for scenario in found if number_of(scenario) % 4 == 0)

@@ -57,7 +57,7 @@ class DiskPace:
 
     folder: Path
     clock: Callable[[], float] = time.perf_counter
-    files: WeakSet[HoldsBytes] = field(default_factory=WeakSet)  # its open files
+    files: WeakSet[HoldsBytes] = field(default_factory=WeakSet)  # open, or closed with 0 bytes
     _total: Moved = field(default_factory=Moved)
     _checked: Moved = field(default_factory=Moved)  # the total at the last check
     _requests: int = 0  # since the last check

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from typing import Any
 
 import torch
@@ -298,7 +297,7 @@ def _least_on_cpu(
 def _least_seconds(question: Question, made: Sketch) -> float:
     """Return the seconds per row of the fastest shape of a program, whether it fits or not."""
     shapes = [shape for shape in question.shapes_of(made.program) if made.can_report(shape[0])]
-    return min((made.figures(*shape).seconds_a_row for shape in shapes), default=inf)
+    return min(made.figures(*shape).seconds_a_row for shape in shapes)
 
 
 def _on_cpu_and_disk(question: Question, ask: Workers, made: Sketch, fractions: Sequence[float]) -> FoundProgram | None:
@@ -325,6 +324,7 @@ def _on_cpu_and_disk(question: Question, ask: Workers, made: Sketch, fractions: 
 
 
 _TRIED = 3
+"""The number of fractions on the CPU that are combined with a disk, the largest first."""
 
 
 def least_hosts(question: Question, workers: Workers | None = None, *, most: int = 4096) -> Plan | None:
