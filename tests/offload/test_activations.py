@@ -164,6 +164,25 @@ def test_pieces_of_one_tensor_that_are_written_in_place_keep_their_own_values(tm
         assert_same(whole_grads(sharded), whole_grads(plain), name=f"{make}")
 
 
+class Dropping(nn.Module):
+    """Save a tensor for a node that is dropped immediately, and then for two that stay."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        wide = rows + 1
+        wide.cos()
+        return wide.cos() + wide.sin()
+
+
+@on_ranks(1)
+def test_a_storage_is_offloaded_once_again_after_its_first_copy_was_dropped(tmp_path):
+    offload_everything()
+    model: Any = fully_shard(nn.Sequential(nn.Linear(8, 8), Dropping()), offload_policy=to_disk(tmp_path))
+    rows = torch.ones(4, 8)
+    model(rows).sum().backward()
+    (store,) = stores_of(model)
+    assert store.put_bytes == 3 * rows.nbytes, "the input of the layer, and twice that of cos"
+
+
 class Sharing(Layer):
     """Saves one storage many times: by several nodes, as views of every kind, and with gaps between."""
 
