@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.fuzzing.generation import FEATURES, Generator
-from benchmarks.fuzzing.judging import EQUAL, INVALID, REFUSED, Pool, Verdict, script_of, shrink
+from benchmarks.fuzzing.judging import CLOSE, EQUAL, INVALID, REFUSED, Pool, Verdict, script_of, shrink
 
 
 def options() -> argparse.Namespace:
@@ -37,9 +37,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first program of the seed")
     parser.add_argument("--ranks", default="1,2,3,4", help="numbers of ranks to choose from")
     parser.add_argument("--without", default="", help=f"parts to leave out: {', '.join(FEATURES)}")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="on GPUs, one rank over NCCL")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds that a program may take")
     parser.add_argument("--failures", type=int, default=20, help="stop after this many different failures")
     parser.add_argument("--reproduce", help="a file with a program as JSON, or SEED:NUMBER")
+    parser.add_argument("--no-shrink", action="store_true", help="print failing programs as they are")
     parser.add_argument("--verbose", action="store_true", help="print every refusal")
     parser.add_argument("--out", type=Path, help="folder for scripts of failing programs")
     return parser.parse_args()
@@ -48,7 +50,7 @@ def options() -> argparse.Namespace:
 def main() -> int:
     given = options()
     torch.set_num_threads(1)
-    ranks = tuple(int(part) for part in given.ranks.split(","))
+    ranks = tuple(int(part) for part in given.ranks.split(",")) if given.device == "cpu" else (1,)
     without = tuple(part for part in given.without.split(",") if part)
     with Pool(given.timeout) as pool:
         if given.reproduce:
@@ -58,7 +60,11 @@ def main() -> int:
 
 def reproduce(given: argparse.Namespace, pool: Pool, ranks: tuple[int, ...], without: tuple[str, ...]) -> int:
     path = Path(given.reproduce)
-    program = json.loads(path.read_text()) if path.exists() else Generator(given.reproduce, ranks, without).program()
+    program = (
+        json.loads(path.read_text())
+        if path.exists()
+        else Generator(given.reproduce, ranks, without, given.device).program()
+    )
     verdict = pool.judge(program)
     print(json.dumps(program))
     print(f"{verdict.kind}: {verdict.cause}\n{verdict.details}")
@@ -73,7 +79,7 @@ def search(given: argparse.Namespace, pool: Pool, ranks: tuple[int, ...], withou
     for number in range(given.first, given.first + given.programs):
         if time.monotonic() > end or len(found) >= given.failures:
             break
-        program = Generator(f"{given.seed}:{number}", ranks, without).program()
+        program = Generator(f"{given.seed}:{number}", ranks, without, given.device).program()
         verdict = pool.judge(program)
         counts[verdict.kind] += 1
         if verdict.kind != EQUAL:
@@ -89,7 +95,7 @@ def search(given: argparse.Namespace, pool: Pool, ranks: tuple[int, ...], withou
             print(dict(counts), flush=True)
     for cause, count in causes.most_common():
         print(f"{count:6}  {cause}")
-    failures = sum(counts.values()) - counts[EQUAL] - counts[REFUSED] - counts[INVALID]
+    failures = sum(counts.values()) - counts[EQUAL] - counts[CLOSE] - counts[REFUSED] - counts[INVALID]
     print(json.dumps({"programs": sum(counts.values()), **counts, "failures": failures}))
     return int(failures > 0)
 
@@ -103,7 +109,9 @@ def report(given: argparse.Namespace, pool: Pool, name: str, program: dict, verd
         return (now.kind, now.cause) == wanted
 
     print(f"\n==== {name}: {verdict.kind}: {verdict.cause}", flush=True)
-    if still_fails(program):
+    if given.no_shrink:
+        pass
+    elif still_fails(program):
         program = shrink(program, still_fails, 12 if verdict.kind == "hang" else 150)
         verdict = pool.judge(program)
     else:

@@ -86,10 +86,13 @@ OFFLOADS: list[Json] = [  # `share` is that of a budget, see `with_budget`
 class Generator:
     """One random program of a seed."""
 
-    def __init__(self, seed: str, ranks: tuple[int, ...] = (1, 2, 3, 4), without: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, seed: str, ranks: tuple[int, ...] = (1, 2, 3, 4), without: tuple[str, ...] = (), device: str = "cpu"
+    ) -> None:
         self.random = random.Random(seed)
         self._ranks = ranks
         self._without = without
+        self._device = device
         self._labels: list[str] = []
         self._size = 0
 
@@ -136,6 +139,10 @@ class Generator:
         if any(key in program for key in ("precision", "dtype", "autocast")):  # oneDNN has no LSTM in half precision
             program["model"] = json.loads(json.dumps(program["model"]).replace('"LSTM"', '"GRU"'))
         program["loop"] = self.loop(program)
+        if self._device != "cpu":
+            program["device"] = self._device
+            if self.chance(0.5):
+                program["late streams"] = self.random.randrange(100)
         return one_call(program) if "reentrant" in str(program) else program
 
     def interface(self, program: Json) -> None:

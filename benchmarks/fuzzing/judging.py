@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
 
 import fullshard
 from benchmarks.fuzzing import execution
 from benchmarks.fuzzing.execution import Json, Outcome, first_difference, is_finite, run_plain, run_sharded
+from benchmarks.late_streams import late, some_late
+from fullshard.device import accelerator
 from fullshard.testing.ranks import RankPool, RanksFailed
 
-EQUAL, REFUSED, INVALID = "equal", "refused", "invalid"
+EQUAL, CLOSE, REFUSED, INVALID = "equal", "close", "refused", "invalid"
 HANG, DIED, DISAGREE, BARE, WRONG = "hang", "rank died", "ranks disagree", "bare error", "wrong numbers"
 FAILURES = (HANG, DIED, DISAGREE, BARE, WRONG)
+TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,8 @@ class Verdict:
     """The result of one program.
 
     Args:
-        kind: equal, refused, invalid (the plain program itself fails), or one of `FAILURES`.
+        kind: equal, close (on GPUs, where kernels depend on addresses, and states on the CPU are stepped by other
+            kernels), refused, invalid (the plain program itself fails), or one of `FAILURES`.
         cause: for errors, the type and the place; for wrong numbers, what is wrong. It stays while a program shrinks.
         details: the whole story, for readers.
     """
@@ -55,7 +63,8 @@ class Pool:
         if not is_finite(expected):
             return Verdict(INVALID, "not finite")
         key = (program.get("ranks", 1), program.get("no shared memory", False))
-        ranks = self._ranks.setdefault(key, RankPool(key[0], timeout=self._timeout))
+        backend = "cpu:gloo,cuda:nccl" if program.get("device") == "cuda" else "gloo"
+        ranks = self._ranks.setdefault(key, RankPool(key[0], timeout=self._timeout, backend=backend))
         with tempfile.TemporaryDirectory(prefix="fullshard-fuzz-") as folder:
             try:
                 outcomes = ranks.run(_on_rank, program, folder, self._before)
@@ -63,6 +72,8 @@ class Pool:
                 kind = DIED if any(failure.kind == "exit" for failure in failed.failures.values()) else HANG
                 return Verdict(kind, "", str(failed))
         verdict = verdict_of(outcomes, expected)
+        if verdict.kind == WRONG and "device" in program and verdict_of(outcomes, expected, TOLERANCE).kind == EQUAL:
+            return Verdict(CLOSE, verdict.cause, verdict.details)
         if verdict.kind != EQUAL:
             ranks.end()
         return verdict
@@ -83,12 +94,23 @@ def _on_rank(program: Json, folder: str, before: Callable[[], None] | None) -> O
     try:
         if before is not None:
             before()
-        return run_sharded(program, folder)
+        with late_streams(program):
+            return run_sharded(program, folder)
     finally:
         fullshard.share_memory_between_ranks(True)
 
 
-def verdict_of(outcomes: list[Outcome], expected: dict[str, Any]) -> Verdict:
+def late_streams(program: Json) -> AbstractContextManager[None]:
+    """Return a context in which streams that the program's seed chooses are late, if it asks for that."""
+    if "late streams" not in program:
+        return nullcontext()
+    device = torch.device(program["device"], 0)
+    names, timed = some_late(program["late streams"])
+    made = late(accelerator.StreamAccelerator(device), names, timed(lambda ms: torch.cuda._sleep(int(ms * 1.5e6))))
+    return mock.patch.dict(accelerator._known, {device: made})
+
+
+def verdict_of(outcomes: list[Outcome], expected: dict[str, Any], tolerance: float = 0.0) -> Verdict:
     """Combine the outcomes of all ranks into a verdict."""
     errors = [outcome for outcome in outcomes if outcome.records is None]
     details = "\n".join(f"---- rank {rank}: {outcome.details or 'no error'}" for rank, outcome in enumerate(outcomes))
@@ -102,7 +124,7 @@ def verdict_of(outcomes: list[Outcome], expected: dict[str, Any]) -> Verdict:
         return Verdict(REFUSED, f"{errors[0].error.partition(':')[0]} in {errors[0].place}", details)
     for rank, outcome in enumerate(outcomes):
         assert outcome.records is not None
-        found = first_difference(outcome.records, expected, rank)
+        found = first_difference(outcome.records, expected, rank, tolerance)
         if found is not None:
             what = found.partition(": ")[2].split()[0].rstrip(",:")
             return Verdict(WRONG, what, found)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from late_streams import QUEUES, late, some_late
 from shared_ranks import on_new_ranks
 from small_models import Chain, chain, leave
 from test_races import GROUPED, LOOPS, OPTIONS, is_common, scenarios
@@ -19,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from benchmarks.late_streams import QUEUES, late, some_late
 from fullshard import dry, fully_shard
 from fullshard.device.accelerator import Accelerator, StreamAccelerator, pretending
 from fullshard.dry.streams import DryAccelerator
