@@ -31,9 +31,10 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from fullshard import CheckpointError, ConfigError, DiskError
-from fullshard.checkpoint import load, load_safetensors, metadata_file, save
+from fullshard.checkpoint import container, load, load_safetensors, metadata_file, save
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.folder import entries
 from fullshard.checkpoint.manifest import MANIFEST, Manifest
@@ -47,6 +48,7 @@ from fullshard.plan.hardware import hardware
 from fullshard.planner.subject import transformers_subject
 from fullshard.regular_files import open_regular, read_regular
 from fullshard.report.rank_file import RankFile, path_of
+from fullshard.testing import assert_same
 from fullshard.train.options import _read_mapping
 from fullshard.train.run_folder import METRICS, lines_of
 
@@ -517,6 +519,120 @@ def test_an_entry_that_expands_is_refused_before_it_takes_memory(kind, folder):
     forge(checkpoint, ".metadata", pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="its records have 67"):
         load(checkpoint, model=(own := model()), optimizer=torch.optim.AdamW(own.parameters()))
+
+
+# -- values in torch's own checkpoints --------------------------------------------------------------------------------
+
+
+def theirs(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Write a checkpoint with torch alone, and return what was saved."""
+    own = model()
+    optimizer = torch.optim.AdamW(own.parameters())
+    own(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    states, options = get_state_dict(own, optimizer)
+    dcp.save({"model": states, "optim": options}, checkpoint_id=folder)
+    return own, optimizer
+
+
+def read_theirs(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Load `folder` into other objects."""
+    own = model()
+    optimizer = torch.optim.AdamW(own.parameters())
+    load(folder, model=own, optimizer=optimizer)
+    return own, optimizer
+
+
+def store_instead(folder: Path, key: str, value: Any) -> None:
+    """Let the metadata refer to `value` in place of the value of `key`."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == key)
+    place.offset = (folder / place.relative_path).stat().st_size
+    with (folder / place.relative_path).open("ab") as file:
+        torch.save(value, file)
+        place.length = file.tell() - place.offset
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_flipped_bit_in_torchs_own_checkpoint_is_an_error_or_without_effect(tmp_path):
+    """For any bit. torch.load does not compare checksums."""
+    saved, optimizer = theirs(tmp_path)
+    path = tmp_path / "__0_0.distcp"
+    data, draw = path.read_bytes(), random.Random(0)
+    for at in draw.sample(range(len(data)), 300):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :])
+        try:
+            own, read = read_theirs(tmp_path)
+        except CheckpointError as error:
+            assert f"{path}: '" in str(error)
+        else:
+            assert_same(own.state_dict(), saved.state_dict())
+            assert_same(read.state_dict(), optimizer.state_dict())
+
+
+class ShortReads(io.FileIO):
+    """A file whose system returns fewer bytes than requested, as network file systems may."""
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[: len(buffer) // 2 or 1]) or 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["direct", "cast"])
+def test_short_reads_are_not_damage(dtype, folder, tmp_path, monkeypatch):
+    saved, _ = theirs(tmp_path / "theirs")
+    own = model()
+    load(newest(folder), model=own)
+    monkeypatch.setattr(container, "open_unbuffered", ShortReads)
+    for path, expected in ((tmp_path / "theirs", saved), (newest(folder), own)):
+        read = model().to(dtype)
+        load(path, model=read)
+        assert_same(read.float().state_dict(), expected.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_torchs_own_checkpoints_may_be_without_checksums(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        saved, _ = theirs(tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_same(read_theirs(tmp_path)[0].state_dict(), saved.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(5), torch.ones(4, 4), torch.ones(4, dtype=torch.float64), torch.ones(4).to_sparse(), {}, 1.0, None],
+    ids=["longer", "of more dims", "wider", "sparse", "dict", "number", "nothing"],
+)
+@pytest.mark.parametrize("key", ["model.0.bias", "optim.state.0.bias.exp_avg"])
+def test_a_stored_value_other_than_the_metadata_describes_is_refused(key, value, tmp_path):
+    theirs(tmp_path)
+    store_instead(tmp_path, key, value)
+    with pytest.raises(
+        CheckpointError, match=rf"__0_0.distcp: '{key}' at byte \d+ .*expected .* of \(4,\) torch.float32"
+    ):
+        read_theirs(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("value", [2.5, None, "0.weight", [0, 1, 2, 3], {"0.weight": 1}])
+def test_parameter_groups_without_names_are_refused(value, tmp_path):
+    theirs(tmp_path)
+    store_instead(tmp_path, "optim.param_groups.0.params", value)
+    with pytest.raises(CheckpointError, match="expected FQNs as the params of a parameter group, found"):
+        read_theirs(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("name", ["lr", "params"])
+def test_a_tensor_in_place_of_an_option_is_refused(name, tmp_path):
+    theirs(tmp_path)
+    store_instead(tmp_path, f"optim.param_groups.0.{name}", torch.ones(4))
+    with pytest.raises(CheckpointError, match=rf"expected 'optim.param_groups.0.{name}' to be no tensor, found one"):
+        read_theirs(tmp_path)
 
 
 # -- configurations ----------------------------------------------------------------------------------------------------

@@ -10,15 +10,15 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import struct
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
-from zipfile import ZIP_STORED, ZipFile, is_zipfile
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, is_zipfile
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ from fullshard.regular_files import open_regular, open_unbuffered, read_regular
 
 METADATA = ".metadata"
 _MOST_METADATA_NBYTES = 1 << 30
+_PIECE_NBYTES = 1 << 20
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -286,15 +287,14 @@ def read_values(
 
 
 class _Reader(dcp.FileSystemReader):
-    """A storage reader with known metadata.
+    """A storage reader with known metadata, which compares what it reads with the metadata.
 
-    In files written by `write` (`record`), contiguous rows are read directly into their target. torch would first read
-    the entire entry and then copy.
+    In files written by `write` (`record`), contiguous rows are read directly into their target. Otherwise the entire
+    entry is read first.
     """
 
     def __init__(self, checkpoint: Path, metadata: Metadata, *, record: bool) -> None:
         super().__init__(checkpoint)
-        self.fs = _RegularFiles()
         self._metadata = metadata
         self._own = record
 
@@ -304,34 +304,57 @@ class _Reader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert isinstance(planner, _Planner)
         planner.total = sum(math.prod(item.lengths) for item in plan.items)
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         try:
-            others = self._read_directly(plan.items, planner) if self._own else plan.items
-            return super().read_data(replace(plan, items=others), planner)
+            for name, items in by_file.items():
+                with open_unbuffered(Path(self.path) / name) as file:
+                    for item in items:
+                        self._read(item, file, planner)
         except Exception as error:
             raise CheckpointError(reported_by(error)) from error
+        read: Future[None] = Future()
+        read.set_result(None)
+        return read
 
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        """Return a view of an entry, which torch.load reads."""
-        check_expansion(_Entry(file, sinfo.offset, sinfo.length), sinfo.length)
-        return super()._slice_file(file, sinfo)
-
-    def _read_directly(self, items: list[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
-        """Read the items that are contiguous in file and memory, and return the other items."""
-        others: list[ReadItem] = []
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in items:
-            target = planner.resolve_tensor(item).detach() if item.type is LoadItemType.TENSOR else None
-            if target is None or not self._is_contiguous(item, target):
-                others.append(item)
+    def _read(self, item: ReadItem, file: io.FileIO, planner: _Planner) -> None:
+        info = self.storage_data[item.storage_index]
+        target = planner.resolve_tensor(item).detach() if item.type is LoadItemType.TENSOR else None
+        found: Any = None
+        try:
+            if target is not None and self._own and self._is_contiguous(item, target):
+                _read_into(target, file, self._start_of(item, target, file))
             else:
-                by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, wanted in by_file.items():
-            with open_unbuffered(Path(self.path) / name) as file:
-                for item in wanted:
-                    target = planner.resolve_tensor(item).detach()  # again, so that one tensor on disk takes memory
-                    _read_into(target, file, self._start_of(item, target, file))
-                    planner.commit_tensor(item, target)
-        return others
+                entry: Any = _Entry(file, info.offset, info.length)
+                check_archive(entry, info.length, reads=not self._own)  # own files are verified already
+                entry.seek(0)
+                found = torch.load(entry, map_location="cpu", weights_only=True)
+                if target is not None:
+                    found = self._part_of(found, item)
+        except Exception as error:  # whatever bytes can make torch raise
+            raise CheckpointError(
+                f"{Path(self.path) / info.relative_path}: {item.storage_index.fqn!r} at byte {info.offset} cannot be "
+                f"read ({reason_of(error)}). Load another checkpoint."
+            ) from error
+        if target is None:
+            planner.original_state_dict[item.dest_index.fqn] = found
+            return
+        if found is not None:
+            target.copy_(found)
+        planner.commit_tensor(item, target)
+
+    def _part_of(self, chunk: Any, item: ReadItem) -> Tensor:
+        """Return the part `item` of the stored `chunk`, which is what the metadata describes."""
+        stored: Any = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        shape, dtype = self._shape_of_chunk(item), stored.properties.dtype
+        if not isinstance(chunk, Tensor) or (chunk.shape, chunk.dtype, chunk.layout) != (shape, dtype, torch.strided):
+            found = f"one of {tuple(chunk.shape)} {chunk.dtype}" if isinstance(chunk, Tensor) else type(chunk).__name__
+            raise CheckpointError(f"expected a dense tensor of {tuple(shape)} {dtype}, found {found}")
+        part: Tensor = chunk
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            part = part.narrow(dim, start, length)
+        return part
 
     def _shape_of_chunk(self, item: ReadItem) -> torch.Size:
         """Return the shape of the stored chunk that `item` is read from."""
@@ -360,16 +383,6 @@ class _Reader(dcp.FileSystemReader):
         return start + _start_of_tensor(_Entry(file, start, entry.length), nbytes) + first_row * row_nbytes
 
 
-class _RegularFiles(FileSystem):
-    """A file system that only opens regular files, and only for reading."""
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        assert mode == "rb", "the file system is read-only"
-        with open_regular(path) as file:
-            yield file
-
-
 class _Entry(io.RawIOBase):
     """A byte range of a file that behaves like a separate file."""
 
@@ -390,10 +403,13 @@ class _Entry(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        found = memoryview(buffer)[: max(0, self.nbytes - self._at)]
         self._file.seek(self._start + self._at)
-        count = self._file.readinto(memoryview(buffer)[: max(0, self.nbytes - self._at)]) or 0
-        self._at += count
-        return count
+        start = self._at
+        while found and (count := self._file.readinto(found)):  # the system may return fewer bytes than requested
+            found = found[count:]
+            self._at += count
+        return self._at - start
 
 
 @contextmanager
@@ -401,25 +417,39 @@ def _records(file: Any, nbytes: int) -> Iterator[ZipFile]:
     """Open the output of torch.save of `nbytes` bytes, a zip file whose records are not compressed.
 
     Raises:
-        CheckpointError: Its records are larger than the file. Expanding them could take all memory.
+        CheckpointError: It is damaged, or its records are larger than the file. Expanding them could take all memory.
     """
-    with ZipFile(file) as records:
-        expanded = sum(record.file_size for record in records.infolist())
-        if expanded > nbytes:
-            raise CheckpointError(f"its records have {expanded} bytes, but it has only {nbytes}")
-        yield records
+    try:
+        with ZipFile(file) as records:
+            expanded = sum(record.file_size for record in records.infolist())
+            if expanded > nbytes:
+                raise CheckpointError(f"its records have {expanded} bytes, but it has only {nbytes}")
+            yield records
+    except BadZipFile as error:
+        raise CheckpointError(f"it is damaged: {error}") from error
 
 
-def check_expansion(file: Any, nbytes: int) -> None:
-    """Check that reading the output of torch.save does not take more memory than its size.
+def check_archive(file: Any, nbytes: int, *, reads: bool = True) -> None:
+    """Check that reading the output of torch.save does not take more memory than its size, and compare its checksums.
 
     Args:
-        file: A path or an open file. Files in torch's old format are never compressed.
+        file: A path or an open file. Files in torch's old format are never compressed, and have no checksums.
         nbytes: Its size.
+        reads: Whether to compare checksums, which reads the file once.
     """
     if is_zipfile(file):
-        with _records(file, nbytes):
-            pass
+        with _records(file, nbytes) as records:
+            for record in (item for item in records.infolist() if reads and item.CRC):  # 0 if torch did not compute it
+                with records.open(record) as content:
+                    while content.read(_PIECE_NBYTES):
+                        pass
+
+
+def reason_of(error: Exception) -> str:
+    """Return the class that torch.load rejects, or the reason in its message, which is long."""
+    text = reported_by(error)
+    named = re.search(r"GLOBAL (\S+)", text)
+    return f"it names {named[1]}" if named else text.rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
 
 
 def _start_of_tensor(entry: _Entry, nbytes: int) -> int:
@@ -452,16 +482,13 @@ def _read_into(target: Tensor, file: io.RawIOBase, start: int) -> None:
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """A load planner that reads values other than tensors without executing code, and supports tensors on disk."""
+    """A load planner that supports tensors on disk."""
 
     def __init__(self, progress: Progress | None) -> None:
         super().__init__()
         self.total = 0  # the number of elements to read
         self._progress = progress
         self._done = 0
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
     def transform_tensor(self, read_item: ReadItem, tensor: Tensor) -> Tensor:
         if isinstance(tensor, OnDisk):

@@ -76,7 +76,7 @@ def load(
     losses are bitwise equal. All files are verified before anything is read, and no code in them is executed.
 
     Checkpoints of `torch.distributed.checkpoint` are supported if they contain a model and an optimizer in the form of
-    `get_state_dict`. They have no checksums, so damage is not detected.
+    `get_state_dict`. Their values are verified as they are read, with the checksums that torch.save has written.
 
     Args:
         checkpoint: A checkpoint, or a folder of checkpoints. For a folder, the newest intact one is loaded, and a

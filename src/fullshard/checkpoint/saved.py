@@ -7,9 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from fullshard.checkpoint.contents import MODEL
 from fullshard.checkpoint.opening import Opened
 from fullshard.checkpoint.plain import Outline
+from fullshard.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,13 @@ def saved_by_torch(opened: Opened, in_model: Collection[str], in_optimizer: Coll
         for before, fqn, remaining in _splits(key)
         if (before.endswith("state.") and fqn in in_optimizer and remaining) or before.endswith("param_groups.")
     )
+    groups = _leaves(opened, f"{optimizer}param_groups.")
     # A model without a prefix can be saved together with other data. Keys that begin like FQNs belong to the model.
     tops = {fqn.split(".")[0] for fqn in in_model}
     return Saved(
         tensors={fqn: key for fqn, key in _under(model, opened.sizes()).items() if fqn.split(".")[0] in tops},
         states=_states(_leaves(opened, f"{optimizer}state."), in_optimizer),
-        groups=_groups(_leaves(opened, f"{optimizer}param_groups."), in_optimizer),
+        groups=opened.ranks.do(opened.doing, lambda: _groups(groups, in_optimizer)),
     )
 
 
@@ -106,6 +110,11 @@ def _leaves(opened: Opened, prefix: str) -> dict[str, Outline]:
     keys, sizes = _under(prefix, opened.metadata.state_dict_metadata), opened.sizes()
     names = [name for name, key in keys.items() if key not in sizes]
     values = dict(zip(names, opened.values(*(keys[name] for name in names)), strict=True))
+    odd = [keys[name] for name, value in values.items() if isinstance(value, Tensor)]
+    if odd:
+        raise CheckpointError(
+            f"{opened.doing}: expected {odd[0]!r} to be no tensor, found one. Load another checkpoint."
+        )
     return {name: ("value", values[name]) if name in values else ("tensor", key) for name, key in keys.items()}
 
 
@@ -134,5 +143,10 @@ def _groups(leaves: Mapping[str, Outline], fqns: Collection[str]) -> tuple[Saved
 def _group(options: Iterable[tuple[str, Outline]]) -> SavedGroup:
     """Return the group for `options`, which include the names of its parameters."""
     named = dict(options)
-    _, fqns = named.pop("params", ("value", []))
+    kind, fqns = named.pop("params", ("value", []))
+    if kind != "value" or not isinstance(fqns, list) or not all(isinstance(fqn, str) for fqn in fqns):
+        raise CheckpointError(
+            f"expected FQNs as the params of a parameter group, found {fqns!r:.200}. Save the optimizer with "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or load another checkpoint."
+        )
     return SavedGroup(fqns, ("dict", list(named.items())))

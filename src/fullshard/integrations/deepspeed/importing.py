@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.container import check_expansion
+from fullshard.checkpoint.container import check_archive, reason_of
 from fullshard.checkpoint.contents import MODEL, Contents, put_optimizer
 from fullshard.checkpoint.manifest import Progress
 from fullshard.checkpoint.plain import plain_copy
@@ -173,7 +173,7 @@ def _by_rank(folder: Path, ending: str) -> tuple[Path, ...]:
 def _load(path: Path) -> dict[str, Any]:
     try:
         with _knowing_deepspeeds_classes(), reopened(path) as same:
-            check_expansion(same, same.stat().st_size)
+            check_archive(same, same.stat().st_size)
             loaded = torch.load(same, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise CheckpointError(f"{path}: it cannot be read ({error}). Copy the file again.") from error
@@ -181,18 +181,12 @@ def _load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {error}. Copy the file again.") from None
     except Exception as error:  # whatever bytes can make torch raise
         raise CheckpointError(
-            f"{path}: it cannot be read without executing code ({_reported_by(error)}). Nothing in it was executed. "
+            f"{path}: it cannot be read without executing code ({reason_of(error)}). Nothing in it was executed. "
             "Save it with plain values in client_state."
         ) from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path}: expected a dict of states, found a {type(loaded).__name__}.")
     return loaded
-
-
-def _reported_by(error: Exception) -> str:
-    """Return the class that torch rejects, or the first line of its message."""
-    named = re.search(r"GLOBAL (\S+)", str(error))
-    return f"it names {named[1]}" if named else str(error).partition("\n")[0]
 
 
 class _Placeholder:
