@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fullshard import CheckpointError, ConfigError, FullyShardedDataParallel, fully_shard
 from fullshard.checkpoint import Merged, Unmatched, export_safetensors, load_safetensors, tensor_files
+from fullshard.checkpoint.exporting import write_safetensors
 from fullshard.checkpoint.tensor_files import Description, TensorFile
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import peak_during, storage_bytes
@@ -603,6 +604,13 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path):
         export_safetensors(small(), place / "out")
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_other(tmp_path):
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"writing .*IsADirectoryError"):
+        write_safetensors({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 class Stateful(nn.Linear):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -103,13 +104,19 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, metadata: Mapping
     unfinished = path.with_name(f"{path.name}.tmp")
     writer = _ExportWriter(unfinished, _described(state), metadata or {})
     failures = DiskFailures()
-    with errors_noted_by(failures.noted):
-        for name in ranks.once(doing, writer.begin):
-            value = state[name]
-            writer.write(full_copy(value) if isinstance(value, DTensor) else value, value.dtype)
-    ranks.do(doing, lambda: _raise_first(failures))
-    ranks.once(doing, writer.close)
-    ranks.once(doing, lambda: unfinished.replace(path))
+    try:
+        with errors_noted_by(failures.noted):
+            for name in ranks.once(doing, writer.begin):
+                value = state[name]
+                writer.write(full_copy(value) if isinstance(value, DTensor) else value, value.dtype)
+        ranks.do(doing, lambda: _raise_first(failures))
+        ranks.once(doing, writer.close)
+        ranks.once(doing, lambda: unfinished.replace(path))
+    except BaseException:
+        if ranks.leads:
+            with suppress(OSError):
+                unfinished.unlink()
+        raise
 
 
 def _raise_first(failures: DiskFailures) -> None:
