@@ -241,6 +241,19 @@ def without_weak_references(module: nn.Module) -> Iterator[None]:
         module._init_flat_weights()
 
 
+def keep_weights_in_place(module: nn.Module) -> None:
+    """Prevent a recurrent layer from moving its weights to a buffer of its own when it finds new ones in a forward.
+
+    Layers on a GPU do this for cuDNN, which otherwise copies the weights in each forward.
+    """
+    if isinstance(module, nn.RNNBase):
+        vars(module)["flatten_parameters"] = _leave_weights
+
+
+def _leave_weights() -> None:
+    pass
+
+
 def withhold_step_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Prevent the running step of `optimizer` from calling these hooks, and return a function that restores them.
 

@@ -1,5 +1,7 @@
 """Checks that need a GPU, over NCCL with one rank: bits, a host that never waits, constant memory."""
 
+import copy
+import tempfile
 import threading
 import warnings
 from functools import partial
@@ -12,7 +14,7 @@ from shared_ranks import on_new_ranks
 from small_models import ONE_AXIS, chain, inputs, leave, wholes
 from torch import nn
 
-from fullshard import ConfigError, MixedPrecisionPolicy, capture, fully_shard, share_memory_between_units
+from fullshard import ConfigError, MixedPrecisionPolicy, Offload, capture, fully_shard, share_memory_between_units
 from fullshard.device.accelerator import accelerator_for
 from fullshard.testing import assert_same, run_ranks
 
@@ -20,6 +22,18 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer that asks for its weights to be moved to a buffer of cuDNN, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.flatten_parameters()
+        return x + self.layer(x)[0]
 
 
 def made(shard: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -51,6 +65,49 @@ def agree_on_a_gpu() -> None:
 
 def test_one_rank_learns_the_bits_of_plain_pytorch():
     run_ranks(1, agree_on_a_gpu, backend="nccl")
+
+
+def agree_with_recurrent_layers() -> None:
+    def learned(shard: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Recurrent() for _ in range(3)]).cuda()
+        for module in (model[0], model):
+            shard(module)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        return [torch.stack([step(model, optimizer, inputs(n).cuda()) for n in range(5)]).cpu(), wholes(model)]
+
+    expected = learned(leave)
+    for strategy in ONE_AXIS:
+        assert_same(learned(partial(fully_shard, strategy=strategy)), expected, name=strategy)
+
+
+@pytest.mark.filterwarnings("default:RNN module weights")  # of cuDNN: that it copies weights
+def test_recurrent_layers_learn_the_bits_of_plain_pytorch():
+    run_ranks(1, agree_with_recurrent_layers, backend="nccl")
+
+
+def copy_offloaded() -> None:
+    """Train two copies, one made before the first step and one after it, of a model with states in several places."""
+    x = inputs().cuda()
+    for offload in (
+        Offload(optimizer={"cpu": 0.5}),
+        Offload(optimizer={"cpu": 1.0}),
+        Offload(parameters={"disk": 0.5}, folder=tempfile.mkdtemp()),
+        Offload(optimizer={"cpu": 0.5, "disk": 0.5}, folder=tempfile.mkdtemp()),
+    ):
+        pair: Any = made(partial(fully_shard, offload_policy=offload))
+        expected, first = [], copy.deepcopy(pair)
+        for _ in range(2):
+            expected.append(step(*pair, x).cpu())
+        second = copy.deepcopy(pair)
+        expected += [step(*pair, x).cpu() for _ in range(2)]
+        # Copies may have other units on the CPU, whose kernels round differently.
+        torch.testing.assert_close([step(*first, x).cpu() for _ in range(4)], expected)
+        torch.testing.assert_close([step(*second, x).cpu() for _ in range(2)], expected[2:])
+
+
+def test_copies_of_offloaded_models_learn_the_same():
+    run_ranks(1, copy_offloaded, backend="nccl")
 
 
 def steps_without_waiting(strategy: str) -> None:
@@ -218,7 +275,8 @@ def compiled(shard: Any, mode: str | None) -> list[Any]:
 @pytest.mark.filterwarnings("default")  # of the compiler's: that TF32 is off, and what it imports
 @on_new_ranks(1, backend="nccl", timeout=150)
 def test_blocks_compiled_to_cuda_graphs_learn_the_same():
-    compiled(leave, None)  # the compiler measures variants of a kernel once, and keeps to the fastest
+    for shard in (leave, fully_shard):  # the compiler measures variants of a kernel once, and keeps to the fastest
+        compiled(shard, None)
     expected = compiled(leave, None)
     for mode in (None, "reduce-overhead"):
         assert_same(compiled(fully_shard, mode), expected, name=str(mode))

@@ -1,8 +1,10 @@
 """Models built on the meta device: memory and values are created unit by unit, the same at every world size."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -336,6 +338,21 @@ def test_recurrent_layers_are_initialised():
     values = {f"0.{name}": value for name, value in plain.state_dict().items()}
     ignoring.load_state_dict(values | {"1.weight": torch.zeros(4, 4), "1.bias": torch.zeros(4)})
     assert_same(ignoring[0](x)[0].detach(), plain(x)[0].detach())
+
+
+@on_ranks(1)
+def test_recurrent_layers_never_move_their_weights():
+    """On a GPU, a layer that finds new weights would move them to a buffer that no all-gather writes to."""
+    moved = []
+    with mock.patch.object(nn.RNNBase, "flatten_parameters", lambda layer: moved.append(layer)):
+        model = nn.Sequential(nn.LSTM(3, 3), nn.GRU(3, 4))
+        fully_shard(model[0])
+        model = copy.deepcopy(fully_shard(model, ignored_params=set(model[1].parameters())))
+        moved.clear()
+        for _ in range(2):
+            model[0].flatten_parameters()
+            model[1](model[0](torch.ones(2, 3))[0])[0].sum().backward()
+    assert model[0] not in moved
 
 
 class Mute(nn.Module):

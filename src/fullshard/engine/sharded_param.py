@@ -20,6 +20,7 @@ from fullshard._compat import (
     holds_tensors,
     inner_names,
     inner_tensors,
+    keep_weights_in_place,
     make_dtensor,
     marks_of,
     plain_values,
@@ -92,6 +93,8 @@ class ShardedParam:
     ) -> None:
         self.fqn = source.fqn
         self.owners = list(source.owners)
+        for owner in self.owners:
+            keep_weights_in_place(owner.module)
         self.layout = param_layout
         self.axes = plan.axes
         self.number = -1  # set by the first forward of a root, equal on all ranks, see `number_parameters`
