@@ -403,6 +403,7 @@ def _shard_identically(unit: Unit, memo: dict[Any, Any]) -> None:
     if not unit.is_meta:
         with changing_shards(made), torch.no_grad():
             for peer, own in pairs:
-                give(own.sharded, dtensor_like(peer.local.clone(), own.dtensor))
+                # Fractions and budgets may choose another device for the copy.
+                give(own.sharded, dtensor_like(peer.local.to(made.shards.device, copy=True), own.dtensor))
     for peer, own in pairs:
         memo[id(peer.sharded)] = own.sharded  # for an optimizer that is copied next
