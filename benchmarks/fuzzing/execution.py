@@ -1357,7 +1357,9 @@ class Sharded(Driver):
         if not has_all_states(self.optimizer):
             return
         has_tensors = bool(self.optimizer.state)  # torch fails otherwise, for plain models also
-        options = dcp.StateDictOptions(full_state_dict=action.get("full", False) and has_tensors)
+        # torch refuses states on several devices, and wants to have them all in one place.
+        is_full = action.get("full", False) and has_tensors and not ("device" in self.program and self.offload())
+        options = dcp.StateDictOptions(full_state_dict=is_full)
         model, optimizer = copy.deepcopy(dcp.get_state_dict(self.model, self.optimizer, options=options))
         self.lose_values()
         dcp.set_state_dict(

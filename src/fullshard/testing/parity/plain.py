@@ -126,14 +126,16 @@ def norm_in_parts(grads: Sequence[Tensor], shards: int) -> Tensor:
     """Return the total gradient norm, computed over each rank's shards, then over ranks, then over parameters."""
     if not grads:
         return torch.tensor(0.0)
-    norms = [
-        torch.linalg.vector_norm(part_of_rank(grad, shards, rank), dtype=torch.promote_types(grad.dtype, torch.float32))
-        for rank in range(shards)
-        for grad in grads
-    ]
+    norms = [_norm(part_of_rank(grad, shards, rank)) for rank in range(shards) for grad in grads]
     by_rank = torch.stack(norms).view(shards, len(grads))
     total: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(by_rank, dim=0))
     return total
+
+
+def _norm(part: Tensor) -> Tensor:
+    """Return the norm of one tensor as torch does for clipping. On GPUs, `vector_norm` adds in another order."""
+    wide = torch.promote_types(part.dtype, torch.float32)
+    return torch._foreach_norm([part], dtype=wide)[0] if part.numel() else part.new_zeros((), dtype=wide)
 
 
 def _added(total: Tensor | None, term: Tensor) -> Tensor:
