@@ -133,7 +133,12 @@ def check_value(settings: type, name: str, value: str, where: str) -> None:
 
 
 def check_path(value: str, where: str) -> None:
-    """Raise an error if the system does not accept a path, for example because it is too long. It may be missing."""
+    """Raise an error if a path is empty, or if the system does not accept it, for example because it is too long.
+
+    It may be missing.
+    """
+    if not value:
+        raise ConfigError(f"{where} is empty, but must be a path. For the current folder write '.'.")
     try:
         os.stat(value)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,5 +1,6 @@
 """run_ranks and assert_same, which all other tests of several ranks use."""
 
+import math
 import os
 import signal
 import sys
@@ -207,9 +208,10 @@ def test_a_backend_may_be_given_by_type_of_device():
     assert run_ranks(2, own_rank, backend="cpu:gloo") == [0, 1]
 
 
-def test_a_timeout_must_be_positive():
-    with pytest.raises(ConfigError, match="timeout=0"):
-        run_ranks(1, own_rank, timeout=0)
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, 1e30, "1"])
+def test_a_timeout_is_a_positive_number_that_the_system_supports(timeout):
+    with pytest.raises(ConfigError, match=f"timeout={timeout!r}, but it must be".replace("+", "[+]")):
+        run_ranks(1, own_rank, timeout=timeout)
 
 
 # --------------------------------------------------------------------------------------------------- assert_same

@@ -465,8 +465,9 @@ def test_the_command_states_what_a_folder_costs(tmp_path, capsys, monkeypatch):
         ([str(tmp_path), "--fraction", "1.5"], "--fraction 1.5: must be from 0 to 1"),
         ([str(tmp_path), "--shards", "2"], "--shards 2: must be from 0 to 1"),
         ([str(tmp_path), "--steps", "0"], "must be 1 or more"),
-        ([str(tmp_path), "--parameters", "-3"], "--parameters -3: must be 0 or more"),
-        ([str(tmp_path), "--step-seconds", "-1"], "--step-seconds -1: must be 0 or more"),
+        ([str(tmp_path), "--parameters", "-3"], "--parameters -3: must be from 0 to 1e18"),
+        ([str(tmp_path), "--parameters", "1e308"], "--parameters 1e+308: must be from 0 to 1e18"),
+        ([str(tmp_path), "--step-seconds", "-1"], "--step-seconds -1: must be from 0 to 1e18"),
         ([str(tmp_path), "--endurance", "0"], "--endurance 0: must be greater than 0"),
     ]:
         with monkeypatch.context() as patch:

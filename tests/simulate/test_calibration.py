@@ -80,6 +80,7 @@ def test_with_little_time_fewer_sizes_are_measured(stated):
     ("argv", "words"),
     [
         (["--out", "here.json"], "Use here.toml"),
+        (["--out", "."], "Use here.toml"),
         (["--out", "/proc/none/here.toml"], "cannot be written"),
         (["--device", "tpu"], "Expected cpu or cuda"),
         (["--seconds", "0"], "Pass 30"),

@@ -60,6 +60,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (["--steps", "9" * 400], "must be less than 2**63"),
         (["--width", "2000000000"], "at most 1000000"),
         (["--out", "o" * 300], "cannot be used as a path (File name too long)"),
+        (["--resume", "o" * 300], "cannot be used as a path (File name too long)"),
+        (["--out", ""], "--out is empty, but must be a path"),
         (["--out", "a\0b"], "cannot be used as a path (embedded null byte)"),
         (["--lr", "-1"], "greater than 0"),
         (["--temperature", "0"], "greater than 0"),

@@ -25,6 +25,7 @@ from fullshard.train.loop import TrainingLoop, train
 from fullshard.train.options import parse_settings
 from fullshard.train.parallelism import adapt_to_ranks, part_of, rows_of, sequences_of
 from fullshard.train.resuming import resumed_settings
+from fullshard.train.run_folder import METRICS
 from fullshard.train.settings import OptimizationSettings
 from fullshard.train.stopping import PREEMPTED
 
@@ -221,6 +222,23 @@ def test_a_run_goes_on_with_the_options_that_it_had(whole, argv, words):
     with pytest.raises(ConfigError) as caught:
         resumed_settings(settings, 2)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {},
+        {"settings": None, "world": 2},
+        {"settings": {}, "world": "2"},
+        {"settings": {"dtype": "float32"}, "world": 0},
+        {"settings": {"dtype": "float32", "batch": "4"}, "world": 2},
+        {"settings": {"dtype": "float32", "accumulate": 0}, "world": 2},
+    ],
+)
+def test_a_run_without_a_valid_first_line_is_not_resumed(header, tmp_path):
+    (tmp_path / METRICS).write_text(json.dumps({"kind": "start", **header}) + "\n")
+    with pytest.raises(ConfigError, match=r"line 1 of .*metrics.jsonl has no valid settings"):
+        resumed_settings(parse_settings(["--resume", "auto", "--out", str(tmp_path)]), 2)
 
 
 def test_auto_needs_to_know_where():

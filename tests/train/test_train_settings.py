@@ -86,6 +86,8 @@ def test_the_command_line_overrides_the_file_in_any_order(name: str, content: st
         ("steps: many", "steps is 'many', but must be a whole number"),
         ("steps:", "steps has no value"),
         ("steps: [1, 2]", "steps must be one value, not a list"),
+        ("steps: 0x" + "f" * 5000, "steps must be less than 2**63"),
+        ("prompt: 0x" + "f" * 5000, "put it in quotes"),
         ("activation-checkpointing: 3", "must be true or false"),
         ("config: other.yaml", "refers to another configuration file"),
         ("- steps", "must hold option names with values"),

@@ -63,6 +63,14 @@ def test_an_epoch_visits_every_window_once_and_stays_inside(seed: int, total: in
     assert starts == list(range(starts[0], starts[0] + windows * seq, seq))
 
 
+def test_what_the_system_does_not_open_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to("b.txt")
+    (tmp_path / "c.txt").symlink_to("c" * 300)
+    (tmp_path / "d.txt").symlink_to(tmp_path)
+    assert [file.name for file in find_text(tmp_path).files] == ["a.txt"]
+
+
 def test_the_split_is_disjoint_complete_and_stable(folder: Path, text: Text, tmp_path: Path) -> None:
     source = find_text(folder)
     assert source == find_text(folder)

@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     if settings.device not in (None, "cpu", "cuda"):
         raise ConfigError(f"--device {settings.device}: unknown device. Expected cpu or cuda.")
     if out.suffix != ".toml":
-        raise ConfigError(f"--out {out}: descriptions are TOML files. Use {out.with_suffix('.toml')}.")
+        raise ConfigError(f"--out {out}: descriptions are TOML files. Use {out.parent / (out.stem or 'here')}.toml.")
     with writing(out, option="--out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()

@@ -100,8 +100,8 @@ def _check(settings: DiskSettings) -> None:
         if not 0 <= getattr(settings, name) <= 1:
             raise ConfigError(f"--{name} {getattr(settings, name):g}: must be from 0 to 1.")
     for name in ("parameters", "bytes_each", "activations", "step_seconds"):
-        if getattr(settings, name) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(settings, name):g}: must be 0 or more.")
+        if not 0 <= getattr(settings, name) <= 1e18:  # products of larger numbers may not be finite
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(settings, name):g}: must be from 0 to 1e18.")
     if min(settings.steps, settings.microbatches) < 1:
         raise ConfigError(f"--steps {settings.steps}, --microbatches {settings.microbatches}: must be 1 or more.")
     if settings.endurance is not None and settings.endurance <= 0:

@@ -50,6 +50,7 @@ _PRELOAD_IF_USED = (
 )
 _ON_CPU = ("gloo", "fake")  # backends that need no device
 _GRACE_S = 0.5  # the time for other ranks to report their failures after the first one
+_LONGEST_TIMEOUT_S = 2_000_000  # poll accepts at most 2**31 milliseconds
 _TRACE_S = 2.0  # the time for ranks to write their stacks after a time-out
 
 
@@ -124,8 +125,11 @@ class RankPool:
         check_type("world", world, int, "the number of ranks, followed by the function: run_ranks(2, function)")
         if world < 1:
             raise ConfigError(f"run_ranks: world={world}, but there must be at least one rank.")
-        if not (is_number(timeout) and timeout > 0):
-            raise ConfigError(f"run_ranks: timeout={timeout!r}, but it must be a positive number of seconds.")
+        if not (is_number(timeout) and 0 < timeout <= _LONGEST_TIMEOUT_S):
+            raise ConfigError(
+                f"run_ranks: timeout={timeout!r}, but it must be a positive number of seconds, at most "
+                f"{_LONGEST_TIMEOUT_S}."
+            )
         _check_backend(backend)
         self._world, self._timeout, self._backend = world, timeout, backend
         self._ranks: list[_RankProcess] = []

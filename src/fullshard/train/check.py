@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from fullshard.command_line import check_path
 from fullshard.errors import ConfigError, near_matches
 from fullshard.policy.arguments import parse_size
 from fullshard.policy.precision import GATHER_ENCODINGS, REDUCE_ENCODINGS
@@ -159,7 +160,10 @@ def _check_checkpoints(settings: CheckpointSettings) -> None:
             f"--safety-copy-every {settings.safety_copy_every}: a restarted run only reads its safety copy with "
             "--resume auto. Add that, or leave --safety-copy-every out."
         )
-    if settings.resume not in (None, AUTO) and not Path(settings.resume).is_dir():
+    if settings.resume is None or settings.resume == AUTO:
+        return
+    check_path(settings.resume, "--resume")
+    if not Path(settings.resume).is_dir():
         raise ConfigError(
             f"--resume {settings.resume}: the folder does not exist. Pass a checkpoint, a folder of checkpoints, or "
             "auto."

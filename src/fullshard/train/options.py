@@ -51,6 +51,8 @@ def config_items(path: Path) -> list[str]:
             raise ConfigError(f"{path}: {key} has no value. Set a value, or remove the line.")
         if isinstance(value, (list, dict)):
             raise ConfigError(f"{path}: {key} must be one value, not a {type(value).__name__}.")
+        if isinstance(value, int) and value.bit_length() > 63:  # Python refuses to write very long ones
+            raise ConfigError(f"{path}: {key} must be less than 2**63. If it is text, put it in quotes.")
         if option_types(TrainSettings)[name] is bool:
             if not isinstance(value, bool):
                 raise ConfigError(f"{path}: {key} is {value!r}, but must be true or false.")

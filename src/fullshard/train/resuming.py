@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, TypeGuard
 
 from fullshard.errors import ConfigError
 from fullshard.train.parallelism import adapt_batch, adapt_to_ranks, sequences_of
-from fullshard.train.run_folder import lines_of
+from fullshard.train.run_folder import METRICS, lines_of
 from fullshard.train.schedule import peak_lr
 from fullshard.train.settings import OptimizationSettings, TrainSettings
 
@@ -36,7 +37,14 @@ def resumed_settings(settings: TrainSettings, world: int) -> TrainSettings:
     header = next(lines_of(out), None)
     if header is None:
         return replace(settings, optimization=adapt_batch(settings.optimization, world))
-    old, new = header["settings"], {**settings.as_options(), "lr": peak_lr(settings)}
+    old: Any = header.get("settings")
+    before, names = header.get("world"), ("batch", "accumulate", "sequences")
+    has_settings = isinstance(old, dict) and "dtype" in old and all(_is_count(old.get(name, 1)) for name in names)
+    if not has_settings or not _is_count(before):
+        raise ConfigError(
+            f"--resume auto: line 1 of {out / METRICS} has no valid settings and number of ranks. Choose another --out."
+        )
+    new = {**settings.as_options(), "lr": peak_lr(settings)}
     new.setdefault("dtype", old["dtype"])
     for name in _FIXED:
         if old.get(name) != new.get(name):
@@ -45,7 +53,6 @@ def resumed_settings(settings: TrainSettings, world: int) -> TrainSettings:
                 f"{new.get(name, '(left out)')}. Start with the same options, or start a separate run with --resume "
                 f"{out}/checkpoints and another --out."
             )
-    before, names = header["world"], ("batch", "accumulate", "sequences")
     previous = OptimizationSettings(**{name: old[name] for name in names if name in old})
     current = settings.optimization
     sequences = current.sequences or (current.batch and current.batch * current.accumulate)
@@ -57,3 +64,7 @@ def resumed_settings(settings: TrainSettings, world: int) -> TrainSettings:
     adapted = adapt_to_ranks(previous, before=before, world=world)
     optimization = replace(current, **{name: getattr(adapted, name) for name in names})
     return replace(settings, optimization=optimization)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and value >= 1

@@ -195,7 +195,7 @@ def _text_files(root: Path, suffix: str) -> Iterator[SourceFile]:
             continue
         for name in names:
             path = Path(folder, name)
-            if name.endswith(suffix) and not name.startswith(".") and path.is_file() and _looks_like_text(path):
+            if name.endswith(suffix) and not name.startswith(".") and _looks_like_text(path):
                 yield SourceFile(path.relative_to(root).as_posix(), path.stat().st_size)
 
 
