@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from fullshard.errors import ConfigError
 from fullshard.plan.cpu_speeds import cpu_speeds
-from fullshard.plan.gpu_speeds import gpu_speeds, large_rate
+from fullshard.plan.gpu_speeds import OF_TRAINING, gpu_speeds, large_rate
 from fullshard.plan.hardware import HERE, hardware, known_hardware
 from fullshard.plan.link_speeds import link_speeds
 from fullshard.regular_files import writing
@@ -77,7 +78,8 @@ def _gpu(device: torch.device, like: str | None, on_progress: Report) -> dict[st
     if count > 1:
         on_progress(f"collectives of {count} GPUs")
         found["collectives"] = link_speeds(count)
-    large = [max(item["copy"], item["add"]) for item in found["memory"] if item["nbytes"] >= LARGE_BYTES]
+    large = [item for item in found["memory"] if item["nbytes"] >= LARGE_BYTES]
+    memory_rate = statistics.harmonic_mean(max(item[name] for item in large) for name in OF_TRAINING)
     return {
         "like": like,
         "name": HERE,
@@ -90,7 +92,7 @@ def _gpu(device: torch.device, like: str | None, on_progress: Report) -> dict[st
         "host_memory_bytes": _memory_bytes(),
         "fitted": {
             "matmul_share": large_rate(found["products"][DTYPE]) / base.flops_per_s[DTYPE],
-            "memory_share": max(large) / base.memory_bytes_per_s,
+            "memory_share": memory_rate / base.memory_bytes_per_s,
             "host_s": found["host_s"],
         },
         "measured": found,
