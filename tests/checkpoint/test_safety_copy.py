@@ -226,6 +226,19 @@ def test_data_that_changed_in_transit_is_rejected(tmp_path):
     assert "expected the checksum" in stated
 
 
+@on_ranks(2)
+def test_a_damaged_copy_is_named_as_users_find_it(tmp_path):
+    copy_steps(tmp_path, 1)
+    file = host(tmp_path) / "step-000000001" / f"__{dist.get_rank()}_0.distcp"
+    file.write_bytes(bytes(file.stat().st_size))
+    dist.barrier()
+    copies = SafetyCopies(host(tmp_path))
+    with pytest.raises(CheckpointError) as caught:
+        copies.fetch(copies.newest())
+    assert f"{tmp_path}/host0/step-000000001/__" in str(caught.value)
+    assert "/proc" not in str(caught.value)
+
+
 # -- the keeper -------------------------------------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ from fullshard.checkpoint.folder import (
     partial_in,
     write_synced,
 )
-from fullshard.checkpoint.keeper import MEMORY, kept_folder, launcher_identity, opened_folder
+from fullshard.checkpoint.keeper import MEMORY, kept_folder, launcher_identity, named, opened_folder
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, damage_in
 from fullshard.checkpoint.saving import manifest_of, write_files
 from fullshard.checkpoint.staging import HostMemory
@@ -311,4 +311,4 @@ def _mapped(path: Path, stored: StoredFile) -> Tensor:
 def _check(folder: Path, files: Mapping[str, StoredFile]) -> None:
     damage = next(damage_in(folder, files), None)
     if damage is not None:
-        raise CheckpointError(f"{damage}. Load another checkpoint.")
+        raise CheckpointError(f"{named(folder)}{damage.removeprefix(str(folder))}. Load another checkpoint.")
