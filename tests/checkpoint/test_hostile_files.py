@@ -796,7 +796,7 @@ _YAML = [_DEEP, _LONG, "a: 2026-13-45", "a: !!timestamp x", "!!int ''", "!!bool 
         (
             plugin_from_config_file,
             "a.yaml",
-            _YAML,
+            [*_YAML, *(f"fsdp_config: {{fsdp_{key}: 0x{'f' * 5000}}}" for key in ("version", "min_num_params"))],
         ),
         (_loaded, "a.json", [_DEEP, _LONG]),
         (lambda path: hardware(str(path)), "a.toml", [f"a = {_DEEP}", f"a = {_LONG}"]),

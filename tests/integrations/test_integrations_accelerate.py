@@ -398,6 +398,8 @@ def test_units_of_any_model_run_again_in_backward():
         ),
         ({"auto_wrap_policy": "WRAP"}, "choose one of"),
         ({"cpu_offload": "perhaps"}, "expected true or false"),
+        ({"transformer_layer_cls_to_wrap": 3}, "transformer_layer_cls_to_wrap=3: expected names of classes"),
+        ({"transformer_layer_cls_to_wrap": [3]}, "expected names of classes"),
         ({"backward_prefetch": "SOON"}, "choose one of BACKWARD_PRE"),
         ({"version": 3}, "expected 1 or 2"),
         ({"sharding_strategy": "MOST"}, "choose one of FULL_SHARD"),

@@ -97,6 +97,18 @@ def test_samples_repeat_with_their_seed() -> None:
     assert model.training
 
 
+def test_samples_of_any_temperature_are_drawn_and_a_diverged_model_is_named() -> None:
+    model, device = gpt(), torch.device("cpu")
+    coldest, cold = (
+        sample(model, TrainSettings(run=RunSettings(sample_bytes=9, temperature=temperature)), device, seed=1)
+        for temperature in (1e-320, 1e-9)
+    )
+    assert coldest == cold
+    next(model.parameters()).data.fill_(torch.nan)
+    with pytest.raises(ConfigError, match="returned NaN or infinity, so training has diverged"):
+        sample(model, TrainSettings(), device, seed=1)
+
+
 def test_written_weights_are_read_by_safetensors(tmp_path: Path) -> None:
     state = {
         **gpt().state_dict(),

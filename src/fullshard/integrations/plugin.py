@@ -8,7 +8,7 @@ them are converted here. A key is either supported or raises an error; none is i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -290,6 +290,9 @@ def plugin_from_config_file(path: str | os.PathLike[str]) -> ShardingPlugin:
         raise ConfigError(
             f"{file} has no section fsdp_config. Let accelerate config write one, or pass a ShardingPlugin."
         )
+    for key, value in content["fsdp_config"].items():
+        if isinstance(value, int) and value.bit_length() > 63:  # Python refuses to write very long ones
+            raise ConfigError(f"{file}: {key} must be less than 2**63.")
     return ShardingPlugin.from_config(content["fsdp_config"], auto_wrap_policy=NONE)
 
 
@@ -371,7 +374,9 @@ def _reshard(key: str, value: Any) -> dict[str, Any]:
 
 
 def _names(key: str, value: Any) -> dict[str, Any]:
-    listed = value.split(",") if isinstance(value, str) else list(value)
+    listed = value.split(",") if isinstance(value, str) else value
+    if not isinstance(listed, Collection) or not all(isinstance(name, str) for name in listed):
+        raise ConfigError(f"fsdp_config: {key}={value!r}: expected names of classes.")
     return {key: tuple(name.strip() for name in listed if name.strip())}
 
 

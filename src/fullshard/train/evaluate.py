@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from fullshard.errors import ConfigError
 from fullshard.train.model import byte_losses
 from fullshard.train.parallelism import rows_of
 from fullshard.train.ranks import Rank, gather_in_rank_order
@@ -38,14 +39,22 @@ def sample(model: nn.Module, settings: TrainSettings, device: torch.device, seed
 
     Every rank must call it. All ranks draw the same bytes, because they have the same scores and seed. The number of
     forwards is fixed, so ranks stay synchronized even if their arithmetic differs.
+
+    Raises:
+        ConfigError: The model returned a value that is not finite.
     """
     random = torch.Generator().manual_seed(seed)
     text = torch.tensor([list((settings.run.prompt or "\n").encode())], dtype=torch.int64)
     first = text.shape[1]
     with evaluating(model):
         for _ in range(settings.run.sample_bytes):
-            scores = model(text[:, -settings.text.seq :].to(device))
-            text = torch.cat((text, _draw(scores[0, -1], settings.run.temperature, random)[None]), dim=1)
+            scores = model(text[:, -settings.text.seq :].to(device))[0, -1]
+            if not scores.isfinite().all():
+                raise ConfigError(
+                    "sampling: the model returned NaN or infinity, so training has diverged. Use a smaller --lr, or "
+                    "resume from an earlier checkpoint."
+                )
+            text = torch.cat((text, _draw(scores, settings.run.temperature, random)[None]), dim=1)
     return bytes(text[0, first:].tolist())
 
 
@@ -66,5 +75,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _draw(scores: Tensor, temperature: float, random: torch.Generator) -> Tensor:
-    chances = torch.softmax(scores.double().cpu() / temperature, dim=0)
+    scores = scores.double().cpu()
+    chances = torch.softmax((scores - scores.max()) / temperature, dim=0)  # finite at any temperature
     return torch.multinomial(chances, 1, generator=random)
