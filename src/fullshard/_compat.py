@@ -60,12 +60,12 @@ _OWN_HOOK = "_is_of_fullshard"
 
 
 def in_backward() -> bool:
-    """Return True if autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
+    """Return True if autograd runs a backward pass on this thread, also if it recomputes an activation checkpoint."""
     return torch._C._current_graph_task_id() != -1
 
 
 def backward_number() -> int:
-    """Return the number of the backward pass that autograd is executing on this thread; -1 outside of any."""
+    """Return the number of the backward pass that autograd is executing on this thread; -1 if there is none."""
     return torch._C._current_graph_task_id()
 
 
@@ -88,7 +88,7 @@ def comm_hook_dtypes() -> dict[Callable[..., Any], torch.dtype | None]:
 
 
 def implicitly_replicates() -> bool:
-    """Return True within torch's `implicit_replication()`, which allows operations of plain tensors with `DTensor`s."""
+    """Return True within torch's `implicit_replication()`, which allows mixing plain tensors and `DTensor`s."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
@@ -108,9 +108,9 @@ def outside_of_function_transforms() -> AbstractContextManager[Any]:
 
 
 def in_pipeline_stage() -> bool:
-    """Return True if a stage of `torch.distributed.pipelining`, computing a microbatch, is among the callers.
+    """Return True if this code was called by a stage of `torch.distributed.pipelining` that computes a microbatch.
 
-    A stage that infers shapes does not count: it computes gradients of its inputs only, and never others.
+    A stage that infers shapes does not count: it only computes gradients of its inputs.
     """
     stage = sys.modules.get("torch.distributed.pipelining.stage")
     return stage is not None and _is_within(sys._getframe(1), stage._PipelineStageBase.forward_one_chunk.__code__)
@@ -128,7 +128,7 @@ def in_backward_of_inputs() -> bool:
 
 
 def in_pass_for_inputs() -> bool:
-    """Return True in a pass of `torch.autograd.grad`, or of `backward(inputs=...)`, in any thread."""
+    """Return True while `torch.autograd.grad` or `backward(inputs=...)` runs in any thread."""
     return any(_takes_inputs(frame) for frame in sys._current_frames().values())  # for threads, see above
 
 
@@ -153,7 +153,7 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 class without_grad:  # noqa: N801  # used as a context manager, like a function
-    """Context manager like `torch.no_grad`, at a third of its calls: it is entered several times for each unit."""
+    """A context manager like `torch.no_grad` with a third of its function calls. Each unit enters it several times."""
 
     __slots__ = ("_before",)
 
@@ -166,7 +166,7 @@ class without_grad:  # noqa: N801  # used as a context manager, like a function
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
-    """Call `callback` once the backward pass that is executing has accumulated its last gradient."""
+    """Call `callback` when the current backward pass has accumulated its last gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -184,7 +184,7 @@ def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
 
 
 def share_grad_hooks(source: Tensor, target: Tensor) -> None:
-    """Register the hooks for complete gradients of `source` on `target` too. The same handles remove them."""
+    """Also register the post-accumulate-grad hooks of `source` on `target`. Their handles remove them from both."""
     if source._post_accumulate_grad_hooks is not None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
@@ -230,7 +230,7 @@ def shares_version_counter(tensor: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def without_weak_references(module: nn.Module) -> Iterator[None]:
-    """Context manager to swap parameters of `module` in: torch refuses that while a recurrent layer refers to them."""
+    """Context manager that makes recurrent layers drop their weak references to parameters, so torch can swap these."""
     if not isinstance(module, nn.RNNBase):
         yield
         return
@@ -255,9 +255,9 @@ def _leave_weights() -> None:
 
 
 def withhold_step_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Prevent the running step of `optimizer` from calling these hooks, and return a function that restores them.
+    """Keep the running step of `optimizer` from calling its step hooks, and return a function that restores them.
 
-    The dictionaries stay the same objects, which the handles of hooks refer to.
+    The dictionaries of hooks remain the same objects, because handles of hooks refer to them.
     """
     known: list[dict[int, Any]] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     held = [dict(hooks) for hooks in known]
@@ -272,7 +272,7 @@ def withhold_step_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def own_hook(hook: HookT) -> HookT:
-    """Mark `hook` as one of this package, which copies of modules must not have, and return it."""
+    """Mark `hook` as a hook of this package, which must not be copied together with a module, and return it."""
     setattr(hook, _OWN_HOOK, True)
     return hook
 
@@ -284,7 +284,7 @@ def is_own_hook(hook: Any) -> bool:
 
 @contextmanager
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Context manager that removes the hooks of `optimizer.step`, and yields those before and those after a step."""
+    """Context manager that removes the hooks of `optimizer.step`, and yields the removed pre-hooks and post-hooks."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:
@@ -307,7 +307,7 @@ def holders(tensors: Sequence[DTensor]) -> Any:
     """Return a value that stays equal until a reference to one of `tensors` or its local tensor is added, or a local
     tensor is replaced.
 
-    `map` calls functions of C without the interpreter, at a fraction of the time: there are several for each tensor.
+    Several functions are called per tensor. `map` calls C functions without the interpreter, which is much faster.
     """
     use_count: Any = Tensor._use_count  # type: ignore[attr-defined]
     local = [*map(_LOCAL_TENSOR, tensors)]
@@ -360,7 +360,7 @@ def is_share_memory(function: Callable[..., Any]) -> bool:
 
 
 def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Gather every rank's shard, contiguous, to the corresponding whole: one launch, queued on the current stream."""
+    """All-gather the contiguous shards `parts` into the full tensors `wholes`, in one launch on the current stream."""
     if not wholes:  # parameters without elements
         return
     options = AllgatherOptions()
@@ -374,13 +374,13 @@ def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.Proce
 
 
 def all_gather_rows(rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
-    """Gather every rank's `own` to the rows of a matrix, in rank order. The host waits on synchronous backends."""
+    """All-gather `own` of all ranks into rows of a matrix, in rank order. The host waits on synchronous backends."""
     gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(rows.view(-1), own, group=group)
 
 
 def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Reduce-scatter each whole to the corresponding one of `sums`, in the same way."""
+    """Reduce-scatter the full tensors `wholes` into `sums`, in one launch on the current stream."""
     if not wholes:
         return
     options = ReduceScatterOptions()
@@ -394,7 +394,7 @@ def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.Pr
 
 
 def all_reduce_each(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each tensor over ranks in place, in the same way."""
+    """All-reduce each of `tensors` in place, by summation, in one launch on the current stream."""
     if not tensors:
         return
     options = AllreduceCoalescedOptions()
@@ -405,7 +405,7 @@ def all_reduce_each(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _as_real(tensors: list[Tensor]) -> list[Tensor]:
-    """Return views without complex numbers, which NCCL does not support."""
+    """Return `tensors` with complex ones viewed as real, because NCCL does not support complex numbers."""
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
@@ -418,7 +418,7 @@ _REDUCE = _first_method("reduce_scatter_single_coalesced", "reduce_scatter_tenso
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """Return the seconds after which the first of `group`'s backends aborts a collective; infinity if none does."""
+    """Return the shortest timeout of `group`'s backends in seconds: infinity if none of them aborts collectives."""
     timeouts = []
     for device in group._device_types:
         with suppress(AttributeError, RuntimeError):  # a backend without options
@@ -431,8 +431,8 @@ def group_made_alone(ranks: list[int]) -> dist.ProcessGroup:
 
     `use_local_synchronization` is not enough for this. While the default group is bound to a device
     (`init_process_group(device_id=...)`), torch splits a new group's communicator off that of all ranks, and NCCL waits
-    for all of them. So the default group is temporarily not bound to a device. torch then connects these ranks when
-    they first send something.
+    for all of them. So this function temporarily unbinds the default group from its device. torch then connects these
+    ranks at their first message.
     """
     world = dist.distributed_c10d._get_default_group()
     device, world.bound_device_id = world.bound_device_id, None
@@ -444,7 +444,7 @@ def group_made_alone(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def connected_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo:
-    """Create new gloo connections between the ranks of `group`, for messages only. A collective of these ranks.
+    """Create new gloo connections between the ranks of `group`, for messages only. Every rank must call it.
 
     Args:
         group: a gloo group.
@@ -472,7 +472,7 @@ def break_connections(connections: Any, peers: Sequence[int], tag: int) -> None:
 
 
 def default_store() -> dist.Store:
-    """Return the store of the default process group, with a separate connection for the caller."""
+    """Return the store of the default process group, over a separate connection."""
     store = dist.distributed_c10d._get_default_store()
     own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's annotations lack it
     return own
@@ -521,7 +521,7 @@ def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
 def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
     """Return a `DTensor` around `local` with the placements of `other`.
 
-    It is made without its `__init__`, which only disables the compiler, and costs more than the rest.
+    `DTensor.__init__` is skipped, because it only disables the compiler and takes most of the time.
     """
     tensor = DTensor.__new__(DTensor, at_start(local), other._spec, requires_grad=False)
     tensor._local_tensor = local
@@ -529,7 +529,7 @@ def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
 
 
 def dtensors_like(local: Sequence[Tensor], others: Sequence[Any], starts: Sequence[Tensor]) -> list[DTensor]:
-    """Return a `DTensor` around each of `local`, as `dtensor_like` does, without a call for each.
+    """Return a `DTensor` for each tensor in `local`, like `dtensor_like`, but without one function call per tensor.
 
     Args:
         starts: The results of `starts_of` for tensors with the same shapes and dtype.
@@ -542,15 +542,15 @@ def dtensors_like(local: Sequence[Tensor], others: Sequence[Any], starts: Sequen
 
 
 def starts_of(local: Sequence[Tensor]) -> list[Tensor]:
-    """Return a tensor of one element of memory with the shape of each of `local`, see `at_start`."""
+    """Return a tensor with the same shape and one element of memory for each tensor in `local`; see `at_start`."""
     one = local[0].new_empty(1)
     return [one.as_strided(tensor.shape, [0] * len(tensor.shape)) for tensor in local]
 
 
 def at_start(local: Tensor) -> Tensor:
-    """Return a tensor like `local`, or `local` itself, at offset 0 of its storage, to make a `DTensor` of.
+    """Return a tensor like `local`, or `local` itself, that starts at offset 0 of its storage, for a `DTensor`.
 
-    A `DTensor` has the storage offset of its local tensor, and no storage. torch's pickling and copying assume that a
+    A `DTensor` has the storage offset of its local tensor, but no storage. Pickling and copying in torch assume that a
     tensor with an offset has memory, and fail.
     """
     return local if local.storage_offset() == 0 else local.new_empty([1] * local.ndim).expand(local.shape)
@@ -597,7 +597,7 @@ def explain_backwards(
     explain: Callable[[int], Exception | None],
     refuse_unreached: Callable[[Sequence[Any], Sequence[Any]], None],
 ) -> None:
-    """Call `explain` for every error of a backward that found a saved tensor at another version.
+    """Call `explain` for every error of a backward pass that found a saved tensor with a different version.
 
     Args:
         explain: gets the version and returns the error to raise, or None to keep torch's.
@@ -652,7 +652,7 @@ def has_values(tensor: Tensor) -> bool:
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     """Set `local`, of the same shape and dtype, as the local tensor of `tensor`.
 
-    The device of `tensor` follows, since torch refuses gradients on another device.
+    The device of `tensor` changes too, since torch rejects gradients on a different device.
     """
     if tensor.device != local.device:
         tensor.data = dtensor_like(local, tensor)
@@ -720,7 +720,7 @@ def fake_tensors() -> QuickFakes:
 
 
 def outside_of_modes() -> AbstractContextManager[Any]:
-    """Return a context without any mode: tensors have values, for example the ranks of a mesh."""
+    """Return a context without dispatch modes, in which tensors have values, as needed for the ranks of a mesh."""
     context: AbstractContextManager[Any] = _disable_current_modes()
     return context
 
@@ -792,8 +792,8 @@ def initialising_without_values() -> Iterator[None]:
 def taken_for_real() -> Iterator[None]:
     """Context manager that makes models of transformers, if imported, treat fake tensors like real ones.
 
-    For fake tensors transformers creates attention masks that it leaves out for real ones if all tokens count, since it
-    cannot check the values.
+    transformers omits the attention mask of real tensors if no token is masked. It cannot check this for fake tensors,
+    so it would create the mask.
     """
     module = sys.modules.get("transformers.utils.import_utils")
     is_fake = getattr(module, "is_fake_tensor", None)
@@ -829,7 +829,7 @@ def unpacked(operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """Return a context that dispatches operations to their kernels, below autograd."""
+    """Return a context within which operations call their kernels directly, below autograd."""
     context: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
     return context
 
@@ -971,7 +971,7 @@ def marks_of(param: Tensor) -> dict[str, Any]:
 
 
 def tensor_without_memory(cls: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a contiguous tensor of the class `cls`, whose `__torch_dispatch__` handles all operations."""
+    """Return a contiguous tensor of class `cls`, whose `__torch_dispatch__` handles all operations."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
@@ -996,7 +996,7 @@ def finished_work() -> Any:
 
 
 def has_group(func: Any) -> bool:
-    """Return True if an operation of torch is one on a process group."""
+    """Return True if `func` is an operation on a process group."""
     return any(argument.name in ("group_name", "process_group") for argument in func._schema.arguments)
 
 
@@ -1089,7 +1089,7 @@ class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manag
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and count memory of its outputs that its inputs do not have."""
+        """Run the operation, and count the memory of its outputs that is not part of its inputs."""
         for tensor in _tensors((args, kwargs or {})):
             ref = StorageWeakRef(tensor.untyped_storage())
             if ref not in self._made:
@@ -1104,18 +1104,18 @@ class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manag
         return result
 
     def live_bytes(self) -> int:
-        """Return the bytes of the memory allocated within the context that is still referred to."""
+        """Return the bytes of memory that was allocated within the context and is still in use."""
         return sum(nbytes for ref, nbytes in self._made.items() if not ref.expired())
 
     def present_bytes(self) -> int:
-        """Return `live_bytes`, less the memory of storages that are freed now and will be allocated again."""
+        """Return `live_bytes`, minus the memory of storages that are currently freed and will be allocated again."""
         self._made = {ref: nbytes for ref, nbytes in self._made.items() if not ref.expired()}
         storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made)
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors in `tree`; for wrappers such as `DTensor` the inner tensors, since only these have memory."""
+    """Return the tensors in `tree`; for wrappers such as `DTensor`, the inner tensors, since only they have memory."""
     found: list[Tensor] = []
     for leaf in _pytree.tree_leaves(tree):
         if is_traceable_wrapper_subclass(leaf):

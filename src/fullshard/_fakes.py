@@ -1,9 +1,8 @@
 """Fast fake tensors: torch computes the result of an operation once, and a cache repeats it.
 
-Even for cached operations, torch's own `FakeTensorMode` takes longer than the rest of a dry run together, since it
-checks much that matters to its compiler only. Here views call their kernels directly. For other operations the results
-are cached by the shapes of tensors and by the other arguments. Everything that is not plain uses torch's
-implementation.
+Even for cached operations, torch's own `FakeTensorMode` takes longer than everything else in a dry run, because it
+makes many checks that only the compiler needs. Here views call their kernels directly. For other operations the results
+are cached by the shapes of tensors and by the other arguments. All other calls use torch's implementation.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _Like:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """The argument with this number; keyword arguments are after the others."""
+    """An argument of the operation, by index; keyword arguments follow positional ones."""
 
     number: int
 
@@ -128,7 +127,7 @@ class QuickFakes(FakeTensorMode):
         return True
 
     def _reported(self, result: Any, args: Sequence[Any]) -> Any:
-        """Describe how to create `result` again, as a tuple for several tensors. None if this is not possible."""
+        """Return a description for creating `result` again, as a tuple for several tensors; None if impossible."""
         if not isinstance(result, tuple | list):
             return self._reported_one(result, args)
         each = [self._reported_one(item, args) for item in result]
@@ -175,10 +174,10 @@ class QuickFakes(FakeTensorMode):
 
 @cache
 def _is_known_from_shapes(func: Any) -> bool:
-    """Return True if the result of `func` follows from shapes, dtypes and other arguments, and is new memory or an
-    argument.
+    """Return True if results of `func` can be cached.
 
-    Or is a view of its first argument.
+    This requires that the result follows from shapes, dtypes and other arguments, and is new memory, an argument, or a
+    view of the first argument.
     """
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False

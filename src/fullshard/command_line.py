@@ -1,6 +1,6 @@
 """Command lines as settings: a dataclass whose fields are dataclasses, the groups, whose fields are the options.
 
-Errors that the parser would report at length are reported here in one line.
+If the parser prints a long report of an error, this module raises it with a message of one line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KINDS = {int: "a whole number", float: "a number"}
 
 
 def parse(settings: type[S], argv: Sequence[str], *, prog: str, description: str, defaults: Sequence[str] = ()) -> S:
-    """Return the settings in `argv`, with `defaults`, which have been checked before, for all others.
+    """Parse `argv` and return the settings. Other options keep the values in `defaults`, which must be valid.
 
     Raises `ConfigError` for an unknown option and for a value of the wrong type, with one line that names both.
     `--help` prints the explanation of all options and raises `SystemExit(0)`.
@@ -51,7 +51,7 @@ def parse(settings: type[S], argv: Sequence[str], *, prog: str, description: str
 
 @dataclass(frozen=True)
 class Command(Generic[S]):
-    """A command as its parser, the completion of shells and the reference know it."""
+    """A command: the information that its parser, shell completion and the reference need."""
 
     settings: type[S]
     prog: str
@@ -72,7 +72,7 @@ class Command(Generic[S]):
         return " ".join([self.prog, *self.words])
 
     def with_words(self) -> type:
-        """Return a dataclass of the positional arguments and the options, for the completion of shells."""
+        """Return a dataclass of the positional arguments and the options, for shell completion."""
         words = [(name.lower(), tyro.conf.Positional[Path]) for name in self.words]
         options = ("options", self.settings, field(default_factory=self.settings))
         return make_dataclass(self.settings.__name__, [*words, options])
@@ -81,7 +81,7 @@ class Command(Generic[S]):
 def take_words(settings: type, argv: Sequence[str], names: Sequence[str], *, prog: str) -> tuple[list[str], list[str]]:
     """Return the positional words of `argv`, one for each of `names`, and the rest for `parse`.
 
-    Raises `ConfigError` for too few or too many words. With `--help`, `parse` answers instead.
+    Raises `ConfigError` for too few or too many words. `--help` is left to `parse`.
     """
     types = option_types(settings)
     words, remaining = [], []
@@ -135,7 +135,7 @@ def check_value(settings: type, name: str, value: str, where: str) -> None:
 def check_path(value: str, where: str) -> None:
     """Raise an error if a path is empty, or if the system does not accept it, for example because it is too long.
 
-    It may be missing.
+    It does not need to exist.
     """
     if not value:
         raise ConfigError(f"{where} is empty, but must be a path. For the current folder write '.'.")

@@ -1,7 +1,7 @@
 """The exceptions that fullshard raises.
 
-Every message contains the request, the finding (with names and numbers) and the remedy. Errors of users are raised on
-every rank and before the first collective, so that no rank waits for another.
+Every message states what was requested, what was found (with names and numbers), and a remedy. Errors in user code are
+raised on every rank before the first collective, so that no rank waits for another.
 
     FullshardError
     ├── ConfigError         an argument, or a combination of arguments, that is invalid or not supported
@@ -39,7 +39,7 @@ class FullshardError(Exception):
     """The root of every exception that fullshard raises on purpose."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Create an error with a note, which tracebacks show after the message: its place in the documentation."""
+        """Create an error with a note that refers to its documentation. Tracebacks show the note after the message."""
         error = super().__new__(cls, *args, **kwargs)
         error.add_note(f"See docs/errors.md#{next(c.__name__ for c in cls.__mro__ if c.__name__ in __all__).lower()}")
         return error
@@ -58,7 +58,7 @@ class LayoutError(FullshardError, ValueError):
 
 
 class StateError(FullshardError, RuntimeError):
-    """A call that is not allowed in the present phase of a unit or of its root."""
+    """A call that is not allowed in the current phase of a unit or of its root."""
 
 
 class NonFiniteError(FullshardError, ArithmeticError):
@@ -108,8 +108,9 @@ def shown(text: str, *, lines: bool = False) -> str:
     """Return `text` with an escape sequence for each character that a terminal does not print as itself.
 
     Args:
-        text: may come from a file.
-        lines: whether line breaks are kept. Text after one is indented, so it cannot look like a separate line.
+        text: The text, which may come from a file.
+        lines: Whether line breaks are kept. Text after a line break is indented, so that it cannot look like a separate
+            line.
     """
     if lines:
         return "\n  ".join(map(shown, text.split("\n")))

@@ -72,10 +72,10 @@ def fully_shard(
         strategy: `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"`, `"hsdp"`, `"hsdp_zero2"`, a `ShardingStrategy` or
             `Placements`.
         reshard_after_forward: whether to free the unsharded parameters between forward and backward. None uses the
-            setting of the strategy (a root keeps its parameters, since its backward follows immediately). A number is
-            the size of groups of consecutive ranks, which must divide the number of ranks. After forward, each group
-            keeps an additional copy of the parameters, sharded over its ranks, and backward gathers within the group
-            only.
+            setting of the strategy; under `zero3`, a root keeps its parameters, because its backward follows
+            immediately. A number is the size of groups of consecutive ranks, which must divide the number of ranks.
+            After forward, each group keeps an additional copy of the parameters, sharded over its ranks, and backward
+            gathers within the group only.
         mp_policy: the dtypes of compute, of the reduction and of outputs.
         offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU. `Offload`
             sets the fractions that are offloaded, over all units with the same policy. With `auto_wrap_policy`, a
@@ -84,8 +84,8 @@ def fully_shard(
         ignored_params: parameters that are neither sharded nor synchronised.
         dp_mesh_dims: the names of the axes of `mesh` to shard and to replicate over. Several axes are flattened to one.
             The other axes belong to other parallelisms. Parameters may be `DTensor`s on all axes of `mesh`, with
-            `Replicate()` on the named axes, and modules still see such `DTensor`s. Parameters may also be `DTensor`s
-            on the other axes only, or plain tensors.
+            `Replicate()` on the named axes, and modules still see such `DTensor`s. Parameters may also be `DTensor`s on
+            the other axes only, or plain tensors.
         auto_wrap_policy: selects the submodules that become separate units first; see `fullshard.wrap`.
         shard_placement_fn: for each parameter, returns `Shard(dim)` to shard it along that dim, or None for the
             default. A parameter that is not sharded along dim 0 needs a copy, since its gathered shards are not
@@ -95,8 +95,8 @@ def fully_shard(
         broadcast_buffers: whether the first forward after a step broadcasts the buffers (such as batch norm statistics)
             of the mesh's first rank, like DDP. Otherwise each rank keeps its own buffers.
         shard_alignment: the number of elements per block. Shards then consist of whole blocks, such as the blocks in
-            which 8-bit optimizers encode their states, so that results per block are the same on any number of ranks.
-            A trained parameter of 4096 elements or more that cannot be split into whole blocks is not sharded, nor are
+            which 8-bit optimizers encode their states, so that results per block are the same on any number of ranks. A
+            trained parameter of 4096 elements or more that cannot be split into whole blocks is not sharded, nor are
             its gradient and its states, and its gradients are all-reduced.
 
     Raises:
@@ -200,14 +200,14 @@ def shard_in_place(
     ignored_params: Iterable[nn.Parameter] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
 ) -> None:
-    """Make one unit of `modules` and give them the methods of `FSDPModule`. For the arguments, see `shard_unit`."""
+    """Make `modules` one unit, and add the methods of `FSDPModule` to them. For the arguments, see `shard_unit`."""
     shard_unit(modules, options, mesh=mesh, ignored_params=ignored_params, shard_placement_fn=shard_placement_fn)
     for module in modules:
         _gain_methods(module)
 
 
 def _whole_everywhere(strategy: Strategy) -> Strategy:
-    """Return the strategy for replicas only. The default strategy, which shards, is also accepted."""
+    """Return the strategy for replication only. The default strategy, which shards, is also accepted."""
     if strategy not in ("zero3", "ddp"):
         raise ConfigError(
             f"dp_mesh_dims names axes to replicate over and none to shard over, but strategy={strategy!r} was "
@@ -232,7 +232,7 @@ def replicate(
     Args:
         module: see `fully_shard`, also for the other arguments. A mesh of one axis replicates.
         mesh: the ranks.
-        mp_policy: dtypes.
+        mp_policy: the dtypes.
         offload_policy: the placement of parameters, gradients and the optimizer's step.
         ignored_params: parameters that are neither sharded nor synchronised.
         dp_mesh_dims: the names of the axes of `mesh` to replicate over.
@@ -260,7 +260,7 @@ def replicate(
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Do nothing, for compatibility with torch: all roots on a device, such as pipeline stages, share its streams.
 
-    So memory that one root has freed can be reused by another.
+    So one root can reuse memory that another root has freed.
 
     Args:
         modules: Units.
@@ -307,7 +307,7 @@ class FSDPModule:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create a plain module of the user's class, such as a slice of a sharded `nn.Sequential`: it is not a unit."""
+        """Create a plain module of the user's class, not a unit, such as a slice of a sharded `nn.Sequential`."""
         plain: Any = next((plain for plain, made in _classes.items() if made in cls.__mro__), None)
         if plain is None:  # a class of the user's
             return super().__new__(cls)
@@ -358,7 +358,8 @@ class FSDPModule:
         """Set whether backward reduces gradients. Pass False for all microbatches of a step except for the last one.
 
         Args:
-            requires_gradient_sync: True to reduce in each backward; False to accumulate whole gradients on this rank.
+            requires_gradient_sync: True to reduce in each backward; False to accumulate unsharded gradients on this
+                rank.
             recurse: Whether to also set it for the units below.
         """
         check_flags(requires_gradient_sync=requires_gradient_sync)
@@ -402,7 +403,7 @@ class FSDPModule:
             unit.settings.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether to free the unsharded parameters after backward. If not, a further microbatch gathers nothing.
+        """Set whether to free the unsharded parameters after backward. If not, the next microbatch needs no all-gather.
 
         Args:
             reshard_after_backward: True to free the unsharded parameters after backward.
@@ -491,7 +492,7 @@ class FSDPModule:
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook(sums)` with this unit's gradients after they are summed over its ranks.
 
-        The optimizer gets the values after the call. So the hook may modify them in place, or sum them over further
+        The optimizer gets the values after the call. So the hook may modify them in place, or sum them over additional
         ranks.
 
         `sums` is 1-D, in the reduce dtype, and contains this rank's shards of the means over the ranks, in order, with
@@ -540,7 +541,7 @@ class FSDPModule:
         raise _custom_refused("set_custom_reduce_scatter", comm)
 
     def set_keep_unsharded_storage(self, enable: bool) -> None:
-        """Raise an error for True, which fixes the addresses of unsharded parameters in torch (after 2.13).
+        """Raise an error for True, which in torch (after 2.13) keeps the addresses of unsharded parameters fixed.
 
         Args:
             enable: False does nothing.
@@ -600,7 +601,7 @@ class FSDPModule:
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next forward wait for `event`, recorded on the stream of the optimizer's step.
 
-        On a CPU, which has no streams, the step is over when it returns, and nothing waits.
+        On a CPU, which has no streams, the step has completed when it returns, so nothing waits.
 
         Args:
             event: An event that is recorded after the optimizer's step.
@@ -610,7 +611,7 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Clean up after a failed forward or backward: all units are sharded, and none is in use.
 
-        Gradients that have not been reduced are dropped. Call `zero_grad()` for those that have. The next forward does
+        Gradients that have not been reduced are dropped. Call `zero_grad()` to drop reduced ones. The next forward does
         this automatically, and so do `state_dict` and `summon_full_params`.
 
         Raises:
@@ -627,17 +628,17 @@ class FSDPModule:
     def abandon_step(self) -> None:
         """Undo the current step: the next step has the same bits as if this one had never started.
 
-        Every rank of the mesh calls it on the outermost module, at any point of the step: after a forward, between
+        Every rank of the mesh must call it on the outermost module, at any point of the step: after a forward, between
         microbatches, after an exception in forward or backward, on all ranks or on one. A rank that waits in a
-        collective for a rank that calls this gets a `RankMismatchError`: catch it, and also call this method. (This is
-        not supported on NCCL, which cannot detect it. There all ranks must get the same exception.) Gradients of all
-        microbatches are dropped, including those that the optimizer would see, and so is error feedback of encoded
-        gradients. Weights and the optimizer's state are as before the step, if the optimizer had not stepped yet. The
-        caller must restore buffers that the forward has written, and random generators.
+        collective for a rank that calls this gets a `RankMismatchError`: catch it, and also call this method. (NCCL
+        cannot detect this, so on NCCL all ranks must get the same exception.) Gradients of all microbatches are
+        dropped, including those that the optimizer would see, as is the error feedback of encoded gradients. Weights
+        and optimizer state are as before the step, provided that the optimizer has not stepped yet. The caller must
+        restore buffers that the forward has written, and random generators.
 
         Raises:
             StateError: a forward or backward is running: call it once the exception is caught.
-            RankLostError: a rank is gone, and the process group with it.
+            RankLostError: A rank is lost, so the process group cannot be used.
         """
         abandon_step(_module(self))
 
@@ -688,7 +689,7 @@ def _units_of(modules: Sequence[nn.Module]) -> list[Unit]:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Unshard parameters in `module.method_name(...)`, for example `generate`, as in `forward`.
 
-    Modules that are not units are left alone.
+    Modules that are not units are not changed.
 
     Args:
         module: A module that was sharded.
@@ -713,7 +714,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def take_part(module: nn.Module) -> Tensor:
-    """Return a zero to add to the loss on a rank without inputs for `module`, while other ranks have some.
+    """Return a zero to add to the loss on a rank that has no inputs for `module` while other ranks have some.
 
     The module's units are gathered, and backward contributes gradients of zeros, as in a call of the module. So
     gradients are means over all ranks, including ranks without inputs. Call
@@ -756,7 +757,7 @@ def _zero_through(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _units_below(module: nn.Module) -> Iterator[nn.Module]:
-    """Return the outermost units within `module`."""
+    """Yield the outermost units within `module`."""
     for child in module.children():
         if is_unit(child):
             yield child
@@ -781,7 +782,7 @@ _classes: dict[type, type] = {}
 
 
 def _gain_methods(module: nn.Module) -> None:
-    """Make `module` an `FSDPModule`: replace its class by a derived one with the methods mixed in."""
+    """Make `module` an `FSDPModule`, by replacing its class with a subclass that has these methods."""
     cls = type(module)
     if cls not in _classes:
         own = {

@@ -4,12 +4,12 @@
 A replay repeats the kernels and collectives of one step with the same addresses. The Python code of the step does not
 run. So a replay is correct only if this code would queue the same work again. `_Conditions` contains everything that
 decisions of the engine, torch's optimizers and autocast depend on. A call replays the graph only if the conditions are
-those of the capture. All other values that decisions in the user's step depend on must be arguments of the step.
+the same as at the capture. All other values that decisions in the user's step depend on must be arguments of the step.
 
 [Note: the learning rate of a graph]
 A number in a parameter group of an optimizer becomes a constant of the graph. Schedulers change the learning rate in
-every step. So it is replaced by a tensor on the device, which the graph reads. Values set by the user or a scheduler
-are copied to this tensor.
+every step. So the number is replaced by a tensor on the device, which the graph reads. Values set by the user or a
+scheduler are copied to this tensor.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def capture(step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup:
         for tokens in loader:
             loss = step(tokens)
 
-    The first calls run eagerly. They are training steps like any other. The next call captures the step, and later ones
-    copy their inputs to the memory of the graph and replay it. Results are those of eager steps whose learning rate is
-    a tensor. Evaluation, checkpoints and learning rate schedulers work between calls.
+    The first calls run eagerly and are normal training steps. The next call captures the step, and later ones copy
+    their inputs to the memory of the graph and replay it. Results are those of eager steps whose learning rate is a
+    tensor. Evaluation, checkpoints and learning rate schedulers work between calls.
 
-    A call runs eagerly, and logs the reason once, if inputs have other shapes than the examples, if modules, buffers,
-    parameters, settings or optimizers have changed, or if a unit is unsharded by `unshard()`. If the change lasts, the
-    step is captured again after a few calls. Other values that Python code of the step reads are constants of the
-    graph: pass changing values as arguments.
+    A call runs eagerly, and logs the reason once, if inputs have different shapes than the examples, if modules,
+    buffers, parameters, settings or optimizers have changed, or if a unit is unsharded by `unshard()`. If the change
+    persists, the step is captured again after a few calls. Other values that Python code of the step reads are
+    constants of the graph: pass changing values as arguments.
 
     `capture` sets `capturable=True` and a tensor as `lr` in the groups of the optimizers. If parameters do not belong
     to a unit, ranks compare them during the first 64 steps, and the step is captured afterwards.
@@ -94,13 +94,13 @@ def capture(step: Callable[..., ResultT], example_inputs: Sequence[Any], warmup:
             there is no CUDA device. The call that would capture the step raises it if the step cannot be captured:
             states are offloaded, `check_finite_gradients` is enabled, the backend is not NCCL, the optimizer has state
             on the host, the step changes hyperparameters, draws random numbers on the host, differs from call to call,
-            or waits for the device. It names the line. Each rank finds this for itself.
+            or waits for the device. The message names the line. Each rank checks this independently.
     """
     return CapturedStep(step, example_inputs, warmup, CudaGraph())
 
 
 class Graph(Protocol):
-    """Device work that is recorded once and replayed. Tests use an implementation for the CPU."""
+    """Device work that is recorded once and replayed. Tests use an implementation that runs on the CPU."""
 
     device: torch.device
     backends: frozenset[str]
@@ -116,7 +116,7 @@ class Graph(Protocol):
         """Return the state of the random generators on the host, which a replay does not advance."""
 
     def noting_waits(self, note: Callable[[FrameType], object]) -> Any:
-        """Return a context that calls `note` with the frame of the caller when the host waits for the device."""
+        """Return a context that calls `note` with the frame of the caller whenever the host waits for the device."""
 
     def record(self, call: Callable[[], Any]) -> Any:
         """Record the work of `call` without running it, in place of what was recorded before. Return its result."""
@@ -152,14 +152,14 @@ class CapturedStep(Generic[ResultT]):
 
     @property
     def is_captured(self) -> bool:
-        """True if there is a graph. A call replays it if nothing has changed that it depends on."""
+        """True if there is a graph. A call replays it unless something that it depends on has changed."""
         return self._captured is not None
 
     def __call__(self, *inputs: Any) -> ResultT:
         """Run a training step.
 
         Raises:
-            ConfigError: An input requires a gradient; or this call would capture the step, which cannot be captured.
+            ConfigError: An input requires a gradient, or the step cannot be captured by this call.
         """
         self._parts.prepare_optimizers()
         other = self._buffers.take(inputs)
@@ -293,7 +293,7 @@ _OTHER_GRADS = "gradients were set outside of the step. Call zero_grad at its en
 class _Conditions:
     """Inputs of the decisions of the engine and of optimizers. See [Note: conditions of a replay].
 
-    Values are numbers or identities; `kept` keeps the objects alive, so that no other object gets their identity.
+    Values are numbers or object ids. `kept` keeps the objects alive, so that no other object gets the same id.
     """
 
     modes: tuple[Any, ...] = field(metadata={"what": "autocast, grad mode or another mode of torch has changed"})
@@ -311,7 +311,7 @@ class _Conditions:
     kept: list[Any] = field(compare=False)
 
     def change(self, now: _Conditions) -> str | None:
-        """Return what has changed since, or None."""
+        """Return what has changed in `now`, or None."""
         for item in _COMPARED:
             if getattr(self, item.name) != getattr(now, item.name):
                 return f"{item.metadata['what']}."
@@ -390,8 +390,10 @@ class _StepParts:
                 self._add_root(runtime_of(module).units)
 
     def _add_root(self, units: Sequence[Unit]) -> None:
-        """Add the units of a root. Their later eager steps queue the collectives of a replay, because other ranks may
-        replay. A replay gathers all parameters, including frozen ones.
+        """Add the units of a root.
+
+        Their later eager steps queue the same collectives as a replay, because other ranks may replay. A replay gathers
+        all parameters, including frozen ones.
         """
         for group in [group for unit in units for group in unit.param_groups]:
             group.gradients.state.is_replayed = True
@@ -400,7 +402,7 @@ class _StepParts:
         self._registrations = -1  # its modules are not known yet
 
     def prepare_optimizers(self) -> None:
-        """Put learning rates and counts of steps into tensors. See [Note: the learning rate of a graph]."""
+        """Move learning rates and step counts into tensors. See [Note: the learning rate of a graph]."""
         device = self._device
         for number, optimizer in enumerate(self.optimizers):
             for index, group in enumerate(optimizer.param_groups):
@@ -427,7 +429,7 @@ class _StepParts:
                 group["lr"] = rate
 
     def conditions(self) -> _Conditions:
-        """Return the present conditions."""
+        """Return the current conditions."""
         if self._registrations != number_of_registrations():
             self._registrations = number_of_registrations()
             self._modules = [module for unit in self.first_units for module in unit.module.modules()]
@@ -477,8 +479,10 @@ class _StepParts:
         return [group.gradients.state.written_by_graphs for unit in self.units for group in unit.param_groups]
 
     def host_state(self) -> dict[str, Any]:
-        """Return what a replay would not update: numbers in the state and the groups of optimizers, and tensors there
-        that only the host writes to, by their version.
+        """Return what a replay would not update: numbers in the state and groups of optimizers, and versions of tensors
+        there.
+
+        Only tensors that only the host writes to are included.
         """
         found: dict[str, Any] = {}
         for optimizer in self.optimizers:
@@ -532,16 +536,16 @@ class _StepParts:
 
     @property
     def may_compare_ranks(self) -> bool:
-        """True if eager steps compare parameters that no unit has between ranks, which a replay would not do."""
+        """True if eager steps compare parameters outside of units between ranks, which a replay would not do."""
         return any(unit.runtime.state.microbatches.outside for unit in self.first_units)
 
     def expect_broadcast(self) -> None:
-        """Let the next forward broadcast buffers, as a replay does, even if an evaluation has done so."""
+        """Let the next forward broadcast buffers, as a replay does, even if an evaluation has already done so."""
         for unit in self.first_units:
             unit.runtime.state.microbatches.note_end()
 
     def note_step(self) -> None:
-        """Record what a replay has done to parameters and buffers."""
+        """Record that a replay has changed parameters and buffers."""
         self.expect_broadcast()
         torch.autograd.graph.increment_version(
             [param for optimizer in self.optimizers for group in optimizer.param_groups for param in group["params"]]
@@ -569,7 +573,7 @@ def _modes(device_type: str) -> tuple[Any, ...]:
 
 
 def _added(lists: Sequence[list[Any]], before: Sequence[int]) -> list[tuple[list[Any], Any]]:
-    """Return the items of `lists` beyond the numbers of items `before`, each with its list."""
+    """Return the items of `lists` that were added since they had the lengths `before`, each with its list."""
     return [(kept, item) for kept, n in zip(lists, before, strict=True) for item in kept[n:]]
 
 
@@ -620,7 +624,7 @@ class _InputBuffers:
         self.arguments: list[Any] = pytree.tree_unflatten(self._leaves, self._spec)
 
     def take(self, inputs: Sequence[Any]) -> tuple[str, str] | None:
-        """Copy `inputs` to the memory of the graph. Return why they do not fit, and details, or None."""
+        """Copy `inputs` to the memory of the graph. Return None, or if they do not fit, the reason and details."""
         leaves, spec = pytree.tree_flatten(list(inputs))
         if spec != self._spec:
             return "arguments are nested in another way than the examples.", ""
@@ -651,7 +655,7 @@ class _InputBuffers:
 
 
 def _detached(result: Any, *, copies: bool = True) -> Any:
-    """Return `result` with detached tensors. A replay writes to its own, so users get copies."""
+    """Return `result` with detached tensors, copied if `copies`, because the next replay overwrites them."""
 
     def detach(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

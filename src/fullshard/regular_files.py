@@ -2,8 +2,8 @@
 
 Only regular files are read, and none larger than the reader expects.
 
-A FIFO or a device in place of a file would block its reader, or never end. Every refusal is an `OSError` whose
-`strerror` says what was found, so callers handle it like a file that cannot be read.
+A FIFO or a device in place of a file would block its reader, or never end. Such files raise an `OSError` whose
+`strerror` describes what was found, so callers handle them like a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def open_regular(path: str | os.PathLike[str], *, limit: int | None = None) -> i
     descriptor, since another process may replace the file in between.
 
     Raises:
-        OSError: it is missing, is not a regular file, or is larger than `limit`.
+        OSError: It is missing, is not a regular file, or is larger than `limit`.
     """
     return io.BufferedReader(open_unbuffered(path, limit=limit))
 
@@ -97,7 +97,7 @@ def reopened(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: str | os.PathLike[str], *, option: str = "", instead: str = "another file") -> Iterator[None]:
-    """Context manager for writing a file, which converts errors of the system.
+    """Context manager for writing a file that converts errors of the operating system.
 
     Args:
         path: the file.
@@ -105,7 +105,7 @@ def writing(path: str | os.PathLike[str], *, option: str = "", instead: str = "a
         instead: The alternative to suggest to the user.
 
     Raises:
-        ConfigError: the system refused an operation in it, for example because the disk is full.
+        ConfigError: The system rejected an operation, for example because the disk is full.
     """
     try:
         yield
@@ -117,7 +117,7 @@ def writing(path: str | os.PathLike[str], *, option: str = "", instead: str = "a
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a new file, which replaces `path` if the block succeeds and is removed if it fails."""
+    """Context manager that yields the path of a new file. It replaces `path` on success, and is removed on failure."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield unfinished

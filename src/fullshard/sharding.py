@@ -108,7 +108,7 @@ def shard_unit(
 
 
 def _mark(modules: Iterable[nn.Module]) -> None:
-    """Mark `modules` as torch marks sharded modules, so that transformers generates as many tokens on each rank."""
+    """Mark `modules` like torch's sharded modules, so that transformers generates equally long on all ranks."""
     for module in modules:
         vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # whatever __setattr__ accepts
 
@@ -152,7 +152,7 @@ _ALIGNED_FROM_NUMEL = 4096  # minimum number of elements of parameters to align:
 
 
 def _aligned_place(axes: Axes, dim: int | None, block: int, fqn: str, param: nn.Parameter) -> tuple[Axes, int | None]:
-    """Return a placement with shards of whole blocks along dim 0, or else a replicated one."""
+    """Return axes and dim for shards that consist of whole blocks along dim 0, or else for a replicated parameter."""
     shape = tuple(param._local_tensor.shape if isinstance(param, DTensor) else param.shape)
     specs = [choose_spec(shape, axes.shard_world, dim)]
     if dim is None:
@@ -177,7 +177,7 @@ def _check_together(fqn: str, axes: Axes, others: Axes) -> None:
     """Raise an error if meshes for single parameters cannot be combined with the mesh of their unit.
 
     Raises:
-        ConfigError: They have another device type, or the unit's ranks keep states in groups.
+        ConfigError: They have a different device type, or the unit's ranks keep states in groups.
     """
     if others.mesh.device_type != axes.mesh.device_type:
         raise ConfigError(
@@ -226,12 +226,13 @@ _COPYING = "fullshard: a sharded module that is being copied"  # a key of the me
 
 
 def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """Implement `copy.deepcopy` of a sharded module: the copy has the same sharding and values. No communication.
+    """Implement `copy.deepcopy` of a sharded module: the copy has the same sharding and values. Nothing is
+    communicated.
 
     An optimizer that is copied after the module, in the same call, has the parameters of the copy.
 
     Raises:
-        StateError: The module is in forward or backward, or shares a unit with modules that are not copied; or its
+        StateError: The module is in forward or backward, or shares a unit with modules that are not copied, or its
             parameters were copied before it.
     """
     module = _module_being_copied(module)
@@ -263,9 +264,9 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 def _module_being_copied(module: nn.Module) -> nn.Module:
     """Return the object that `copy.deepcopy` copies by the method of `module`: `module`, or a wrapper around it.
 
-    Wrappers such as that of activation checkpointing look up unknown attributes in the module that they wrap, so that
-    `copy.deepcopy` finds the method of that module for the wrapper, and would lose the wrapper. Only the frame of
-    `copy.deepcopy` knows which of the two it is.
+    Wrappers such as that of activation checkpointing look up unknown attributes in the module that they wrap, so
+    `copy.deepcopy` of a wrapper finds the method of the wrapped module, and would lose the wrapper. Only the frame of
+    `copy.deepcopy` shows which of the two is being copied.
     """
     frame = inspect.currentframe()
     for _ in range(2):  # the callers: `copy_sharded`, and what called it
@@ -277,7 +278,7 @@ def _module_being_copied(module: nn.Module) -> nn.Module:
 
 
 def _in_sharding_order(units: Sequence[Unit]) -> list[Unit]:
-    """Return `units` such that each comes after those inside it and those whose tied parameters it borrows."""
+    """Return `units` sorted so that each follows those inside it and those whose tied parameters it borrows."""
     ordered: dict[Unit, None] = {}
 
     def visit(unit: Unit) -> None:
@@ -364,7 +365,7 @@ def _copy_by(method: Callable[..., nn.Module], module: nn.Module, memo: dict[Any
 
 
 def _on_meta(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
-    """Return a parameter on the meta device with the shape and the attributes of the original of `param`."""
+    """Return a parameter on the meta device with the shape and the attributes of `param` before sharding."""
     local = torch.empty(param.layout.spec.shape, dtype=param.local.dtype, device="meta")
     made = nn.Parameter(param.view.make_unsharded(local), requires_grad=param.sharded.requires_grad)
     if param.grad_dtype is not None:
@@ -374,7 +375,7 @@ def _on_meta(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
 
 
 def _shard_identically(unit: Unit, memo: dict[Any, Any]) -> None:
-    """Make a unit of the copies of the modules of `unit`, with its current values."""
+    """Create a unit from the copies of `unit`'s modules, with the same sharding and current values."""
     modules = [memo[id(module)] for module in unit.modules]
     places = {
         id(memo[id(param.sharded)]): (param.layout.spec.dim, param_group.plan.axes)

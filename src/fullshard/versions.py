@@ -19,7 +19,7 @@ def versions() -> dict[str, str]:
 
 
 def all_versions() -> dict[str, str]:
-    """Return the versions of `versions`, and the communication backends of torch, for reports of problems."""
+    """Return the versions of `versions` and the communication backends of torch, for bug reports."""
     import torch.distributed as dist  # takes a second
 
     available = {

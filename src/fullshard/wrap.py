@@ -1,18 +1,18 @@
 """Wrap policies, which select the submodules of a model that become units.
 
-A unit is gathered and freed as one. So the units determine peak memory and how well communication overlaps with
-compute. One unit for each transformer block is the usual choice. A policy makes that choice for a whole model:
+A unit is gathered and freed as one. So the choice of units determines peak memory and how well communication overlaps
+with compute. Usually each transformer block is one unit. A policy makes this choice for an entire model:
 
     from fullshard.wrap import ModuleWrapPolicy
 
     fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
     FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
-There are two kinds of policies, as in torch. A *policy object* is called once for each module. A *callable*
-`(module, recurse, nonwrapped_numel) -> bool` is called twice. On the way down, with `recurse=True`, it returns whether
-the children may become units at all. On the way up, with `recurse=False`, it returns whether the module itself becomes
-a unit. `nonwrapped_numel` is then the number of elements that no unit below holds. Further parameters are bound with
-`functools.partial`:
+There are two kinds of policies, as in torch. A *policy object* is called once for each module. A *callable* `(module,
+recurse, nonwrapped_numel) -> bool` is called twice. On the way down, with `recurse=True`, it returns whether the
+children may become units at all. On the way up, with `recurse=False`, it returns whether the module itself becomes a
+unit. In both calls, `nonwrapped_numel` is the number of elements that are not in a unit below. Further parameters are
+bound with `functools.partial`:
 
     partial(size_based_auto_wrap_policy, min_num_params=20_000)
 
@@ -111,7 +111,7 @@ class ModuleWrapPolicy(WrapPolicy):
 class CustomPolicy(WrapPolicy):
     """A policy whose `lambda_fn(module)` returns False, True, or a dict of arguments that replace the root's.
 
-    An empty dict is no, as in torch.
+    An empty dict means False, as in torch.
 
         def by_role(module):
             if isinstance(module, Head):
@@ -162,7 +162,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Return True for the modules that `lambda_fn` returns True for, at any depth.
+    """Return True for modules that `lambda_fn` returns True for, at any depth.
 
     Args:
         module: The module that the policy decides about.
@@ -178,7 +178,8 @@ def transformer_auto_wrap_policy(
 ) -> bool:
     """Return True for every instance of `transformer_layer_cls`: the blocks of a transformer.
 
-    Modules outside of the blocks (embeddings, the last norm, the head; tied weights too) stay in the root's unit.
+    Modules outside of the blocks (embeddings, the last norm and the head, including tied weights) stay in the root's
+    unit.
 
     Args:
         module: The module that the policy decides about.
@@ -199,7 +200,8 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Return True for the smallest modules of `min_num_params` elements or more, not counting those of units below.
+    """Return True for the smallest modules of `min_num_params` elements or more, not counting the elements of units
+    below.
 
     Args:
         module: The module that the policy decides about.
@@ -230,7 +232,7 @@ default_auto_wrap_policy = size_based_auto_wrap_policy  # its name in early vers
 
 
 def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]) -> bool:
-    """Return True if at least one of `policies`, which are callables, does.
+    """Return True if at least one of `policies`, which are callables, returns True.
 
     Args:
         module: The module that the policy decides about.
@@ -249,7 +251,7 @@ AutoWrapPolicy = WrapPolicy | Callable[..., bool]
 
 @dataclass(frozen=True)
 class _Callable(WrapPolicy):
-    """A policy of the callable kind, as a policy object."""
+    """A policy object that wraps a policy of the callable kind."""
 
     function: Callable[..., bool]
 
@@ -281,9 +283,9 @@ def wrapped_modules(
     Args:
         root: the module whose submodules are considered. It is not changed.
         policy: a policy object, or a callable `(module, recurse, nonwrapped_numel) -> bool`.
-        ignored_modules: these modules and their submodules are not units.
-        ignored_params: these do not count for the size of a module.
-        separate: instances of these classes are units independent of the policy, with these additional arguments.
+        ignored_modules: Modules that do not become units, nor do their submodules.
+        ignored_params: Parameters that do not count towards the size of a module.
+        separate: Classes whose instances become units independent of the policy, with additional arguments.
 
     Raises:
         ConfigError: `policy` is not a policy, or it selects a container without a forward that holds parameters itself.
@@ -327,7 +329,7 @@ class _Walk:
     units: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
     def visit_children(self, module: nn.Module, prefix: str, requested: bool) -> None:
-        """Find the units below `module`. Unless `requested`, the policy has refused: only `separate` classes count."""
+        """Find the units below `module`. If not `requested`, only instances of the `separate` classes become units."""
         if not requested and not self.separate:
             return
         for name, child in module.named_children():
@@ -351,7 +353,7 @@ class _Walk:
         return chosen
 
     def can_be_unit(self, module: nn.Module, fqn: str) -> bool:
-        """Return True if `module` has a forward that can run. Raise if not, and if its parameters depend on it."""
+        """Return True if `module` has a forward that can run. If not, raise an error if its parameters depend on it."""
         if has_forward(module):
             return True
         if isinstance(module, nn.ParameterList | nn.ParameterDict) or self.free_numel(module) == 0:
@@ -363,7 +365,7 @@ class _Walk:
         )
 
     def free_numel(self, module: nn.Module) -> int:
-        """Count the elements of `module` that no unit holds so far, and those of a shared parameter once."""
+        """Return the number of elements of `module` that are not in a unit so far. Shared parameters count once."""
         return sum(param.numel() for param in module.parameters() if param not in self.held)
 
 
@@ -383,7 +385,7 @@ def _classes(
 
 @dataclass(frozen=True)
 class _Wrapping:
-    """The wrapper and its arguments inside of `enable_wrap`."""
+    """The wrapper and its arguments within `enable_wrap`."""
 
     wrapper_cls: Callable[..., nn.Module]
     kwargs: dict[str, Any]
@@ -425,11 +427,11 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     """Wrap `module` according to the enclosing `enable_wrap`, or return it unchanged if there is none.
 
-    So a model can mark its units where it builds them, and still be built without sharding.
+    So a model can mark its units where it creates them, and can still be created without sharding.
 
     Args:
         module: the module to wrap.
-        wrap_overrides: arguments of the wrapper that take the place of those given to `enable_wrap`.
+        wrap_overrides: Arguments of the wrapper that replace those given to `enable_wrap`.
     """
     wrapping = _wrapping.get()
     if wrapping is None:

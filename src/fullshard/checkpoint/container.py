@@ -169,7 +169,7 @@ class _Files(FileSystem):
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
     def advance(self, nbytes: int) -> None:
-        """Record that `nbytes` more bytes are written."""
+        """Record that `nbytes` more bytes were written."""
         self._done += nbytes
         if self._progress is not None:
             self._progress(min(self._done, self.total), self.total)
@@ -243,7 +243,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 
 def check_files(checkpoint: Path, metadata: Metadata) -> None:
-    """Check that every file that `metadata` refers to is a regular file with at least the required size."""
+    """Check that every file that `metadata` refers to is a regular file of at least the required size."""
     needed: dict[str, int] = {}
     for info in metadata.storage_data.values():
         needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)

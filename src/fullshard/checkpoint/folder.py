@@ -154,7 +154,7 @@ def keep_newest(folder: Path, count: int) -> None:
 
 
 def delete(entry: Entry) -> None:
-    """Delete a checkpoint. It is renamed first, so it is never a partial checkpoint."""
+    """Delete a checkpoint. It is renamed first, so a partially deleted folder is never taken for a checkpoint."""
     doomed = entry.path.with_name(f"step-{entry.step:09d}.deleted-{uuid.uuid4().hex}")
     entry.path.rename(doomed)
     discard(doomed)

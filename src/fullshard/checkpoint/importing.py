@@ -208,7 +208,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _own_spans(tensor: Tensor) -> list[range] | None:
-    """Return the positions of this rank's part of `tensor` along each dim; None for all of it."""
+    """Return this rank's range of indices along each dim of `tensor`; None if the rank needs the full tensor."""
     if not isinstance(tensor, DTensor):
         return None
     return own_spans(tensor.shape, tensor.device_mesh, tensor.placements)

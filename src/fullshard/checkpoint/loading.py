@@ -121,12 +121,12 @@ def load(
 
 
 def _read_records(opened: Opened, world: int, wants_data: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the shared values of the `world` ranks of the save, and the values of this rank.
+    """Return the values that all `world` ranks of the save share, and the values of this rank.
 
-    With another number of ranks, this rank gets the values of the first rank.
+    If the number of ranks has changed, each rank gets the values of the first rank.
 
     Raises:
-        CheckpointError: The number of ranks differs, `data` is given, and the ranks had different positions.
+        CheckpointError: `data` is requested and the number of ranks has changed, but the ranks had different positions.
     """
     ranks = opened.ranks
     if world == ranks.world:
@@ -159,7 +159,7 @@ class _CheckpointReader:
 
     @property
     def template(self) -> StateTemplate | None:
-        """The form of the optimizer's states."""
+        """The expected form of the optimizer's states; None without an optimizer."""
         return None if self.optimizer is None else StateTemplate(self.optimizer, self.params)
 
     def fit(self, opened: Opened, saved: Saved, own: Mapping[str, Any]) -> dict[str, str]:
@@ -175,7 +175,7 @@ class _CheckpointReader:
         return keys
 
     def targets(self, opened: Opened, saved: Saved, keys: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return the tensors to fill, by key: where possible, those of the model and the optimizer."""
+        """Return the tensors to load into, by key: if possible, those of the model and the optimizer."""
         allocate(self.model, device_of(self.model))
         self.state = model_state(self.model, in_parts=True)
         sizes = opened.sizes()
@@ -228,7 +228,7 @@ class _CheckpointReader:
             self.data.load_state_dict(own["data"])
 
     def _restore_model(self, saved: Saved, keys: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
-        """Load the targets as a state dict.
+        """Load `targets` as a state dict.
 
         Most values are in place already, but hooks must run, and units must be notified of changed shards.
         """

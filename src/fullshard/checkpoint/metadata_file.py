@@ -43,7 +43,7 @@ def loads(data: bytes) -> Metadata:
 
     Raises:
         CheckpointError: It is not the metadata of a checkpoint, or its chunks do not cover every tensor exactly. The
-            message has the reason.
+            message gives the reason.
     """
     return _metadata(_Interpreter(data).run(), most_chunks=len(data) // _LEAST_NBYTES)
 
@@ -98,7 +98,7 @@ _MARK = object()
 
 
 class _Interpreter:
-    """An interpreter of the opcodes of one pickle. Each opcode creates at most one new value."""
+    """An interpreter for the opcodes of one pickle. Each opcode creates at most one new value."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -62,7 +62,7 @@ def saved_by_fullshard(opened: Opened, record: Mapping[str, Any]) -> Saved:
 
 
 def saved_by_torch(opened: Opened, in_model: Collection[str], in_optimizer: Collection[str]) -> Saved:
-    """Return the contents of a `torch.distributed.checkpoint`, as far as its names are known.
+    """Return the contents of a checkpoint of `torch.distributed.checkpoint`, as far as its names are known.
 
     The optimizer can have either form of `get_state_dict`, flattened or not.
     """
@@ -119,7 +119,7 @@ def _leaves(opened: Opened, prefix: str) -> dict[str, Outline]:
 
 
 def _states(leaves: Mapping[str, Outline], fqns: Collection[str]) -> dict[str, Outline]:
-    """Return the states by FQN. For unknown FQNs, use the key without its last word."""
+    """Return the states by FQN. If an FQN is unknown, use the key without its last component."""
     found: dict[str, list[tuple[str, Outline]]] = {}
     for key, leaf in leaves.items():
         known = (fqn for before, fqn, name in _splits(key) if not before and fqn in fqns and name)

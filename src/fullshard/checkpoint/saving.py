@@ -143,7 +143,7 @@ def async_save(
     Raises:
         CheckpointError: A rank could not copy or save something, or the previous save failed.
         ConfigError: `step` is below 0, or `keep` below 1.
-        RankMismatchError: A rank makes a different call meanwhile.
+        RankMismatchError: A rank makes a different call at the same time.
     """
     request = _SaveRequest(Path(folder), step, keep)
     checkpoints.wait()

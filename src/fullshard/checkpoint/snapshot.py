@@ -159,7 +159,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _is_copied_state(value: Any) -> bool:
-    """Return True for a tensor of an optimizer state: this rank's part, and the global shape."""
+    """Return True if `value` is a pair that represents a state tensor: this rank's shard and the global shape."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Tensor)
 
 

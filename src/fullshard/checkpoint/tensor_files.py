@@ -69,7 +69,7 @@ _DTYPES = {_code_of(dtype): dtype for dtype in vars(torch).values() if isinstanc
 
 
 class TensorFile:
-    """A new file, whose tensors are written in the order `order` after its creation.
+    """A new file. After its creation, tensors must be written in the order `order`.
 
     The library first writes a file of zeros, so that the disk space is allocated. The zeros are one untouched mapping,
     which takes no memory.
@@ -228,7 +228,7 @@ def _described_merged(name: str, merged: Merged, tensors: Mapping[str, Descripti
 
 
 def _pieces(of: Merged | str, spans: Sequence[range], tensors: Mapping[str, Description]) -> Iterator[_Piece]:
-    """Yield the pieces to read for the positions `spans` of a tensor, and the place of each piece among them."""
+    """Yield the pieces to read for the index ranges `spans` of a tensor, each with its position in the result."""
     if isinstance(of, str):
         yield of, list(spans), tuple(slice(0, len(span)) for span in spans)
         return

@@ -1,4 +1,4 @@
-"""Ranks that save or load together. An error on one rank is raised on all ranks, with the same message."""
+"""Coordination of ranks that save or load together. An error on one rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Failed:
 
 @dataclass(frozen=True)
 class GroupRanks:
-    """The ranks of `group`. If None, the ranks of the default group, or only this process if there is none."""
+    """The ranks of `group`. If None, the ranks of the default group, or only this process if there is no such group."""
 
     group: dist.ProcessGroup | None = None
 
@@ -60,7 +60,7 @@ class GroupRanks:
         return results[0]
 
     def once(self, doing: str, action: Callable[[], T]) -> T:
-        """Call `action` on the first rank, and return its result on every rank.
+        """Call `action` on the first rank only, and return its result on every rank.
 
         Raises:
             CheckpointError: It failed on the first rank. The same error is raised on every rank.
@@ -96,7 +96,7 @@ class GroupRanks:
 
 
 def default_ranks() -> GroupRanks:
-    """Return the ranks of the default process group, or this process alone where there is none."""
+    """Return the ranks of the default process group, or only this process if there is no such group."""
     return GroupRanks(dist.group.WORLD if dist.is_initialized() else None)
 
 
@@ -114,7 +114,7 @@ def failure_of_group(doing: str, error: BaseException) -> CheckpointError:
 
 
 def failure_of_some(doing: str, failed: Mapping[int, str], world: int) -> CheckpointError:
-    """Return the error for failures on some ranks. It has no rank numbers if all ranks failed identically."""
+    """Return the error for failures on some ranks. It omits rank numbers if all ranks failed in the same way."""
     if len(failed) == world and len(set(failed.values())) == 1:
         return CheckpointError(f"{doing}: {failed[0]}")
     by_message: dict[str, list[int]] = {}

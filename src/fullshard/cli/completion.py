@@ -43,7 +43,7 @@ def commands() -> dict[str, Command[Any] | dict[str, Command[Any]]]:
 
 
 def _script(shell: str) -> str:
-    """Return the completion script of `shell`, which tyro prints for a command with all subcommands."""
+    """Return the completion script of `shell`, as printed by tyro for a command with all subcommands."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         tyro.cli(
             _one_of(commands()),

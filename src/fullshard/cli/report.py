@@ -125,7 +125,7 @@ def _writing(problem: str, remedy: str) -> Iterator[None]:
 
 
 def _state(folder: Path) -> list[tuple[int, int]]:
-    """Return a value that changes when ranks have written more."""
+    """Return a value that changes when ranks have written more lines."""
     return [(item.st_size, item.st_mtime_ns) for item in (path.stat() for path in rank_files(folder))]
 
 

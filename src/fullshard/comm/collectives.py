@@ -85,7 +85,7 @@ class Collectives(GroupProgress, ABC):
         here.register(self)
 
     def link(self, others: Iterable[Collectives]) -> None:
-        """Link groups that serve the same units, whose waits also end when ranks of this group make different calls."""
+        """Link groups that serve the same units: their waits also end if ranks of this group make different calls."""
         self._linked.update(other for other in others if other is not self)
 
     def channel(self, tensors: int, *, variants: int = 1) -> Channel:
@@ -336,12 +336,12 @@ class Collectives(GroupProgress, ABC):
     def gather_into_shared(
         self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int
     ) -> Callable[[], None] | None:
-        """Like `all_gather`, for whole tensors in shared memory."""
+        """Like `all_gather`, for full tensors in shared memory."""
         return self.all_gather(wholes, parts, tag)
 
     @abstractmethod
     def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None] | None:
-        """Start `Gathers.all_gather`, and return a function that waits for it, or None if the host need not wait.
+        """Start `Gathers.all_gather`, and return a function that waits for it; None if the host need not wait.
 
         The methods below do the same for their collectives.
         """

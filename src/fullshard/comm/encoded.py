@@ -230,7 +230,7 @@ def error_feedback_numel(part_numels: Sequence[int], world: int, *, whole: bool)
     Args:
         part_numels: The elements of the largest part of each term.
         world: The number of ranks to sum over.
-        whole: Whether all ranks get the full sums, so that each sends its sums to the others.
+        whole: Whether all ranks get the full sums, which requires each rank to send its sums to the others.
     """
     return sum(part_numels) * (world if whole else world - 1)
 

@@ -93,7 +93,7 @@ class Axes:
 
 
 def own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> Tensor:
-    """Return this rank's part of `whole`, sharded along each axis of `mesh` in order, as a view."""
+    """Return this rank's shard of `whole` along all axes of `mesh`, in order, as a view."""
     for dim, span in enumerate(own_spans(whole.shape, mesh, placements)):
         whole = whole.narrow(dim, span.start, len(span))
     return whole
@@ -156,7 +156,7 @@ def _own_coordinate(ranks: Any, rank: int) -> tuple[int, ...] | None:
 
 
 def own_spans(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> list[range]:
-    """Return the positions of this rank along each dim of a tensor of `shape`, sharded as by `own_part`."""
+    """Return this rank's range of indices along each dim of a tensor of `shape`, sharded as by `own_part`."""
     spans = [range(size) for size in shape]
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -236,7 +236,7 @@ def _mesh_of(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...
 
 
 def axes_chosen(info: Any, fqn: str) -> Axes:
-    """Return the axes that a `shard_placement_fn` chose for parameter `fqn`, as an `FSDPMeshInfo` or a mesh."""
+    """Return the axes that a `shard_placement_fn` chose for parameter `fqn`, given as an `FSDPMeshInfo` or a mesh."""
     mesh = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None)
     if isinstance(info, Axes):
         return info
@@ -276,7 +276,7 @@ def axes_of_replicas(axes: Axes) -> Axes:
 def resolve_groups(axes: Axes, placements: Placements) -> tuple[Axes, Placements]:
     """Return the axes, with a group size if a state is grouped, and the resulting placements.
 
-    Groups of one rank make grouped states whole. One group of all ranks makes them sharded.
+    With groups of one rank, grouped states are replicated. With one group of all ranks, they are sharded.
 
     Raises:
         ConfigError: The shard axis does not divide into such groups, or gradients would be summed in three levels.

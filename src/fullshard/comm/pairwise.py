@@ -205,7 +205,7 @@ def _raise_if_gone(peer: int, error: RuntimeError) -> None:
 
 
 def part_of(whole: Tensor, part_numel: int, rank: int) -> Tensor:
-    """Return the part of `whole` for `rank`; shorter or empty at the end."""
+    """Return the part of `whole` that belongs to `rank`. The last parts may be shorter or empty."""
     return whole[rank * part_numel : (rank + 1) * part_numel]
 
 

@@ -169,10 +169,10 @@ class HostPeers:
         return list(self._blocks.values())
 
     def take(self, nbytes: int, *, patiently: bool = False) -> SharedBlock:
-        """Return a block of at least `nbytes`, contents undefined. It is free again when all peers have read it.
+        """Return a block of at least `nbytes`, with undefined contents. It is free again once all peers have read it.
 
         Args:
-            patiently: wait a moment for a block that is being read, before allocating a new one.
+            patiently: whether to wait briefly for a block that is being read before allocating a new one.
         """
         self._receive_all()
         large = [block for block in self._blocks.values() if block.memory.nbytes >= nbytes]
@@ -234,7 +234,7 @@ class HostPeers:
             self._send(other, _HEAD.pack(_PUBLISH, block.number, *key, byte_offset) + fingerprint)
 
     def published(self, key: Key) -> list[Published]:
-        """Wait for the data of all peers for `key`, and return it. Call `have_read` when it was read."""
+        """Wait for the data of all peers for `key`, and return it. Call `have_read` after reading it."""
         self._wait_for_all(lambda other: key in other.published)
         return [other.published.pop(key) for other in self._others.values()]
 
@@ -490,7 +490,7 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, _Address]:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Return the user of the process at the other end, or of the one that listens, as reported by the kernel."""
+    """Return the user that owns the process at the other end, or the listening process, as reported by the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return int(user)

@@ -1,9 +1,9 @@
 """Simulated CPU peers, with the memory usage of gloo's ranks, for dry runs of a single rank.
 
 The transports are the engine's own. Only the peers are simulated: ranks that do what this rank does, as late as
-possible. They reach a collective when this rank has to wait for them, no sooner. So no sum is complete before it is
-waited for. That a block has been read is known when this rank reaches the next operation of the peers. Among all
-orders of the ranks, this one needs about the most memory.
+possible. They reach a collective only when this rank has to wait for them, so no sum is complete before this rank waits
+for it. This rank learns that a block has been read when it reaches the next operation of the peers. Of all possible
+orders of the ranks, this one needs nearly the most memory.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _PretendedPeers(HostPeers):
         return SharedBlock(number, MappedMemory(_bytes(nbytes), self._world))
 
     def take(self, nbytes: int, *, patiently: bool = False) -> SharedBlock:
-        """Take a block, and equal blocks of the peers, which have the same progress and write theirs now."""
+        """Take a block. The peers make the same progress, so they also take and write a block of this size now."""
         block = super().take(nbytes, patiently=patiently)
         block.readers = len(self._peers)
         if block.number not in self._of_peers:

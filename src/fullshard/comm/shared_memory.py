@@ -55,8 +55,8 @@ class _once(Generic[T]):  # noqa: N801  # a decorator
 class SharedMemoryCollectives(PairwiseCollectives):
     """Every rank writes data to shared memory, and its peers read it there. Fingerprints are sent along.
 
-    If not all ranks are on one host, messages are pairwise instead. The first collective decides this, because all
-    ranks of the group take part in it.
+    If not all ranks are on one host, messages are pairwise instead. This is decided in the first collective, because
+    all ranks of the group call it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

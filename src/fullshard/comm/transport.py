@@ -9,7 +9,7 @@
     └── Channel            messages for one purpose over a process group, by any backend: see `collectives.py`
 
 A call moves several tensors as one. All tensors are 1-D and contiguous, and are read and written in place. Sums are
-computed in rank order 0..N-1 and divided once, so that a sum has the same bits on every transport.
+computed in rank order 0..N-1 and divided once, so a sum is bitwise identical on every transport.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Pending:
     Args:
         finish: A function that waits for the result.
         event: The event of the collective in the trace.
-        has_arrived: A function that returns True if `wait()` does not wait for other ranks. By default it is unknown,
-            so the function returns False.
+        has_arrived: A function that returns True if `wait()` does not wait for other ranks. By default this is unknown,
+            and the function returns False.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Pending:
         """Wait until the result is in place.
 
         Raises:
-            RankMismatchError: Another rank has started a different collective. The group cannot be used any more.
+            RankMismatchError: Another rank has started a different collective. The group can no longer be used.
             RankLostError: The process of another rank has ended. The group cannot be used any more.
         """
         finish, self._finish = self._finish, None
@@ -82,9 +82,9 @@ class Pending:
 
 
 class Gathers(ABC):
-    """A transport for gathers between `world` ranks. This rank is `rank`.
+    """A transport for gathers between `world` ranks; `rank` is the index of this rank.
 
-    `is_queued` is True if calls are executed in order, so that the host need not wait in between.
+    `is_queued` is True if calls are executed in order, so that the host does not need to wait between them.
     """
 
     world: int
@@ -103,12 +103,12 @@ class Gathers(ABC):
             send: The parts of this rank.
             origin: the unit and phase of the call.
             into_shared: Whether the receive buffers are in memory that all ranks share, at the same offset on every
-                rank. The caller does not need their present contents any more.
+                rank. The caller no longer needs their current contents.
         """
 
 
 class Sums(ABC):
-    """A transport for sums over `world` ranks. This rank is `rank`."""
+    """A transport for reductions between `world` ranks; `rank` is the index of this rank."""
 
     world: int
     rank: int

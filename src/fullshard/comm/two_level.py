@@ -81,7 +81,7 @@ class TwoLevelGathers(Gathers):
         return Pending(finish)
 
     def gather_within(self, receive: Sequence[Tensor], *, origin: Origin) -> Pending:
-        """Gather the wholes from secondary shards, which must be valid on every rank of the group."""
+        """Gather the full tensors from secondary shards, which must be valid on every rank of the group."""
         groups, size = self._across.world, self._within.world
         if _reorders(self._within, groups * len(receive)):
             numels = [whole.numel() for whole in receive]
@@ -116,7 +116,7 @@ class TwoLevelSums:
     def reduce_within(
         self, group_sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], *, origin: Origin
     ) -> Pending:
-        """Sum this position's secondary shard of each whole over the group. Last parts may be short or empty.
+        """Sum this position's secondary shard of each full tensor over the group. The last parts may be short or empty.
 
         Args:
             group_sums: The receive buffers, with space for equal parts of all groups.
@@ -150,24 +150,24 @@ class TwoLevelSums:
         )
 
     def secondary_numel(self, numel: int, part_numel: int) -> int:
-        """Return the elements of this position's secondary shard of a whole of `numel`, in parts of `part_numel`."""
+        """Return the number of elements of this position's secondary shard of a tensor of `numel`."""
         return sum(self._owned(numel, part_numel))
 
     def _owned(self, numel: int, part_numel: int) -> list[int]:
-        """Return the elements of a whole that belong to the rank of this position, for each group."""
+        """Return by group the number of elements of a full tensor that belong to the rank of this position."""
         size, place = self._within.world, self._within.rank
         starts = ((group * size + place) * part_numel for group in range(self.across.world))
         return [max(0, min(part_numel, numel - start)) for start in starts]
 
 
 def _reorders(within: Gathers | Sums, messages: int) -> bool:
-    """Return True if one message per tensor with a copy is faster than `messages` messages."""
+    """Return True if one message per tensor plus a copy is faster than `messages` messages."""
     return within.is_queued and messages > FEW_OPERATIONS
 
 
 @torch.no_grad()
 def _spread(whole: Tensor, parts: Tensor) -> None:
-    """Copy `whole` to `parts`, (group, position, elements of a part). Missing elements become zero."""
+    """Copy `whole` to `parts`, of shape (group, position, elements of a part). Missing elements become zero."""
     groups, size, n = parts.shape
     full, remaining = divmod(whole.numel(), max(1, size * n))
     whole_groups, others = whole.split([full * size * n, remaining])

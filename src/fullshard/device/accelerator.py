@@ -29,7 +29,7 @@ from fullshard.device.streams import (
 
 
 class Accelerator:
-    """The device that computes. This class is a CPU.
+    """The device that computes. This base class represents a CPU.
 
     `has_streams` is True for an accelerator: work is queued, its memory is not the host's, and freeing and reallocating
     memory is cheap.
@@ -40,12 +40,12 @@ class Accelerator:
 
     @cached_property
     def streams(self) -> Streams:
-        """The streams. On a CPU, all of them are the order of the program."""
+        """The streams of the device. On a CPU, work on any stream runs immediately, in program order."""
         return Streams(*[Stream(name) for name in STREAMS])
 
     @property
     def is_capturing(self) -> bool:
-        """True if work that is queued now goes into a graph, which replays it without this library's code."""
+        """True if a graph is being captured. Replaying it will not run this library's code."""
         return False
 
     def mark_here(self) -> Mark | None:
@@ -53,21 +53,21 @@ class Accelerator:
         return None
 
     def stamp_here(self) -> Stamp | None:
-        """Like `mark_here`, but return a stamp."""
+        """Like `mark_here`, but return a timed event."""
         return None
 
     def keep_busy(self, seconds: float) -> None:
-        """Make the current stream wait for about that long, if it is one and the device can do so."""
+        """Keep the current stream busy for about that many seconds, if the device has streams and supports this."""
 
     def end_pass(self) -> None:
-        """Record that a forward or a backward has ended, after which the capture of a graph may end."""
+        """Record that a forward or backward pass has ended, so that a graph capture may end."""
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Allocate or free the memory of `storage`, on the current stream."""
         storage.resize_(nbytes)
 
     def note_shared(self, storage: torch.UntypedStorage, ranks: int, purpose: str) -> None:
-        """Record that `ranks` ranks share the memory of `storage`."""
+        """Record that `ranks` ranks share the memory of `storage`, which is for `purpose`."""
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return `tensor`, or a copy of it in the memory of `device`."""
@@ -78,7 +78,7 @@ class Accelerator:
         return tensor.to(other.device)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a copy of `tensor` in host memory. The host waits for it."""
+        """Return a copy of `tensor` in host memory. The host waits for the copy."""
         return tensor.to("cpu", copy=True)
 
     def memory_of(self, tensor: Tensor) -> Hashable:
@@ -86,13 +86,13 @@ class Accelerator:
         return tensor.device
 
     def on_host(self) -> AbstractContextManager[object]:
-        """Return a context for work of the host on its own memory, without tensors for the device."""
+        """Return a context for work on host memory that does not involve the device."""
         return nullcontext()
 
     def note_disk_transfer(self, memory: Tensor, file: object, offset: int, *, name: str) -> Mark | None:
-        """Note that a thread fills `memory` from a file, or writes it there. Return a mark after that.
+        """Record that a thread fills `memory` from a file, or writes it to the file. Return a mark at the end of that.
 
-        None if works end without events. `name` is the name of a `DiskTransfer`.
+        Return None if the end of such work is not an event. `name` is the name of a `DiskTransfer`.
         """
         return None
 
@@ -101,7 +101,7 @@ class Accelerator:
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pinned)
 
     def host_room(self, ranks: int) -> int | None:
-        """Return the bytes of host memory that this rank, one of `ranks` there, can still take; None if unknown."""
+        """Return the bytes of host memory that this rank, one of `ranks` there, can still allocate; None if unknown."""
         return share_of_host(ranks)
 
 
@@ -140,9 +140,10 @@ class StreamAccelerator(Accelerator):
             sleep(round(seconds * _CYCLES_PER_S))
 
     def end_pass(self) -> None:
-        """See `Accelerator.end_pass`. A graph cannot end before compute has waited for all streams that are part of it.
+        """See `Accelerator.end_pass`. A capture cannot end before compute has waited for all streams in it.
 
-        The gather stream is part of it since its first wait for compute, even without work after its last wait.
+        The gather stream is part of a capture from its first wait for compute, even if no work was queued after its
+        last wait.
         """
         if self.is_capturing:
             self.streams.compute.wait(self.streams.gather.mark())
@@ -169,7 +170,7 @@ def accelerator_for(device: torch.device) -> Accelerator:
 
 @contextmanager
 def pretending(accelerator: Accelerator) -> Iterator[None]:
-    """Return a context that replaces every device by `accelerator`."""
+    """Return a context within which every device is replaced by the simulated `accelerator`."""
     global _pretended
     before, _pretended = _pretended, accelerator
     try:
@@ -181,7 +182,7 @@ def pretending(accelerator: Accelerator) -> Iterator[None]:
 def on_stream(stream: torch.Stream, function: Callable[[Tensor], None], tensor: Tensor) -> None:
     """Call `function(tensor)` on `stream`, ordered after earlier and before later work of the current stream.
 
-    A CPU has no streams: there it is a call.
+    On a CPU, which has no streams, this is a plain call.
     """
     if tensor.device.type == "cpu":
         function(tensor)
@@ -197,7 +198,7 @@ _captures = False
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return True if work queued on `device` goes into a graph, which replays it without this library's code."""
+    """Return True if a graph is being captured on `device`. Replaying it will not run this library's code."""
     accelerator = accelerator_for(device)
     return _captures or (accelerator.has_streams and accelerator.is_capturing)
 

@@ -11,7 +11,7 @@ from fullshard._compat import tensor_without_memory, tree_map
 
 
 class Awaited(Tensor):
-    """A placeholder for `tensor` until `settle()` has computed its values, and has put it in the original place."""
+    """A placeholder for `tensor` until `settle()` has computed its values and put it back in its original place."""
 
     tensor: Tensor
     settle: Callable[[], None]
@@ -39,7 +39,7 @@ class Awaited(Tensor):
 
 
 def settled(value: Any) -> Any:
-    """Return `value`, or the tensor with values if it is a placeholder."""
+    """Return `value`, or the computed tensor if it is a placeholder."""
     if not isinstance(value, Awaited):
         return value
     value.settle()

@@ -34,7 +34,7 @@ def _found() -> torch.device | None:
 def usual_device_type() -> str:
     """Return the type of the accelerator, if there is one and the default process group supports it; else "cpu".
 
-    This does not initialise the device, so a mesh that is created next can still select it by the rank's number.
+    This does not initialise the device, so a mesh created afterwards can still select the device by rank.
     """
     found = _found()
     on_cpu = found is None or (dist.is_initialized() and dist.get_backend() == "gloo")
@@ -42,7 +42,7 @@ def usual_device_type() -> str:
 
 
 def current_device(device_type: str) -> torch.device:
-    """Return this process's device of that type. Select one by `LOCAL_RANK`, if set, unless one is selected already."""
+    """Return this process's device of that type. If none is selected yet, select one by `LOCAL_RANK`, if set."""
     if device_type in ("cpu", "meta"):
         return torch.device(device_type)
     module = torch.get_device_module(device_type)
@@ -81,7 +81,7 @@ def mark_here() -> Mark | None:
 
 
 def stamp_here() -> Stamp | None:
-    """Like `mark_here`, but return a stamp."""
+    """Like `mark_here`, but return a timed event."""
     found = _found()
     if found is None:
         return None
@@ -89,7 +89,7 @@ def stamp_here() -> Stamp | None:
 
 
 def random_states_of_device() -> dict[str, Tensor]:
-    """Return the state of the current accelerator's random generator by the type of device; nothing on a CPU."""
+    """Return the state of the current accelerator's random generator by device type; empty on a CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return {} if found is None else {found.type: torch.get_device_module(found).get_rng_state()}
 

@@ -2,10 +2,10 @@
 
 [Note: groups of the kernel]
 A container or a Slurm job is a control group. The kernel enforces its limit by ending a process, and does not include
-it in `/proc/meminfo`. Groups are nested, so the least available memory of all groups around this process counts. The
-usage of a group includes cached pages of files, which the kernel frees when it needs memory. Version 2 of the groups
-has one tree, version 1 has a separate one for memory. In a container its own group may be the top of the tree, with
-another name than outside, so missing folders are skipped.
+it in `/proc/meminfo`. Groups are nested, so the limit is the minimum of the available memory of all groups that contain
+this process. The usage of a group includes cached pages of files, which the kernel frees when it needs memory. Version
+2 of the groups has one tree, version 1 has a separate one for memory. In a container its own group may be the top of
+the tree, with another name than outside, so missing folders are skipped.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _FIRST = _Tree(
 
 
 def share_of_host(ranks: int) -> int | None:
-    """Return the bytes of host memory that each of `ranks` ranks on this host may take in addition to its present use.
+    """Return the bytes of host memory that each of `ranks` ranks on this host may allocate beyond its current usage.
 
-    This is its share of the available memory, less a tenth for other programs. None if the kernel does not report it.
+    This is its share of the available memory, minus a tenth for other programs. None if the kernel does not report it.
     """
     room = host_room()
     return None if room is None else room * 9 // 10 // ranks
@@ -74,14 +74,14 @@ def bytes_by_name(path: Path) -> dict[str, int]:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Return the available bytes of each group around this process that has a limit."""
+    """Yield the available bytes of each control group with a limit that contains this process."""
     for tree, folder in _groups():
         with suppress(OSError, ValueError):  # no such group; or its limit is "max"
             yield _left(tree, folder)
 
 
 def _groups() -> Iterator[tuple[_Tree, Path]]:
-    """Return the groups around this process, innermost first, in each tree with a memory controller."""
+    """Yield the control groups that contain this process, innermost first, in each tree with a memory controller."""
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:  # not Linux

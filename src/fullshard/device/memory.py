@@ -1,8 +1,8 @@
 """Storages that are allocated and freed but never replaced, and memory that is reused.
 
 [Note: storage is freed and allocated, never replaced]
-Autograd saves views of an unsharded parameter in forward and reads them in backward. Between the two a unit may free
-the memory. Before backward the *same* storage is allocated and gathered into again, so the saved views are valid again.
+Autograd saves views of an unsharded parameter in forward and reads them in backward. In between, a unit may free the
+memory. Before backward the *same* storage is allocated and filled by an all-gather, so the saved views are valid again.
 With values in another storage, those views would read stale memory, and no error would be raised.
 
 [Note: units share slots]
@@ -59,16 +59,16 @@ def in_separate_storage(tensor: Tensor) -> Tensor:
 
 
 def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Return a new storage on `device`. It is the storage of a new tensor, because only tensors can be fake."""
+    """Return a new storage on `device`. It is taken from a new tensor, because only tensors can be fake."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
 @dataclass(frozen=True)
 class MemoryKind:
-    """A device's memory; or, if `offloaded`, the memory of an accelerator's host, page-locked if `pinned`.
+    """The memory of a device. If `offloaded`, the host memory of an accelerator, page-locked if `pinned`.
 
-    If `copied`, the accelerator has a copy of the shards that are sent. With a `folder`, long-lived data is stored in a
-    file in this folder, and passes through memory of this kind.
+    If `copied`, the accelerator keeps a copy of the shards to send. With a `folder`, long-lived data is stored in a
+    file in this folder, and is loaded into memory of this kind.
     """
 
     device: torch.device
@@ -122,12 +122,12 @@ class Slot:
             accelerator.resize(self.storage, 0)
 
     def count_references(self, others: int = 0) -> None:
-        """Record the present number of references minus `others` as the references of the units."""
+        """Record that the current references except for `others` are those of the units."""
         self._own_references = storage_references(self.storage) - others
 
     @contextmanager
     def dropping_views(self) -> Iterator[None]:
-        """Context manager for dropping views of a unit, which subtracts them from the references of the units."""
+        """Context manager within which views of a unit are dropped. They no longer count as references of the units."""
         before = storage_references(self.storage)
         yield
         self._own_references -= before - storage_references(self.storage)
@@ -146,7 +146,7 @@ class Slot:
 class Pool:
     """Scratch memory that is reused, so that steps after the first cause no page faults.
 
-    An accelerator's allocator already does this. There the pool returns new tensors and keeps none.
+    An accelerator's allocator already does this. So on an accelerator the pool returns new tensors and keeps none.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -155,7 +155,7 @@ class Pool:
         self._free: list[tuple[int, Tensor]] = []  # bytes of a storage, and the only view of it
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor of `numel` elements, contents undefined."""
+        """Return a 1-D tensor of `numel` elements, with undefined contents."""
         if not self._keeps:
             return torch.empty(numel, dtype=dtype, device=self._device)
         nbytes = numel * dtype.itemsize

@@ -83,14 +83,14 @@ class Stream:
         return None
 
     def wait(self, mark: Mark | None) -> None:
-        """Make this stream wait for `mark`. Only for `HostStream` does the host wait."""
+        """Make this stream wait for `mark`. The host waits only if this is a `HostStream`."""
 
 
 _PROGRAM_ORDER = nullcontext()
 
 
 class HostStream(Stream):
-    """The work of the host of an accelerator. Waiting blocks the program."""
+    """The host of an accelerator, as a stream. Waiting blocks the program."""
 
     def wait(self, mark: Mark | None) -> None:
         if mark is not None:
@@ -145,7 +145,7 @@ class ComputeStream(DeviceStream):
         return nullcontext()
 
     def wait(self, mark: Mark | None) -> None:
-        """See `Stream.wait`. A mark may be the user's, of a class that can only block the current stream."""
+        """See `Stream.wait`. `mark` may be created by the user, of a class that can only block the current stream."""
         if mark is not None:
             with _current(self._device):
                 mark.wait()  # type: ignore[attr-defined]  # every event of torch's has it
@@ -198,7 +198,7 @@ class Streams:
     host: Stream
 
     def join(self) -> None:
-        """Make compute wait for all other streams, and these for compute, so that the memory of each can be freed."""
+        """Make compute wait for all other streams and vice versa, so that the memory of each can be freed."""
         others = (self.gather, self.reduce, self.replicate, self.offload)
         for stream in others:
             self.compute.wait(stream.mark())

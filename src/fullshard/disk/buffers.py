@@ -2,8 +2,8 @@
 
 [Note: buffers do not depend on the disk]
 The choice of a buffer must not depend on the time at which writes and copies end. The last MOST_WRITING released
-buffers count as busy. Older buffers are waited for when they are taken. So a run uses the same buffers on a fast disk
-and on a slow one, and a dry run without a disk predicts their number.
+buffers count as busy. When an older buffer is taken, the program waits for its pending work. So a run uses the same
+buffers on a fast disk and on a slow one, and a dry run without a disk predicts their number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Buffers:
 
     @property
     def idle_nbytes(self) -> int:
-        """The bytes of buffers that are not borrowed."""
+        """Bytes of the buffers that are not borrowed."""
         return sum(buffer.whole.numel() for buffer in self._given)
 
     def take(self, nbytes: int) -> Buffer:

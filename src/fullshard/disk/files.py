@@ -77,7 +77,7 @@ def aligned_part(memory: Tensor) -> Tensor:
 
 
 class DiskWork:
-    """A read or write in progress. `pace` records how long the program waits for it."""
+    """A read or write in progress. `pace` records the time that the program waits for it."""
 
     def __init__(self, parts: Sequence[Future[None]], pace: DiskPace | None = None) -> None:
         self._parts = parts
@@ -95,7 +95,7 @@ class DiskWork:
         return combined
 
     def mark_with(self, mark: Mark | None) -> None:
-        """Set the event that ends it in a dry run."""
+        """Set the event that marks the end of this work in a dry run."""
         self._marks = () if mark is None else (mark,)
 
     @property
@@ -202,7 +202,7 @@ class DiskFile:
         Args:
             offset: Bytes from the start of the file, a multiple of ALIGNMENT.
             into: A contiguous uint8 CPU tensor whose address and size are multiples of ALIGNMENT. It must not be used
-                until the work has been waited for.
+                before `wait()` has returned.
         """
         return self._start(_READ, offset, into)
 
@@ -280,10 +280,10 @@ class DiskFile:
         return DiskWork(parts, self._pace)
 
     def _move(self, kind: _Kind, offset: int, held: list[Tensor], start: int) -> None:
-        """Run one request. `held` keeps the memory of its tensor alive until the request ends, and is empty then.
+        """Run one request. `held` keeps the tensor's memory alive until the request ends, and is emptied then.
 
-        The thread keeps its arguments a moment longer. A reference to the tensor would make its buffer appear to be in
-        use.
+        The thread keeps references to its arguments a little longer. A reference to the tensor would make its buffer
+        appear to be in use.
         """
         tensor = held.pop()
         nbytes = min(self._request_bytes, tensor.numel() - start)

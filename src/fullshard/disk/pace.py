@@ -3,9 +3,9 @@
 [Note: a disk that becomes slow]
 Disks slow down when they are hot, when their cache is full, or when other processes use them. Then the run is slow, and
 nothing else reports the cause. So each step checks the speed of the transfers since the last check. It is compared with
-the measured speed of the disk, or else with the speed in the first few steps. Only the time while the disk has requests
-counts, without the fixed cost of small requests. If two consecutive checks find the disk slower by a factor of SLOWER,
-a warning is logged once.
+the measured speed of the disk, or else with the speed in the first few steps. Only the time during which the disk has
+requests counts, minus the fixed cost of small requests. If two consecutive checks find the disk slower by a factor of
+SLOWER, a warning is logged once.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class DiskPace:
 
     @property
     def total(self) -> Moved:
-        """The total since the process started, including the time of requests in progress."""
+        """Return the totals since the process started, including the time of requests in progress."""
         with self._lock:
             self._add(Moved(busy_s=self._busy_since()))
             return self._total
 
     @contextmanager
     def moving(self, *, read_bytes: int = 0, written_bytes: int = 0) -> Iterator[None]:
-        """Context manager for a request of this many bytes."""
+        """Context manager that records a request of this many bytes."""
         with self._lock:
             if not self._in_flight:
                 self._since = self.clock()
@@ -106,7 +106,7 @@ class DiskPace:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context manager that measures a wait of the program for requests."""
+        """Context manager that records the time that the program waits for requests."""
         begin = self.clock()
         yield
         with self._lock:
@@ -116,7 +116,7 @@ class DiskPace:
         self._total = Moved(*map(add, astuple(self._total), astuple(more)))
 
     def expect(self, seconds: Callable[[float, float], float]) -> None:
-        """Use a measurement as the reference. Earlier transfers are ignored.
+        """Use a measurement as the reference for later checks. Earlier transfers are ignored.
 
         Args:
             seconds: Returns the time to read and write a number of bytes while other ranks do the same.
@@ -164,7 +164,7 @@ _paces: dict[Path, DiskPace] = {}
 
 
 def pace_of(folder: Path) -> DiskPace:
-    """Return the `DiskPace` of `folder`, the same for the life of the process."""
+    """Return the `DiskPace` of `folder`, the same object for the lifetime of the process."""
     return _paces.setdefault(folder, DiskPace(folder))
 
 

@@ -111,7 +111,7 @@ class PredictedLoad:
 
     @property
     def written_a_day(self) -> float:
-        """Bytes written per day if disk access overlaps fully."""
+        """Bytes written per day if disk access and computation overlap fully."""
         return self.traffic.written_bytes * DAY_S / self.least_step_s if self.least_step_s else 0.0
 
     def written_in(self, steps: int) -> int:
@@ -158,7 +158,7 @@ def predict_load(
         speed: The measured speed of the disk.
         traffic: The data on the disk.
         step_s: Seconds per step without the disk; 0 if unknown.
-        endurance_bytes: Bytes that may be written to the disk in its life, from its data sheet. If None,
+        endurance_bytes: Bytes that may be written to the disk over its lifetime, from its data sheet. If None,
             TB_WRITTEN_PER_TB for the size of the file system.
         ask: See `check_room`.
 

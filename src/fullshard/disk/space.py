@@ -24,7 +24,7 @@ from fullshard.disk.files import DiskFile, DiskWork, aligned
 
 
 class _NoFile:
-    """The replacement for a file in a dry run, where tensors have no values to store."""
+    """A replacement for a file in a dry run, where tensors have no values to store."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

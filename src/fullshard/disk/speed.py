@@ -44,7 +44,7 @@ class DiskSpeed:
     disk_bytes: int  # of the whole file system
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """Return the seconds to read and write this many bytes, simultaneously as far as possible."""
+        """Return the seconds to read and write this many bytes, simultaneously if possible."""
         paired = min(read_bytes, written_bytes)
         remaining = (read_bytes - paired) / self.read_bytes_per_s + (written_bytes - paired) / self.write_bytes_per_s
         return 2 * paired / self.both_bytes_per_s + remaining

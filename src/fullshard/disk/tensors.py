@@ -26,9 +26,9 @@ _noting: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("no
 
 @contextmanager
 def errors_noted_by(noted: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Context manager in which values are read and written within `noted()`, which may catch a `DiskError`.
+    """Context manager within which values are read and written in the context `noted()`, which may catch a `DiskError`.
 
-    Values that could not be read are undefined then.
+    If it does, values that could not be read are undefined.
     """
     token = _noting.set(noted)
     try:
@@ -138,7 +138,7 @@ class OnDisk(Tensor):
         self.store(whole)
 
     def copied_to(self, extent: Extent) -> OnDisk:
-        """Return a tensor with the same values in `extent`, which has `room` bytes."""
+        """Return a tensor with the same values in `extent`, which has at least `room` bytes."""
         begin, end = self.blocks
         memory = aligned_buffer(min(_COPY_NBYTES, end - begin))
         for at in range(begin, end, _COPY_NBYTES):
@@ -154,7 +154,7 @@ class OnDisk(Tensor):
         return end - begin
 
     def over(self, block: Tensor, begin: int = 0) -> Tensor:
-        """Return a view for this tensor of `block`, a copy of the extent in memory that starts at byte `begin`."""
+        """Return a view of `block` with this tensor's shape. `block` holds the extent's bytes, starting at `begin`."""
         raw = block[self.start - begin :][: self.numel() * self.dtype.itemsize]
         return raw.view(self.dtype).view(self.shape)
 

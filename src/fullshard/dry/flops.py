@@ -66,14 +66,14 @@ def _formula(packet: Any) -> Callable[..., int] | None:
 
 @cache
 def _packets(packet: Any) -> tuple[Any, ...]:
-    """Return the operations whose formula is that of `packet`."""
+    """Return the operations whose FLOP formula also applies to `packet`."""
     name = packet.__name__
     bare = getattr(_ATEN, name.removesuffix("_"), None) if name.endswith(("mm_", "mv_")) else None
     return (_ATTENTION_ON_CPU.get(packet, packet), *([bare] if bare is not None else []))
 
 
 def skipped_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
-    """Return the part of an operation's `flops` that its kernel skips: in attention with a causal mask.
+    """Return the part of an operation's `flops` that its kernel skips because of a causal attention mask.
 
     FlashAttention computes blocks of 128 queries by 128 keys: full blocks on the diagonal, and none above it.
     """
@@ -93,7 +93,7 @@ def _shape_or_value(argument: Any) -> Any:
 
 
 def _grouped_product(first: Tensor, second: Tensor, *others: Any) -> int:
-    """Return the FLOPs of one product, because each row, or column of the inner dimension, belongs to one group."""
+    """Return the FLOPs of one product, because each row (or each index of the inner dimension) belongs to one group."""
     groups = first.shape[0] if first.ndim == second.ndim == 3 else 1
     return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
@@ -126,7 +126,7 @@ def _distances(first: Tensor, second: Tensor) -> int:
 
 
 def _rnn(x: Tensor, weights: Sequence[Tensor], passes: int) -> int:
-    """Return the FLOPs of the products of each row of each step with all matrices. Backward has two `passes`."""
+    """Return the FLOPs of the products of each row of each step with all matrices. `passes` is 2 in backward."""
     rows = x.numel() // x.shape[-1]
     return 2 * passes * rows * sum(weight.numel() for weight in weights if weight.ndim == 2)
 

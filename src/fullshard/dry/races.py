@@ -103,8 +103,8 @@ def races(tape: Tape, *, without: str = "") -> list[Race]:
 
     Args:
         tape: The trace to check.
-        without: The site of a wait (see `Waited.site`) to leave out. A wait only affects the time of operations, so the
-            rest is the trace of an engine without this wait.
+        without: The site (see `Waited.site`) of a wait to ignore. A wait only affects the timing of operations, so the
+            result is that of an engine without this wait.
     """
     detector = _RaceDetector()
     for entry in tape.entries:
@@ -114,7 +114,7 @@ def races(tape: Tape, *, without: str = "") -> list[Race]:
 
 
 class _RaceDetector:
-    """The state of all streams and storages after the entries of a trace that have been read."""
+    """The state of all streams and storages after the trace entries that have been processed."""
 
     def __init__(self) -> None:
         self.found: list[Race] = []
@@ -139,7 +139,7 @@ class _RaceDetector:
                 self._free(entry)
 
     def _clock(self, stream: str) -> Clock:
-        """Return the counts that work queued on `stream` now follows. They include all work of the host."""
+        """Return the vector clock of work that is queued on `stream` now. It includes all work of the host."""
         clock = self._clocks[stream]
         if stream != HOST:
             _join(clock, self._clocks[HOST])

@@ -79,14 +79,14 @@ def world(size: int, *, rank: int = 0, ranks_per_host: int = 8) -> Iterator[None
 def taped(
     *, streams: Literal["gpu", "cpu"] = "gpu", values: bool = False, host_bytes: int | None = None
 ) -> Iterator[Tape]:
-    """Context manager that records everything this process does in the trace that it returns.
+    """Context manager that records everything this process does, and returns the trace.
 
     Create and shard models within the context, on the CPU. Device meshes are CPU meshes, whatever their device type.
 
     Args:
         streams: "gpu" to simulate an accelerator with streams and memory separate from the host's; "cpu" for none.
         values: Whether tensors are real. If False, tensors have shapes but no memory, and collectives are not executed.
-            If True, the simulated device is some operations behind the host, so that queries of events may return
+            If True, the simulated device lags behind the host by some operations, so that event queries may return
             False.
         host_bytes: The host memory in bytes that this rank may use alongside a simulated accelerator.
             `Offload(budget=...)` respects it. None means no limit.
@@ -186,7 +186,7 @@ def fused_adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss that `model` computes. `batch` has its arguments in a mapping or tuple, or is the only one."""
+    """Return the loss that `model` computes. `batch` is a mapping or tuple of arguments, or the only argument."""
     name = type(model).__name__.removeprefix("FSDP")
     named = dict(batch) if isinstance(batch, Mapping) else {}
     given = () if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, tuple | list) else (batch,)

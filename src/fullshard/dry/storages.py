@@ -44,13 +44,13 @@ class Storages:
             self._tape.note(Allocation(known.number, known.nbytes, stream, self._tape.origin, purpose, ranks))
 
     def note_freed(self, storage: torch.UntypedStorage) -> None:
-        """Record that the memory of `storage`, if it has any, returns to its stream."""
+        """Record that the memory of `storage`, if it has any, was returned to its stream."""
         known = self._known.get(storage._cdata)
         if known is not None:
             self._free(known)
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Return True if the trace contains the storage of `tensor` already."""
+        """Return True if the trace already contains the storage of `tensor`."""
         return tensor.untyped_storage()._cdata in self._known
 
     def is_host(self, tensor: Tensor) -> bool:

@@ -37,7 +37,7 @@ class _DryMark:
         self._accelerator = accelerator
 
     def query(self) -> bool:
-        """Return True if the event is complete, see `LAG`. Then later work of the host follows it."""
+        """Return True if the event is complete; see `LAG`. In that case, later work of the host is ordered after it."""
         return self._accelerator.is_complete(self)
 
     def synchronize(self) -> None:
@@ -72,7 +72,7 @@ class DryAccelerator(Accelerator):
         tape: The trace to record to.
         has_streams: Whether to simulate an accelerator. If False, only the memory of a CPU is recorded.
         host_bytes: The host memory in bytes that this rank may use. None means no limit.
-        lag: The number of operations that the device is behind the host. If 0, each event is complete immediately.
+        lag: The number of operations that the device lags behind the host. If 0, each event is complete immediately.
     """
 
     is_dry = True
@@ -183,7 +183,7 @@ class DryAccelerator(Accelerator):
         return True
 
     def _check_current(self, stream: str) -> None:
-        """Check that compute is requested only while its stream is current, or on the host."""
+        """Check that the compute stream is used only while it is the current stream, or on the host."""
         assert stream != STREAMS[0] or self.stream in (stream, HOST), (
             f"compute was requested within stream {self.stream}"
         )

@@ -238,14 +238,14 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> l
 
 
 def _without(given: Sequence[Tensor], written: Sequence[Tensor], func: OpOverload) -> Iterator[Tensor]:
-    """Return the tensors that are read. Written tensors count as read unless they are replaced entirely."""
+    """Yield the tensors that are read. Written tensors count as read unless they are overwritten entirely."""
     outs = {id(tensor) for tensor in written} if _replaces(func) else set()
     return (tensor for tensor in given if id(tensor) not in outs)
 
 
 @cache
 def _replaces(func: OpOverload) -> bool:
-    """Return True if an operation replaces all of the memory that it writes to."""
+    """Return True if an operation overwrites all elements of its outputs without reading them."""
     if str(func._overloadpacket) in ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_"):
         return True
     return func._overloadname == "out" or (func.namespace == "fsdp" and bool(_writing(func)))

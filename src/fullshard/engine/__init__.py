@@ -1,1 +1,1 @@
-"""The sharding engine, from one parameter up to a root and its hooks."""
+"""The sharding engine: parameters, parameter groups, units, and the runtime of a root with its hooks."""

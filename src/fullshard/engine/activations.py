@@ -78,13 +78,13 @@ class _KnownStorage:
     offloaded: weakref.ref[Offloaded]
 
     def has(self, tensor: Tensor) -> bool:
-        """Return True if `tensor`, which has the same storage, also has the same values."""
+        """Return True if `tensor`, which shares this storage, has not been modified since."""
         return self.version == tensor._version and shares_version_counter(self.counter, tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class _OffloadedView:
-    """A tensor over an offloaded storage, kept in place of it by autograd."""
+    """A view of an offloaded storage that autograd keeps in place of the saved tensor."""
 
     offloaded: Offloaded
     dtype: torch.dtype
@@ -208,7 +208,7 @@ class Activations:
                 return
 
     def choose_again(self) -> None:
-        """Apply the present policies of the units, starting with the next forward."""
+        """Apply the current policies of the units, starting with the next forward."""
         self._tiers = tiers_of(self._units)
         self._stores.clear()
         self._put_before, self._most_put = {}, {}
@@ -263,7 +263,7 @@ class Activations:
 
     @staticmethod
     def _counts(unit: Unit) -> bool:
-        """Return True if a budget needs the bytes that forward keeps of `unit`."""
+        """Return True if a budget needs to know the bytes that forward saves in `unit`."""
         return isinstance(unit.options.offload, Offload) and unit.options.offload.budget is not None
 
     def _count(
@@ -305,5 +305,5 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def _keep(tensor: Tensor) -> _Resident:
-    """Save `tensor` itself, without its node: node and tensor would hold one another."""
+    """Save `tensor` itself, without its autograd node, to avoid a reference cycle between node and tensor."""
     return _Resident(tensor.detach(), tensor._version)

@@ -1,4 +1,4 @@
-"""One forward of a unit, and when its backward begins and ends.
+"""One forward of a unit: detects when its backward begins and ends.
 
 [Note: when a unit's backward is over]
 Unsharded parameters can still be needed after the last gradient of the unit's parameters. For example, a frozen weight
@@ -25,7 +25,7 @@ from fullshard.engine.unit import Unit
 
 @dataclass(eq=False)
 class OpenForward:
-    """An outermost forward whose backward is pending: no backward has reached any of its calls.
+    """An outermost forward whose backward is pending: no backward pass has reached any of its calls yet.
 
     It does not depend on whether the outputs are alive, which may differ between ranks.
     """
@@ -37,7 +37,7 @@ class OpenForward:
 
 
 class Backward(Protocol):
-    """The runtime, as a call sees it during its backward."""
+    """The interface of the runtime to a call during its backward."""
 
     def begin_backward(self) -> int:
         """Return the number of the backward that is executing."""
@@ -112,7 +112,7 @@ class ForwardCall:
             self.within.awaited.append((self.start, self.unit))
 
     def _is_in_order(self, tensor: Tensor) -> bool:
-        """Return True if the gradient of `tensor` is known once everything created after it is done, and not before."""
+        """Return True if the gradient of `tensor` is complete exactly when everything created after it is done."""
         return tensor.grad_fn is not None and tensor.device == self.unit.device
 
     def _before_output(self, is_in_order: bool, grad: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The context in which the engine queues communication of a unit."""
+"""The context within which the engine queues communication of a unit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fullshard.tape.recorder import Origin, acting_for
 class Communicating:
     """Context manager that queues work of `origin` on `stream`, without autograd. Allocated memory is for messages.
 
-    It combines `torch.no_grad`, `Stream.queueing` and `acting_for`, because each unit enters it several times per
-    microbatch.
+    It combines `torch.no_grad`, `Stream.queueing` and `acting_for` in one object for speed: each unit enters it several
+    times per microbatch.
     """
 
     __slots__ = ("_acting", "_queueing", "_was_enabled")

@@ -33,7 +33,7 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
     Ranks that built the model with different values, for example without a common seed, are also reported: with an
     error if ranks would keep different values forever, else with one warning.
 
-    Ranks exchange hashes, which are a few bytes for any model. If these differ, one rank for each hash sends details.
+    Ranks exchange hashes of a few bytes each. If hashes differ, one rank per hash sends details.
     """
     unit, rank = units[0], dist.get_rank()
     descriptions = [_description(unit) for unit in units]
@@ -67,7 +67,8 @@ def _description(unit: Unit) -> str:
 def _digests(unit: Unit, axes: Axes) -> list[int | None]:
     """Return digests of the initial local values, one per parameter.
 
-    None if they are unknown or modified since, or if ranks along `axes` may have different values.
+    A digest is None if the values are unknown or were modified since, or if ranks along `axes` may have different
+    values.
     """
     return [
         param.initial_digest if param_group.plan.axes == axes else None
@@ -77,7 +78,7 @@ def _digests(unit: Unit, axes: Axes) -> list[int | None]:
 
 
 def are_identical(params: Sequence[nn.Parameter], unit: Unit) -> bool:
-    """Return True on all ranks of `unit` if `params`, which are not in a unit, have the same values on all of them."""
+    """Return True on all ranks of `unit` if `params`, which are not in a unit, have the same values on each of them."""
     local = _hash([digest(param) for param in params])
     return len(set(_of_all_ranks(local, unit, "comparison of parameters in no unit").values())) == 1
 
@@ -121,7 +122,7 @@ def _hash(of: object) -> bytes:
 
 
 def _of_all_ranks(own: T, unit: Unit, name: str) -> dict[int, T]:
-    """Gather `own` from all ranks that have the same parameters as this one; by global rank, in ascending order.
+    """Gather `own` from all ranks that have the same parameters as this one; return it by global rank, ascending.
 
     The result is identical on all of these ranks. It is gathered along one axis and then along the other.
     """
@@ -135,7 +136,7 @@ def _of_all_ranks(own: T, unit: Unit, name: str) -> dict[int, T]:
 
 
 def _first_of_each(hashes: Mapping[int, bytes]) -> dict[bytes, int]:
-    """Return the first rank that has each hash, in the order of ranks."""
+    """Return the first rank that has each hash, in rank order."""
     firsts: dict[bytes, int] = {}
     for rank, of_rank in hashes.items():
         firsts.setdefault(of_rank, rank)

@@ -1,4 +1,4 @@
-"""The expected events: backwards of forwards that await one, and units in the order of an earlier microbatch.
+"""Prediction of the next events: pending backward passes, and the order of units as in an earlier microbatch.
 
 [Note: forwards that wait for their backward]
 A loss that is computed in chunks calls the head many times outside of the model's forward, each time followed by a
@@ -75,7 +75,7 @@ class ExpectedOrder:
         return any(left.uses(unit) for forward in self.open for left in forward.left)
 
     def to_read_ahead(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
-        """Return the units after those that `to_prefetch` returns. Their shards are read from the disk next."""
+        """Return the units after those that `to_prefetch` returns. Their shards can already be read from the disk."""
         depth = unit.options.prefetch_depth
         return [] if chosen is not None else [self._units[number] for number in order.following(depth + 1)[depth:]]
 

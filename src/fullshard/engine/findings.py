@@ -51,7 +51,7 @@ def findings_of_all(
 
 
 class DiskFailures:
-    """Disk failures of this rank that were not reported to all ranks yet. See the note above.
+    """Disk failures of this rank that have not been reported to all ranks yet. See the note above.
 
     Args:
         are_reported: whether failures will be reported to all ranks. Otherwise a failure is raised where it occurs.
@@ -84,7 +84,7 @@ class DiskFailures:
         self._errors += errors
 
     def raise_on_every_rank(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        """Raise on all ranks that `groups` reach if the disk of any of them has failed; a collective."""
+        """Raise on all ranks that `groups` reach if the disk of any of them has failed. This is a collective."""
         errors = self.take()
         here = torch.full((1,), float(len(errors)), device=device)
         found = findings_of_all(lambda: [(dist.get_rank(), str(error)) for error in errors[:1]], here, groups, _ORIGIN)

@@ -22,7 +22,7 @@ _Finding = tuple[int, str, str, int, int, int]  # the number of a tally, its nam
 
 
 def tally(unit: Unit) -> list[Tally]:
-    """Count the non-finite values in the whole gradients of `unit` on this rank."""
+    """Count the non-finite values in the unsharded gradients of `unit` on this rank."""
     found = []
     for param in reversed(unit.params):
         grad = param.unsharded.grad
@@ -35,7 +35,7 @@ def tally(unit: Unit) -> list[Tally]:
 
 
 def raise_on_every_rank(tallies: Sequence[Tally], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Raise on all ranks that `groups` reach, one after the other, if any rank has counted non-finite values."""
+    """Raise on all ranks that `groups` reach, one group after the other, if any rank has counted non-finite values."""
     counts_here = torch.stack([counts for _, _, counts in tallies]) if tallies else torch.zeros(1, 2, device=device)
     anywhere = counts_here.sum().to(torch.float32).reshape(1)
     rank = dist.get_rank()
@@ -51,7 +51,7 @@ def raise_on_every_rank(tallies: Sequence[Tally], groups: Sequence[dist.ProcessG
 
 
 def _account(findings: Iterable[_Finding]) -> str:
-    """Describe the findings. Ranks are listed by parameter, and parameters in the order of their reduction."""
+    """Return a description of the findings: ranks by parameter, and parameters in the order of their reduction."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for _, fqn, unit, rank, nans, infinities in findings:
         counts = " and ".join(f"{n} {what}" for n, what in ((nans, "NaN"), (infinities, "infinite")) if n)

@@ -19,7 +19,7 @@ def kept_between_steps(units: Sequence[Unit], group_size: int | None, placements
 
 
 def _secondary_nbytes(unit: Unit, group_size: int | None, placements: Placements) -> int:
-    """Return the bytes of this rank's secondary shards of a unit."""
+    """Return the bytes of this rank's secondary shards of `unit`."""
     plans = (param_group.plan.under(group_size, placements) for param_group in unit.param_groups)
     return sum(plan.secondary_numel * plan.contract.compute.itemsize for plan in plans)
 

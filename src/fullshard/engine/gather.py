@@ -42,7 +42,7 @@ class Gather:
 
     @property
     def version(self) -> int:
-        """A number that grows with each in-place write to one of the shards."""
+        """A number that increases with each in-place write to one of the shards."""
         return sum(map(_VERSION, self._params))
 
     def read_ahead(self) -> None:
@@ -74,7 +74,7 @@ class Gather:
         self._gathered_version = -1
 
     def note_changed_shards(self) -> None:
-        """Force a gather for the next use: shards of a rank have changed, possibly without versions."""
+        """Force an all-gather at the next use. Shards of some rank have changed, possibly without a new version."""
         self.invalidate()
         self._sent_version = -1
 
@@ -84,7 +84,7 @@ class Gather:
         return self._transport.all_gather(unsharded.receive, shards, origin=origin, into_shared=into_shared)
 
     def shards_to_send(self) -> list[Tensor]:
-        """Return the present shards, for a gather that starts now."""
+        """Return the current shards, for a gather that starts now."""
         version = sum(map(_VERSION, self._params))
         parts, self._sent = self._storage.to_send(self._scratch, changed=self._sent_version != version)
         self._sent_version = version
@@ -109,7 +109,7 @@ class Gather:
         self._gathered_version = self._sent_version  # not the current one: shards may have changed since the start
 
     def note_current(self) -> None:
-        """Record that unsharded parameters hold the current values of every rank."""
+        """Record that the unsharded parameters hold the current values of every rank."""
         self._gathered_version = self.version
 
     @property

@@ -6,13 +6,13 @@ returns this rank's shards in one buffer, which is reused in every step.
 [Note: when a step is over]
 Unsharded parameters that are kept must be gathered again after every step. Every step of a `torch.optim.Optimizer` adds
 to the versions of the shards that it updates (`optim/local_steps.py` does it for fused kernels), and so does every
-in-place operation on a parameter. A script can also update `param.data`, which no version shows. Therefore parameters
-are gathered again as long as there is a gradient whose shard still has the version from its delivery: a script may have
-used this gradient at any time. After a step of an optimizer the versions differ, whether `zero_grad` has removed
-gradients or filled them with zeros.
+in-place operation on a parameter. A script can also update `param.data`, which does not change any version. Therefore
+parameters are gathered again as long as there is a gradient whose shard still has the version it had when the gradient
+was delivered: a script may have used this gradient at any time. After an optimizer step the versions differ, whether
+`zero_grad` has removed gradients or filled them with zeros.
 
-The microbatch count starts again under the same conditions. It also does if gradients were written to since their
-delivery, as `zero_grad(set_to_none=False)` does after a step that a gradient scaler skipped.
+The microbatch count restarts under the same conditions. It also restarts if gradients were written to since their
+delivery, as by `zero_grad(set_to_none=False)` after a step that a gradient scaler skipped.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Gradients:
     def take(self) -> dict[int, Tensor]:
         """Remove and return the unsharded gradients, including those held from earlier microbatches, by parameter.
 
-        They are contiguous and in the reduce dtype, except for gradients that the kernel of the pack casts.
+        They are contiguous and in the reduce dtype, except for gradients that the pack's kernel casts.
         """
         grads: dict[int, Tensor] = {}
         waiting: dict[int, Tensor] = {}  # to be cast together
@@ -130,7 +130,7 @@ class Gradients:
         waiting.clear()
 
     def _empty_grads(self, indices: Sequence[int]) -> list[Tensor]:
-        """Return memory for whole gradients, each followed by zeros for the rows that the last shards lack."""
+        """Return memory for unsharded gradients, each followed by zeros for the rows that the last shards lack."""
         plan, dtype = self.plan, self.plan.contract.reduce
         wholes, tails = list[Tensor](), list[Tensor]()
         for i in indices:
@@ -151,7 +151,7 @@ class Gradients:
         return placed.spec.part_numel * self.plan.layout.world - placed.spec.numel if placed.in_place else 0
 
     def hold(self) -> None:
-        """Keep the whole gradients of this microbatch for a later reduction, in the dtype they will be summed in."""
+        """Keep the unsharded gradients of this microbatch for a later reduction, in the dtype of the reduction."""
         if self.plan.contract.reduce == self.plan.contract.compute or self.plan.contract.grad is not None:
             return  # autograd accumulates in `param.grad`
         grads = self.take()
@@ -159,13 +159,13 @@ class Gradients:
         self.state.whole.update(grads)
 
     def drop(self) -> None:
-        """Drop the whole gradients that no reduction has taken."""
+        """Drop the unsharded gradients that no reduction has taken."""
         self.state.whole.clear()
         for param in self.params:
             param.unsharded.grad = None
 
     def missing(self, grads: dict[int, Tensor]) -> str:
-        """Return a text that names the parameters without a gradient in `grads`; empty if all have one."""
+        """Return text that names the parameters without a gradient in `grads`; empty if all have one."""
         names = [param.fqn for i, param in enumerate(self.params) if i not in grads]
         return f"without {', '.join(names)}" if names else ""
 
@@ -176,7 +176,7 @@ class Gradients:
                 grads[i] = self.zeros(i)
 
     def zeros(self, i: int) -> Tensor:
-        """Return a whole gradient of zeros for parameter `i`."""
+        """Return an unsharded gradient of zeros for parameter `i`."""
         plan = self.plan
         return torch.zeros(plan.layout.params[i].spec.shape, dtype=plan.contract.reduce, device=plan.device)
 
@@ -211,7 +211,7 @@ class Gradients:
 
     @property
     def _is_handed_over(self) -> bool:
-        """True if the buffer is used for one step only, because allocation is cheap and no CUDA graph refers to it."""
+        """True if the buffer is used for a single step, because allocation is cheap and no CUDA graph refers to it."""
         plan = self.plan
         return self._has_streams and not (plan.memory.offloaded or is_capturing(plan.device))
 
@@ -283,7 +283,7 @@ class Gradients:
 
     @property
     def are_waiting(self) -> bool:
-        """True if the optimizer can still use gradients, or if sums wait for the second level."""
+        """True if the optimizer can still use gradients, or if sums wait for their second level."""
         waiting = self.state.may_have_stepped and any(shard and grad for shard, grad in self._as_delivered())
         return waiting or bool(self.state.first_sums)
 

@@ -50,7 +50,7 @@ class GradientsOnDisk(Gradients):
         self._given += indices
 
     def hand_over(self) -> None:
-        """Start to write the given gradients, and let the optimizer see them."""
+        """Start to write the given gradients to the disk, and let the optimizer see them."""
         given, self._given = self._given, []
         buffer, self._buffer, self.flat = self._buffer, None, None
         if buffer is None:

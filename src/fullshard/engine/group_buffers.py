@@ -1,6 +1,6 @@
 """The memory of a parameter group: storage of its shards, and the buffer of its unsharded parameters.
 
-The storage of shards follows from the placements and the dtypes:
+The storage of shards depends on the placements and the dtypes:
 
     parameters sharded, or cast for compute    a buffer of this rank's shards            OwnShards
     the same, on the CPU for the optimizer     the same, and a copy on the device        CopiedShards
@@ -81,14 +81,12 @@ class ShardStorage(ABC):
         self._references = -1
 
     def note_references(self) -> None:
-        """Record the present number of references to the memory, for `is_alone`. Call it after creating the shards."""
+        """Record the current number of references to the memory, for `is_alone`. Call it after creating the shards."""
         self._references = storage_references(self.memory.untyped_storage())
 
     @property
     def is_alone(self) -> bool:
-        """True if nothing except this object and the parameters refers to the shards or their memory.
-        False if that is unknown.
-        """
+        """True if only this object and the parameters refer to the shards and their memory; False if unknown."""
         return storage_references(self.memory.untyped_storage()) == self._references and held_twice(self.shards)
 
     @torch.no_grad()
@@ -181,7 +179,7 @@ class RowsOfUnsharded(ShardStorage):
 
 
 class WholeCopy(ShardStorage):
-    """Whole parameters for the optimizer, separate from those in the compute dtype."""
+    """Unsharded parameters for the optimizer, separate from those in the compute dtype."""
 
     def __init__(self, plan: GroupPlan) -> None:
         super().__init__(plan)
@@ -197,7 +195,7 @@ class WholeCopy(ShardStorage):
 
 
 class UnshardedItself(WholeCopy):
-    """Whole parameters in the unsharded buffer, where the optimizer steps them."""
+    """Unsharded parameters that the optimizer updates in the unsharded buffer itself."""
 
     def __init__(self, plan: GroupPlan, unsharded: UnshardedBuffer) -> None:
         ShardStorage.__init__(self, plan)
@@ -240,7 +238,7 @@ class ShardsOnDisk(ShardStorage):
         self._buffers.give(buffer, self._extent.write(buffer.data))
 
     def read_ahead(self) -> None:
-        """See `ShardStorage.read_ahead`. Shards that are being read are only read again if they have changed."""
+        """See `ShardStorage.read_ahead`. Shards that are being read are read again only if they have changed."""
         if self._held is not None and self._version == self._extent.version:
             return
         self.note_sent()
@@ -286,7 +284,7 @@ class ShardsOnDisk(ShardStorage):
 
 
 def shard_storage_for(plan: GroupPlan, unsharded: UnshardedBuffer | None) -> ShardStorage:
-    """Return memory for the shards of a group, according to the table above. It holds zeros."""
+    """Return storage for the shards of a group, according to the table above. It is filled with zeros."""
     if plan.is_on_disk:
         return ShardsOnDisk(plan)
     if plan.keeps_copy:

@@ -23,9 +23,9 @@ _MOST_PAYLOADS = 8  # maximum number of payloads per parameter, each of which ma
 
 
 def message_rule(axes: Axes) -> MessageRule:
-    """Return the rule for messages along `axes`, which depends on whether their devices have streams.
+    """Return the rule for messages along `axes`, which depends on whether the devices of their ranks have streams.
 
-    The present device of the parameters is not used, because it may be the meta device on some ranks only, and all
+    The current device of the parameters is not used, because it may be the meta device on some ranks only, and all
     ranks need the same layout.
     """
     return ON_A_QUEUE if accelerator_for(torch.device(axes.mesh.device_type)).has_streams else PAIRWISE
@@ -53,7 +53,7 @@ class GroupPlan:
         device: torch.device,
         memory: MemoryKind,
     ) -> Self:
-        """Return the plan for parameters of `shapes`, each cut along its entry of `dims`; None selects the best dim."""
+        """Return the plan for parameters of `shapes`, each sharded along its entry of `dims`; None selects the best."""
         smallest = min(contract.stored.itemsize, contract.delivered.itemsize)
         step = 1 if memory.folder is None else ALIGNMENT // smallest
         layout = lay_out(shapes, axes.shard_world, contract.itemsize, dims, message_rule(axes), step)
@@ -66,9 +66,9 @@ class GroupPlan:
         return self.of(shapes, dims, contract, self.options, self.axes, device, memory)
 
     def under(self, group_size: int | None, placements: Placements) -> GroupPlan:
-        """Return the plan for the same parameters and mesh with other placements and another size of rank groups.
+        """Return the plan for the same parameters and mesh under different placements and a different rank group size.
 
-        Parameters on a disk are in memory instead if the placements keep them whole.
+        If the placements keep parameters on a disk unsharded, they are in memory instead.
         """
         precision = self.options.precision
         if placements.optimizer is Placement.WHOLE:
@@ -93,12 +93,12 @@ class GroupPlan:
 
     @cached_property
     def shards_optimizer(self) -> bool:
-        """True if a rank steps its own shard only."""
+        """True if each rank updates only its own shard."""
         return self.options.placements.optimizer is Placement.SHARDED
 
     @cached_property
     def encodes_gathers(self) -> bool:
-        """True if gathers are encoded. In this case, this rank's own shard is also decoded."""
+        """True if gathers are encoded. If so, this rank's own shard is also decoded."""
         return self.contract.gather_wire is not None and self.shards_optimizer and self.layout.world > 1
 
     @cached_property
@@ -108,17 +108,17 @@ class GroupPlan:
 
     @cached_property
     def lives_in_unsharded(self) -> bool:
-        """True if parameters are stored in the unsharded buffer itself."""
+        """True if the optimizer's parameters are stored in the unsharded buffer itself."""
         return self.options.keeps_unsharded and not self.casts and not self.memory.offloaded
 
     @cached_property
     def is_on_disk(self) -> bool:
-        """True if shards and their gradients are in a file, and in memory only while they are sent or stepped."""
+        """True if shards and their gradients are in a file, and in memory only while they are sent or updated."""
         return self.memory.folder is not None and self.memory.device.type != "meta"
 
     @cached_property
     def keeps_copy(self) -> bool:
-        """True if the device has a copy of shards in host memory, since there are several gathers per step."""
+        """True if the device keeps a copy of the shards in host memory, because there are several gathers per step."""
         return self.memory.copied and self.shards_optimizer and not self.options.keeps_unsharded
 
     @cached_property
@@ -133,7 +133,7 @@ class GroupPlan:
 
     @cached_property
     def gathers_in_two_levels(self) -> bool:
-        """True if groups of consecutive ranks keep parameters unsharded, with one secondary shard per rank."""
+        """True if groups of consecutive ranks keep parameters unsharded, with a secondary shard on each rank."""
         placements = self.options.placements
         return self.shards_optimizer and Placement.GROUPED in (placements.parameters, placements.parameters_in_step)
 
@@ -185,7 +185,7 @@ class PayloadPlan(GroupPlan):
     """The plan for tensor subclasses that define how they are gathered. Its layout is that of their gradients.
 
     Args:
-        inner_nbytes: bytes of the tensors that the whole parameters wrap.
+        inner_nbytes: Bytes of the tensors that the unsharded parameters wrap.
     """
 
     inner_nbytes: int = 0

@@ -1,4 +1,4 @@
-"""The collectives along axes, and the transports of a parameter group, bound to their channels on creation."""
+"""The collectives along axes, and the transports of a parameter group, which are bound to channels on creation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AxesCollectives:
 
     @property
     def each(self) -> list[Collectives]:
-        """The collectives that exist."""
+        """The collectives of all axes that exist."""
         return [item for item in (self.shard, self.replicate, self.across, self.within) if item is not None]
 
     @property

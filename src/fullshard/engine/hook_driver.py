@@ -3,9 +3,9 @@
 [Note: one microbatch, in order]
 forward    a unit's pre-forward hook waits for its gather and starts the next one; its forward hook registers hooks on
            the outputs that need a gradient, and reshards if the strategy says so.
-backward   the first gradient that reaches an output of a unit gathers it again and starts the gather of the one before
-           it. Autograd adds to the whole gradients; the last of them starts the reduction of the unit. When the
-           gradients of the unit's inputs are known, nothing of its backward can follow, and it is resharded.
+backward   the first gradient that reaches an output of a unit gathers it again and starts the gather of the unit before
+           it. Autograd accumulates the unsharded gradients; the last of them starts the reduction of the unit. Once the
+           gradients of the unit's inputs are known, its backward has ended, and it is resharded.
 end        autograd calls back after its last node. Units without gradients, or whose end was not noticed, are settled
            then, in a fixed order.
 
@@ -101,8 +101,9 @@ class HookDriver:
         return args, kwargs
 
     def before_transformed_forward(self, unit: Unit) -> None:
-        """Gather `unit`, and keep it until the next backward is over. Transforms of functions (`torch.func`) have no
-        other event for its end. Call it outside of them.
+        """Unshard `unit` before a forward within a transform of `torch.func`, and keep it until the next backward ends.
+
+        Transforms have no other event that marks the end. Call this outside of them.
         """
         unit.residency.check_not_summoned()
         if not self._stack and self._state.phase is not Phase.IDLE and not in_backward():
@@ -115,7 +116,7 @@ class HookDriver:
         self._scheduler.unshard(unit, Phase.FORWARD)
 
     def after_transformed_forward(self, unit: Unit) -> None:
-        """Free `unit` if no backward can need it. Call it outside of transforms."""
+        """Free `unit` if no backward can need it. Call this outside of transforms."""
         for done in (unit, *unit.borrowed):
             if done.residency.users == 0 and not done.residency.awaits_backward:
                 self._scheduler.reshard(done, Phase.FORWARD)
@@ -146,7 +147,7 @@ class HookDriver:
         return output
 
     def _note_forward(self) -> None:
-        """Attribute later events of the trace to the forward, or to the backward, that the unit was a part of."""
+        """Attribute later events of the trace to the forward or backward that the unit's forward was part of."""
         if self._stack:
             attribute_to(self._stack[-1][0], Phase.FORWARD)
         else:
@@ -208,10 +209,11 @@ class HookDriver:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> int:
-        """Return the number of the backward that is executing. The first call in one registers the callback at its end.
+        """Return the number of the current backward pass. The first call in each pass registers the callback at its
+        end.
 
         Raises:
-            StateError: The backward computes gradients of inputs only. Those of parameters would be computed later,
+            StateError: The backward only computes gradients of inputs. Those of parameters would be computed later,
                 without hooks.
         """
         if self._state.phase is not Phase.BACKWARD:
@@ -254,7 +256,7 @@ class HookDriver:
             self._note_backward()
 
     def on_grad(self, unit: Unit, param: ShardedParam) -> None:
-        """Record that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
+        """Record that autograd has accumulated the unsharded gradient of `param`. The last one starts the reduction."""
         if unit.residency.state is not UnitState.UNSHARDED:
             self._check_read(unit, param)
         if self._state.phase is not Phase.BACKWARD:
@@ -279,7 +281,7 @@ class HookDriver:
                 self.after_backward(call)
 
     def after_backward(self, call: ForwardCall) -> None:
-        """Free the unit of `call` after its backward. Do nothing if this has been done already."""
+        """Free the unit of `call` after its backward. Do nothing if it was freed before."""
         if call not in self._calls:
             return
         self._calls.remove(call)
@@ -303,7 +305,7 @@ class HookDriver:
             self._note_backward()
 
     def _ends_held_grads(self, unit: Unit) -> bool:
-        """Return True if held gradients of `unit` are complete, so they can be reduced before the backward ends."""
+        """Return True if the held gradients of `unit` are complete, so they can be reduced before the backward ends."""
         return (
             len(unit.gradients.arrived) > 0
             and not unit.gradients.are_held_back
@@ -317,7 +319,7 @@ class HookDriver:
         attribute_to(self._units[0] if innermost is None else innermost.unit, Phase.BACKWARD)
 
     def finish_backward(self) -> None:
-        """Finish the backward after the last node: reductions, unused parameters, unsharded units."""
+        """Finish the backward after its last node: reductions, unused parameters, and units still unsharded."""
         # Gradients of inputs only, as for a penalty: a later backward gives those of parameters. What is held back is
         # added to them first, as without sharding.
         self._reductions.finish_all(starts_others=self._has_grads or not self._is_for_inputs)
@@ -399,7 +401,7 @@ def _leave_transformed(stack: list[Unit], unit: Unit, units: Sequence[Unit]) -> 
 
 
 def _show_shards(units: Sequence[Unit]) -> None:
-    """Show modules the sharded parameters of those of `units` that are kept for the next backward and not in use."""
+    """Show modules the sharded parameters of those `units` that are kept for the next backward, but not in use."""
     for unit in units:
         residency = unit.residency
         if residency.awaits_backward and residency.users == 0 and not residency.is_unsharded_manually:
@@ -415,9 +417,9 @@ def _has_ended_all_calls(ended: Sequence[ForwardCall], unit: Unit) -> bool:
 
 
 def _is_next(unit: Unit, ended: ForwardCall, reached: Sequence[ForwardCall]) -> bool:
-    """Return True if the backward of a call that needs `unit` is expected next, after that of `ended`.
+    """Return True if a backward that needs `unit` is expected next, after that of the call `ended`.
 
-    Calls in `reached` have begun, or ended, their backwards.
+    The backwards of calls in `reached` have begun or ended.
     """
     if ended.within is None:
         return False

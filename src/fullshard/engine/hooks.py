@@ -47,7 +47,7 @@ def install(unit: Unit) -> None:
 
 
 def run_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `function(*args, **kwargs)` with the unit of `module` unsharded, as in its forward."""
+    """Call `function(*args, **kwargs)` with the unit of `module` unsharded, like its forward."""
     args, kwargs = _before_forward(module, args, kwargs)
     output = None
     try:
@@ -95,12 +95,12 @@ def _on_grad(unit: Unit, param: ShardedParam) -> None:
 
 
 def runtime_of(module: nn.Module) -> Runtime:
-    """Return the runtime that drives `module`, which is created on the first use of an outermost module."""
+    """Return the runtime that drives `module`. It is created on the first use of an outermost module."""
     return runtime_or_none(unit_of(module)) or Runtime(module, units_in(module))
 
 
 def abandon_step(module: nn.Module) -> None:
-    """Drop what the current step of the outermost `module` has done. See `FSDPModule.abandon_step`."""
+    """Undo the current step of the outermost `module`. See `FSDPModule.abandon_step`."""
     runtime = runtime_of(module)
     if runtime.state.is_running:
         raise StateError("abandon_step was called within a forward or backward. Call it after catching the exception.")
@@ -117,7 +117,7 @@ def is_in_use(unit: Unit) -> bool:
 
 @contextmanager
 def without_sync(units: Sequence[Unit]) -> Iterator[None]:
-    """Return a context that disables communication in backward through `units`, and restores their settings."""
+    """Return a context that disables communication in backward through `units`, and then restores their settings."""
     before = [unit.settings.syncs_gradients for unit in units]
     for unit in units:
         unit.settings.syncs_gradients = False
@@ -129,10 +129,10 @@ def without_sync(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def zero_shard_grads(module: nn.Module, set_to_none: bool) -> None:
-    """Remove the gradients that the optimizer would see, of all units below `module`; or fill them with zeros.
+    """Remove the gradients that the optimizer would see from all units in `module`, or fill them with zeros.
 
     `Module.zero_grad` itself acts on the unsharded parameters if a unit is unsharded manually. Gradients of
-    microbatches that were not reduced yet are removed, too.
+    microbatches that have not been reduced yet are removed too.
     """
     for unit in units_in(module):
         if unit.gradients in holding and not in_backward():
@@ -146,7 +146,7 @@ def zero_shard_grads(module: nn.Module, set_to_none: bool) -> None:
 
 @cache
 def watch_zero_grad() -> None:
-    """Make `zero_grad()` of every optimizer remove the gradients of microbatches that were not reduced yet."""
+    """Make `zero_grad()` of every optimizer remove the gradients of microbatches that have not been reduced yet."""
     after_zero_grad(_drop_unreduced)
 
 
@@ -161,7 +161,7 @@ def _drop_unreduced(optimizer: Optimizer) -> None:
 
 
 def check_idle(unit: Unit, doing: str) -> None:
-    """Raise `StateError` if `unit`, which would be `doing`, is in use."""
+    """Raise `StateError` if `unit` is in use. `doing` is what would happen to it, for the message."""
     unit.residency.check_not_summoned()
     if is_in_use(unit):
         raise StateError(
@@ -171,7 +171,7 @@ def check_idle(unit: Unit, doing: str) -> None:
 
 @contextmanager
 def changing_shards(unit: Unit, function: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Return a context that lets modules get other parameters, as `Module.to` does: the unit adopts them.
+    """Return a context within which the modules get other parameters, as in `Module.to`. The unit adopts them.
 
     Args:
         unit: the unit whose modules change.
@@ -219,7 +219,7 @@ def drop_own_hooks(module: nn.Module) -> None:
 
 
 def refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:
-    """Raise an error, because a module loaded from a file would have shards of a nonexistent mesh, and no unit."""
+    """Raise an error: a module loaded from a file would have no unit, and shards of a mesh that does not exist."""
     raise StateError(
         f"pickle, torch.save or copy.copy of {type(module).__name__}, which is sharded: the restored module would "
         "not belong to a unit. Save its state_dict(), and load it into a new sharded module."

@@ -1,4 +1,4 @@
-"""Trained parameters that were added to a sharded model after `fully_shard`, such as adapters or a new head.
+"""Trainable parameters that were added to a sharded model after `fully_shard`, such as adapters or a new head.
 
 They do not belong to a unit, so their gradients are not averaged, and each rank would train its own copy. Training,
 optimizer steps and saving raise an error. `Module.to`, loading, `unshard` and `summon_full_params` do not, because they
@@ -40,7 +40,7 @@ def _count(*_: Any) -> None:
 
 
 def number_of_registrations() -> int:
-    """Return how many parameters and modules were registered so far, in any module."""
+    """Return the number of parameters and modules that have been registered so far, in any module."""
     return _registrations
 
 
@@ -57,7 +57,7 @@ def refuse_changed_modules(units: Sequence[Unit]) -> None:
 
 
 class LateParams:
-    """Parameters of a root that do not belong to a unit. They are searched only after a new registration."""
+    """Parameters of a root that do not belong to a unit. The search runs only after a new registration."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
@@ -65,10 +65,10 @@ class LateParams:
         self._found: list[tuple[str, nn.Parameter]] = []
 
     def check(self, *, again: bool = False, among: Iterable[nn.Parameter] | None = None) -> None:
-        """Raise `StateError` if any of them is trained, on more than one rank.
+        """Raise `StateError` if any of them is trainable, on more than one rank.
 
         Args:
-            again: Whether to search although nothing was registered, since some code writes to `Module._parameters`.
+            again: Whether to search even if nothing was registered, since some code writes to `Module._parameters`.
             among: The parameters to check; None for all.
         """
         if again or self._searched_at != _registrations:

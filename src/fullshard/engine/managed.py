@@ -1,4 +1,4 @@
-"""A map from a parameter, in either form, to its unit. Weights can be tied across units."""
+"""A map from each parameter, in either form, to its unit. Weights can be tied across units."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Managed:
         return [self.param.sharded, self.param.unsharded, *([] if source is None else [source])]
 
     def register(self) -> None:
-        """Register every current form of this parameter for `managed_by`."""
+        """Register every current form of this parameter, so that `managed_by` finds it."""
         _by_id.update((id(form), self) for form in self.forms)
 
 
 def mark_ignored(params: Iterable[nn.Parameter], modules: Iterable[nn.Module]) -> None:
-    """Mark `params`, which the user has listed in `ignored_params`, and their names in those `modules` that have them.
+    """Mark `params`, which the user has passed as `ignored_params`, and their names in each of `modules`.
 
     The names are needed because `to_empty` and `load_state_dict(assign=True)` make new parameters.
     """
@@ -52,19 +52,19 @@ def mark_ignored(params: Iterable[nn.Parameter], modules: Iterable[nn.Module]) -
 
 
 def mark_ignored_buffers(modules: Iterable[nn.Module]) -> None:
-    """Mark the buffers of `modules`, which the user has listed in `ignored_modules`."""
+    """Mark the buffers of `modules`, which the user has passed as `ignored_modules`."""
     for module in modules:
         for buffer in module.buffers():
             setattr(buffer, _IGNORED, True)
 
 
 def is_ignored(param: Tensor) -> bool:
-    """Return True if the user has listed `param` in `ignored_params`."""
+    """Return True if the user has passed `param` in `ignored_params`."""
     return hasattr(param, _IGNORED)
 
 
 def ignored_names(module: nn.Module) -> Set[str]:
-    """Return the names under which `module` has parameters that were listed in `ignored_params`."""
+    """Return the names of the parameters of `module` that were passed as `ignored_params`."""
     names: Set[str] = vars(module).get(_IGNORED, frozenset())
     return names
 
@@ -95,7 +95,7 @@ def number_parameters(root: nn.Module) -> None:
 
 
 def in_model_order(params: Sequence[TensorT]) -> list[TensorT]:
-    """Sort the managed parameters among `params` in the order of their models. Others keep their positions.
+    """Sort the managed parameters in `params` by their order in the model. Other parameters keep their positions.
 
     The order is the same on every rank, even if the order of `params` is not (a group built from a `set`, for example).
     Code that runs one collective per parameter must use it.

@@ -1,10 +1,10 @@
 """Steps that are finalized manually, such as those of pipeline stages.
 
 [Note: steps that are finalized manually]
-A pipeline stage has several microbatches between forward and backward, in any order. It may run a backward in two
-parts, and the second part calls no hook. So such a step does not depend on hooks. Its units stay unsharded from
-`unshard_all` (or the first forward) to `reshard_all`. A backward that reaches a sharded unit gathers it. Autograd and
-the schedule add to whole gradients in any order, and `finalize_backward` reduces them.
+A pipeline stage has several microbatches in flight between forward and backward, in any order. It may run a backward in
+two parts, and the second part does not call hooks. So such a step does not depend on hooks. Its units stay unsharded
+from `unshard_all` (or the first forward) to `reshard_all`. A backward that reaches a sharded unit gathers it. Autograd
+and the schedule accumulate unsharded gradients in any order, and `finalize_backward` reduces them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ManualDriver:
         return prepared
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
-        """Return the output for the caller. A backward that reaches it unshards `unit`, which stays unsharded now."""
+        """Return the output for the caller. A backward that reaches it unshards `unit`. It stays unsharded now."""
         stack = self._state.stack
         self._state.activations.leave(unit)
         if unit.is_broken or all(entered is not unit for entered, _ in stack):
@@ -75,7 +75,7 @@ class ManualDriver:
         return output
 
     def on_grad(self, unit: Unit, param: ShardedParam) -> None:
-        """Hold unsharded gradients at the end of the current backward, which has accumulated one for `param`."""
+        """Hold the unsharded gradients at the end of the current backward, which has accumulated one for `param`."""
         if not self._holds_at_end:
             self._holds_at_end = True
             on_backward_end(self.hold_grads)
@@ -95,7 +95,7 @@ class ManualDriver:
                 unit.residency.is_unsharded_manually = True  # no other unit takes its memory
 
     def wait_for_all(self) -> None:
-        """Unshard all units, so that modules have whole parameters."""
+        """Unshard all units, so that modules have unsharded parameters."""
         self.unshard_all()
         for unit in self._units:
             unit.residency.wait_unshard()
@@ -107,13 +107,13 @@ class ManualDriver:
                 self._scheduler.reshard(unit, Phase.FORWARD)
 
     def hold_grads(self) -> None:
-        """Keep the whole gradients of a microbatch, in the dtype of their sums."""
+        """Keep the unsharded gradients of a microbatch, in the dtype of the reduction."""
         self._holds_at_end = False
         for unit in self._units:
             unit.gradients.hold()
 
     def finalize_backward(self) -> None:
-        """Reduce all whole gradients, and reshard: the backwards of the step are over."""
+        """Reduce all unsharded gradients, and reshard: the step has no further backward passes."""
         state = self._state
         state.reductions.finish_all()
         for unit in self._units:

@@ -1,4 +1,4 @@
-"""Preparation of a module's parameters for a unit: finding them, initialising them, equal values on every rank."""
+"""Preparation of a module's parameters for a unit: finding, initializing and synchronizing them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def find_parameters(
     Args:
         modules: The modules of the new unit.
         ignored: parameters to leave out.
-        place: A function that returns the axes and the dim to shard a parameter along, given its FQN and itself.
+        place: A function that returns the axes and the dim to shard a parameter along, given its FQN and the parameter.
 
     Raises:
         ConfigError: A parameter is a `DTensor` that cannot be sharded over these axes, has no shape yet, or shares
@@ -186,10 +186,10 @@ def _reset(module: Any, device: torch.device) -> None:
 
 @contextmanager
 def _keeping_identity(module: nn.Module) -> Iterator[None]:
-    """Return a context to initialise `module` in, which restores its original parameter objects at the end.
+    """Return a context for initializing `module` that restores its original parameter objects at the end.
 
-    Parameters on the meta device then have the values of their replacements. Parameters that already have values, since
-    they are tied to those of another module, keep them: a placeholder is initialised instead.
+    At the end, parameters that were on the meta device have the values of their replacements. Parameters that already
+    have values, because they are tied to those of another module, keep them: a placeholder is initialized instead.
     """
     own = {name: param for name, param in module._parameters.items() if param is not None}
     for name, param in own.items():

@@ -1,4 +1,4 @@
-"""The microbatches of a step: their count, and the checks and broadcasts before each."""
+"""The microbatches of a step: their number, and the checks and broadcasts before each of them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Microbatches:
         self._buffers_differ = self._buffers_differ or any(unit.settings.syncs_gradients for unit in self._units)
 
     def begin_again(self) -> None:
-        """Reset the count, as before a step."""
+        """Reset the count to its value before a step."""
         self.number = 0
         self._buffers_differ = True
 
@@ -106,7 +106,7 @@ class Microbatches:
 
 
 def _broadcast_buffers(unit: Unit) -> None:
-    """Broadcast the buffers of the first rank, with one message per dtype."""
+    """Broadcast the buffers of the first rank, in one message per dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in replicated_buffers_of(unit.modules, unit.axes):
         by_dtype.setdefault(buffer.dtype, []).append(buffer)

@@ -164,7 +164,7 @@ def _find(value: Any, found: list[Tensor], visited: set[int], depth: int) -> Non
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield the objects that `value` refers to, as far as they are visible without calling methods of its class."""
+    """Yield the objects that `value` refers to, as far as this is possible without calling methods of its class."""
     if isinstance(value, FunctionType):
         yield from (value.__defaults__ or (), value.__kwdefaults__ or {})
         yield from (cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY)

@@ -3,8 +3,8 @@
 [Note: offloading, step by step]
 On a CPU a storage is copied to a buffer, which is written to the disk while forward continues. On an accelerator the
 offload stream copies it to host memory, from where it may be written to the disk. Its device memory is freed when
-nothing else refers to it. Backward needs storages in about the reverse order. With each one that it takes, reads of
-those that were offloaded before it are started, up to the window. A storage that is still being written is not read.
+nothing else refers to it. Backward needs storages in about the reverse order. When it takes one, it starts to read
+those that were offloaded before it, up to the window. A storage that is still being written is not read.
 
 [Note: bounded buffers]
 A window of bytes limits the storages that are copied and not yet written, or still held on the device by the copy. It
@@ -47,7 +47,7 @@ class _Buffer:
 
     @property
     def is_free(self) -> bool:
-        """True if no copy fills it or reads it, and no tensor of a graph is in it."""
+        """True if no copy is filling or reading it, and no graph uses a tensor in it."""
         is_used = self.used_by is not None and not self.used_by.query()
         return not is_used and storage_references(self.data.untyped_storage()) <= self._own
 
@@ -87,7 +87,7 @@ class Offloaded:
 
 @dataclass(frozen=True)
 class _Left:
-    """The buffers of a storage without references from a graph. They are freed when its transfers are complete."""
+    """The buffers of a storage that no graph refers to. They are freed when its transfers are complete."""
 
     room_bytes: int
     extent: Extent | None
@@ -98,7 +98,7 @@ class _Left:
 
 @dataclass(eq=False)
 class Store:
-    """The offloaded storages of one device in one tier: host memory or a disk.
+    """The storages offloaded from one device to one tier: host memory or a disk.
 
     Args:
         device: The device whose memory is offloaded.
@@ -157,13 +157,13 @@ class Store:
         return offloaded
 
     def _write_those_sent(self, newest: Offloaded) -> None:
-        """Start to write storages whose copy to host memory has ended."""
+        """Start to write the storages whose copy to host memory has ended."""
         for offloaded in (*self._alive(self._leaving), newest):
             if offloaded.writing is None and not offloaded.stays and (offloaded.sent is None or offloaded.sent.query()):
                 self._write(offloaded)
 
     def _writes(self, buffer: _Buffer) -> bool:
-        """Return True if there is a disk, and this is not a dry run, whose model may exceed memory and disk."""
+        """Return True if there is a disk. In a dry run, whose model may exceed memory and disk, return False."""
         return self.scratch is not None and not isinstance(buffer.data, FakeTensor)
 
     def _write(self, offloaded: Offloaded) -> None:
@@ -280,7 +280,7 @@ class Store:
                 self._bring_back(earlier)
 
     def _drop(self, offloaded: Offloaded) -> None:
-        """Drop the reference to the device memory, which now belongs to the graph."""
+        """Drop the reference to the device memory, which the graph owns now."""
         offloaded.back = None
         if (
             self.scratch is not None
@@ -290,7 +290,7 @@ class Store:
             self._leave_buffer(offloaded)
 
     def _leave_buffer(self, offloaded: Offloaded) -> None:
-        """Free the buffer once the storage is on the disk, unless the storage was needed meanwhile."""
+        """Free the buffer once the storage is on the disk, unless the storage has been needed in the meantime."""
         if offloaded.writing is not None:
             offloaded.stays = True
             with self.failures.noted():
@@ -303,7 +303,7 @@ class Store:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def forget(self, offloaded: Offloaded) -> None:
-        """Record that no graph refers to `offloaded` any more. May run at any time, so it does nothing else."""
+        """Record that no graph refers to `offloaded` anymore. This may run at any time, so it does nothing else."""
         works = tuple(work for work in (offloaded.writing, offloaded.reading) if work is not None)
         on_device = tuple(
             (t, mark)
@@ -315,7 +315,7 @@ class Store:
             self._ahead_bytes -= offloaded.room_bytes
 
     def _clear_left(self, *, wait: bool = False) -> None:
-        """Free storages that no graph refers to and whose transfers are over, or wait for these if `wait`."""
+        """Free storages that no graph refers to and whose transfers have ended. If `wait`, wait for all transfers."""
         streams = accelerator_for(self.device).streams
         for _ in range(len(self._left)):
             left = self._left.popleft()
@@ -376,7 +376,7 @@ def _was_written_to(offloaded: Offloaded) -> bool:
 
 
 def written_to(nbytes: int) -> StateError:
-    """Return the error of a backward that needs values which were overwritten, like autograd's."""
+    """Return the error for a backward that needs values that were overwritten, like that of autograd."""
     return StateError(
         f"a tensor of {nbytes} bytes that backward needs was modified in place after forward saved it. Modify a clone "
         "instead. torch.autograd.set_detect_anomaly(True) shows the operation that saved it."

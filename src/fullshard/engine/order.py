@@ -1,7 +1,7 @@
 """The order of units in a pass, and the units to prefetch.
 
-Each microbatch is expected to use units in the order of the previous one. If it does not, nothing is prefetched, and
-results do not change.
+Each microbatch is expected to use units in the order of the previous one. Otherwise nothing is prefetched. Results do
+not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class OrderTracker:
         self._is_lost = False  # the last unit was not found in the rest of `expected`
 
     def record(self, unit: int) -> None:
-        """Record that `unit` is needed now, and find it in the rest of the expected order.
+        """Record that `unit` is needed now, and find it in the remaining expected order.
 
         If it is not found, `following` returns nothing until a later unit is found.
         """
@@ -32,12 +32,12 @@ class OrderTracker:
             self._is_lost = False
 
     def following(self, depth: int) -> tuple[int, ...]:
-        """Return up to `depth` units that come next, nearest first; none if that is not known."""
+        """Return up to `depth` units that come next, the next one first; empty if they are not known."""
         return () if self._is_lost else self.expected[self._known : self._known + depth]
 
     @property
     def is_at_end(self) -> bool:
-        """True if no further unit is expected, since all units of the last order were visited."""
+        """True if no more units are expected, because all units of the previous order were visited."""
         return not self._is_lost and 0 < len(self.expected) == self._known
 
     def agrees_on(self, units: Container[int]) -> bool:

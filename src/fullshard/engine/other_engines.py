@@ -1,4 +1,4 @@
-"""A check that raises if DDP wraps a sharded module. DDP would average shards, which differ between ranks."""
+"""A check that DDP does not wrap a sharded module. DDP would average shards, which differ between ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.errors import StateError
 
 @cache
 def watch_wrappers() -> None:
-    """Make DDP raise around a module with sharded parameters, unless the module lists these for DDP to ignore."""
+    """Make DDP raise around a module with sharded parameters, unless the module tells DDP to ignore them."""
     register_module_module_registration_hook(_check)
 
 

@@ -1,4 +1,4 @@
-"""The pack: one message for parameters that are small, or cannot be split into aligned shards. It needs a copy.
+"""The pack: one message for all parameters that are small or cannot be split into aligned shards. It needs a copy.
 
 [Note: one kernel, and CUDA graphs]
 On a GPU `torch._chunk_cat` and `torch.split_with_sizes_copy` are one kernel for many tensors. They write the addresses
@@ -42,7 +42,7 @@ class Pack:
         self._zeros: dict[torch.dtype, _ZeroColumns] = {}
 
     def pairs(self, i: int, whole: Tensor, message: Tensor) -> Iterator[_Pair]:
-        """Return pairs (slice of parameter `i`, slice of `message`) of the same values."""
+        """Return pairs of slices with the same values: a slice of parameter `i`, and a slice of `message`."""
         return _pairs(self._layout.params[i].spec, whole, self._rows(i, message), self._rank)
 
     def _rows(self, i: int, message: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Pack:
         return message[:, part.start - start : part.stop - start]
 
     def unpacking(self, wholes: Sequence[Tensor], message: Tensor) -> Unpacking:
-        """Return the copies from `message` to the packed parameters in `wholes`, the parameters of the group."""
+        """Return the copies from `message` to the packed parameters among `wholes`, the parameters of the group."""
         return Unpacking(self._layout, self._rank, self._columns, wholes, message)
 
     def write(self, message: Tensor, grads: Mapping[int, Tensor]) -> None:
@@ -59,8 +59,8 @@ class Pack:
 
         Args:
             message: (world, pack_numel). Padding becomes zeros.
-            grads: whole gradients by index of the parameter; missing ones become zeros. If all have one dtype, which
-                may differ from that of the message, the same kernel casts them.
+            grads: The unsharded gradients by parameter index. Missing ones become zeros. If all have the same dtype,
+                which may differ from that of the message, the same kernel casts them.
         """
         if is_capturing(message.device):  # [Note: one kernel, and CUDA graphs]
             message.zero_()
@@ -86,7 +86,7 @@ class Pack:
         _copy_each([(row, part) for i in strided for part, row in self.pairs(i, grads[i], message)])
 
     def _parts(self, i: int, grad: Tensor, message: Tensor) -> Iterator[_Pair]:
-        """Return pairs (slice of `message`, the ranks' shards of the gradient of parameter `i`) of the same values."""
+        """Return pairs of slices with the same values: of `message`, and of the ranks' shards of `grad`."""
         if self._layout.params[i].spec.dim is None:
             yield self._rows(i, message), grad.view(1, -1).expand(self._layout.world, -1)
         else:
@@ -95,7 +95,7 @@ class Pack:
 
 
 class _ZeroColumns(dict[int, Tensor]):
-    """Tensors of zeros by number of columns. They are contiguous, as `torch._chunk_cat` needs for its fast kernel."""
+    """Tensors of zeros, by number of columns. They are contiguous, which makes `torch._chunk_cat` fast."""
 
     def __init__(self, message: Tensor, dtype: torch.dtype) -> None:
         self._message, self._dtype = message.new_empty(message.shape[0], 0), dtype
@@ -106,20 +106,20 @@ class _ZeroColumns(dict[int, Tensor]):
 
 
 class Unpacking:
-    """The copies from a message to the packed parameters, all of them contiguous. It holds views of both.
+    """The copies from a message to the packed parameters, all of them contiguous. It keeps views of both.
 
     [Note: copies out of the pack]
     The columns of one parameter are a strided view. `torch._foreach_copy_` copies strided views one by one. This is the
-    fastest way on a CPU, but on a GPU it takes one kernel each. There `torch.split_with_sizes_copy` copies all columns
-    of the message in one kernel. It needs a contiguous target for each slice of columns, with one row per rank. A
-    parameter whose shards have equal sizes is such a target. All other columns are copied to contiguous scratch memory
-    in the same kernel, and from there by one `torch._foreach_copy_`, which is one more kernel. Only parameters that are
-    sharded on a dim other than 0 take one kernel each.
+    fastest way on a CPU, but on a GPU it launches one kernel per parameter. There `torch.split_with_sizes_copy` copies
+    all columns of the message in one kernel. It needs a contiguous target for each slice of columns, with one row per
+    rank. A parameter whose shards have equal sizes is such a target. All other columns are copied to contiguous scratch
+    memory in the same kernel, and from there by one `torch._foreach_copy_`, which is one more kernel. Only parameters
+    that are sharded on a dim other than 0 need one kernel each.
 
     Args:
         layout: The layout of the group.
         rank: the index of this rank's shard.
-        columns: see `_columns`.
+        columns: See `_columns`.
         wholes: The parameters of the group.
         message: (world, pack_numel).
     """
@@ -193,7 +193,7 @@ def _copy_each(pairs: Sequence[_Pair]) -> None:
 
 
 def _columns(layout: GroupLayout) -> Iterator[tuple[int, int]]:
-    """Yield the index of the parameter, -1 for padding, and the width of each slice of columns, from left to right."""
+    """Yield the index of the parameter, -1 for padding, and the width, of each slice of columns from left to right."""
     end = layout.pack_offset
     for i in layout.packed:
         param_layout: ParamLayout = layout.params[i]
@@ -207,7 +207,7 @@ def _columns(layout: GroupLayout) -> Iterator[tuple[int, int]]:
 
 
 def _pairs(spec: ShardSpec, whole: Tensor, rows: Tensor, rank: int) -> Iterator[_Pair]:
-    """Yield pairs (slice of the parameter, slice of `rows`) of the same values; `rows` has one row per rank."""
+    """Yield pairs of slices with the same values: of `whole`, and of `rows`, which has one row per rank."""
     if spec.dim is None:
         yield whole.view(1, -1), rows[rank : rank + 1]
     elif spec.part_numel:

@@ -1,4 +1,4 @@
-"""A parameter group: the parameters of a unit on one mesh that share a dtype and are all trained or all frozen."""
+"""A parameter group: parameters of a unit that share a mesh and a dtype, and are either all trained or all frozen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOCAL = attrgetter("sharded._local_tensor")
 
 
 class ParamGroup:
-    """The parameters of a group, the memory of their shards, their gather and their gradients."""
+    """The parameters of a group, the storage of their shards, their all-gather and their gradients."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ParamGroup:
     def moved(self, plan: GroupPlan, transports: GroupTransports, region: Region | None) -> ParamGroup:
         """Return a group of the same parameters in other memory, after `Module.to` and similar functions.
 
-        The new group has the present values of the sharded parameters. This group must not be used afterwards.
+        The new group has the current values of the sharded parameters. This group must not be used afterwards.
         """
         if (plan.contract.compute, plan.device) != (self.plan.contract.compute, self.plan.device):
             for param in self.params:
@@ -104,7 +104,7 @@ class ParamGroup:
     # -- memory of unsharded parameters -------------------------------------------------------------------------------
 
     def contained_in(self, region: Region | None) -> None:
-        """Set the memory of the unsharded parameters to `region`, or to none if None."""
+        """Set `region` as the memory of the unsharded parameters. None means that they have no memory."""
         self._point_to(region and UnshardedBuffer(self.plan, self._pack, region))
 
     def _point_to(self, unsharded: UnshardedBuffer | None) -> None:
@@ -120,7 +120,7 @@ class ParamGroup:
 
     @property
     def holds_its_shards(self) -> bool:
-        """True if every sharded parameter still holds its shard at its original address."""
+        """True if every sharded parameter still has its shard at its original address."""
         stored, device = self.plan.contract.stored, self.plan.memory.device
         for param in self._without_rows:
             if param.local.dtype != stored or param.local.device != device:
@@ -141,7 +141,7 @@ class ParamGroup:
 
     @property
     def is_trained(self) -> bool:
-        """True if the parameters require gradients. (Users may change `requires_grad` of single ones later.)"""
+        """True if the parameters require gradients. (Users may change `requires_grad` of single parameters later.)"""
         return self.params[0].sharded.requires_grad
 
     def start_gather(self, origin: Origin, *, into_shared: bool) -> Pending:
@@ -182,7 +182,7 @@ class ParamGroup:
 
     @property
     def present_separate_nbytes(self) -> int:
-        """The bytes of unsharded parameters outside of the unit's storage that are in memory now."""
+        """The bytes of unsharded parameters outside of the unit's storage that are currently in memory."""
         return 0
 
     @property
@@ -195,16 +195,16 @@ class ParamGroup:
     def averaged_over(self, data_ranks: frozenset[int]) -> int:
         """Return the divisor of the sum of a gradient, for a root on `data_ranks`.
 
-        This is the number of the root's ranks for experts on some of these ranks, or on ranks of several axes: they
-        have seen the tokens of all of them. The divisor of plain parameters on other ranks than the root's is the
-        number of these ranks.
+        This is the number of the root's ranks for experts on a subset of these ranks, or on ranks of several axes,
+        because experts process tokens of all of the root's ranks. For plain parameters on ranks that are not all the
+        root's, it is the number of the parameters' ranks.
         """
         axes = self.plan.axes
         is_mean_of_all = axes.ranks <= data_ranks or self.is_cut
         return len(data_ranks) if is_mean_of_all else axes.world
 
     def may_be_averaged_over_own_ranks(self, data_ranks: frozenset[int]) -> bool:
-        """Return True if the parameters are plain and trained, and on fewer ranks than a root on `data_ranks`.
+        """Return True if the parameters are plain, trained, and on fewer ranks than a root on `data_ranks`.
 
         If these ranks exchange tokens, their gradient is a mean over the root's ranks. If they do not, it is a mean
         over their own ranks. The placement does not show which of the two is the case.
@@ -232,7 +232,7 @@ class ParamGroup:
 
     @property
     def holds_whole_grads(self) -> bool:
-        """True if whole gradients wait for a reduction."""
+        """True if unsharded gradients wait for a reduction."""
         if self.gradients.state.whole:
             return True
         for param in self.params:  # a loop, because `any` with a generator is slower
@@ -242,7 +242,7 @@ class ParamGroup:
 
     @property
     def awaits_second_sum(self) -> bool:
-        """True if sums wait for their second level."""
+        """True if first-level sums wait for their second level."""
         return bool(self.gradients.state.first_sums)
 
     @property
@@ -252,7 +252,9 @@ class ParamGroup:
 
 
 def start_gathers(groups: Sequence[ParamGroup], origin: Origin, *, into_shared: bool) -> list[Pending]:
-    """Start the gathers of `groups`. On NCCL, groups of one dtype share a call, such as adapters and frozen layers."""
+    """Start the gathers of `groups`. On NCCL, groups with the same dtype, such as adapters and frozen layers, share a
+    call.
+    """
     channels = [group.gather.joint_channel if type(group) is ParamGroup else None for group in groups]
     first, *others = channels
     dtypes = {group.plan.sent_dtype for group in groups}
@@ -267,5 +269,5 @@ def start_gathers(groups: Sequence[ParamGroup], origin: Origin, *, into_shared: 
 
 
 def _place(local: Tensor) -> Any:
-    """Return a value that identifies the memory of a shard."""
+    """Return a value that identifies the memory of `local`, a shard."""
     return (id(local.extent), local.start) if isinstance(local, OnDisk) else address(local)

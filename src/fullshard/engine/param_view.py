@@ -1,7 +1,7 @@
 """The tensor of a parameter that modules see, and the local tensor in it that the engine communicates.
 
 For a plain parameter both are one tensor. A parameter of tensor parallelism is a `DTensor`, and modules rely on that.
-The engine communicates its local tensor, which is sharded, gathered and reduced like a plain parameter of that shape.
+The engine communicates the local tensor, which is sharded, gathered and reduced like a plain parameter of that shape.
 So the sharded parameter is split twice, first by tensor parallelism, and then each local tensor on the shard axis:
 
     original    mesh (tp),                     placements (Shard(0),)
@@ -11,9 +11,9 @@ So the sharded parameter is split twice, first by tensor parallelism, and then e
 `DTensor` applies placements from the first axis to the last, so the axes are in the order of the splits. On a mesh of
 (shard, tp), the placements would describe other rows if both axes split dim 0.
 
-If the user passes all axes of a mesh and names those of the engine, a parameter may be a `DTensor` on all of them, and
-replicated on the engine's. Modules still see it like this. The sharded parameter has its other axes first, and then the
-engine's:
+If the user passes a mesh of all parallelisms and names the engine's axes, a parameter may be a `DTensor` on all axes
+that is replicated on the engine's axes. Modules still see such a `DTensor`. The sharded parameter has its other axes
+first, and then the engine's:
 
     original    mesh (shard, cp, tp),          placements (Replicate(), Replicate(), Shard(0))
     sharded     mesh (tp, shard_cp),           placements (Shard(0), Shard(0))
@@ -45,17 +45,17 @@ class ParamView:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """The process groups that the parameter was placed on before sharding by the engine."""
+        """The process groups over which the parameter was distributed before the engine sharded it."""
         return []
 
     @property
     def is_cut(self) -> bool:
-        """True if the engine has only a shard of the parameter, and other ranks have the rest."""
+        """True if another parallelism has already split the parameter over other ranks."""
         return False
 
     @property
     def is_opaque(self) -> bool:
-        """True if the values are encoded bits, which must not be cast."""
+        """True if the values are encoded bits, which must not be cast to another dtype."""
         return False
 
     def make_sharded(self, shard: Tensor, axes: Axes, spec: ShardSpec, *, sharded: bool) -> DTensor:
@@ -71,11 +71,11 @@ class ParamView:
         return nn.Parameter(self.make_unsharded(whole), requires_grad=requires_grad)
 
     def make_summoned(self, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Return the whole parameter for users who summon it: plain, and in separate memory."""
+        """Return the full parameter for `summon_full_params`: plain, and in separate memory."""
         return nn.Parameter(whole, requires_grad=requires_grad)
 
     def point_to(self, visited: Tensor, whole: Tensor) -> None:
-        """Make `whole` the memory of `visited`, a result of `make_param`."""
+        """Make `visited`, a result of `make_param`, use the memory of `whole`."""
         visited.data = whole
 
     def local_grad(self, grad: Tensor) -> Tensor:
@@ -92,7 +92,8 @@ class TensorParallelView(ParamView):
         axes: the axes to shard and replicate its local tensors over.
 
     Raises:
-        ConfigError: `param` is not on other axes of the same mesh, or placed in a way that cannot be cut further.
+        ConfigError: `param` is not on other axes of the same mesh, or is placed in a way that cannot be sharded
+            further.
     """
 
     changes_grad = True
@@ -146,8 +147,9 @@ class TensorParallelView(ParamView):
         return make_dtensor(whole, self._found.mesh, self._found.placements, self._found.shape)
 
     def point_to(self, visited: Tensor, whole: Tensor) -> None:
-        """Set an alias of `whole` as the local tensor of `visited`, so that gathers do not count as changes of tensors
-        that autograd has saved.
+        """Set an alias of `whole` as the local tensor of `visited`.
+
+        With an alias, all-gathers do not count as changes of tensors that autograd has saved.
         """
         assert isinstance(visited, DTensor)
         set_local_tensor(visited, whole.data)
@@ -155,7 +157,7 @@ class TensorParallelView(ParamView):
     def local_grad(self, grad: Tensor) -> Tensor:
         """Return the local tensor of `grad`, redistributed by torch to the placements of the parameter if needed.
 
-        It is not redistributed along the engine's own axes, where the reduction sums it.
+        It is not redistributed along the engine's axes, because the reduction sums it over them.
         """
         assert isinstance(grad, DTensor)
         placements = list(grad.placements)
@@ -167,8 +169,8 @@ class TensorParallelView(ParamView):
 class OwnClassView(ParamView):
     """A parameter of a class derived from `nn.Parameter`: modules see that class, with its original attributes.
 
-    So bitsandbytes' 4-bit weights are gathered as packed bytes, and their kernels see the class that they expect. Their
-    metadata, such as the scales of their blocks, is whole on every rank.
+    So bitsandbytes' 4-bit weights are gathered as packed bytes, and their kernels see the class that they expect. Every
+    rank has all of their metadata, such as the scales of their blocks.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -188,7 +190,7 @@ class OwnClassView(ParamView):
 
 
 def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
-    """Return the view of `param`."""
+    """Return the view for the class and the placement of `param`."""
     _check_annotations(fqn, param, axes)
     if isinstance(param, DTensor):
         _check_class(fqn, param._local_tensor)
@@ -213,7 +215,7 @@ def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
 
 
 def _check_annotations(fqn: str, param: nn.Parameter, axes: Axes) -> None:
-    """Refuse a plain tensor that is a shard, or has partial gradients, along another axis according to spmd_types."""
+    """Raise an error if spmd_types annotates a plain tensor as a shard, or as having partial gradients."""
     mesh = axes.spmd_mesh
     if mesh is None or not getattr(param, "_local_type", None):  # where spmd_types keeps annotations
         return
@@ -228,10 +230,10 @@ def _check_annotations(fqn: str, param: nn.Parameter, axes: Axes) -> None:
 
 
 def _check_class(fqn: str, local: Tensor) -> None:
-    """Refuse a tensor of a class that would be lost.
+    """Raise an error if the class of a tensor would be lost.
 
     Raises:
-        ConfigError: its class would be lost, and does not choose what is sent of it.
+        ConfigError: The class would be lost, and does not define how a shard is gathered.
     """
     plain = type(local) in (Tensor, nn.Parameter) or isinstance(local, FakeTensor)
     if not (plain or sends_payloads(local)):
@@ -248,11 +250,11 @@ def sends_payloads(local: Tensor) -> bool:
 
 
 def check_payloads(fqn: str, local: Tensor, axes: Axes, dim: int | None) -> None:
-    """Raise an error where torch's all-gather protocol for tensor subclasses is not supported.
+    """Raise an error if torch's all-gather protocol for tensor subclasses is not supported for a parameter.
 
     Raises:
-        ConfigError: The tensor would be sharded along another dim than 0, or gathered in two levels, or its method has
-            other arguments than torch's.
+        ConfigError: The tensor would be sharded along a dim other than 0, or gathered in two levels, or its method has
+            different arguments than in torch.
     """
     name = f"{fqn}, a {type(local).__name__} with fsdp_pre_all_gather,"
     count = len(signature(local.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]

@@ -6,13 +6,13 @@ The protocol is torch's. A class of low-precision weights has two methods:
     fsdp_post_all_gather(gathered, metadata,   the tensor for modules, made of those tensors gathered along their first
         param_dtype, *, out)                   dims; and the tensors that have memory for it
 
-So float8 weights are cast before they are sent, and are operands of a matrix product after the gather. Weights stored
-in 4 bits are sent in 4 bits. A shard is a tensor of the same class, split by the operations of the class.
+So float8 weights are cast before they are sent, and are operands of a matrix product after the all-gather. Weights
+stored in 4 bits are sent in 4 bits. A shard is a tensor of the same class, split by the operations of the class.
 
 [Note: equal rows]
-All ranks send equally many bytes. So `fsdp_pre_all_gather` is called on a shard with as many rows as the first rank's.
-A shorter shard is padded with rows of zeros. Rows beyond the parameter's own are cut off before `fsdp_post_all_gather`.
-Memory for all rows is kept, and the shard is the first rows of it.
+All ranks send the same number of bytes. So `fsdp_pre_all_gather` is called on a shard with as many rows as the first
+rank's. A shorter shard is padded with rows of zeros. Padding rows are removed before `fsdp_post_all_gather`. Memory for
+all rows is kept, and the shard consists of its first rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BYTES = DtypeContract(stored=torch.uint8, compute=torch.uint8, reduce=torch.uin
 
 
 class PayloadParam(ShardedParam):
-    """A parameter whose class defines how it is gathered. The unsharded form is a placeholder before its first use."""
+    """A parameter whose class defines how it is gathered. Before its first use, the unsharded form is a placeholder."""
 
     def __init__(self, source: Source, param_layout: ParamLayout, plan: GroupPlan) -> None:
         self._spec = param_layout.spec
@@ -71,7 +71,7 @@ class PayloadParam(ShardedParam):
 
     @property
     def holds_its_shard(self) -> bool:
-        """True if the sharded parameter still holds its original shard."""
+        """True if the sharded parameter still has its original shard."""
         return self.local is self._shard
 
     def renew(self, plan: GroupPlan) -> None:
@@ -100,7 +100,7 @@ class PayloadParam(ShardedParam):
     # -- the protocol -------------------------------------------------------------------------------------------------
 
     def payloads(self, device: torch.device) -> list[Tensor]:
-        """Return the tensors that this rank sends, of equal size on all ranks. The class may run a collective."""
+        """Return the tensors that this rank sends, of the same size on all ranks. The class may run a collective."""
         if self._padded is not self._shard:  # copy attributes that the class has set on the shard, such as a scale
             kept = {name: value for name, value in vars(self._shard).items() if name not in self._own}
             vars(self._padded).update(kept)
@@ -274,7 +274,7 @@ class PayloadStorage(ShardStorage):
 class _SeparateBuffer(UnshardedBuffer):
     """Like `UnshardedBuffer`, but with a storage for each payload, and one for the message of the pack.
 
-    A class may require that the tensors it combines start at equal offsets of their storages.
+    A class may require that the tensors that it combines start at the same offset of their storages.
     """
 
     def __init__(self, plan: GroupPlan, pack: Pack, storages: Sequence[torch.UntypedStorage]) -> None:

@@ -99,7 +99,7 @@ class PayloadGroup(ParamGroup):
 
 
 class WholeShards(ShardStorage):
-    """Whole parameters of tensor subclasses, as separate tensors."""
+    """Unsharded parameters of tensor subclasses, as separate tensors."""
 
     def __init__(self, plan: GroupPlan, shards: list[Tensor]) -> None:
         super().__init__(plan)
@@ -111,7 +111,7 @@ class WholeShards(ShardStorage):
 
 
 class WholeClassGroup(ParamGroup):
-    """Parameters of such classes for strategies that do not shard the optimizer. Modules use the original tensors."""
+    """Parameters of such classes if the optimizer is not sharded. Modules use the original tensors."""
 
     def __init__(
         self, plan: GroupPlan, params: Sequence[ShardedParam], transports: GroupTransports, state: GradientState

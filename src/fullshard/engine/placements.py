@@ -1,4 +1,4 @@
-"""The choice of units to offload, for policies with a fraction. See `policy.offload.StatePlacement`.
+"""The choice of units to offload under policies with a fraction. See `policy.offload.StatePlacement`.
 
 [Note: the last units are offloaded first]
 Backward reaches the last unit first. So its gradients are the first on the CPU, while the rest of backward still runs.
@@ -21,7 +21,7 @@ from fullshard.policy.offload import Offload, StatePlacement
 
 
 def placements_of(units: Sequence[Unit]) -> dict[Unit, StatePlacement]:
-    """Return the placement of each of the units of a root, given in order. Units with the same policy share a fraction.
+    """Return the placement of each unit of a root, given in order. Units with the same policy share a fraction.
 
     Units that a root has placed before keep their placement.
     """
@@ -89,12 +89,12 @@ def _shard_nbytes(param_group: ParamGroup) -> int:
 
 
 def units_steppable_on_cpu(units: Sequence[Unit]) -> list[Unit]:
-    """Return the units whose optimizer states can be on the CPU. The first ones are moved first."""
+    """Return the units whose optimizer states can be on the CPU, in the order of moving there."""
     return [unit for unit in reversed(units) if unit.trained_nbytes and not unit.shards.is_on_disk]
 
 
 def fractions_of(units: Sequence[Unit]) -> list[float]:
-    """Return the fractions of the optimizer's state that place 1, 2, ..., all units on the CPU.
+    """Return the fractions of the optimizer state that place 1, 2, ..., all units on the CPU.
 
     Among equivalent fractions, the one with the fewest digits is used.
     """
@@ -103,7 +103,7 @@ def fractions_of(units: Sequence[Unit]) -> list[float]:
 
 
 def _fraction_between(low: int, high: int, total: int) -> float:
-    """Return a fraction of `total` that is more than `low` bytes, and at most `high`."""
+    """Return a fraction of `total` that is more than `low` bytes and at most `high` bytes."""
     scales = (10.0**digits for digits in count(2))
     fractions = ((floor(high / total * scale) - less) / scale for scale in scales for less in (0, 1))
     return next(fraction for fraction in fractions if low < round(fraction * total) <= high)
@@ -129,7 +129,7 @@ def _requested(units: Sequence[Unit], policy: Offload, on_disk: Collection[Unit]
 
 
 def _first(in_turn: Sequence[Unit], nbytes: Callable[[Unit], int], fraction: float, of: Sequence[Unit]) -> set[Unit]:
-    """Return the first of `in_turn` that have at least `fraction` of the bytes of all units `of`."""
+    """Return the first units of `in_turn` that have at least `fraction` of the bytes of all units `of`."""
     wanted = round(fraction * sum(map(nbytes, of)))  # rounded, so that a fraction computed from bytes is exact
     taken, chosen = 0, set()
     for unit in in_turn:

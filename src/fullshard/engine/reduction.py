@@ -1,7 +1,7 @@
 """The reduction of a parameter group: from the unsharded gradients of every rank to the optimizer's gradients.
 
 Reduction
-├── WholeReduction       optimizer whole: all-reduce, over the shard axis and then over the replicate axis
+├── WholeReduction optimizer whole: all-reduce, over the shard axis and then over the replicate axis
 └── ShardReduction       optimizer sharded: reduce-scatter, and then an all-reduce of shards over the replicate axis
     ├── OneLevelReduction
     └── TwoLevelReduction   the reduce-scatter within groups of neighbouring ranks, and then across them
@@ -30,16 +30,16 @@ from fullshard.tape.recorder import Origin, active, note_wait
 
 @dataclass(frozen=True)
 class ReductionOf:
-    """The whole gradients of one parameter group, and the settings of their reduction.
+    """The unsharded gradients of one parameter group, and the settings of their reduction.
 
     Args:
-        grads: Gradients by index of the parameter, contiguous and in the reduce dtype.
+        grads: Gradients by parameter index, contiguous and in the reduce dtype.
         gradients: The gradients of the group.
         transports: the collectives that sum them.
         pack: The pack for small parameters.
         divisor: The divisor of the sum over all ranks.
-        finishes: Whether to reduce over the second level too, if there is one. Otherwise the first sums are kept for
-            a later microbatch.
+        finishes: Whether to reduce over the second level too, if there is one. Otherwise the first sums are kept for a
+            later microbatch.
         origin: the unit and phase of the reduction.
         hook: A function that is called with the sums before delivery, 1-D in the reduce dtype. It may modify them.
     """
@@ -66,7 +66,7 @@ def start_reduction(of: ReductionOf) -> Reduction:
 
 
 def _scaled_down(of: ReductionOf) -> ReductionOf:
-    """Scale gradients and divisor down, so that the sum cannot overflow unless the mean does.
+    """Scale gradients and divisor down, so that the sum overflows only if the mean does.
 
     Gradients are divided by a power of two, which rounds only subnormal numbers.
     """
@@ -80,7 +80,7 @@ def _scaled_down(of: ReductionOf) -> ReductionOf:
 
 
 def _have_grads(params: Sequence[ShardedParam], indices: Iterable[int]) -> bool:
-    """Return True if the optimizer will see a gradient of any of the parameters `indices`."""
+    """Return True if the optimizer will see a gradient of any of the parameters with these `indices`."""
     for i in indices:
         if params[i].sharded.grad is not None:
             return True
@@ -88,7 +88,7 @@ def _have_grads(params: Sequence[ShardedParam], indices: Iterable[int]) -> bool:
 
 
 class Reduction(ABC):
-    """A reduction that was started. Call `complete`, `land`, `deliver` and `call_hooks` in this order."""
+    """A reduction that has been started. Call `complete`, `land`, `deliver` and `call_hooks` in this order."""
 
     _pending: Pending  # the first sums; every subclass starts them at the end of its constructor
 
@@ -119,7 +119,7 @@ class Reduction(ABC):
         return not self._has_second_level and self._hook is None and self._pending.has_arrived()
 
     def complete(self) -> None:
-        """Wait for the first sums, and start the second ones. On devices with streams this only queues the work."""
+        """Wait for the first-level sums, and start the second level. On devices with streams, only queue the work."""
         self._pending.wait()
         if self._has_second_level and self._finishes:
             for i, kept in self._first_sums.items():
@@ -141,12 +141,12 @@ class Reduction(ABC):
 
     @property
     def sends_more(self) -> bool:
-        """True if `complete()` may communicate after the first sums: for the second sums, or in a hook."""
+        """True if `complete()` may communicate after the first-level sums: for the second level, or in a hook."""
         return self._finishes and (self._has_second_level or self._hook is not None)
 
     @property
     def is_read_by_host(self) -> bool:
-        """True if the host reads landed gradients immediately: to add them, write them to a disk, or in hooks."""
+        """True if the host reads landed gradients immediately: to add them, write them to a disk, or run hooks."""
         if self._plan.is_on_disk:
             return True
         return self._accumulates or _have_grads(self._gradients.params, self._summed) or self.has_hooks
@@ -188,7 +188,7 @@ class Reduction(ABC):
         """Call the hooks that users have registered for complete gradients, such as an optimizer's step.
 
         Returns:
-            True if there was any hook.
+            True if there were any hooks.
         """
         gradients, hooked = self._gradients, False
         for i in self._summed:
@@ -207,7 +207,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def _first_sum(self, i: int) -> Tensor:
-        """Return the first sum of parameter `i`: a view."""
+        """Return a view of the first-level sum of parameter `i`."""
 
     @abstractmethod
     def _take_second_sums(self) -> None: ...
@@ -221,7 +221,7 @@ class Reduction(ABC):
 
 
 class ShardReduction(Reduction):
-    """A reduction that gives each rank its shard of the sums. Subclasses start the first sums."""
+    """A reduction that gives each rank its shard of the sums. Subclasses start the first-level sums."""
 
     def __init__(self, of: ReductionOf, *, has_second_level: bool) -> None:
         super().__init__(of, has_second_level=has_second_level)
@@ -354,7 +354,7 @@ class TwoLevelReduction(ShardReduction):
 
 
 class WholeReduction(Reduction):
-    """Whole sums for every rank, over the shard axis and then over the replicate axis if there is one."""
+    """Full sums for every rank, over the shard axis and then over the replicate axis if there is one."""
 
     def __init__(self, of: ReductionOf) -> None:
         super().__init__(of, has_second_level=of.transports.replicas is not None)
@@ -374,7 +374,7 @@ class WholeReduction(Reduction):
         self._pending = sums.all_reduce(self._wholes, divisor, origin=self._origin, names=self._names(sums))
 
     def _names(self, over: Sums) -> list[TermName]:
-        """Return the names of the whole tensors, for error feedback."""
+        """Return the names of the full tensors, for error feedback."""
         if not over.names_terms:
             return []
         names: list[TermName] = [(i,) for i in self._grads if i not in self._packed]
@@ -412,8 +412,8 @@ class UnitReduction:
     separate streams, so that neither delays the first sums of the next unit.
 
     Args:
-        reductions: one for each group that has gradients.
-        read: buffers that the reductions read, which are kept until they have been read.
+        reductions: One for each group that has gradients.
+        read: Buffers that the reductions read. They are kept until then.
         streams: The streams of the device.
         origin: the unit and phase of the reductions.
     """
@@ -456,7 +456,7 @@ class UnitReduction:
 
     @property
     def has_hooks(self) -> bool:
-        """True if users have registered hooks for its end, which may write to the unit's shards."""
+        """True if users have registered hooks that run at its end, and may write to the unit's shards."""
         return any(reduction.has_hooks for reduction in self._reductions)
 
     def complete_if_arrived(self) -> None:
@@ -471,7 +471,7 @@ class UnitReduction:
         self.is_complete = True
 
     def free_whole_grads(self) -> None:
-        """Make compute wait for the first sums, and free the unsharded gradients, unless they are the result."""
+        """Make compute wait for the first-level sums. Free the unsharded gradients, unless they are the result."""
         if self._summed is None:
             return
         is_over = None if active.recorder is None else note_wait(self._streams.compute, self._origin)

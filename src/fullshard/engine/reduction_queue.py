@@ -1,4 +1,4 @@
-"""The pending reductions of a root's units. It limits their number and completes them."""
+"""The queue of the pending reductions of a root's units, which limits their number and completes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReductionQueue:
         self._tallies: list[Tally] = []
 
     def start(self, unit: Unit) -> None:
-        """Start to reduce the whole gradients of `unit`, or hold them back if no step will follow."""
+        """Start to reduce the unsharded gradients of `unit`, or hold them back if no step will follow."""
         unit.gradients.arrived.clear()
         if switches.checks_finite:
             self._tallies += tally(unit)
@@ -41,7 +41,7 @@ class ReductionQueue:
                 self.incomplete.append(reduction)
 
     def start_before_end(self, unit: Unit) -> None:
-        """Start to reduce `unit` even without local gradients, since other ranks may have some.
+        """Start to reduce `unit` even without local gradients, because other ranks may have some.
 
         `finish_all` skips the unit.
         """
@@ -49,7 +49,7 @@ class ReductionQueue:
         self.start(unit)
 
     def complete_arrived(self) -> None:
-        """Free whole gradients as soon as those of other ranks have arrived.
+        """Free unsharded gradients as soon as those of other ranks have arrived.
 
         Ranks do this at different times. So the optimizer's gradients are not changed yet: if a backward fails, all
         ranks must have the same gradients.
@@ -60,7 +60,7 @@ class ReductionQueue:
                 self.incomplete.remove(reduction)
 
     def finish(self, *, all_but: int = 0) -> None:
-        """Finish reductions, except for up to `all_but` reductions that wait for second sums only."""
+        """Finish reductions, except for up to `all_but` reductions that only wait for second-level sums."""
         for unit, reduction in list(self.pending.items()):
             if len(self.pending) > all_but or not reduction.ends_after_first_sums:
                 del self.pending[unit]
@@ -71,7 +71,7 @@ class ReductionQueue:
                 reduction.free_whole_grads()
 
     def finish_all(self, *, starts_others: bool = True) -> None:
-        """Finish the reductions of all units, including those that were not started yet if `starts_others`."""
+        """Finish the reductions of all units, including those that have not been started yet if `starts_others`."""
         for unit in reversed(self._units):
             if starts_others and unit not in self._early:
                 self.start(unit)
@@ -83,7 +83,7 @@ class ReductionQueue:
         return unit in self.pending and self.pending[unit].has_hooks
 
     def take_tallies(self) -> list[Tally]:
-        """Return the counts since the last call, if the user has requested checks for finite gradients."""
+        """Return the counts of non-finite values since the last call, if the user has requested this check."""
         tallies, self._tallies = self._tallies, []
         return tallies
 

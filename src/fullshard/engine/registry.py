@@ -39,7 +39,7 @@ def unregister(module: nn.Module) -> Unit | None:
 
 
 def unit_of(module: nn.Module) -> Unit:
-    """Return the unit of `module`. If `module` is a wrapper, return the unit of the module in it."""
+    """Return the unit of `module`. If `module` is a wrapper, return the unit of the module that it wraps."""
     found = module.__dict__.get(_UNIT)
     unit = found if type(found) is Unit else _unit_or_none(unwrapped(module))
     if unit is None:
@@ -60,7 +60,7 @@ def units_in(module: nn.Module) -> list[Unit]:
 
 
 def own_modules(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return the modules in `modules` that do not belong to another unit, with names relative to these.
+    """Return the modules in `modules` that do not belong to another unit, with names relative to `modules`.
 
     A module that two parents share is returned twice, with both names.
     """
@@ -83,15 +83,15 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the buffers of `modules`, and of those below that do not belong to another unit, each once.
+    """Return the buffers of `modules` and of the modules below that do not belong to another unit, each once.
 
-    For a `DTensor` (such as `distribute_module` makes) this is its local tensor.
+    For a `DTensor` (as created by `distribute_module`), this is its local tensor.
     """
     return [_local(buffer) for buffer in _buffers_of(modules)]
 
 
 def replicated_buffers_of(modules: Iterable[nn.Module], axes: Axes) -> list[Tensor]:
-    """Like `buffers_of`, without `DTensor`s that are sharded over the ranks of `axes`."""
+    """Like `buffers_of`, but without `DTensor`s that are sharded over the ranks of `axes`."""
     return [_local(buffer) for buffer in _buffers_of(modules) if not _is_cut_along(buffer, axes)]
 
 
@@ -120,7 +120,7 @@ def process_groups_along(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
 
 @contextmanager
 def failing_together(units: Sequence[Unit]) -> Iterator[None]:
-    """Context manager for an operation of all ranks with tensors that may be on a disk, such as optimizer states.
+    """Context manager for an operation that all ranks run with tensors that may be on a disk, such as optimizer states.
 
     A disk that fails on one rank is an error on all of them, at the end of the block. This is a collective if `units`
     may offload to a disk. See [Note: a disk that fails on one rank].
@@ -138,7 +138,7 @@ def failing_together(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Return True if `module` is a unit: its forward unshards one."""
+    """Return True if `module` is a unit, whose forward unshards parameters."""
     return _unit_or_none(module) is not None
 
 
@@ -166,7 +166,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def name_units(root: nn.Module, units: Sequence[Unit], place: str = "") -> None:
-    """Name every unit by the FQN of the first of its modules that is in `root`.
+    """Name each unit after the FQN of its first module in `root`.
 
     If there are several roots, `place` is the prefix of the names.
     """

@@ -121,7 +121,7 @@ class Residency:
         return _KEPT if self.memory.is_occupied else _SHARDED
 
     def note_layout(self) -> None:
-        """Record that the memory of shards or unsharded parameters was replaced. The unit is not in use."""
+        """Record that the memory of shards or unsharded parameters was replaced. The unit must not be in use."""
         self.has_secondary = any(param_group.gather.is_two_level for param_group in self._unit.param_groups)
         if self.state is not _SUMMONED and (found := self._inactive_state()) is not self.state:
             self._become(found)
@@ -129,7 +129,7 @@ class Residency:
     # -- unshard ------------------------------------------------------------------------------------------------------
 
     def start_unshard(self, phase: Phase) -> None:
-        """Start the all-gather of the unsharded parameters, unless they are gathered or being gathered."""
+        """Start the all-gather of the unsharded parameters, unless they have been gathered or are being gathered."""
         if self.state in ACTIVE:
             return
         unit = self._unit
@@ -175,7 +175,7 @@ class Residency:
         self._become(_GATHERING)
 
     def wait_unshard(self) -> bool:
-        """Wait for the all-gather, and show the modules the unsharded parameters.
+        """Wait for the all-gather, and show the unsharded parameters to the modules.
 
         Gather again if shards were written to since the gather started, for example by a hook of an earlier module.
 
@@ -193,7 +193,7 @@ class Residency:
         return True
 
     def finish_gather(self) -> bool:
-        """Wait for the pending all-gather, and show the modules the gathered parameters.
+        """Wait for the pending all-gather, and show the gathered parameters to the modules.
 
         Returns:
             True unless shards were written to since the gather started.
@@ -233,7 +233,7 @@ class Residency:
         return True
 
     def forget_gather(self) -> None:
-        """Drop the pending gather, which failed or was not started by all ranks, and invalidate the values."""
+        """Drop a pending gather that failed or that not all ranks have started, and invalidate the values."""
         if self.state in _GATHERS:
             self._pending, self._failure, self._gathered, self._stale = [], None, None, []
             self._become(_KEPT)
@@ -243,7 +243,7 @@ class Residency:
     # -- reshard ------------------------------------------------------------------------------------------------------
 
     def reshard(self, phase: Phase = Phase.IDLE, *, keep: bool = False) -> None:
-        """Show the modules the sharded parameters, and free the unsharded ones.
+        """Show the sharded parameters to the modules, and free the unsharded ones.
 
         Args:
             phase: The phase to record.
@@ -282,12 +282,12 @@ class Residency:
             self._become(_KEPT)
 
     def hand_over_shards(self) -> None:
-        """Reshard, and make the host wait for copies from the shards, so that it may write to them."""
+        """Reshard, and make the host wait for copies from the shards, so that it may write to the shards."""
         self.reshard()
         self.await_copies_of_shards()
 
     def await_copies_of_shards(self) -> None:
-        """Make the host wait until the gather stream has read the shards, if these are in host memory."""
+        """Make the host wait until the gather stream has read the shards, if they are in host memory."""
         if self._unit.shards.is_on_cpu and self.state is not _META:
             streams = self._unit.streams
             streams.host.wait(streams.gather.mark())
@@ -305,7 +305,7 @@ class Residency:
             self._note("free", phase, nbytes)
 
     def move(self, slot: Slot) -> None:
-        """Use `slot` for the unsharded parameters. No pending graph may have a view of the present slot."""
+        """Use `slot` for the unsharded parameters. No pending graph may have a view of the current slot."""
         assert self.state in INACTIVE, "only a sharded unit moves"
         self.memory.move(slot, self._unit.param_groups)
         self.note_layout()
@@ -344,7 +344,7 @@ class Residency:
             self.reshard(keep=True)
 
     def note_writes_ordered(self) -> None:
-        """Record that gathers are ordered after all writes to shards so far."""
+        """Record that later gathers are ordered after all writes to shards so far."""
         self._ordered_versions = [param_group.gather.version for param_group in self._unit.param_groups]
 
     @property

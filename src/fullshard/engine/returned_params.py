@@ -1,4 +1,4 @@
-"""Copies of unsharded parameters in the outputs of a unit.
+"""Copies for outputs of a unit that contain unsharded parameters.
 
 For example, a module of learned positions returns a slice of its parameter. The memory of the parameter is freed, or
 reused by another unit, while the caller still reads the output. So the caller gets copies. Their gradients flow to the
@@ -21,12 +21,12 @@ from fullshard.errors import StateError
 
 
 def copy_returned_params(unit: Unit, output: Any, evaluated: Sequence[Unit]) -> Any:
-    """Return `output` of `unit` with copies of all tensors that use memory that is freed after its forward.
+    """Return `output` of `unit` with copies of all tensors whose memory is freed after the forward.
 
     Args:
         unit: the unit whose forward returns `output`.
         output: The output of its forward.
-        evaluated: all units of the root, if this is the end of an evaluation, or else none.
+        evaluated: All units of the root at the end of an evaluation; otherwise none.
 
     Raises:
         StateError: such a tensor is in an object that cannot be copied.

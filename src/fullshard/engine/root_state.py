@@ -35,7 +35,7 @@ class Disks:
     """The disks that store units of one root, and their failures in a forward or backward.
 
     Failures are reported to all ranks at its end: see [Note: a disk that fails on one rank] in `findings.py`. Outside
-    of these passes ranks may do different things, and a failure is raised where it occurs.
+    of these passes, ranks may do different things, so a failure is raised where it occurs.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -56,7 +56,7 @@ class Disks:
             of_unit.are_reported = True
 
     def end_pass(self, activations: DiskFailures | None = None) -> None:
-        """Raise on all ranks if the disk of one of them has failed. All ranks call it at the end of the same pass.
+        """Raise on all ranks if the disk of one of them has failed. All ranks must call it at the end of a pass.
 
         This is a collective if anything is stored on a disk.
 
@@ -126,7 +126,7 @@ class RootState:
 
     @property
     def is_running(self) -> bool:
-        """True within a forward or backward. (If ranks diverge in it, it does not end by itself.)"""
+        """True within a forward or backward. (If ranks diverge within it, it does not end by itself.)"""
         return in_backward() or (bool(self.stack) and not any(unit.is_broken for unit in self.units))
 
     def prepare_inputs(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -167,7 +167,9 @@ class RootState:
             )
 
     def await_reads_of_shards(self) -> None:
-        """Make the host wait until the gather stream has read shards in host memory, which the user may write to."""
+        """Make the host wait until the gather stream has read shards in host memory, because the user may write to
+        them.
+        """
         if any([unit.shards.is_on_cpu for unit in self.units]):
             self.streams.host.wait(self.streams.gather.mark())
 
@@ -226,7 +228,7 @@ def attribute_to(unit: Unit, phase: Phase) -> None:
 
 
 def cast_outputs(unit: Unit, output: Any) -> Any:
-    """Cast the output of `unit` to its output dtype and return it."""
+    """Cast the output of `unit` to its output dtype, and return it."""
     dtype = unit.options.precision.output_dtype
     if dtype is None:
         return output

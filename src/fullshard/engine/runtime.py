@@ -40,7 +40,7 @@ class Driver(Protocol):
         """Return the output of `module` for the caller."""
 
     def on_grad(self, unit: Unit, param: ShardedParam) -> None:
-        """Record that autograd has added to `param`'s whole gradient."""
+        """Record that autograd has accumulated the unsharded gradient of `param`."""
 
 
 class Runtime:
@@ -82,7 +82,7 @@ class Runtime:
         self._direct_gradients()
 
     def __del__(self) -> None:
-        """Synchronize the streams if an unfinished step is dropped, because its memory may be reused immediately."""
+        """Synchronize the streams if a step is unfinished, because its memory may be reused immediately."""
         with suppress(Exception):  # the interpreter may be ending
             state = self.state
             if (state.phase is not Phase.IDLE or self.manual_driver.is_open) and not is_capturing(state.device):
@@ -111,7 +111,7 @@ class Runtime:
         self._direct_gradients()
 
     def _direct_gradients(self) -> None:
-        """Make the gradient hooks of parameters call the present driver."""
+        """Make the gradient hooks of parameters call the current driver."""
         for unit in self.units:
             on_grad = partial(self.driver.on_grad, unit)
             for param in unit.params:
@@ -128,7 +128,7 @@ class Runtime:
         self.manual_driver.finalize_backward()
 
     def start_unshard(self, unit: Unit) -> None:
-        """Start to gather `unit` for the user. Between steps, the optimizer may write to shards next."""
+        """Start to gather `unit` for the user. Between steps, the optimizer may write to the shards afterwards."""
         self.scheduler.start_unshard(unit, Phase.IDLE)
         unit.residency.is_used_without_forward = True
         unit.residency.is_unsharded_manually = True
@@ -156,7 +156,7 @@ class Runtime:
         state.phase = Phase.IDLE
 
     def forget(self) -> None:
-        """Reset to idle and drop all gradients, because the computation so far was a trial."""
+        """Reset to idle and drop all gradients, because the computation so far was only a trial."""
         self.recover()
         for unit in self.units:
             unit.gradients.abandon()

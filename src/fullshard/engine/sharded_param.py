@@ -50,7 +50,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Source:
-    """A parameter as the user created it, its owners, and its FQN relative to the unit's module."""
+    """A parameter as created by the user, with its owners and its FQN relative to the unit's module."""
 
     param: nn.Parameter
     owners: list[Owner]  # several where weights are tied
@@ -66,7 +66,7 @@ class Source:
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        """The dtype that the user requested for its gradients; None if it is the parameter's own or not set."""
+        """The dtype that the user requested for its gradients; None if it is not set, or is the parameter's dtype."""
         requested = self.param.grad_dtype if self.param.is_leaf and self.param.requires_grad else None
         return None if requested == self.param.dtype else requested
 
@@ -142,12 +142,12 @@ class ShardedParam:
         set_local_tensor(self.dtensor, shard)
 
     def note_initial_values(self, whole: Tensor, own: Tensor | None = None) -> None:
-        """Record that this rank's shard, whose current values are `own`, was taken from `whole`."""
+        """Record that this rank's shard, with the current values `own`, was taken from `whole`."""
         self._initial_digests = digest(whole), digest(self.local if own is None else own)
 
     @property
     def initial_digest(self) -> int | None:
-        """A digest of the whole initial values on this rank; None if they are unknown or modified since."""
+        """A digest of the full initial values on this rank; None if they are unknown or were modified since."""
         whole, shard = self._initial_digests
         return whole if shard is not None and digest(self.local) == shard else None
 
@@ -163,7 +163,7 @@ class ShardedParam:
 
     @property
     def version(self) -> int:
-        """A number that grows with each in-place write to the sharded parameter."""
+        """A number that increases with each in-place write to the sharded parameter."""
         return self.sharded._version
 
     @property
@@ -176,7 +176,7 @@ class ShardedParam:
         self.sharded.grad = self.placed(shard)
 
     def placed(self, shard: Tensor) -> DTensor:
-        """Return this rank's shard of a tensor, such as the gradient, with the sharded parameter's placement."""
+        """Return `shard`, such as a gradient shard, as a `DTensor` with the placement of the sharded parameter."""
         if shard.dtype == self.sharded.dtype:
             return dtensor_like(shard, self.dtensor)
         placed = self.dtensor
@@ -188,7 +188,7 @@ class ShardedParam:
         return self.sharded.grad is not None
 
     def take_own(self, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a whole tensor, as a view."""
+        """Return this rank's shard of a full tensor, as a view."""
         return own_part(whole, self.dtensor.device_mesh, self.dtensor.placements)
 
     def point_to(self, whole: Tensor) -> None:
@@ -202,7 +202,7 @@ class ShardedParam:
 
     @property
     def shown(self) -> nn.Parameter:
-        """The form that the modules have now. If no module has one (see `Unit._adopt_tie`), the sharded form."""
+        """The form that the modules currently have; the sharded form if no module has any (see `Unit._adopt_tie`)."""
         if not self.owners:
             return self.sharded
         current = self.owners[0].module._parameters[self.owners[0].name]
@@ -221,10 +221,10 @@ class ShardedParam:
         )
 
     def adopt(self) -> bool:
-        """Adopt the current parameter of the module, which `Module.to` and similar functions may have replaced.
+        """Adopt the module's current parameter, which may have been replaced by `Module.to` or similar functions.
 
         Returns:
-            True if it is another object than before.
+            True if it is a different object than before.
         """
         current = self.shown
         changed = current is not self.sharded
@@ -280,7 +280,7 @@ class Assignments:
     """Detects `param.data = values` and `param.register_hook`, which torch ignores for a sharded parameter.
 
     Args:
-        params: the parameters to watch, in their present sharded form.
+        params: the parameters to watch, in their current sharded form.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
@@ -334,7 +334,7 @@ def _dtensor(tensor: Tensor) -> DTensor:
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> int | None:
-    """Return a hash of some evenly spaced values of `tensor`; None for a tensor without memory."""
+    """Return a hash of some evenly spaced values of `tensor`; None if it has no memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(local, OnDisk):
         local = local.fetch()
@@ -353,9 +353,10 @@ def digest(tensor: Tensor) -> int | None:
 
 @torch.no_grad()
 def full_copy(tensor: DTensor) -> Tensor:
-    """Return the whole values of `tensor`, in new memory. This is a collective if the tensor is sharded.
+    """Return the full values of `tensor`, in new memory. This is a collective if the tensor is sharded.
 
-    For a tensor subclass that only wraps its values, return the values. A class that encodes values decides itself.
+    For a tensor subclass that only wraps its values, return the values. For a class that encodes values, the class
+    decides.
     """
     if holds_tensors(tensor._local_tensor):
         values = plain_values(tensor._local_tensor)

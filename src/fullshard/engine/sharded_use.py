@@ -26,13 +26,13 @@ _HOOK = "fullshard: sharded parameters"  # the key among a module's hooks; torch
 
 
 def refuse_calls(modules: Sequence[nn.Module]) -> None:
-    """Make calls of `modules` raise as long as their parameters are sharded."""
+    """Make calls of `modules` raise an error while their parameters are sharded."""
     for module in modules:
         module._forward_pre_hooks[_HOOK] = _check_unsharded  # type: ignore[index]  # hooks are looked up by position
 
 
 def accept_calls(modules: Sequence[nn.Module]) -> None:
-    """Make `modules` callable again, without a remaining hook."""
+    """Make `modules` callable again, and remove the hooks for this."""
     for module in modules:
         hooks: dict[Any, Any] = module._forward_pre_hooks
         if _HOOK in hooks:
@@ -58,7 +58,7 @@ def _check_unsharded(module: nn.Module, args: Any) -> None:
 
 
 def read_while_sharded(fqn: str, unit: str) -> StateError:
-    """Return the error of a backward that reads unsharded parameters which have no valid values."""
+    """Return the error for a backward that reads unsharded parameters without valid values."""
     unit = unit or "the root"
     return StateError(
         f"backward reads {fqn} of {unit} while {unit} is not unsharded, so the memory of {fqn} does not hold its "
@@ -71,15 +71,15 @@ def read_while_sharded(fqn: str, unit: str) -> StateError:
 
 @cache
 def explain_reads() -> None:
-    """Name the parameter in all later errors of backwards that read a saved parameter without valid values.
+    """Make later errors of backwards that read a saved parameter without valid values name the parameter.
 
-    Also refuse gradients of sharded parameters by `autograd.grad` and `backward(inputs=...)`.
+    Also make `autograd.grad` and `backward(inputs=...)` raise an error for sharded parameters.
     """
     explain_backwards(_explain_version, _refuse_unreached)
 
 
 def _refuse_unreached(inputs: Sequence[Any], unreached: Sequence[Any]) -> None:
-    """Refuse a pass for sharded parameters that reached none of them. A penalty on sharded parameters reaches some."""
+    """Raise an error if a pass for sharded parameters reached none of them (a penalty on such parameters does)."""
     sharded = [managed for managed in map(_sharded_form, inputs) if managed is not None]
     missed = sum(_sharded_form(given) is not None for given in unreached)
     if sharded and missed == len(sharded):
@@ -126,7 +126,7 @@ def _explain_version(version: int) -> StateError | None:
 
 @cache
 def explain_mixtures() -> None:
-    """Print, after the traceback of an uncaught error about mixed tensor types, which parameters may be the cause."""
+    """Print which parameters may be the cause after the traceback of an uncaught error about mixed tensor types."""
     known = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -159,7 +159,7 @@ def explain_mixtures() -> None:
 
 
 def _sharded_in(traceback: TracebackType | None) -> Iterator[str]:
-    """Return the sharded parameters in local variables of the frames and in modules there, innermost first."""
+    """Yield the sharded parameters in local variables of the frames, and in modules there, innermost first."""
     for frame, _ in reversed(list(walk_tb(traceback))):
         for value in frame.f_locals.values():
             held = value.parameters() if isinstance(value, nn.Module) else [value]

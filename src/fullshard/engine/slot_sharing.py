@@ -41,11 +41,11 @@ class SlotSharing:
         return self._is_cpu if self._requested is None else self._requested
 
     def note_unsharded(self, unit: Unit, time: int) -> None:
-        """Record that `unit` needs its memory from `time` on, if not from earlier."""
+        """Record that `unit` needs its memory from event `time` on, unless it already does."""
         self._since.setdefault(unit.number, time)
 
     def note_freed(self, unit: Unit, time: int) -> None:
-        """Record that `unit` no longer needs its memory."""
+        """Record that `unit` does not need its memory from event `time` on."""
         start = self._since.pop(unit.number, None)
         if start is not None:
             self._intervals.append(Interval(unit.number, start, time))
@@ -57,7 +57,7 @@ class SlotSharing:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which no slots are assigned, because its backwards are trials."""
+        """Return a context within which no slots are assigned, because backward passes in it are trials."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -69,7 +69,7 @@ class SlotSharing:
 
         Ranks may skip different modules, so the order may be repeated at different microbatches. Therefore all ranks
         exchange their orders after every backward until all of them have repeated it. A rank that called a module
-        without a backward does not know whether the microbatch is over on other ranks. Only units that are gathered
+        without a backward does not know whether the microbatch has ended on other ranks. Only units that are gathered
         are compared.
 
         Args:
@@ -111,8 +111,8 @@ class SlotSharing:
 def _are_unreferenced(units: Sequence[Unit]) -> bool:
     """Return True if nothing except the units has a view of their storages.
 
-    Garbage in reference cycles is collected first, because ranks collect it at different times and all ranks must
-    return the same value.
+    Reference cycles are collected first, because ranks collect garbage at different times, and all ranks must return
+    the same value.
     """
     if any(unit.slot.is_referenced for unit in units):
         gc.collect()
@@ -124,8 +124,8 @@ def _rank_shared_storages(
 ) -> Sequence[torch.UntypedStorage | None] | None:
     """Return memory for slots that the ranks of one host share. Each rank writes its shards for all of them.
 
-    A rank whose units cannot move passes no sizes; the list is then empty on all ranks. Return None if the plan of any
-    rank is None.
+    A rank whose units cannot move passes no sizes; the list is then empty on all ranks. Return None if any rank's plan
+    is None.
     """
     if any(_writes_to_parameters(unit.module) for unit in units):
         return []

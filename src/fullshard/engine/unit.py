@@ -39,12 +39,12 @@ class Unit:
     """The parameters of some modules, gathered and freed together at times that the runtime chooses.
 
     Args:
-        modules: the modules whose forward needs them.
-        sources: their parameters that no other unit has.
-        borrowed: units that have parameters which are tied to some of these modules'.
-        options: the user's options.
-        axes: the mesh axes to shard and replicate over; a source may have others.
-        device: where compute runs.
+        modules: The modules whose forward needs the parameters.
+        sources: Their parameters that do not belong to another unit.
+        borrowed: The units whose parameters are tied to parameters of these modules.
+        options: The user's options.
+        axes: The mesh axes to shard and replicate over; a source may have others.
+        device: The device that computes.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Unit:
         return f"Unit({self.name!r}, {len(self.params)} parameters, {self.residency.state.value})"
 
     def register_params(self) -> None:
-        """Let `managed_by` find the parameters by every form that they have now."""
+        """Let `managed_by` find the parameters by all their current forms."""
         for managed in self._managed:
             managed.register()
 
@@ -112,38 +112,38 @@ class Unit:
 
     @property
     def unsharded_nbytes(self) -> int:
-        """The bytes of its unsharded parameters, including gathered payloads of tensor subclasses."""
+        """Bytes of the unit's unsharded parameters, including gathered payloads of tensor subclasses."""
         return self.slot_nbytes + sum(param_group.separate_nbytes for param_group in self.param_groups)
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of its slot that hold unsharded parameters."""
+        """Bytes of the slot that the unit's unsharded parameters occupy."""
         return self.residency.memory.nbytes
 
     @property
     def slot(self) -> Slot:
-        """The memory of its unsharded parameters, which several units may share."""
+        """The memory of the unit's unsharded parameters, which several units may share."""
         return self.residency.memory.slot
 
     @property
     def is_meta(self) -> bool:
-        """True if its shards have no memory yet."""
+        """True if the unit's shards have no memory yet."""
         return self.residency.state is UnitState.META
 
     @property
     def whole_nbytes(self) -> int:
-        """Bytes of its full parameters in the stored dtype."""
+        """Bytes of the unit's full parameters in the stored dtype."""
         return sum(param.layout.spec.numel * param.sharded.itemsize for param in self.params)
 
     @property
     def trained_nbytes(self) -> int:
-        """Bytes of its full trained parameters in the stored dtype."""
+        """Bytes of the unit's full trained parameters in the stored dtype."""
         trained = (param for param in self.params if param.sharded.requires_grad)
         return sum(param.layout.spec.numel * param.sharded.itemsize for param in trained)
 
     @property
     def reshards_after_forward(self) -> bool:
-        """True if resharded after forward. A root is not by default, because its backward is next."""
+        """True if the unit is resharded after forward. A root is not by default, because its backward is next."""
         choice = self.settings.reshard_after_forward
         if choice is None:
             return not self.is_root and self.options.placements.parameters_in_step is not Placement.WHOLE
@@ -151,7 +151,7 @@ class Unit:
 
     @property
     def frees_in_step(self) -> bool:
-        """True if freed between forward and backward of a step that is finalized manually, as in a pipeline stage."""
+        """True if the unit is freed between forward and backward of a manually finalized step, as in a pipeline."""
         choice = self.settings.reshard_after_forward
         return self.options.placements.parameters_in_step is not Placement.WHOLE if choice is None else choice
 
@@ -162,7 +162,7 @@ class Unit:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """The process groups of its parameters: the engine's, then those of the original parameters."""
+        """The process groups of the unit's parameters: the engine's, then those of the original parameters."""
         own = [group for axes in self.collectives for group in (axes.shard_group, axes.replicate_group)]
         found = [*own, *(group for param in self.params for group in param.view.process_groups)]
         return list(dict.fromkeys(group for group in found if group is not None))
@@ -187,16 +187,16 @@ class Unit:
     # -- forms that modules show --------------------------------------------------------------------------------------
 
     def uses(self, unit: Unit) -> bool:
-        """Return True if calls of this unit use parameters of `unit`, its own or tied ones."""
+        """Return True if calls of this unit use parameters of `unit`, which may be this unit."""
         return unit is self or unit in self.borrowed
 
     @property
     def has_valid_values(self) -> bool:
-        """True if compute can read the unsharded parameters now."""
+        """True if the unsharded parameters currently have valid values."""
         return all([param_group.validity.is_valid for param_group in self.param_groups])
 
     def compute_on(self, device: torch.device) -> None:
-        """Set the device that computes, and its streams."""
+        """Set the device that computes, and use its streams."""
         self.device, self.streams = device, accelerator_for(device).streams
 
     def check_replacements(self) -> None:
@@ -248,7 +248,7 @@ class Unit:
         self._leaves = _leaves_alongside(self.modules, self.params)
 
     def show_sharded(self) -> None:
-        """Show the modules the sharded parameters."""
+        """Show the sharded parameters to the modules."""
         for param in self.params:
             param.show(param.sharded)
         self.hide_unsharded()
@@ -271,7 +271,7 @@ class Unit:
         refuse_calls(self._leaves)
 
     def show_unsharded(self, *, renewed: bool) -> None:
-        """Set the unsharded parameters in the modules. `renewed` ones are new objects."""
+        """Show the unsharded parameters to the modules. Those in `renewed` are new objects."""
         if renewed:
             self.register_params()
         trainable = 0
@@ -298,6 +298,6 @@ class Unit:
 
 
 def _leaves_alongside(modules: Sequence[nn.Module], params: Sequence[ShardedParam]) -> list[nn.Module]:
-    """Return the leaf modules that have any of `params` and are not in `modules`: their calls need the parameters."""
+    """Return the leaf modules outside of `modules` that have any of `params`: their calls also need these."""
     owners = dict.fromkeys(owner.module for param in params for owner in param.owners)
     return [owner for owner in owners if not owner._modules and all(owner is not module for module in modules)]

@@ -27,7 +27,7 @@ class UnitGradients:
 
     @property
     def have_whole(self) -> bool:
-        """True if whole gradients wait for a reduction."""
+        """True if unsharded gradients wait for a reduction."""
         for param_group in self._unit.param_groups:
             if param_group.holds_whole_grads:
                 return True
@@ -45,14 +45,14 @@ class UnitGradients:
 
     @property
     def are_held_back(self) -> bool:
-        """True if whole gradients wait until a later microbatch is synced, instead of being reduced now."""
+        """True if unsharded gradients wait for the reduction of a later microbatch."""
         return (
             not self._unit.settings.syncs_gradients and self._unit.options.placements.gradients is not Placement.GROUPED
         )
 
     @property
     def await_second_sum(self) -> bool:
-        """True if the second level of withheld sums is due now."""
+        """True if the second level of sums that were held back is due now."""
         for param_group in self._unit.param_groups:
             if param_group.gradients.state.first_sums:
                 return self._finish_sums
@@ -64,14 +64,14 @@ class UnitGradients:
         return self._unit.settings.syncs_gradients and self._unit.settings.syncs_replicas
 
     def hold(self) -> None:
-        """Keep whole gradients for a later reduction."""
+        """Keep the unsharded gradients for a later reduction."""
         for param_group in self._unit.param_groups:
             param_group.gradients.hold()
         self.are_held = self.have_whole
         holding.add(self)
 
     def drop_unreduced(self, dropped: Container[ShardedParam]) -> None:
-        """Drop gradients of the `dropped` parameters that are not reduced yet, or over the first level only."""
+        """Drop gradients of the `dropped` parameters that are not reduced yet, or only over the first level."""
         for param_group in self._unit.param_groups:
             state = param_group.gradients.state
             for i, param in enumerate(param_group.params):
@@ -82,13 +82,13 @@ class UnitGradients:
         self.are_held = self.are_held and self.have_whole
 
     def drop(self) -> None:
-        """Drop whole gradients."""
+        """Drop the unsharded gradients."""
         self.are_held = False
         for param_group in self._unit.param_groups:
             param_group.gradients.drop()
 
     def abandon(self) -> None:
-        """Drop all gradients: whole ones, first sums, those that the optimizer would see; and error feedback."""
+        """Drop all gradients (unsharded, first-level sums, and those the optimizer would see) and error feedback."""
         self.drop()
         for param_group in self._unit.param_groups:
             param_group.gradients.state.first_sums.clear()

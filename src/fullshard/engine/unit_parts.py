@@ -21,7 +21,7 @@ from fullshard.tape.recorder import Origin, Phase
 
 @dataclass(eq=False)
 class UnitSettings:
-    """The settings of a unit that users change: `FSDPModule` has a method for each."""
+    """The settings of a unit that users can change. `FSDPModule` has a method for each."""
 
     reshard_after_forward: bool | None
     gradient_divisor: float | None = None  # replaces the number of ranks as the divisor of gradient sums
@@ -35,12 +35,12 @@ class UnitSettings:
     next_backward: list[Any] | None = None
 
     def copy(self) -> UnitSettings:
-        """Return a copy for another unit, without the units to gather ahead, which differ there."""
+        """Return a copy for another unit, without the units to prefetch, which are different for that unit."""
         return replace(self, next_forward=None, next_backward=None)
 
 
 class UnitParts(Protocol):
-    """The interface of a unit that its components use. `Unit` is defined after them."""
+    """The interface of a unit that its components use, because `Unit` is defined after them."""
 
     name: str
     device: torch.device
@@ -59,36 +59,36 @@ class UnitParts(Protocol):
 
     @property
     def slot(self) -> Slot:
-        """The memory of its unsharded parameters, which several units may share."""
+        """The memory of the unit's unsharded parameters, which several units may share."""
 
     @property
     def is_meta(self) -> bool:
-        """True if its shards have no memory yet."""
+        """True if the unit's shards have no memory yet."""
 
     @property
     def whole_nbytes(self) -> int:
-        """Bytes of its full parameters in the stored dtype."""
+        """Bytes of the unit's full parameters in the stored dtype."""
 
     def compute_on(self, device: torch.device) -> None:
-        """Set the device that computes, and its streams."""
+        """Set the device that computes, and use its streams."""
 
     def origin(self, phase: Phase) -> Origin:
         """Return the origin of events of this unit in `phase`."""
 
     def register_params(self) -> None:
-        """Let `managed_by` find the parameters by every form that they have now."""
+        """Let `managed_by` find the parameters by all their current forms."""
 
     def show_sharded(self) -> None:
-        """Show the modules the sharded parameters."""
+        """Show the sharded parameters to the modules."""
 
     def hide_unsharded(self) -> None:
         """Show the sharded parameters to the modules that have the unsharded ones."""
 
     def show_unsharded(self, *, renewed: bool) -> None:
-        """Show the modules the unsharded parameters. `renewed` ones are other objects than before."""
+        """Show the unsharded parameters to the modules. Those in `renewed` are new objects."""
 
     def check_replacements(self) -> None:
-        """Adopt weights that were tied, and refuse parameters that were replaced."""
+        """Adopt weights that were tied, and raise if parameters were replaced."""
 
     def check_materialized(self) -> None:
         """Raise if any parameter has no values yet."""

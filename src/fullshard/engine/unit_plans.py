@@ -37,7 +37,7 @@ def by_kind(sources: Sequence[Source]) -> list[list[Source]]:
 def contract_for(
     options: ShardOptions, view: ParamView, stored: torch.dtype, grad: torch.dtype | None
 ) -> DtypeContract:
-    """Return the dtypes of parameters that are stored as `stored` and viewed by `view`, with gradients in `grad`."""
+    """Return the dtypes of parameters stored as `stored`, with the view `view` and gradients in `grad`."""
     if view.is_opaque:
         return DtypeContract(stored=stored, compute=stored, reduce=stored)
     return options.precision.contract(stored, grad)
@@ -67,7 +67,7 @@ def nbytes_of(plans: Sequence[GroupPlan]) -> int:
 
 
 def are_on_meta(plans: Sequence[GroupPlan]) -> bool:
-    """Return True if any shards are still without memory."""
+    """Return True if any of the shards have no memory yet."""
     return any(plan.memory.device.type == "meta" for plan in plans)
 
 
@@ -90,7 +90,7 @@ def device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
 
 
 def check_one_dtype(param_group: ParamGroup) -> None:
-    """Raise `ConfigError` if the parameters of one group have several dtypes in the modules now."""
+    """Raise `ConfigError` if the parameters that the modules have now do not share one dtype in `param_group`."""
     values = [param for param in param_group.params if not param.shown.is_meta]
     odd = [param for param in values if param.shown.dtype != values[0].shown.dtype]
     if odd:

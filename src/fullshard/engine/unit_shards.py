@@ -48,7 +48,7 @@ class UnitShards:
         return self.memory_at(self.destination)
 
     def memory_at(self, destination: StatePlacement) -> MemoryKind:
-        """Return the memory of its shards at `destination`."""
+        """Return the kind of memory of the unit's shards at `destination`."""
         if destination is StatePlacement.DEVICE:
             return MemoryKind(self._unit.device)
         alongside = accelerator_for(self._unit.device).has_streams
@@ -61,7 +61,7 @@ class UnitShards:
 
     @property
     def device(self) -> torch.device:
-        """The device of the shards, once they have memory."""
+        """The device of the shards."""
         return self._memory.device
 
     @property
@@ -83,7 +83,7 @@ class UnitShards:
         return self._memory.offloaded
 
     def memory_found_on(self, device: torch.device) -> MemoryKind:
-        """Return the memory kind of shards on `device`, or created from tensors on it."""
+        """Return the kind of memory of shards that are on `device`, or are created from tensors on it."""
         if device.type == "meta":
             return MemoryKind(device, folder=self._folder)
         return MemoryKind(device) if self.destination is StatePlacement.DEVICE else self._memory
@@ -119,11 +119,12 @@ class UnitShards:
         """Adopt parameters that `Module.to`, `to_empty`, `load_state_dict(assign=True)` or similar set in the modules.
 
         Args:
-            may_wait: do nothing if parameters that shared a dtype do not share it any more. The other modules of the
-                unit, or those that borrow it, may follow. Otherwise the next unshard calls this again, and raises.
+            may_wait: Whether to do nothing if parameters that shared a dtype no longer do. The other modules of the
+                unit, or modules with tied parameters, may still be cast. If they are not, the next unshard calls this
+                again, and raises.
 
         Raises:
-            ConfigError: parameters that shared a dtype do not share it any more.
+            ConfigError: Parameters that shared a dtype no longer do.
         """
         for param_group in self._unit.param_groups:
             _let_unused_follow(param_group.params)
@@ -140,7 +141,7 @@ class UnitShards:
     @torch.inference_mode(False)
     @torch.no_grad()
     def reduce_in(self, dtype: torch.dtype) -> None:
-        """Sum gradients in `dtype` from the next backward. Only for a unit without gradients.
+        """Sum gradients in `dtype` from the next backward. The unit must not have gradients.
 
         Raises:
             ConfigError: the encoding of gradients cannot be combined with `dtype`.
@@ -163,8 +164,8 @@ class UnitShards:
     def move_to(self, destination: StatePlacement) -> None:
         """Move the shards and their gradients to `destination`. The optimizer's state follows in its next step.
 
-        Call it between steps only. The storages that pending graphs have saved views of do not change. Units can leave
-        a disk, but cannot move to one: units on a disk were created there.
+        Call it between steps only. Storages that pending graphs have views of do not change. Units can leave a disk,
+        but cannot move to one: units on a disk were created there.
 
         Raises:
             DiskError: the shards cannot be read from the disk.
@@ -193,7 +194,7 @@ class UnitShards:
             buffers_of(self._unit.device).drop()  # fewer are needed now
 
     def _has_layout_of(self, plans: Sequence[GroupPlan], slot: Slot | None = None) -> None:
-        """Move the parameter groups to the memory of `plans`, with the present values of the shards.
+        """Move the parameter groups to the memory of `plans`, with the current values of the shards.
 
         Args:
             plans: one for each group.
@@ -224,7 +225,7 @@ class UnitShards:
         self._unit.show_sharded()
 
     def _plan_as_found(self, param_group: ParamGroup) -> GroupPlan:
-        """Return the plan of `param_group` with the present dtype and device of its shards."""
+        """Return the plan of `param_group` with the current dtype and device of its shards."""
         shard = param_group.params[0].local
         contract = contract_for(
             self._unit.options, param_group.params[0].view, shard.dtype, param_group.plan.contract.grad
@@ -237,16 +238,16 @@ class UnitShards:
 def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, alongside: bool) -> bool:
     """Return True if the shards of a new unit go to a disk, to reach the policy's fraction of all units.
 
-    The fraction refers to all units with the same policy that were not in a step yet: the units of the model that is
-    being built. With a budget, all possible units go to the disk until fractions are chosen.
+    The fraction refers to all units with the same policy that have not been in a step yet: the units of the model that
+    is being built. With a budget, all possible units go to the disk until fractions are chosen.
 
     Args:
         options: the options of the unit.
         sources: its parameters.
-        alongside: whether the device that computes is not a CPU. A budget then uses the CPU instead.
+        alongside: Whether the device that computes is not a CPU. If so, a budget uses the CPU instead.
 
     Raises:
-        ConfigError: a fraction was requested, but the class of a parameter has values in several tensors.
+        ConfigError: A fraction was requested, but the class of a parameter stores values in several tensors.
     """
     wrapped = [source for source in sources if source.sends_payloads or holds_tensors(source.local)]
     if options.starts_on_disk:
@@ -270,12 +271,12 @@ _made: weakref.WeakSet[UnitParts] = weakref.WeakSet()
 
 
 def note_made(unit: UnitParts) -> None:
-    """Count `unit` among those that share the fractions of a policy."""
+    """Count `unit` among the units that share the fractions of a policy."""
     _made.add(unit)
 
 
 def _let_unused_follow(params: Sequence[ShardedParam]) -> None:
-    """Cast and move parameters that belong to no module after tying, like the other parameters of the unit."""
+    """Cast and move parameters that no longer belong to a module after tying, like the unit's other parameters."""
     used = next((param.shown for param in params if param.owners), None)
     for param in params:
         shard = param.sharded

@@ -1,4 +1,4 @@
-"""The schedule of a root's all-gathers and frees, and the dependencies of the all-gathers."""
+"""The schedule of a root's all-gathers and frees, and the ordering of all-gathers after other work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UnshardScheduler:
         return self._units[0].streams
 
     def tick(self) -> int:
-        """Return the number of the present event."""
+        """Return the number of the current event."""
         self._clock += 1
         return self._clock
 
@@ -89,8 +89,8 @@ class UnshardScheduler:
     def prefetch(self, units: Iterable[Unit], phase: Phase) -> None:
         """Start to gather `units`, except for those that cannot be gathered yet.
 
-        A unit is not prefetched if its shards were written to in the last pass before it was needed: the same hook may
-        write to them again while the gather reads them.
+        A unit is not prefetched if its shards were written to in the last pass before it was needed, because the same
+        hook may write to them again while the gather reads them.
         """
         needed_in = Phase.FORWARD if phase is Phase.FORWARD else Phase.PRE_BACKWARD
         for unit in units:
@@ -103,7 +103,7 @@ class UnshardScheduler:
                 self.start_unshard(unit, phase)
 
     def order_writes_after(self, unit: Unit) -> None:
-        """Make later writes to the shards of `unit` wait until the gather has read them."""
+        """Make later writes to the shards of `unit` wait until its gather has read them."""
         self._streams.compute.wait(self._streams.gather.mark())
         unit.residency.await_copies_of_shards()
 
@@ -124,10 +124,12 @@ class UnshardScheduler:
             self.slots.note_freed(unit, self.tick())
 
     def free(self, unit: Unit, phase: Phase, order: OrderTracker) -> None:
-        """Reshard `unit`, which is not in use. Free it now if the gather of the next unit has started, or else later.
+        """Reshard `unit`, which is not in use. Free it now if the gather of the next unit has started, or later
+        otherwise.
 
         A gather waits until compute has finished with all units that were freed earlier. So if the next unit in `order`
-        is not known, `unit` is freed after the next gather has started, which then overlaps with its compute.
+        is not known, `unit` is freed after the next gather has started. That gather then overlaps with the compute of
+        `unit`.
         """
         is_deferred = unit.streams.gather.is_stream and not self._is_next_started(order)
         self.reshard(unit, phase, keep=is_deferred)

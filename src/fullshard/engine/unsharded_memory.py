@@ -32,14 +32,14 @@ class UnshardedMemory:
 
     @property
     def is_occupied(self) -> bool:
-        """True if this unit occupies the slot: its unsharded parameters are in use, or are kept."""
+        """True if this unit occupies the slot: its unsharded parameters are in use or kept."""
         return self.slot.occupant is self._unit
 
     def occupy(self, slot: Slot, plans: Sequence[GroupPlan]) -> Sequence[Region | None]:
-        """Use `slot`. Return the regions of the groups in it, or None for each if its memory is not permanent.
+        """Use `slot`. Return the region of each group in it; None for each if its memory is not permanent.
 
-        Other memory gets views when it is first allocated. Creating them needs memory for the whole unit, which a rank
-        that only creates its shards may not have.
+        Views of memory that is not permanent are created when it is first allocated. Creating them needs memory for all
+        of the unit's parameters, which a rank that only creates its shards may not have.
         """
         self.slot, self.nbytes = slot, nbytes_of(plans)
         self._has_views = self._keeps or slot.shared
@@ -51,7 +51,7 @@ class UnshardedMemory:
         return regions_of(slot, plans)
 
     def allocate(self, groups: Sequence[ParamGroup]) -> None:
-        """Occupy the slot, which must be free or this unit's, and give the groups views of it."""
+        """Occupy the slot, which must be free or occupied by this unit, and give the groups views of it."""
         if self._has_views and self.slot.occupant is None and self.slot.storage.nbytes() >= self.nbytes:
             self.slot.occupant = self._unit
             return

@@ -7,9 +7,9 @@ values (it was freed, belongs to another unit, or is being filled), the counters
 a number that no sequence of operations reaches. A backward that reads them then fails in autograd, instead of computing
 with whatever is in memory. When the values are valid again, the counters are set back.
 
-A counter that has changed since it was set back shows an in-place write to the parameter. Such a write is lost when
-the memory is freed. The counter then continues from a new number, so that a graph that saved the written values is
-also refused: the next all-gather does not bring them back.
+A counter that has changed since it was set back indicates an in-place write to the parameter. Such a write is lost when
+the memory is freed. The counter then continues from a new number, so that a backward through a graph that saved the
+written values also fails: the next all-gather does not restore them.
 
 Autograd does not compare versions of tensors that saved-tensor hooks return. `activations.py` compares them instead.
 """
@@ -69,7 +69,7 @@ class Counters:
         self.valid = [known.get(id(tensor), tensor._version) for tensor in self.tensors]
 
     def renew(self) -> None:
-        """Invalidate all tensors saved so far, because the parameter gets other memory or lost a write."""
+        """Invalidate all tensors saved so far, because the parameter gets different memory or has lost a write."""
         if self._rewritten is not None:
             del _owners[self._rewritten]
         self._rewritten = _REWRITTEN + _STEP * next(_rewrites)
@@ -82,7 +82,8 @@ class Validity:
 
     Args:
         params: the `ShardedParam`s of the group.
-        keeping_writes: The parameters whose in-place writes persist, since the optimizer steps the unsharded tensors.
+        keeping_writes: The parameters whose in-place writes persist, because the optimizer updates the unsharded
+            tensors.
     """
 
     def __init__(self, params: Sequence[Any], keeping_writes: Sequence[Any] = ()) -> None:

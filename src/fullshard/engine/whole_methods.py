@@ -1,4 +1,4 @@
-"""Checks of methods of Hugging Face models that need full parameters. On sharded models they raise with a remedy."""
+"""Checks of methods of Hugging Face models that need full parameters. On sharded models, they raise an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fullshard.errors import StateError
 
 @cache
 def checked_methods(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return methods of `cls` by name, each of which raises if it needs parameters that are sharded."""
+    """Return methods of `cls` by name that raise an error if they need parameters that are sharded."""
     return {name: _checked(getattr(cls, name)) for name in _CHECKS if callable(getattr(cls, name, None))}
 
 
@@ -29,7 +29,7 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(module: nn.Module, name: str, arguments: dict[str, Any]) -> None:
-    """Raise `StateError` if `module.name`, called with `arguments`, needs whole parameters of a sharded module."""
+    """Raise `StateError` if `module.name`, called with `arguments`, needs full parameters of a sharded module."""
     if any(isinstance(param, DTensor) for param in module.parameters()):
         _CHECKS[name](module, {**arguments, **arguments.get("kwargs", {})})
 

@@ -1,4 +1,4 @@
-"""The interface of torch's first FSDP: the wrapper class, and the classes that its arguments and state dicts take.
+"""The interface of torch's first FSDP: the wrapper class, and the classes of its arguments and state dict options.
 
 All of these names can also be imported from `fullshard`.
 """

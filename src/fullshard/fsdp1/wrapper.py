@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel`: the same engine with torch's older wrapper interface."""
+"""`FullyShardedDataParallel`: the same engine with the wrapper interface of torch's FSDP1."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _HOOKED = "_has_comm_hook"
 
 
 class BackwardPrefetch(Enum):
-    """The time in backward at which the gather of the next unit starts."""
+    """The point in backward at which the all-gather of the next unit starts."""
 
     BACKWARD_PRE = "pre"  # before the backward of the current unit: most overlap, two units are unsharded at once
     BACKWARD_POST = "post"  # after it, when the current unit is freed: less memory
@@ -76,7 +76,7 @@ class FullyShardedDataParallel(nn.Module):
         sharding_strategy: A `ShardingStrategy`, its short name or `Placements`. If None, `FULL_SHARD`.
         cpu_offload: `CPUOffload(offload_params=True)` keeps shards, their gradients and the optimizer step on the CPU.
         auto_wrap_policy: Selects the submodules that become separate units; see `fullshard.wrap`.
-        backward_prefetch: The time in backward at which the next unit's gather starts. If None, backward does not
+        backward_prefetch: The point in backward at which the next unit's all-gather starts. If None, backward does not
             prefetch units.
         mixed_precision: The dtypes of compute, of the reduction and of buffers.
         ignored_modules: Modules whose parameters are neither sharded nor synchronised.
@@ -84,7 +84,7 @@ class FullyShardedDataParallel(nn.Module):
         device_id: The device that computes. If None, the device of `device_mesh`, or else the current GPU if there is
             one, or else the CPU.
         sync_module_states: Whether every rank gets the values of rank 0.
-        forward_prefetch: Whether the next unit's gather starts before this unit's forward.
+        forward_prefetch: Whether the next unit's all-gather starts before this unit's forward.
         limit_all_gathers: Whether to prefetch at most one unit. If False, at most two.
         use_orig_params: Must be True, because parameters are never flattened.
         ignored_states: Parameters or modules that are neither sharded nor synchronised. Replaces `ignored_modules`.
@@ -323,7 +323,7 @@ class FullyShardedDataParallel(nn.Module):
             yield
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Sum gradients in the dtype of one of torch's hooks. Call it before the first backward.
+        """Reduce gradients in the dtype of one of torch's hooks. Call it before the first backward.
 
         This affects all units of this module. The hook itself is never called, because gradients are not flattened.
 
@@ -488,7 +488,7 @@ class FullyShardedDataParallel(nn.Module):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the optimizer's state by FQN, whole and on the CPU; only on the first rank if `rank0_only`.
+        """Return the full optimizer state by FQN, on the CPU; only on the first rank if `rank0_only`.
 
         Args:
             model: The model that contains wrapped modules.
@@ -547,8 +547,8 @@ class FullyShardedDataParallel(nn.Module):
         See `shard_full_optim_state_dict`.
 
         Args:
-            full_optim_state_dict: A state dict as returned by `full_optim_state_dict`. Other ranks than the first pass
-                None.
+            full_optim_state_dict: A state dict as returned by `full_optim_state_dict`. All ranks except the first one
+                pass None.
             model: The model that contains wrapped modules.
             optim_input: Ignored.
             optim: The optimizer that will load the result; None if there is none yet.
@@ -579,7 +579,7 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: Iterable[Any] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Return `optim_state_dict` with FQNs instead of the numbers of parameters, or numbers instead of FQNs.
+        """Return `optim_state_dict` with FQNs instead of parameter numbers as keys, or vice versa.
 
         Args:
             optim_state_dict: The result of `optim.state_dict()` or of `optim_state_dict()`.

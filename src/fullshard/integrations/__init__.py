@@ -1,1 +1,1 @@
-"""Integrations with other libraries. Each is a separate module that is imported on use only."""
+"""Integrations with other libraries. Each is a separate module that is only imported when it is used."""

@@ -212,9 +212,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save the run to `output_dir`: each rank its shards, and the rest like accelerate. Every rank must call it.
+        """Save the run to `output_dir`: each rank saves its shards, and accelerate saves the rest. Every rank must call
+        it.
 
-        The file that is written last makes it a checkpoint: the unfinished checkpoint of a killed run is not loaded.
+        The last file that is written completes the checkpoint, so the unfinished checkpoint of a killed run is not
+        loaded.
 
         Raises:
             CheckpointError: A rank could not save. The same error is raised on every rank.
@@ -236,7 +238,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Load a run that `save_state` has saved, for the current number of ranks and strategy.
+        """Load a run saved by `save_state`, for the current number of ranks and strategy.
 
         Args: Those of accelerate. If `input_dir` is None and accelerate names checkpoints, the newest complete one is
             loaded.
@@ -294,7 +296,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
 
     @contextmanager
     def _leaving_to_us(self) -> Iterator[None]:
-        """Context manager for saves and loads without models and optimizers. Users' hooks still see the models."""
+        """Context manager within which accelerate does not save or load models and optimizers. Users' hooks still see
+        them.
+        """
         optimizers, self._optimizers, self._leaves_models = self._optimizers, [], True
         handles = (
             self.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()),
@@ -378,7 +382,7 @@ def _check(given: dict[str, Any]) -> None:
 
 @contextmanager
 def _without_torch_fsdp() -> Iterator[None]:
-    """Hide the request to shard from accelerate within this context."""
+    """Context manager that hides the request to shard from accelerate."""
     before = os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
         yield
@@ -388,6 +392,6 @@ def _without_torch_fsdp() -> Iterator[None]:
 
 
 def _remember_names(model: nn.Module) -> None:
-    """Give `model` the name of its original class."""
+    """Store the name of the original class in `model`."""
     name = type(model).__name__.removeprefix("FSDP")
     model._get_name = lambda: name  # type: ignore[method-assign]  # the Trainer's label smoothing looks it up

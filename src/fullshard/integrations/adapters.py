@@ -26,7 +26,7 @@ def trained_part(model: nn.Module) -> nn.Module:
 
 
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module below `root` for a parameter or buffer, created if needed, and the last part of `name`."""
+    """Return the module below `root` for a parameter or buffer, created if needed, and the last component of `name`."""
     *path, last = name.split(".")
     for step in path:
         if step not in root._modules:

@@ -1,8 +1,8 @@
 """Lightning's Trainer and Fabric with this engine: `Trainer(strategy=FullShardStrategy(), ...)`.
 
-Both strategies are Lightning's own strategies for DDP, except that the model is sharded in place instead of wrapped by
-DDP. Undocumented parts of Lightning are marked "private" at the end of the line. Tests check that they exist in the
-installed version.
+Both strategies are Lightning's own strategies for DDP, except that the model is sharded in place instead of being
+wrapped by DDP. Undocumented parts of Lightning are marked "private" at the end of the line. Tests check that they exist
+in the installed version.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _LightningSharding:
     offload_policy: OffloadPolicy | None
 
     def apply(self, model: nn.Module, device: torch.device, policy: AutoWrapPolicy) -> None:
-        """Shard `model` in place, with `policy` unless the user has set one."""
+        """Shard `model` in place, with the precision `policy` unless the user has set one."""
         shard_model(
             model,
             device=device,
@@ -142,7 +142,7 @@ class FullShardStrategy(DDPStrategy):
             yield
 
     def model_to_device(self) -> None:
-        """Do nothing: units are placed when they are created."""
+        """Do nothing: units are moved to their device when they are created."""
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -256,12 +256,12 @@ class FullShardStrategy(DDPStrategy):
         return {**(restored.extra or {}), "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights from a file; for a folder, do nothing."""
+        """Load full weights from a file; for a folder, do nothing."""
         if self._from_file:
             self._module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole states from a file. Each rank loads its part."""
+        """Load full states from a file. Each rank loads its shards."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             fqns = list(params_by_fqn(self._module, optimizer))
             named = {
@@ -273,7 +273,7 @@ class FullShardStrategy(DDPStrategy):
             optim_state_dict_to_load(self._module, optimizer, named, load_directly=True, from_first_rank=False)
 
     def teardown(self) -> None:
-        """End like every strategy. The module stays sharded."""
+        """Clean up like other strategies. The module stays sharded."""
         self._from_file = False
         super().teardown()
 
@@ -356,12 +356,12 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return `optimizer` for the shards, even if it was created before sharding."""
+        """Make `optimizer` update the shards, even if it was created before sharding, and return it."""
         point_to_shards(optimizer)
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Do nothing: units are placed when they are created."""
+        """Do nothing: units are moved to their device when they are created."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Create modules within this context, on the meta device if `empty_init`."""
@@ -453,7 +453,8 @@ class FabricFullShardStrategy(FabricDDPStrategy):
 
 
 def _average_shards(callback: Callback, model: nn.Module) -> None:
-    """Make `callback` average the weights of `model` if it averages weights, because it copied the unsharded module.
+    """Make `callback` average the weights of `model` if it averages weights, because it has copied the unsharded
+    module.
 
     Lightning's `StochasticWeightAveraging` and `WeightAveraging` keep the average in a private attribute.
     """
@@ -465,7 +466,7 @@ def _average_shards(callback: Callback, model: nn.Module) -> None:
 
 
 class _NoSync:
-    """Fabric's control of backwards without communication."""
+    """Fabric's interface for backward without communication."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Accumulate unsharded gradients in backward within this context, if `enabled`."""
@@ -511,7 +512,7 @@ def _known(options: dict[str, Any], backend: str | None, timeout: timedelta | No
 
 
 def _share_overflows(plugin: Any) -> None:
-    """Skip a step of scaled losses on all ranks if the shards of any rank overflowed."""
+    """Make all ranks skip a step of scaled losses if the shards of any rank overflowed."""
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision | FabricMixedPrecision) else None
     if scaler is not None and not isinstance(scaler, ShardedGradScaler):
         plugin.scaler = ShardedGradScaler(

@@ -1,4 +1,5 @@
-"""torch pipelines with sharded stages: one all-gather per visit to a stage, one reduction per step, for all schedules.
+"""torch pipelines with sharded stages: one all-gather per visit to a stage and one reduction per step, under all
+schedules.
 
 `torch.distributed.pipelining` recognizes sharded stages by torch's own class. For others, it would reduce the gradients
 of every microbatch, and ignore the gradients that a zero-bubble schedule computes late. So use the `PipelineStage` of
@@ -60,7 +61,7 @@ class PipelineStage(pipelining.PipelineStage):
             runtime.manual_driver.unshard_all()
 
     def reshard(self) -> None:
-        """Free what the strategy does not keep from forward to backward, until the next visit to the stage."""
+        """Free the parameters that the strategy does not keep for backward, until the next visit to the stage."""
         for runtime in self._runtimes:
             runtime.manual_driver.reshard_all()
 
@@ -85,7 +86,7 @@ class PipelineStage(pipelining.PipelineStage):
         return result
 
     def _wait(self) -> None:
-        """Make modules show unsharded parameters, because torch looks there for parameters that need gradients."""
+        """Make modules show unsharded parameters, because torch looks for parameters that need gradients in them."""
         if self.has_backward:
             for runtime in self._runtimes:
                 runtime.manual_driver.wait_for_all()

@@ -41,8 +41,8 @@ class ShardingPlugin:
         auto_wrap_policy: Selects the modules that become units: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"`,
             `"NO_WRAP"` or a policy of `fullshard.wrap`.
         transformer_layer_cls_to_wrap: Names of the classes whose instances become units under
-            `"TRANSFORMER_BASED_WRAP"`. If empty, those that the model itself names (`_no_split_modules`), or else the
-            modules of its lists.
+            `"TRANSFORMER_BASED_WRAP"`. If empty, the classes that the model names itself (`_no_split_modules`), or else
+            the modules in its lists.
         min_num_params: The minimum size of a unit under `"SIZE_BASED_WRAP"`, in elements.
         ignored_modules: Modules to leave unchanged, or a regular expression that matches their full names.
         cpu_offload: Whether shards, their gradients and the optimizer step stay on the CPU.
@@ -63,7 +63,7 @@ class ShardingPlugin:
         output_dtype: The dtype that floating-point outputs of a unit are cast to.
         activation_checkpointing: Whether to recompute units in backward, so that their activations are not kept.
         activation_checkpointing_offload: Whether to move the inputs that are kept for recomputation to host memory.
-        state_dict_type: `"FULL_STATE_DICT"` saves whole weights next to a checkpoint's shards, for other tools;
+        state_dict_type: `"FULL_STATE_DICT"` saves full weights next to a checkpoint's shards, for other tools;
             `"SHARDED_STATE_DICT"` does not.
         sync_module_states: Whether every rank starts from the values of rank 0.
         cpu_ram_efficient_loading: Whether `from_pretrained` reads weights on rank 0 only.
@@ -168,7 +168,7 @@ class ShardingPlugin:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **defaults: Any) -> ShardingPlugin:
-        """Return the plugin for a section `fsdp_config` of the Trainer or of `accelerate config`.
+        """Return the plugin for an `fsdp_config` section of the Trainer or of `accelerate config`.
 
         Names may begin with `fsdp_`. Values may be strings, as in YAML and in environment variables.
 
@@ -267,7 +267,7 @@ def plugin_from_environment() -> ShardingPlugin | None:
 
 
 def plugin_from_config_file(path: str | os.PathLike[str]) -> ShardingPlugin:
-    """Return the plugin for the section `fsdp_config` in a file of `accelerate config`.
+    """Return the plugin for the `fsdp_config` section in a file of `accelerate config`.
 
     `accelerate launch` only passes on the keys that it knows. This function also reads the keys of fullshard.
 
@@ -365,7 +365,11 @@ def _strategy(key: str, value: Any) -> dict[str, Any]:
 
 
 def _reshard(key: str, value: Any) -> dict[str, Any]:
-    """True and False are two strategies; version 1 names any strategy here; a number is the size of a rank group."""
+    """Return the options for a value of this key.
+
+    True and False select one of two strategies. In version 1, the value names a strategy. A number is the size of a
+    rank group.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return {key: value}
     if getattr(value, "name", str(value)).upper() in _STRATEGIES:

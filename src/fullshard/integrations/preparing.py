@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype | None) -> None:
-    """Make units of `model` and of modules in it, in place. A model that is sharded already is not changed.
+    """Shard `model` in place: make units of it and of modules in it. A model that is sharded already is not changed.
 
     Args:
         model: The model, identical on every rank; on the CPU, a GPU or the meta device.

@@ -51,7 +51,7 @@ def save_and_report(
     one. Ray's `CheckpointConfig` sets how many are kept.
 
     Args:
-        metrics: Metrics for Ray. Those of the first worker count.
+        metrics: Metrics for Ray. Those of the first worker are used.
         model: The model, sharded or not: its parameters, buffers and other state.
         step: The number that names the checkpoint. Each worker reports a step once.
         optimizer: See `fullshard.checkpoint.save`.
@@ -79,7 +79,8 @@ def restore(
     """Restore the newest checkpoint that the run has reported, with the current number of workers.
 
     Every worker must call it before its first step. With the same number of workers as the save, the following losses
-    are bitwise equal. With another number, they are those of a run with that many workers that starts there.
+    are bitwise equal. With a different number, they are those of a run that starts from this checkpoint with that many
+    workers.
 
     Args:
         model: The model, sharded or not.

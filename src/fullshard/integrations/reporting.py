@@ -1,4 +1,4 @@
-"""Conversion of the values that trainers log to the names on the page of a run."""
+"""Conversion of the values that trainers log to the names used in reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that come and go: a replicate axis of torchft's, whose losses cost a step and no restart.
+"""Replicas that can join and leave: a replicate axis of torchft. The loss of a replica costs a step, but no restart.
 
     model, optimizer = make_sharded_model()         # over the ranks of this replica
     replicas = Replicas(model, optimizer)           # finds the others by their lighthouse
@@ -156,8 +156,8 @@ class Replicas:
     def begin_step(self) -> None:
         """Find the replicas of the next step, and receive their state if needed.
 
-        It returns once all running replicas have called it, or those that have not are considered lost. `count` and
-        `index` can change at that point, and also `step` if this replica has missed steps.
+        It returns once all running replicas have called it, or once those that have not are considered lost. At that
+        point `count` and `index` can change, and also `step` if this replica has missed steps.
 
         Raises:
             StateError: The lighthouse does not answer, or too few replicas joined in time.
@@ -174,7 +174,7 @@ class Replicas:
         """Return whether to take the optimizer step. If not, the step is abandoned.
 
         Gradients are averaged over all replicas. Call it after the step's backward. It returns False if any rank of
-        this replica has lost another replica meanwhile. Then all ranks of this replica drop their gradients, and
+        this replica has lost another replica in the meantime. Then all ranks of this replica drop their gradients, and
         `begin_step` begins the same step again. If other replicas had completed all reductions by then, they have taken
         the step, and this replica receives their state.
         """
@@ -190,7 +190,7 @@ class Replicas:
         self._manager.shutdown(wait=False)
 
     def _sum_over_replicas(self, sums: Tensor) -> None:
-        """Replace the sums of this replica by the mean over replicas. Values are undefined once a replica was lost.
+        """Replace the sums of this replica by the mean over replicas. Values are undefined once a replica is lost.
 
         A rank that detects a loss closes its connections, because others in a ring may wait for this rank.
         """

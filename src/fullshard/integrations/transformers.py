@@ -120,7 +120,7 @@ class _TrainerSharding(transformers.Trainer):
 
     @contextmanager
     def _making(self, plugin: ShardingPlugin) -> Iterator[None]:
-        """Context manager within which transformers creates our `Accelerator`, with `plugin`."""
+        """Context manager within which transformers creates this package's `Accelerator`, with `plugin`."""
 
         def make(**options: Any) -> Accelerator:
             return Accelerator(**{**options, "fsdp_plugin": plugin})
@@ -311,7 +311,7 @@ def from_pretrained(
 
 
 class _Conversions:
-    """The conversion by transformers from weights in files to those of a model: renaming, and merging, as for experts.
+    """The conversion that transformers applies to weights in files: renaming and merging, as for experts.
 
     Raises:
         ConfigError: There is another kind of transform.
@@ -337,7 +337,7 @@ class _Conversions:
                 )
 
     def rename(self, name: str) -> str | None:
-        """Return the FQN of a tensor that is in the files as in the model, or that is merged; None if it is skipped."""
+        """Return the FQN of a tensor in the files, or of a merged tensor; None if it is skipped."""
         if name in self._made:
             return name
         fqn = str(loading.rename_source_key(name, self._renamings, [])[0])
@@ -390,7 +390,7 @@ def _plugin_of(args: Any) -> ShardingPlugin | None:
 
 
 def _stated(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `fsdp_config` without the values that `TrainingArguments` adds by itself."""
+    """Return `fsdp_config` without the values that `TrainingArguments` adds itself."""
     return {key: value for key, value in config.items() if not (key == "min_num_params" and value == 0)}
 
 

@@ -14,9 +14,9 @@ Box = tuple[Sequence[int], Sequence[int]]  # the offset of a box along each dim,
 def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """Return None if `boxes` cover a tensor of `shape` exactly, else the reason why they do not.
 
-    A box is the sum of its corners with alternating signs, in the sense of inclusion and exclusion. Boxes cover the
-    tensor exactly if and only if the signed corners of all boxes add up to those of the tensor. So the cost is
-    proportional to the number of boxes, whatever their order.
+    By the inclusion-exclusion principle, a box is the sum of its corners with alternating signs. Boxes cover the tensor
+    exactly if and only if the signed corners of all boxes add up to those of the tensor. So the cost is proportional to
+    the number of boxes, whatever their order.
     """
     filled = []
     for offsets, sizes in boxes:

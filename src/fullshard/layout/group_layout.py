@@ -125,7 +125,7 @@ def region_numel(spec: ShardSpec, in_place: bool) -> int:
 
 
 def fits_in_place(spec: ShardSpec, itemsize: int, rule: MessageRule = PAIRWISE) -> bool:
-    """Return True if the contiguous shards are the parameter: aligned, large enough, and with little padding."""
+    """Return True if the contiguous shards form the parameter: aligned, large enough, and with little padding."""
     part_bytes = spec.part_numel * itemsize
     return (
         spec.dim == 0
@@ -159,7 +159,7 @@ def lay_out(
         itemsize: The size of the smallest element sent, in bytes.
         dims: The dim to shard each parameter along. None selects the best dim.
         rule: The rule that decides which parameters get a separate message.
-        part_step: Shards in place, and the pack, start at multiples of this number of elements in the shard buffer.
+        part_step: In the shard buffer, in-place shards and the pack start at multiples of this number of elements.
     """
     step = max(1, ALIGNMENT_BYTES // itemsize)
     chosen = dims or [None] * len(shapes)

@@ -13,7 +13,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def align(position: int, step: int) -> int:
-    """Return the first multiple of `step` that is not below `position`."""
+    """Return the smallest multiple of `step` that is not less than `position`."""
     return -(-position // step) * step
 
 

@@ -11,7 +11,7 @@ from fullshard.errors import LayoutError
 
 
 def owned(size: int, world: int, rank: int) -> range:
-    """Return the positions of `size` that `rank` owns: equal ranges in rank order; the last may be short or empty."""
+    """Return the indices that `rank` owns: equal ranges in rank order. The last range may be short or empty."""
     part = -(-size // world)
     start = min(rank * part, size)
     return range(start, min(start + part, size))
@@ -34,11 +34,11 @@ class ShardSpec:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the full tensor."""
         return prod(self.shape)
 
     def span(self, rank: int) -> range:
-        """Return the positions along `dim` that `rank` owns."""
+        """Return the range of indices along `dim` that `rank` owns."""
         if self.dim is None:
             return range(1)
         return owned(self.shape[self.dim], self.world, rank)
@@ -55,12 +55,12 @@ class ShardSpec:
 
     @cached_property
     def part_numel(self) -> int:
-        """Elements of the largest shard, which is rank 0's."""
+        """Number of elements of the largest shard, that of rank 0."""
         return self.shard_numel(0)
 
     @property
     def padding(self) -> int:
-        """Elements of padding that make all shards equal."""
+        """Number of padding elements that make all shards equal."""
         return 0 if self.dim is None else self.world * self.part_numel - self.numel
 
     def consists_of_blocks(self, block: int) -> bool:

@@ -1,1 +1,1 @@
-"""Liveness and progress of ranks: questions and answers outside of the process group."""
+"""Liveness and progress of ranks, communicated outside of the process group."""

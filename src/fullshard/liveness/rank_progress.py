@@ -1,10 +1,10 @@
-"""The present activity of this rank, which the engine records and the watchdog reports.
+"""The current activity of this rank, which the engine records and the watchdog reports.
 
 [Note: waits of all threads]
 Any thread of this process may wait for other ranks, so a wait belongs to the thread that recorded it. Background
-threads, such as the one that writes checkpoints, call `work_behind`. Their waits count as the program's once the
-program waits for such a thread (`waiting_here`). Until then they only show that this process cannot continue after the
-loss of a rank. Collectives that users call through torch are found in the stacks of the threads.
+threads, such as the one that writes checkpoints, call `work_behind`. Their waits count as the program's while the
+program waits for such a thread (`waiting_here`). Otherwise they only indicate that this process cannot continue after
+the loss of a rank. Collectives that users call through torch are found by inspecting the stacks of the threads.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fullshard.tape.recorder import Origin, Phase
 
 
 class End(Protocol):
-    """The end of asynchronous work of a device, such as an event of torch."""
+    """The end of asynchronous work on a device, such as a torch event."""
 
     def query(self) -> bool:
-        """Return True once it has been reached; does not wait."""
+        """Return True once it has been reached. Never waits."""
 
 
 class GroupProgress:
-    """The number of collectives of one process group that this rank has started. All its ranks count them from 1.
+    """The number of collectives of one process group that this rank has started. All of its ranks count them from 1.
 
     Args:
         name: A unique name of the group, identical on all of its ranks.
@@ -58,7 +58,7 @@ class GroupProgress:
 
 @dataclass(slots=True)
 class Task:
-    """A collective that is waited for, since a time in seconds of `time.monotonic`.
+    """A collective that this rank waits for, and the time since when, in seconds of `time.monotonic`.
 
     For a collective on a GPU, the wait starts when those queued before it have ended.
     """
@@ -89,7 +89,7 @@ class Task:
 class Wait:
     """The collective that a rank waits for, and the collectives that it has started.
 
-    A waiting rank starts no other collective. So it waits forever if the rank that it waits for also waits forever and
+    A waiting rank starts no other collective. So it waits forever if it waits for a rank that also waits forever and
     has not sent all data of that collective (`has_sent`).
     """
 
@@ -124,7 +124,7 @@ class _TorchCall:
 
 @dataclass
 class RankProgress:
-    """The activity of this rank, which waiting threads write and the watchdog's thread reads."""
+    """The activity of this rank. Waiting threads write it, and the watchdog's thread reads it."""
 
     step: int = 0  # number of steps that the last root has begun
     unwatched: Unwatched | None = None  # the last queued collective whose end could not be detected
@@ -155,7 +155,7 @@ class RankProgress:
     def enter(
         self, name: str, origin: Origin | None = None, group: GroupProgress | None = None, number: int = 0
     ) -> None:
-        """Record that this thread starts to wait for a collective, if given for collective `number` of `group`."""
+        """Record that this thread starts to wait for a collective: number `number` of `group`, if given."""
         thread = get_ident()
         self._waiting[thread] = self._new_task(name, origin, None, group, number)
         if thread not in self._trains and thread not in self._behind:
@@ -181,7 +181,7 @@ class RankProgress:
 
     @contextmanager
     def waiting_here(self) -> Iterator[None]:
-        """Context manager that records a wait of this thread for background threads, and so for what these wait for."""
+        """Context manager that records that this thread waits for background threads, and so for what they wait for."""
         thread = get_ident()
         self._joining[thread] = monotonic()
         try:
@@ -200,7 +200,7 @@ class RankProgress:
             self._queued.append(self._new_task(name, origin, ended))
 
     def forget_group(self) -> None:
-        """Forget the state of a destroyed default process group, except for present waits of threads."""
+        """Forget the state of a destroyed default process group, except for current waits of threads."""
         self.step, self.unwatched, self._last = 0, None, None
         self._left = monotonic()
         self._observed.clear()
@@ -208,23 +208,23 @@ class RankProgress:
         self._trains.clear()
 
     def waits(self) -> list[Task]:
-        """Return the present waits of all threads of this process, oldest first, without calls of torch."""
+        """Return the current waits of all threads of this process, oldest first, without calls of torch."""
         return sorted(self._waiting.copy().values(), key=lambda task: task.since)
 
     @property
     def waited_s(self) -> float:
-        """Seconds of the wait for the present collective; 0 if there is none."""
+        """Seconds of the wait for the current collective; 0 if there is none."""
         task = self.task
         return 0.0 if task is None else task.waited_s
 
     @property
     def waited_behind_s(self) -> float:
-        """Seconds of the longest present wait of any thread, including calls of torch on background threads."""
+        """Seconds of the longest current wait of any thread, including calls of torch on background threads."""
         calls = [task for task in map(self._torch_call_of, self._behind.copy()) if task is not None]
         return max((task.waited_s for task in [*self.waits(), *calls]), default=0.0)
 
     def now(self) -> tuple[str, float]:
-        """Return a description of this rank's activity, and its duration in seconds."""
+        """Return a description of this rank's current activity, and its duration in seconds."""
         step = f", step {self.step}" if self.step else ""
         task = self.task
         if task is not None:
@@ -271,7 +271,7 @@ class RankProgress:
 
     @property
     def task(self) -> Task | None:
-        """The present collective, if there is one."""
+        """The current collective, if there is one."""
         self._drop_ended()
         waiting = self._waiting.copy()
         is_joining = bool(self._joining)
@@ -284,7 +284,7 @@ class RankProgress:
             return self._torch_call()
 
     def _torch_call(self) -> Task | None:
-        """Return the collective that the program has called through torch; its wait starts when first seen here."""
+        """Return the collective that the program has called through torch. Its wait starts when it is detected here."""
         return next(filter(None, map(self._torch_call_of, self._threads())), None)
 
     def _torch_call_of(self, thread: int) -> Task | None:
@@ -300,8 +300,9 @@ class RankProgress:
         return visited[1]
 
     def _threads(self) -> list[int]:
-        """Return the threads whose calls of torch count: the main one, and those that have waited for ranks before.
-        Background threads are included while one of these waits for them.
+        """Return the threads whose torch calls count: the main thread, and threads that have waited for ranks before.
+
+        Background threads are included while one of these threads waits for them.
         """
         main = main_thread().ident or 0
         behind = self._behind.copy() if self._joining else ()
@@ -341,7 +342,7 @@ class RankProgress:
         return Task(name, origin, monotonic(), in_first_step, ended, group=group, number=number)
 
     def _is_first(self, name: str, origin: Origin | None) -> bool:
-        """Return True if a collective belongs to the first step, or is the first of its kind without training."""
+        """Return True if a collective belongs to the first step or, without training, is the first of its kind."""
         if self.step:
             return True
         collective = (name, origin.unit, origin.phase) if origin is not None else (name, "", Phase.IDLE)

@@ -1,7 +1,7 @@
 """A ring of connections, from each rank to the next, to detect the end of a process immediately.
 
-The system closes a connection when its process ends for any reason, and detects when a host does not answer any more.
-Only a greeting and a farewell are sent, so a slow rank is never considered lost.
+The system closes a connection when its process ends for any reason, and detects when a host no longer responds. Only a
+greeting and a farewell are sent, so a slow rank is never considered lost.
 
 [Note: where a rank listens]
 Only the previous rank connects. If it is on the same host, the socket is bound to the loopback address, and other hosts
@@ -31,7 +31,7 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # the result
 
 
 def host_identity() -> str:
-    """Return a text that identifies the kernel and network namespace: processes with the same one share a loopback."""
+    """Return text that identifies the kernel and network namespace, whose processes share a loopback interface."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/net').readlink()}"
 
@@ -43,7 +43,7 @@ class Ring:
         store: The store to exchange addresses. It is not used after `join()` has returned True.
         rank: This rank.
         world: The number of ranks.
-        silence_s: The seconds without an answer of a host before it is considered lost, at most 127.
+        silence_s: The seconds without a response from a host before it is considered lost, at most 127.
         way: The host and port of a server that all ranks can reach. None means this host.
     """
 
@@ -68,7 +68,7 @@ class Ring:
         store.set(_host_key(rank), self._host)
 
     def join(self) -> bool:
-        """Connect as far as possible now. Return True once both neighbours are connected."""
+        """Connect as far as possible without waiting. Return True once both neighbors are connected."""
         if self._server is None and self._store.check([_host_key(self.previous)]):
             self._listen(self._store.get(_host_key(self.previous)).decode())
         if self._to_next is None and self._store.check([_key(self._next)]):
@@ -143,7 +143,7 @@ class Ring:
 
     @property
     def watches(self) -> bool:
-        """True if the previous rank is connected."""
+        """True if the previous rank is connected, so that its loss is detected."""
         return self._from_previous is not None
 
     def leave(self, *, farewell: bool) -> None:

@@ -1,4 +1,4 @@
-"""A process group's store, with a time-out for every call.
+"""A process group's store, with a timeout for every call.
 
 If the host of a `TCPStore` does not respond, most calls wait until the system closes the connection after about 15
 minutes, because the store's time-out applies only to missing keys. So a separate thread makes the calls, and is
@@ -19,8 +19,8 @@ import torch.distributed as dist
 class PatientStore:
     """A few calls of `store`. Each returns or raises within `patience_s` seconds.
 
-    A call raises `RuntimeError`, like torch's own errors of the store, if the store does not answer. It raises
-    immediately while an earlier call has not been answered. Use it from one thread at a time.
+    A call raises `RuntimeError`, like torch's own errors of the store, if the store does not respond. It raises
+    immediately while an earlier call is pending. Use it from one thread at a time.
     """
 
     def __init__(self, store: dist.Store, patience_s: float) -> None:
@@ -33,7 +33,7 @@ class PatientStore:
         Thread(target=self._ask, name="fullshard store", daemon=True).start()
 
     def set(self, key: str, value: str) -> None:
-        """Set `key`."""
+        """Set the value of `key`."""
         self._answer(self._store.set, key, value)
 
     def get(self, key: str) -> bytes:
@@ -45,7 +45,7 @@ class PatientStore:
         return bool(self._answer(self._store.check, keys))
 
     def add(self, key: str, amount: int) -> int:
-        """Add `amount` to the number at `key`, and return the sum."""
+        """Add `amount` to the number stored at `key`, and return the sum."""
         return int(self._answer(self._store.add, key, amount))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:

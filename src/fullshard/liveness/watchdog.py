@@ -1,4 +1,4 @@
-"""A thread that reports the progress of every rank when a collective takes long, and ends a process that would hang.
+"""A thread that reports the progress of all ranks when a collective takes too long, and ends a hanging process.
 
 Ranks wait forever if one of them is lost, or if they do not reach the same collective. The ring (`ring.py`) and, on
 gloo, the connections of the process group detect the first case. A timer detects the second, on every backend. Ranks
@@ -72,7 +72,7 @@ def set_collective_timeout(seconds: float | None, *, report_after: float | None 
     """End the job when a collective takes longer than `seconds`; never if None.
 
     Each rank then writes its progress to the standard error stream (step, microbatch, unit, phase, collective,
-    duration), and the first rank to detect the time-out also writes the progress of all ranks. The processes end with
+    duration), and the first rank to detect the timeout also writes the progress of all ranks. The processes end with
     exit code 75. By default this happens a few seconds before the time-out of the default process group
     (`init_process_group(timeout=...)`: 30 minutes on gloo, 10 on NCCL). A longer time has no effect, because the group
     then aborts its collectives.
@@ -80,9 +80,9 @@ def set_collective_timeout(seconds: float | None, *, report_after: float | None 
     The progress of all ranks is also reported earlier, once for each stuck collective, as a warning of the logger
     `fullshard.liveness.watchdog`. The job continues after this: one rank may delay the others to evaluate or to save.
 
-    Collectives before and during a root's first step are not reported, since ranks may compile for different times.
-    They end the job after the process group's time-out or `seconds`, whichever is longer. In a model that never trains
-    these are the collectives of its first forward.
+    Collectives before and during a root's first step are not reported, because ranks may take different times to
+    compile. They end the job after the process group's timeout or `seconds`, whichever is longer. For a model that is
+    never trained, these are the collectives of its first forward.
 
     This function may be called at any time. The rank with the shortest time decides.
 
@@ -125,7 +125,7 @@ class PeerGoneError(Exception):
 
 
 def lost(rank: int, where: str) -> RankLostError:
-    """Return the error of a rank whose connection to `rank` broke while it was `where`, and publish it on the board."""
+    """Return the error of a rank whose connection to `rank` broke during `where`, and publish it on the board."""
     account = None if _watchdog is None else _watchdog.account_for(rank)
     return RankLostError(_loss(account or _Loss(rank, "its process is gone"), where))
 
@@ -146,7 +146,7 @@ def _loss(loss: _Loss, where: str) -> str:
 
 
 class _Watchdog:
-    """The watchdog of one process group. Only `account_for` and `stop` are called by the main thread."""
+    """The watchdog of one process group. The main thread only calls `account_for` and `stop`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -185,7 +185,7 @@ class _Watchdog:
             store.close()
 
     def forget(self) -> None:
-        """Close the inherited connections in a forked process. Otherwise the end of its parent would go unnoticed."""
+        """Close the inherited connections in a forked process. Otherwise the end of its parent would not be noticed."""
         if self._ring is not None:
             self._ring.leave(farewell=False)
 
@@ -196,7 +196,7 @@ class _Watchdog:
         return loss
 
     def _run(self) -> None:
-        """Run checks until the group is gone. A failure is logged, and the next check tries again."""
+        """Run checks until the group no longer exists. Failures are logged, and the next check tries again."""
         while not self._stopped.is_set() and self._is_needed:
             try:
                 self._look()
@@ -213,11 +213,11 @@ class _Watchdog:
 
     @property
     def _is_needed(self) -> bool:
-        """True while the group is the default one, and later while a thread still waits after a loss."""
+        """True while the group is the default one, and afterwards while a thread still waits after a loss."""
         return dist.group.WORLD is self.group or (self._missed_since < math.inf and here.waited_behind_s > 0)
 
     def _look(self) -> None:
-        """Check the previous rank, the board and the time-outs."""
+        """Check the previous rank, the board and the timeouts."""
         self._joined = self._joined or self._join()
         if (noticed := self._lost_previous()) is not None:
             self._own_board.first_loss(noticed)
@@ -240,7 +240,7 @@ class _Watchdog:
                 self._end(why)
 
     def _is_stuck(self, task: Task | None) -> bool:
-        """Return True if this process hangs: it has waited too long since a loss, for `task` or in any thread."""
+        """Return True if this process hangs: it has waited too long after a loss, for `task` or in any thread."""
         missed_s = monotonic() - self._missed_since
         if task is not None and min(missed_s, task.waited_s) > (_LONG_GRACE_S if task.is_torchs else _GRACE_S):
             return True
@@ -282,7 +282,7 @@ class _Watchdog:
         return None
 
     def _end_s(self, task: Task | None) -> float:
-        """Return the seconds of waiting after which the job ends: for `task`, or for any other if None."""
+        """Return the seconds of waiting for `task` after which the job ends; if None, for any other collective."""
         timeout_s = group_timeout_s(self.group)
         own_s = timeout_s - min(_LEAD_S, timeout_s / 2)
         if switches.end_after_s is None:
@@ -290,7 +290,7 @@ class _Watchdog:
         return max(switches.end_after_s, own_s) if task is not None and task.in_first_step else switches.end_after_s
 
     def _answer(self, question: _Question, task: Task | None) -> None:
-        """Publish this rank's progress, report that of all ranks if this rank has asked, and end if requested."""
+        """Publish this rank's progress. If this rank has asked, report that of all ranks. End if requested."""
         ends = question.purpose == "end"
         if question.purpose == "deadlock":
             self._end_waits(question)
@@ -371,7 +371,7 @@ class _Watchdog:
         return _Loss(self._ring.previous, self._own_board.end_of(self._ring.previous, otherwise))
 
     def _collect(self, question: _Question, verdict: str) -> str:
-        """Return the report of all ranks, after a header that ends with `verdict`. Ranks may exit after this call."""
+        """Return the report of all ranks, with a header that ends with `verdict`. Ranks may exit after this call."""
         head = f"rank {self._rank} is {here}, {verdict}. Progress of all ranks:"
         self._await_answers(question)
         lines = [f"  {line}" for line in self._own_board.answers(question, self._world)]
@@ -392,12 +392,12 @@ class _Watchdog:
 
 
 def _long(end_s: float) -> str:
-    """Return the verdict on a collective that is reported."""
+    """Return the verdict on a collective that takes long and is reported."""
     return "and the job continues" + ("" if math.isinf(end_s) else f"; it will be ended after {end_s:g} s")
 
 
 def _separate(end_s: float) -> str:
-    """Return the verdict on ranks that all wait for different collectives."""
+    """Return the verdict on ranks that all wait, for different collectives."""
     return (
         "and all ranks wait, but not for the same collective: every rank must make the same calls (including saving, "
         f"state dicts and barriers) after the same number of batches; {_long(end_s).removeprefix('and ')}"
@@ -405,7 +405,7 @@ def _separate(end_s: float) -> str:
 
 
 def _too_long(end_s: float) -> str:
-    """Return the verdict on a collective that ends the job."""
+    """Return the verdict on a collective that takes too long and ends the job."""
     more = "give init_process_group a longer timeout"
     if switches.end_after_s is not None:
         more = "call fullshard.set_collective_timeout(seconds)"
@@ -467,7 +467,7 @@ class _Board:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the first of the calls that the store has not answered; 0 if it answered the last one."""
+        """Seconds since the first call that the store has not answered; 0 if it has answered the last one."""
         return 0.0 if self.error is None else monotonic() - self._silent_since
 
     def publish_end(self, rank: int, how: str) -> None:
@@ -489,7 +489,7 @@ class _Board:
         return _Loss(**json.loads(message)) if message else self._loss
 
     def ask(self, rank: int, purpose: str, *, error: str = "", groups: Sequence[str] = ()) -> _Question:
-        """Post the question of `rank` for the progress of all ranks, unless there is a new one, and return it."""
+        """Post a question of `rank` for the progress of all ranks, unless there is a new one. Return the question."""
         last = _question(self._question)
         local = json.dumps(asdict(_Question(last.number + 1 if last else 0, rank, purpose, error, groups)))
         self._question = self._replace("question", self._question, local)
@@ -516,7 +516,7 @@ class _Board:
         self._call(self._store.add, f"answers/{question.number}", 1, otherwise=0)
 
     def has_answers(self, question: _Question, world: int) -> bool:
-        """Return True if all ranks have answered, or the store is gone."""
+        """Return True if all ranks have answered, or the store is unavailable."""
         return self._call(self._store.add, f"answers/{question.number}", 0, otherwise=world) >= world
 
     def answers(self, question: _Question, world: int) -> list[str]:
@@ -550,11 +550,11 @@ class _Board:
         ]
 
     def close_account(self, question: _Question) -> None:
-        """Publish that the report is complete: ranks may end, and the store with them."""
+        """Publish that the report is complete, so that ranks, and the store with them, may end."""
         self._first(f"closed/{question.number}", "yes")
 
     def await_account(self, question: _Question) -> None:
-        """Wait until the answers have been collected, a time-out, or the end of the store with a rank that ended."""
+        """Wait until the answers have been collected, until a timeout, or until the store is unavailable."""
         deadline = monotonic() + 2 * _ANSWER_S
         while monotonic() < deadline:
             try:
@@ -571,7 +571,7 @@ class _Board:
         return self._replace(key, "", value)
 
     def _replace(self, key: str, old: str, new: str) -> str:
-        """Set `key` to `new` if it was `old`, and return its value, or `new` if the store is gone."""
+        """Set `key` to `new` if it was `old`, and return its value, or `new` if the store is unavailable."""
         return self._call(self._store.compare_set, key, old, new, otherwise=new.encode()).decode()
 
     def _read(self, key: str) -> str:
@@ -579,7 +579,7 @@ class _Board:
         return self._call(self._store.get, key, otherwise=b"").decode() if is_there else ""
 
     def _call(self, call: Callable[..., T], *args: Any, otherwise: T) -> T:
-        """Return the answer of the store. If it is gone or slow, record the error and return `otherwise`."""
+        """Return the answer of the store. If it is unavailable or slow, record the error and return `otherwise`."""
         try:
             answer = call(*args)
         except RuntimeError as error:
@@ -599,14 +599,14 @@ _watchdog: _Watchdog | None = None
 
 
 def _stop_at_exit() -> None:
-    """Publish how this process ends. Python has stored the exception that ends it."""
+    """Publish how this process ends. The exception that ends it has been stored by Python."""
     error = getattr(sys, "last_value", None)
     if _watchdog is not None:
         _watchdog.stop(failure="" if error is None else f"it raised {type(error).__name__}: {error}")
 
 
 def _forget_in_child() -> None:
-    """Close inherited connections: a forked process is not a rank, and would keep them open after its parent's end."""
+    """Close inherited connections: a forked process is not a rank, and would keep them open after its parent ended."""
     global _watchdog
     if _watchdog is not None:
         _watchdog.forget()

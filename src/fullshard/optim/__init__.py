@@ -1,4 +1,4 @@
-"""Optimizers for sharded parameters; clipping and loss scaling between backward and a step."""
+"""Optimizers for sharded parameters, gradient clipping and loss scaling."""
 
 from typing import TYPE_CHECKING
 

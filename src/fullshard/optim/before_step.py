@@ -64,7 +64,7 @@ _found_unchanged: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDic
 
 
 def check_modules(optimizer: Optimizer) -> None:
-    """Raise if parameters of the modules that `optimizer` steps were replaced or added after sharding.
+    """Raise if parameters of the modules that `optimizer` updates were replaced or added after sharding.
 
     The check runs only after a parameter or module was registered in any module.
 
@@ -78,7 +78,7 @@ def check_modules(optimizer: Optimizer) -> None:
 
 
 def register_outside_params(optimizer: Optimizer) -> None:
-    """Let ranks compare the parameters of `optimizer` outside of units, whose gradients might not be averaged.
+    """Let ranks compare the parameters of `optimizer` that are outside of units, whose gradients might not be averaged.
 
     They are compared if the optimizer also trains units, or if their gradients may come from a backward through units.
     """

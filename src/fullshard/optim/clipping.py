@@ -146,9 +146,9 @@ def _norms(values: Sequence[Tensor], norm_type: float, *, offloaded: bool = Fals
 
 
 class _Part:
-    """The slice of gradients with equal placements whose norm this rank computes.
+    """The part of gradients with equal placements whose norm this rank computes.
 
-    On the last axis, the shard axis, this is the shard, even if the gradient is replicated.
+    On the last axis, the shard axis, the part is the shard, even if the gradient is replicated.
 
     Args:
         mesh: The mesh of the gradients.
@@ -166,7 +166,7 @@ class _Part:
         """True if the slice is the local tensor."""
 
     def of(self, grad: DTensor) -> Tensor:
-        """Return the slice of `grad`."""
+        """Return this rank's part of `grad`."""
         local: Tensor = (grad if self._is_summed else grad.redistribute(placements=self._summed))._local_tensor
         if not self._is_whole:
             return local
@@ -240,10 +240,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` for sharded gradients. All ranks skip a step if a gradient shard of any rank overflows.
 
     Args:
-        device: The type of the device, such as `"cuda"`. If None, the type of the present accelerator.
+        device: The type of the device, such as `"cuda"`. If None, the type of the current accelerator.
         init_scale: The scale of the first step.
-        growth_factor: The factor of the scale after `growth_interval` steps without overflow.
-        backoff_factor: The factor of the scale after an overflow.
+        growth_factor: The growth factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: The factor that multiplies the scale after an overflow.
         growth_interval: The number of steps without overflow before the scale grows.
         enabled: Whether to scale losses and gradients.
         process_group: The ranks that skip a step together. If None, all ranks.

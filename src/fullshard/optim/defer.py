@@ -2,15 +2,15 @@
 
 [Note: deferred steps]
 The shards of some units are on the CPU, and their steps can overlap with work of the device. After `optimizer.step()`,
-the next forward needs the first unit immediately and the last one late. So a unit on the CPU is stepped just before its
+the next forward needs the first unit immediately and the last one much later. So the CPU updates a unit just before its
 gather starts, while the device computes the earlier units. With more such units, more of the CPU time is hidden.
 
 The inputs of the step are recorded when it is deferred: gradients, states, and options of the groups. Until the step
 runs, the parameters, their gradients and their states hold `Awaited` tensors. Any access to one of them runs the step
 first. So a deferred step has no visible effect except the time at which it runs.
 
-A step is not deferred in these cases: other code refers to shards or states, and would see old values; it is the first
-step, which creates the states; it has a closure, hooks or a gradient scaler; it runs within a backward.
+A step is not deferred in these cases: other code refers to shards or states, and would see old values; the step is the
+first one, which creates the states; it has a closure, hooks or a gradient scaler; or it runs within a backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fullshard.engine.unit import Unit
 
 
 def can_defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter]) -> bool:
-    """Return True if a step of `params`, which belong to `unit`, can be deferred without a visible effect."""
+    """Return True if the update of `params`, which belong to `unit`, can be deferred without a visible effect."""
     if any(param.grad is None for param in params):
         return False
     if in_backward() or not all(param_group.has_shards_alone for param_group in unit.param_groups):
@@ -111,7 +111,7 @@ class _Deferred:
 
 
 def defer(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter], run: Callable[[], None]) -> None:
-    """Defer `run`, which steps only `params` of `optimizer`, until `unit` is needed or a parameter is accessed."""
+    """Defer `run`, which updates only `params` of `optimizer`, until `unit` is needed or a parameter is accessed."""
     unit.residency.deferred_steps.append(_Deferred(optimizer, params, run).take)
 
 

@@ -46,7 +46,7 @@ _TOLERANCE = 1e-4  # of the largest change of an element of the parameter
 
 
 def check_name(optimizer: Optimizer) -> None:
-    """Raise `ConfigError` if `optimizer`, or one of its base classes, is known to need whole parameters."""
+    """Raise `ConfigError` if `optimizer`, or one of its base classes, is known to need full parameters."""
     for kind in type(optimizer).__mro__:
         name = _known_name(kind.__name__)
         if name is not None:
@@ -124,7 +124,7 @@ Shapes = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
 def _try_both(optimizer: Optimizer, seed: int = 0) -> tuple[Updates, Updates, Shapes]:
-    """Step test tensors, full and in parts. Return both updates, and states whose shape is not the parameter's."""
+    """Step full test tensors and parts of them. Return both updates, and the states with a different shape."""
     device = next(param.device for group in optimizer.param_groups for param in group["params"])
     for where in dict.fromkeys([torch.device("cpu"), device]):
         if where.type == "meta":
@@ -144,7 +144,7 @@ def _try_both(optimizer: Optimizer, seed: int = 0) -> tuple[Updates, Updates, Sh
 
 
 def _steps_of(optimizer: Optimizer, device: torch.device, part: int, parts: int) -> tuple[Updates, Shapes]:
-    """Return the updates by some steps of part number `part` of `parts` of the test tensors."""
+    """Return the updates of part number `part` of `parts` of the test tensors in a few steps, and state shapes."""
     generator = torch.Generator().manual_seed(0)
     groups = optimizer.param_groups[:_LARGEST_GROUPS]
     drawn = [[_draw(generator, shape) for shape in ((_ROWS, _COLUMNS), (_ROWS,))] for _ in groups]
@@ -242,7 +242,7 @@ class StepComparison:
     made: Optimizer | None = None
 
     def begin(self, args: Any, kwargs: Any) -> None:
-        """Gather parameters and gradients, and step the reference optimizer. This is a collective."""
+        """Gather parameters and gradients, and run a step of the reference optimizer. This is a collective."""
         optimizer = self._optimizer
         if args or kwargs:
             raise ConfigError(
@@ -265,7 +265,7 @@ class StepComparison:
         self.made.step()
 
     def end(self) -> bool:
-        """Gather parameters again and compare. Return True after the last step to compare. This is a collective.
+        """Gather parameters again and compare. Return True after the last step that is compared. This is a collective.
 
         Raises:
             ConfigError: The results differ. The error is raised on every rank.

@@ -3,8 +3,8 @@
 Optimizers of torch do this automatically, starting with their second step. Other optimizers do it after `step_shards`.
 
 Every operation on a `DTensor` is first dispatched in Python, which takes as long as updating a small shard. So during a
-step, the groups and the state of the optimizer have this rank's shards instead of the `DTensor`s. The same operations
-on the same memory give the same bits.
+step, the groups and the state of the optimizer contain this rank's shards instead of the `DTensor`s. The same
+operations on the same memory give the same bits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 @cache
 def watch_optimizers() -> None:
-    """Make every optimizer use the sharded parameters in its steps, and step their plain shards."""
+    """Make every optimizer use the sharded parameters in its steps, and update their plain shards."""
     before_optimizer_states(lambda optimizer: _loaded_states().prepare_to_save(optimizer))
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
@@ -83,7 +83,7 @@ def _budgets() -> ModuleType:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Prepare a step of `optimizer`, or run it here. Return new arguments for its own step; None to keep them."""
+    """Prepare a step of `optimizer`, or run it here. Return new arguments for its own step, or None to keep them."""
     if torch.compiler.is_compiling():
         _refuse_compiled_step(optimizer)
     if optimizer in trials:
@@ -107,7 +107,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 @outside_of_graphs
 def _refuse_compiled_step(optimizer: Optimizer) -> None:
-    """Raise if `optimizer` has sharded parameters: Dynamo cannot trace a `DTensor` of a part of a buffer."""
+    """Raise if `optimizer` has sharded parameters: Dynamo cannot trace a `DTensor` over a slice of a buffer."""
     if any(isinstance(param, DTensor) for param in _params(optimizer)):
         raise ConfigError(
             f"{type(optimizer).__name__}.step() of sharded parameters was called within torch.compile, which cannot "
@@ -136,7 +136,7 @@ def _record_writes(optimizer: Optimizer) -> None:
 
 
 def _note_step() -> None:
-    """Attribute later events of the trace to a step."""
+    """Attribute later events of the trace to an optimizer step."""
     global _interrupted
     recorder = active_recorder()
     if recorder is not None and recorder.origin is not _STEP:  # it still is after a step that raised
@@ -155,7 +155,7 @@ _interrupted = Origin("", Phase.IDLE)  # the origin before a step, which may run
 
 
 def step_shards(optimizer: OptimizerT, *, verify: bool = False) -> OptimizerT:
-    """Make `optimizer` step this rank's plain shards instead of the sharded parameters, and return it.
+    """Make `optimizer` update this rank's plain shards instead of the sharded parameters, and return it.
 
     Use it for optimizers that treat each element, or each block of elements, separately, and whose kernels need plain
     memory. torch's elementwise optimizers do not need it. The optimizers of bitsandbytes and torchao encode states in
@@ -169,7 +169,7 @@ def step_shards(optimizer: OptimizerT, *, verify: bool = False) -> OptimizerT:
     Args:
         optimizer: The optimizer, with or without states.
         verify: Whether to compare the first three steps with those of an optimizer of the same class on full tensors.
-            For this, each rank gathers all parameters and gradients, and has memory for full states.
+            For this, each rank gathers all parameters and gradients, and needs memory for full states.
 
     Raises:
         ConfigError: The optimizer needs full parameters, or shards that are whole blocks (pass `shard_alignment` to
@@ -200,7 +200,7 @@ def _has_no_shards(optimizer: Optimizer) -> bool:
 
 
 def _check_steps_shards(optimizer: Optimizer) -> None:
-    """Raise if `optimizer` would step `DTensor`s but cannot."""
+    """Raise if `optimizer` would have to update `DTensor`s but cannot."""
     kind, sharded, blocks = type(optimizer), _sharded_params(optimizer), block_states(optimizer)
     if blocks is not None and blocks.draws:  # replicas must also draw identical numbers
         sharded = [item for item in _params(optimizer) if isinstance(item, DTensor)]
@@ -234,7 +234,7 @@ def _sharded_params(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _step_shards(optimizer: Optimizer) -> None:
-    """Make `optimizer` step shards, starting with its next step, if it is elementwise and does not do so already."""
+    """Make `optimizer` update plain shards from its next step on, if it is elementwise."""
     if type(optimizer) not in _ELEMENTWISE or hasattr(optimizer.step, _MARK):
         return
     if any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
@@ -368,7 +368,7 @@ def _restricted_to(optimizer: Optimizer, params: Iterable[Tensor] | None) -> Ite
 
 
 def _shard_of(param: nn.Parameter, swapped: list[tuple[Any, Tensor]]) -> Tensor:
-    """Return this rank's shard of `param` with its gradient, and record it in `swapped`. Return other `param`s."""
+    """Return this rank's shard of `param` with its gradient, and record it in `swapped`. Keep other `param`s."""
     grad = param.grad
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or managed_by(param) is None:
         return param
@@ -401,7 +401,7 @@ def _local_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _was_moved(known: Any, value: Any) -> bool:
-    """Return True if `known` is 0-dim, and a step has moved `value`, its 1-D view, to other memory."""
+    """Return True if a step has moved `value`, the 1-D view of the 0-dim `known`, to other memory."""
     return isinstance(known, DTensor) and not known.ndim and address(value) != address(known._local_tensor)
 
 
@@ -440,7 +440,7 @@ def _step_in_chunks(
 ) -> Any:
     """Run the step `inner` of `optimizer` in chunks, and return the result of the closure, if given.
 
-    The closure is called once, before any parameter is stepped. The user's hooks are called before the first and after
+    The closure is called once, before any parameter is updated. The user's hooks are called before the first and after
     the last chunk.
 
     Args:
@@ -503,9 +503,9 @@ def _step_separately(
     *,
     may_wait: bool,
 ) -> None:
-    """Step parameters on the device, in chunks if states are on a disk, and parameters `on_cpu` on the CPU.
+    """Update parameters on the device, in chunks if states are on a disk, and parameters `on_cpu` on the CPU.
 
-    The CPU steps units in the order of their gradients, while the device steps, or later if `may_wait`.
+    The CPU updates units in the order of their gradients, while the device updates others, or later if `may_wait`.
     """
     there = {id(param) for params in on_cpu.values() for param in params}
     if disk is None:
@@ -567,7 +567,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _complex_without_view(optimizer: Optimizer) -> DTensor | None:
-    """Return a complex parameter that an optimizer of torch cannot step as a `DTensor`; None if there is none.
+    """Return a complex parameter that torch's optimizers cannot update as a `DTensor`; None if there is none.
 
     Optimizers view complex tensors as real ones. If a `DTensor` is sharded unevenly along its last dim, torch gathers
     it for the view, so writes to the view are lost. For a 0-dim `DTensor` it raises `RuntimeError`. The view of a
@@ -587,11 +587,12 @@ def _complex_without_view(optimizer: Optimizer) -> DTensor | None:
 
 
 def _step_instead_of(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Step `optimizer` in chunks if necessary, and remove its parameters until its own step is over.
+    """Run the step of `optimizer` in chunks if necessary, and remove its parameters until its own step has returned.
 
-    With a closure, its own step runs with all states in memory, which are written to the disk afterwards. For complex
-    parameters without a view, it runs without parameters: the returned arguments contain a closure that returns the
-    loss. The user's hooks, which may exist on some ranks only, are called here, before and after all chunks.
+    With a closure, its own step runs with all states in memory, and the states are written to the disk afterwards. For
+    complex parameters without a view, its own step runs without parameters: the returned arguments contain a closure
+    that returns the loss. The user's hooks, which may exist on some ranks only, are called here, before and after all
+    chunks.
     """
     disk = None if isinstance(optimizer, ChunkedSteps) else states_on_disk(optimizer)
     on_cpu, complex_param = _on_cpu(optimizer), _complex_without_view(optimizer)
@@ -629,7 +630,7 @@ def _nothing() -> None:
 
 
 def _restore(optimizer: Optimizer) -> None:
-    """Restore the parameters and hooks of `optimizer`, and write their states to the disk."""
+    """Restore the parameters and hooks of `optimizer`, and write its states to the disk."""
     _withheld.pop(optimizer, _nothing)()
     given = _given.pop(optimizer, None)
     if given is None:

@@ -6,10 +6,10 @@ close to 1, which a Newton-Schulz iteration computes. The learning rate "match_r
 is Scalable for LLM Training" (2025, arXiv:2502.16982). The operations are those of `torch.optim.Muon`.
 
 [Note: how matrices are exchanged]
-Momenta are updated in shards. The iteration needs the whole matrix and computes in bfloat16. So messages are bfloat16,
-without any loss. Each rank has one buffer, `own_part`, with its parts of all matrices of a batch, by owner, and receive
-buffers, `received`, with every rank's parts of the matrices that it owns itself. With matrices A and B owned by rank 0
-and C by rank 1:
+Momenta are updated in shards. The iteration needs the whole matrix and computes in bfloat16. So messages are in
+bfloat16, without any loss of precision. Each rank has one buffer, `own_part`, with its parts of all matrices of a
+batch, by owner, and receive buffers, `received`, with every rank's parts of the matrices that it owns. With matrices A
+and B owned by rank 0 and C by rank 1:
 
               own_part        received
     rank 0    [A0 B0][C0]     [A0 B0][A1 B1]      its own receive buffer is a slice of `own_part`
@@ -71,12 +71,12 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
     it in float32 and rounds once.
 
     The ranks of a mesh, including replicas, divide the orthogonalisations evenly, and exchange the next matrices while
-    they compute. Matrices that are not `DTensor`s are orthogonalised on each rank. Every rank must call `step`, with
+    they compute. Matrices that are not `DTensor`s are orthogonalised on each rank. Every rank must call `step` with
     gradients of the same parameters.
 
     A 3-D parameter is a stack of matrices, one per expert or head. Each matrix is orthogonalised separately, and
-    locally if a rank has all of it. Matrices may be sharded along any axes of their mesh, also by tensor or expert
-    parallelism.
+    locally if a rank has all of it. Matrices may be sharded along any axes of their mesh, including those of tensor and
+    expert parallelism.
 
     Muon is for the weight matrices of hidden layers. Give embeddings, output heads, biases and norms to another
     optimizer:
@@ -85,11 +85,11 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
         muon = Muon(hidden, lr=0.02, weight_decay=0.01)
 
     Args:
-        params: matrices, or stacks of them (2-D or 3-D, real, floating-point), or groups of these.
-        lr: the learning rate: a number, or a tensor of one.
+        params: Matrices or stacks of matrices (2-D or 3-D, real, floating-point), or parameter groups of them.
+        lr: The learning rate, as a number or a tensor with one element.
         weight_decay: the decoupled weight decay, which is multiplied by the learning rate.
-        momentum: the fraction of the momentum that a step keeps; the rest is the gradient's.
-        nesterov: whether to use Nesterov momentum, a mixture of the gradient and the new momentum.
+        momentum: The weight of the previous momentum; the gradient has the rest.
+        nesterov: Whether to use Nesterov momentum, a mixture of the gradient and the new momentum.
         ns_coefficients: The coefficients of the iterated odd polynomial of degree five.
         eps: the minimum norm that a matrix is divided by before the iteration.
         ns_steps: the number of iterations.
@@ -164,7 +164,7 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
         return loss
 
     def _step_some(self, params: Sequence[Tensor]) -> None:
-        """Step `params`, which are the same on every rank."""
+        """Update `params`, which are the same on every rank."""
         ids = set(map(id, params))
         by_team = self._matrices_by_team()
         some = {team: [matrix for matrix in matrices if id(matrix.param) in ids] for team, matrices in by_team.items()}
@@ -177,7 +177,7 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
             team.step([matrix for matrix in matrices if matrix.param.grad is not None], note)
 
     def _named(self) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
-        """Yield every parameter with its group, and its name from the user or its number in the state dict."""
+        """Yield each parameter with its group and its name: the user's, or its number in the state dict."""
         number = 0
         for group in self.param_groups:
             for i, param in enumerate(group["params"]):
@@ -203,7 +203,7 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
         return found
 
     def _wrong_param(self) -> str | None:
-        """Describe the fault of the last group's parameters; None if Muon can step them all."""
+        """Describe why the last group's parameters are invalid; None if Muon supports all of them."""
         number = len(self.param_groups) - 1
         for name, _, param in (item for item in self._named() if item[1] is self.param_groups[-1]):
             if param.ndim not in (2, 3) or not param.is_floating_point():
@@ -249,7 +249,7 @@ class Cuts:
 
     Args:
         spans: The positions of each part along each dim of the parameter.
-        index: The index of the matrix in a stack, or nothing.
+        index: The index of the matrix in a stack; empty for a single matrix.
         rows: The rows of the matrix.
         columns: The columns of the matrix.
         whole_part: the part that is the whole matrix, if there is one.
@@ -282,7 +282,7 @@ class Cuts:
         return math.prod(self.shape(part))
 
     def own(self, local: Tensor, part: int) -> Tensor:
-        """Return the view of this matrix's part in `local`, which is `part` of the parameter."""
+        """Return a view of this matrix's part in `local`, which is part `part` of the parameter."""
         if not self.has(part):
             return local.new_empty(0, 0)
         for at, span in zip(self.index, self.spans[part], strict=False):
@@ -292,7 +292,7 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix, and the operations on it: a parameter, or one of a stack that is a parameter."""
+    """A matrix and the operations on it. It is a parameter, or one matrix of a stack that is a parameter."""
 
     name: str  # the parameter's
     param: Tensor
@@ -303,7 +303,7 @@ class Matrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole matrix when it is sent."""
+        """Bytes of the full matrix when it is sent."""
         return self.cuts.rows * self.cuts.columns * _TRANSPORT.itemsize
 
     @property
@@ -313,7 +313,7 @@ class Matrix:
         return float(self.group["ns_steps"] * short * short * (2 * long + short))
 
     def update_momentum(self) -> Tensor:
-        """Add the gradient to the momentum, and return this rank's part of the matrix to orthogonalise."""
+        """Add the gradient to the momentum, and return this rank's part of the matrix to orthogonalize."""
         state, momentum = self.states[self.param], self.group["momentum"]
         assert self.param.grad is not None
         if "momentum_buffer" not in state:
@@ -323,7 +323,7 @@ class Matrix:
         return grad.lerp(buffer, momentum) if self.group["nesterov"] else buffer
 
     def orthogonalise(self, parts: Sequence[Tensor]) -> None:
-        """Overwrite `parts`, each rank's of the matrix, with those of its orthogonalised form."""
+        """Replace the contents of `parts`, the ranks' parts of the matrix, by those of the orthogonalized matrix."""
         coefficients, steps, eps = (self.group[name] for name in ("ns_coefficients", "ns_steps", "eps"))
         whole = parts[0].new_empty(self.cuts.rows, self.cuts.columns)
         for number, part in enumerate(parts):
@@ -333,7 +333,7 @@ class Matrix:
             part.copy_(whole[self.cuts.tile(number)])
 
     def subtract(self, update: Tensor) -> None:
-        """Step this rank's part of the parameter along `update`, its part of the orthogonalised matrix."""
+        """Update this rank's part of the parameter by `update`, its part of the orthogonalized matrix."""
         lr: Any = self.group["lr"]
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         own = self._own(self.param)
@@ -377,12 +377,12 @@ def _matrices(
 def _divided(
     shape: tuple[int, ...], cuts: tuple[tuple[int, int], ...], places: tuple[tuple[int, ...], ...]
 ) -> tuple[list[list[range]], list[int | None]]:
-    """Return the positions of each part of a parameter along each dim, and for each matrix the part that has all of it.
+    """Return the index ranges of each part of a parameter by dim, and for each matrix the part that has all of it.
 
     Args:
         shape: The shape of the parameter.
-        cuts: in order, the dims that it is cut along and the number of pieces.
-        places: for each part, the index of its piece in each cut. Empty if there is only one part.
+        cuts: The dims along which it is split, in order, with the number of pieces.
+        places: For each part, the index of its piece in each split. Empty if there is only one part.
     """
     spans = [[range(size) for size in shape] for _ in places or [()]]
     for its, place in zip(spans, places, strict=False):
@@ -426,9 +426,9 @@ def divide(
     """Divide the work into batches. `divide(...)[batch][owner]` are indices of matrices.
 
     Matrices are assigned in descending order of their cost, each to the owner with the least work so far. So the
-    maximum work of an owner is at most 4/3 of that in the best division (Graham, 1969, "Bounds on multiprocessing
-    timing anomalies"). A batch ends if an owner would have more than `limit` bytes of it, unless that is one matrix. A
-    matrix in `allowed` is assigned to one of the owners listed there.
+    maximum work of an owner is at most 4/3 of the optimum (Graham, 1969, "Bounds on multiprocessing timing anomalies").
+    A batch ends before an owner would have more than `limit` bytes of it, except for a single larger matrix. A matrix
+    in `allowed` is assigned to one of the owners listed there.
     """
     batches: list[list[list[int]]] = [[[] for _ in range(owners)]]
     loads, held = [0.0] * owners, [0] * owners
@@ -447,7 +447,8 @@ def divide(
 class Team:
     """The ranks of one mesh, which divide the work on its matrices.
 
-    They are numbered with the last transport varying fastest. Results are sent back along the last transport first.
+    The index along the last transport varies fastest in their numbering. Results are sent back along the last transport
+    first.
 
     Args:
         transports: The collectives of the ranks with the same parts along each axis of the mesh; then, if matrices are
@@ -463,7 +464,7 @@ class Team:
 
     @classmethod
     def of(cls, param: Tensor) -> Team:
-        """Return the team that steps `param`."""
+        """Return the team that updates `param`."""
         if not isinstance(param, DTensor):
             return cls((), (), param.device)
         mesh, device = param.device_mesh, torch.device(param.device_mesh.device_type)
@@ -487,17 +488,17 @@ class Team:
 
     @property
     def part(self) -> int:
-        """The index of this rank's part."""
+        """The index of this rank's part of a matrix."""
         return self.transports[-1].rank if self.is_sharded else 0
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks in the team."""
         return math.prod(transport.world for transport in self.transports)
 
     @property
     def number(self) -> int:
-        """This rank's number."""
+        """The number of this rank in the team."""
         number = 0
         for transport in self.transports:
             number = number * transport.world + transport.rank
@@ -517,7 +518,7 @@ class Team:
         return range(first, first + each)
 
     def _resident(self, matrices: Sequence[Matrix]) -> dict[int, range]:
-        """Return the possible owners of each of `matrices` that is complete on some ranks and absent on others."""
+        """Return the possible owners of those `matrices` that are complete on some ranks and absent on others."""
         whole_parts = {i: matrix.cuts.whole_part for i, matrix in enumerate(matrices)}
         return {
             i: range(whole_part, self.size, self.parts)
@@ -526,11 +527,12 @@ class Team:
         }
 
     def step(self, matrices: Sequence[Matrix], note: str) -> None:
-        """Step `matrices` in batches. The next batch is sent to the owners, and the previous one back, during compute.
+        """Update `matrices` in batches. During compute, the next batch is sent to its owners, and the previous one sent
+        back.
 
         Args:
             matrices: Matrices with gradients, identical on every rank.
-            note: A remark about special properties.
+            note: A note that distinguishes the collectives of special steps.
         """
         which = ", ".join(dict.fromkeys(f"{matrix.name} {tuple(matrix.param.shape)}" for matrix in matrices))
         costs, nbytes = [matrix.cost for matrix in matrices], [matrix.nbytes for matrix in matrices]
@@ -555,7 +557,7 @@ class MatrixBatch:
         by_owner: The matrices that each rank orthogonalises.
         parity: 0 and 1 alternately, because two batches are pending at the same time.
         which: The names and shapes of all matrices. Messages of different matrices have different tags.
-        note: A remark about special properties.
+        note: A note that distinguishes the collectives of special steps.
     """
 
     def __init__(self, team: Team, by_owner: Sequence[Sequence[Matrix]], parity: int, which: str, note: str) -> None:
@@ -655,7 +657,7 @@ class MatrixBatch:
 
 
 def _parts(buffer: Tensor, matrices: Sequence[Matrix], part: int) -> list[Tensor]:
-    """Return views of the `part` of each of `matrices`, which are contiguous in `buffer` (1-D)."""
+    """Return views of the `part` of each of `matrices`, which are stored contiguously in `buffer` (1-D)."""
     numels = [matrix.cuts.numel(part) for matrix in matrices]
     flat = buffer[: sum(numels)].split(numels)
     return [item.view(matrix.cuts.shape(part)) for item, matrix in zip(flat, matrices, strict=True)]

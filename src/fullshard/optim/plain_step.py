@@ -1,6 +1,6 @@
-"""A fast path for steps on plain shards, if every parameter has a gradient and all states are tensors in memory.
+"""A fast path for updates of plain shards if every parameter has a gradient and all states are tensors in memory.
 
-Parameters, gradients and states are exchanged for plain tensors by functions of C. This takes a fraction of the time of
+Parameters, gradients and states are replaced by plain tensors using C functions. This takes a fraction of the time of
 the general case in `local_steps.py`. Only the units of the parameters are kept between steps, so states and shards can
 be replaced, moved and freed at any time.
 """
@@ -29,7 +29,7 @@ _managed: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Managed]]] = wea
 
 
 class PlainStep:
-    """The exchange for one step of an optimizer.
+    """The replacement of tensors for one step of an optimizer.
 
     Args:
         optimizer: The optimizer. It has a state for each of `params`, in the same order, or none.
@@ -56,7 +56,7 @@ class PlainStep:
 
     @contextmanager
     def exchanged(self) -> Iterator[dict[Tensor, dict[str, Any]]]:
-        """Context manager in which the optimizer has the shards, and a plain state, which it yields."""
+        """Context manager within which the optimizer has plain shards and a plain state, which is yielded."""
         optimizer, states = self._optimizer, self._optimizer.state
         plain: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         for shard, state, values in zip(self._shards, self._states, self._values, strict=bool(states)):
@@ -89,7 +89,7 @@ class PlainStep:
 
 
 def plain_step(optimizer: Optimizer) -> PlainStep | None:
-    """Return the exchange for the next step of `optimizer`; None if the fast path does not support it."""
+    """Return the replacement for the next step of `optimizer`; None if the fast path does not support it."""
     entries = [entry() for entry in _managed.get(optimizer, ())]
     params: list[nn.Parameter] = [param for group in optimizer.param_groups for param in group["params"]]
     if None in entries or not _are_same([*map(_SHARDED, entries)], params):

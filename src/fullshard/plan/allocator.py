@@ -3,7 +3,7 @@
 torch requests *segments* from the device and cuts *blocks* from them. The rules are those of torch's
 
     rounding     sizes are rounded up to 512 bytes
-    pools        up to 1 MiB from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger blocks have separate
+    pools up to 1 MiB from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger blocks have separate
                  segments, rounded up to 2 MiB. Each stream has separate pools
     choice       the smallest free block that is large enough; among equal ones, the one with the lowest address
     splitting    the remainder of a block stays free: 512 bytes or more in the small pool, above 1 MiB in the large one
@@ -33,7 +33,7 @@ _GROWTH = 2 * _MIB
 
 @dataclass(frozen=True)
 class AllocatorUse:
-    """Peak bytes of tensors, of the blocks that hold them, and of segments."""
+    """Peak bytes of tensors, of the blocks that contain them, and of segments."""
 
     tensors: int
     allocated: int
@@ -51,7 +51,7 @@ class _Block:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key of the allocator."""
+        """The sort key of blocks in the allocator."""
         return self.nbytes, self.start
 
 
@@ -150,7 +150,7 @@ class CachingAllocator:
         return pool.last
 
     def _make_room(self, nbytes: int) -> None:
-        """Return all completely free segments to the device, which has no space for `nbytes` more."""
+        """Return all completely free segments to the device, because it has no space for `nbytes` more."""
         self.retries += 1
         for pool in self._pools.values():
             for block in [block for block in pool.blocks.values() if block.before is None and block.after is None]:
@@ -179,7 +179,7 @@ class TapeAllocator(CachingAllocator):
         self.tensors = 0  # bytes of tensors, without rounding
 
     def note(self, entry: Entry) -> None:
-        """Perform the allocation or free in `entry`. Host memory is ignored."""
+        """Perform the allocation or free that `entry` records. Host memory is ignored."""
         if isinstance(entry, Allocation) and entry.stream != HOST:
             self._held[entry.storage] = self.allocate(entry.nbytes, entry.stream)
             self.tensors += entry.nbytes

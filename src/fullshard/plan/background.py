@@ -120,9 +120,9 @@ def predict_beside(
 ) -> None:
     """Predict memory and time of the training loop that follows, and compare them with measurements.
 
-    Call it on every rank after the model is sharded and the optimizer is created. The first rank runs two steps dry in
-    a separate process, and reports immediately if a rank will need more memory than is available. After the third step
-    it reports memory and time, predicted and measured, and a cause for differences above 10 %.
+    Call it on every rank after the model is sharded and the optimizer is created. The first rank makes a dry run of two
+    steps in a separate process, and reports immediately if a rank will need more memory than is available. After the
+    third step it reports memory and time, predicted and measured, and a cause for differences above 10 %.
 
     Args:
         model: The sharded root.

@@ -37,8 +37,8 @@ def calibrate(
 
     Args:
         device: The device to describe. If None, the current accelerator if there is one, otherwise the CPU.
-        like: The known hardware to take from what cannot be measured here, such as peak rates and links to other hosts.
-            If None, it is chosen by the name of the GPU.
+        like: The known hardware that provides what cannot be measured here, such as peak rates and links to other
+            hosts. If None, it is chosen by the name of the GPU.
         seconds: The approximate duration. With less time, sizes are measured less often.
         on_progress: Called with the name of the next measurement.
 
@@ -142,7 +142,7 @@ def _cpu(seconds: float, on_progress: Report) -> dict[str, Any]:
 
 
 def _rates(table: list[list[list[float]]], dims: list[int]) -> dict[tuple[int, int, int], float]:
-    """Return the FLOP/s of matrix products by rows, inner dimension and columns, from their seconds."""
+    """Return the FLOP/s of matrix products by (rows, inner dimension, columns), computed from their seconds."""
     return {
         (m, k, n): 2 * m * k * n / table[i][j][o]
         for i, m in enumerate(dims)

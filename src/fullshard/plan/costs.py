@@ -1,12 +1,9 @@
-"""Seconds that the entries of a tape take on a machine.
+"""Seconds that the entries of a trace take on a machine.
 
 An operation takes the larger of its FLOPs over a rate and its bytes over the memory's bandwidth, and a launch. Two
 kinds of operations have FLOPs:
 
-    products of matrices    cut into tiles; each multiprocessor computes one at a time. All tiles of a wave
-                            take as long as one, so that a last wave of few tiles costs as much as a full one. A long
-                            inner dimension may be cut too, if partial sums are then written and added. Of several cuts
-                            the fastest counts, as libraries choose
+    products of matrices    cut into tiles
     attention               a separate share of the peak rate, forward and backward: kernels fuse a softmax into
                             their two products, and do five products in backward. Blocks that a causal mask leaves out
                             cost nothing
@@ -99,17 +96,17 @@ class Costs:
     host_link_bytes_per_s: float = 55e9  # the bandwidth of copies between host and accelerator memory
 
     def note_before(self, entry: Entry) -> None:
-        """Account for the tape before the timed part: it costs nothing, but may make the timed part cheaper."""
+        """Process `entry`, which precedes the timed part. It costs nothing, but may make the timed part cheaper."""
 
     def note_memory(self, entry: Allocation | Free) -> None:
-        """Account for an allocation or free: it costs nothing, but may make the next operation more expensive."""
+        """Process an allocation or free. It costs nothing, but may make the next operation more expensive."""
 
     def of_operation(self, operation: Operation) -> float:
         """Return the seconds that `operation` takes a stream of the accelerator."""
         return self.launch_s + max(self._flops_s(operation), self._bytes_s(operation))
 
     def alongside(self, operation: Operation) -> float:
-        """Return the seconds while a collective runs, which uses some multiprocessors but no memory bandwidth."""
+        """Return the seconds during a collective, which uses some multiprocessors but no memory bandwidth."""
         return self.launch_s + max((1 + self.slowdown) * self._flops_s(operation), self._bytes_s(operation))
 
     def of_collective(self, collective: Collective) -> float:
@@ -117,8 +114,8 @@ class Costs:
 
         With n ranks on h hosts, a ring of k rounds (one for an all-gather or reduce-scatter, two for an all-reduce) has
         k (n - 1) steps, and k (h - 1) of them cross hosts. Each rank sends k S (n - 1) / n of S bytes: over the link
-        within its host, or over as many cards as its host has ranks in the group. A tree goes up and down once: within
-        hosts along a chain, between hosts in log2 h steps.
+        within its host, or over one network card per rank that its host has in the group. A tree goes up and down once:
+        within hosts along a chain, between hosts in log2 h steps.
         """
         ranks = len(collective.ranks)
         if ranks < 2:
@@ -128,7 +125,7 @@ class Costs:
         return min(self._ways(max(read, written), _places(collective.ranks, self.ranks_per_host), is_all_reduce))
 
     def _ways(self, whole: int, places: tuple[int, int, int], is_all_reduce: bool) -> Iterator[float]:
-        """Return the seconds by each algorithm and protocol that there is."""
+        """Yield the seconds by each available algorithm and protocol."""
         ranks, hosts, on_host = places
         rounds = 2 if is_all_reduce else 1
         for way in self._protocols():
@@ -179,7 +176,7 @@ class Costs:
         return self._product_s(operation, flops, rate)
 
     def _product_s(self, operation: Operation, flops: float, rate: float) -> float:
-        """Return the seconds of a product of matrices: of tiles in waves, if there are multiprocessors."""
+        """Return the seconds of a matrix product, computed in waves of tiles if the machine has multiprocessors."""
         dims = _dims(operation, flops) if self.multiprocessors else None
         if dims is None:
             return flops / rate
@@ -190,7 +187,7 @@ class Costs:
 def _tiled_s(
     rows: int, inner: int, columns: int, multiprocessors: int, flops_per_s: float, memory_bytes_per_s: float
 ) -> float:
-    """Return the seconds of a product cut into tiles, in waves over the multiprocessors, by the fastest of its cuts."""
+    """Return the seconds of a product that is cut into tiles, in waves over the multiprocessors, by the fastest cut."""
     each = flops_per_s / multiprocessors
 
     def most_flops(tile: int, tiles: int, cuts: int) -> float:
@@ -228,7 +225,7 @@ def _dims(operation: Operation, flops: float) -> tuple[int, int, int] | None:
 
 
 def rate_name(dtype: str) -> str:
-    """Return the name of the rate of products of this dtype in descriptions of machines, such as "float8"."""
+    """Return the name under which machine descriptions give the rate of products of this dtype, such as "float8"."""
     return "float8" if dtype.startswith("float8") else dtype
 
 
@@ -240,9 +237,9 @@ def _places(ranks: tuple[int, ...], ranks_per_host: int) -> tuple[int, int, int]
 
 
 def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None = None) -> Costs:
-    """Return the costs of a tape on `hardware`. Matrix products without a recorded dtype count as `dtype`.
+    """Return the costs of a trace on `hardware`. Matrix products without a recorded dtype count as `dtype`.
 
-    The costs of a CPU can be used for one tape only, from its beginning. `ranks` ranks share its cores. If None, each
+    The costs of a CPU can be used for one trace only, from its beginning. `ranks` ranks share its cores. If None, each
     core has one rank.
 
     Raises:

@@ -84,7 +84,7 @@ class CoreTime:
         self.spent[what] = self.spent.get(what, 0.0) + seconds
 
     def note_before(self, entry: Entry) -> None:
-        """Process an entry before the measured part without counting its cost."""
+        """Process `entry`, which precedes the measured part, without counting its cost."""
         self.note(entry)
         self.spent.clear()
         self._begun.clear()
@@ -129,7 +129,7 @@ class CoreTime:
         return sum(map(self._cache.miss, reads)), sum(map(self._written_behind, operation.writes))
 
     def _written_behind(self, access: Access) -> int:
-        """Return the bytes that are not in the cache. New pages are in the cache, because they were just zeroed."""
+        """Return the bytes of `access` that are not in the cache. New pages are in it, since they were just zeroed."""
         missed = self._cache.miss(access)
         new = min(missed, self._new.get(access.storage, 0))
         if new:
@@ -137,7 +137,7 @@ class CoreTime:
         return missed - new
 
     def _work_s(self, operation: Operation, name: str, sizes: _Sizes) -> float:
-        """Return the seconds of the work itself, with tensors in the cache."""
+        """Return the seconds of an operation's work itself, with tensors in the cache."""
         if operation.name in _PRODUCTS:
             return self._product_s(operation)
         if operation.flops and sizes[0][3]:
@@ -225,7 +225,7 @@ class CpuCosts(Costs):
 
 
 def _identical(operation: Operation, kernels: Mapping[str, _Sizes]) -> str:
-    """Return the name of the most similar operation that was measured."""
+    """Return the name of the measured operation that is most similar to `operation`."""
     name = operation.name
     if name in ("aten.copy_", "aten._to_copy") and (read := _nbytes(operation.reads)) != _nbytes(operation.writes):
         wider = "aten._to_copy+"

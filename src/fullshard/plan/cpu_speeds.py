@@ -1,4 +1,4 @@
-"""Measured speeds of a core while all cores of the machine do the same.
+"""Measured speeds of a core while all cores of the machine do the same work.
 
     products   FLOP/s of matrix products by dtype and size, with operands in the cache; and the cost per byte of
                operands that are not in the cache
@@ -8,8 +8,8 @@
     steps      host time of an operation, of an operation after a large one, and of the hooks of a unit
     link       the engine's own collectives, in wall time
 
-All others are measured in core time instead of wall time, so other processes on the machine affect them little. One
-process per core measures, all at the same time: they share the caches and the memory as in a step.
+All except the link are measured in core time instead of wall time, so other processes on the machine affect them
+little. One process per core measures, all at the same time: they share the caches and the memory as in a step.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def measure(world: int, seconds: float) -> dict[str, Any]:
 
 
 def _dims(seconds: float) -> Sequence[int]:
-    """Return as many sizes as there is time for."""
+    """Return the sizes to measure: as many as there is time for."""
     counts = range(len(DIMS), 2, -1)
     return next((DIMS[:n] for n in counts if 2 * sum(DIMS[:n]) ** 3 / SLOW_FLOPS_PER_S < seconds), DIMS[:2])
 
@@ -106,7 +106,7 @@ def _timed(call: Call, calls: int) -> float:
 
 
 def _product(dtype: torch.dtype, rows: int, inner: int, columns: int, budget_s: float) -> float:
-    """Return the seconds of a product as in a linear layer's forward. Very large products are measured by half."""
+    """Return the seconds of a product as in a linear layer's forward. For very large products, measure half of one."""
     if rows * inner * columns > LARGEST:
         return 2 * _product(dtype, rows // 2, inner, columns, budget_s)
     left, right = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
@@ -178,7 +178,7 @@ def _adamw(numel: int, count: int = 1) -> Call:
 
 
 def _calls(dtype: torch.dtype) -> list[Call]:
-    """Return calls of one operation each."""
+    """Return calls that each run one operation."""
     a, b, out = (torch.randn(ROWS, WIDTH).to(dtype) for _ in range(3))
     wide = torch.randn(ROWS, WIDTH)
     weight, bias = torch.ones(WIDTH, dtype=dtype), torch.zeros(WIDTH, dtype=dtype)
@@ -291,7 +291,7 @@ def _steps(budget_s: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _HostPart:
-    """Core seconds of a step without the work of its operations, and the numbers of small and large operations."""
+    """Core seconds of a step without the work of its operations, and the number of small and of large operations."""
 
     seconds: float
     operations: int
@@ -364,7 +364,7 @@ def _reduce_s(transport: SharedMemoryCollectives, numel: int) -> float:
 
 
 def _median_of(call: Call) -> float:
-    """Return the median wall time, because ranks wait for each other. The first calls do not count."""
+    """Return the median wall time, because ranks wait for each other. The first calls are not counted."""
     found = []
     for _ in range(12):
         dist.barrier()

@@ -1,4 +1,4 @@
-"""A text about a sharded model: units, parameters, dtypes, placements, padding, bytes, order."""
+"""A description of a sharded model: units, parameters, dtypes, placements, padding, bytes, order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMALL_UNIT = 2**20  # bytes of unsharded parameters below which host overhead o
 
 
 def explain(model: nn.Module) -> str:
-    """Return a text about a sharded model: the parameters of each unit, their sharding, and the bytes.
+    """Return a text that describes a sharded model: the parameters of each unit, their sharding, and the bytes.
 
     For each unit it lists its parameters by FQN with shape, placement on each mesh axis, communication (in place, or
     packed with other small ones) and padding; the dtypes of storage, compute, communication and reduction; and the
@@ -179,7 +179,7 @@ def _bytes(model: nn.Module) -> Iterator[str]:
 
 
 def _offloaded(model: nn.Module) -> Iterator[str]:
-    """Yield the states on the CPU and on disk and the traffic per tier. Activations are those offloaded so far."""
+    """Yield lines about states on the CPU and on disk, and traffic per tier. Activations are those offloaded so far."""
     kept = offloaded_activations(model)
     tiers, transfers = predict_tiers(model, activations=kept), predict_transfers(model, activations=kept)
     for tier, name in (("cpu", "on the CPU"), ("disk", "on the disk")):

@@ -1,4 +1,4 @@
-"""A prediction in numbers, made in a separate process while a run starts, and compared with measurements of the run."""
+"""A prediction made in a separate process while a run starts, and its comparison with measurements of the run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Forecast:
 
     @property
     def disk_traffic(self) -> Traffic:
-        """The bytes on disk, and those read and written."""
+        """The bytes on disk, and the bytes read and written per step."""
         return Traffic(
             room_bytes=self.on_disk_bytes, read_bytes=self.disk_read_bytes, written_bytes=self.disk_written_bytes
         )
@@ -202,14 +202,14 @@ class Row:
 
 @dataclass(frozen=True)
 class ForecastComparison:
-    """Predicted and measured numbers, with an explanation of their differences."""
+    """Predicted and measured values, with an explanation of their differences."""
 
     rows: tuple[Row, ...]
     causes: tuple[str, ...]
 
 
 def compare(forecast: Forecast, measured: Measured) -> ForecastComparison:
-    """Compare `forecast` with `measured`. Differences in memory or step time above 10 % have a cause."""
+    """Compare `forecast` with `measured`. Differences above 10 % in memory or step time are explained by a cause."""
     rows = [
         Row(f"  {state}", "B", nbytes, measured.by_state[state])
         for state, nbytes in forecast.by_state.items()

@@ -1,12 +1,12 @@
-"""The operations of compiled blocks: `torch.compile` fuses those that compute little per byte into few kernels.
+"""A model of compiled blocks: `torch.compile` fuses operations with few FLOPs per byte into few kernels.
 
-A run of such operations, between two with a formula for their FLOPs, counts as one kernel. It reads values that earlier
-kernels wrote, and writes those that are alive after it. Values that are freed within the run are not written to memory.
-A reduction to a single number, such as the largest value of a tensor for a scale of float8, ends a kernel: the next one
-reads the tensor again.
+A sequence of such operations, between two operations with a FLOP formula, counts as one kernel. It reads values that
+earlier kernels wrote, and writes those that are still used after it. Values that are freed within the sequence are not
+written to memory. A reduction to a single number, such as the largest value of a tensor for a scale of float8, ends a
+kernel: the next one reads the tensor again.
 
-Times are approximate. The compiler splits a run where shapes or the dimensions of reductions differ, and it saves fewer
-values for backward than an eager block. So memory is that of eager blocks, which is more.
+Times are approximate. The compiler splits a sequence where shapes or the dimensions of reductions differ, and it saves
+fewer values for backward than an eager block. So memory is that of eager blocks, which is more.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fused(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 class _Run:
-    """Consecutive operations of one unit that are compiled to one kernel, with their allocations and frees."""
+    """A sequence of operations of one unit that is compiled to one kernel, with its allocations and frees."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -47,7 +47,7 @@ class _Run:
         self._has_reduced = False  # to a single number
 
     def takes(self, entry: Entry) -> bool:
-        """Return True if an entry can be part of this run."""
+        """Return True if `entry` can be added to the sequence."""
         if isinstance(entry, Allocation | Free):
             return bool(self._operations)
         if not isinstance(entry, Operation) or entry.flops or entry.crosses or is_unknown(entry.name):
@@ -68,7 +68,7 @@ class _Run:
             self._has_reduced |= is_number and not _is_of_numbers(entry)
 
     def end(self) -> Iterator[Entry]:
-        """Yield the allocations of the run, its kernel, and the frees of the run."""
+        """Yield the allocations of the sequence, its kernel, and its frees."""
         if len(self._operations) < 2:
             yield from self._entries
             return
@@ -90,12 +90,12 @@ class _Run:
 
 
 def _is_of_numbers(operation: Operation) -> bool:
-    """Return True if an operation reads and writes single numbers only."""
+    """Return True if an operation only reads and writes single numbers."""
     return all(access.nbytes <= _NUMBER_NBYTES for access in (*operation.reads, *operation.writes))
 
 
 def _keep_longer(known: dict[tuple[int, int], Access], access: Access) -> None:
-    """Record an access once for each start, with the most bytes."""
+    """Record an access by its start. If it is known already, keep the larger number of bytes."""
     key = access.storage, access.start
     if key not in known or known[key].nbytes < access.nbytes:
         known[key] = access

@@ -107,7 +107,7 @@ def _bandwidth(device: torch.device, nbytes: int) -> dict[str, float]:
 
 
 def _launch_s(device: torch.device) -> float:
-    """Return the seconds from one tiny kernel to the next, if all are queued before the first one starts."""
+    """Return the seconds from one tiny kernel to the next, if all are queued before the first starts."""
     one = torch.zeros(1, device=device)
     one.add_(1.0)
     found: list[float] = []
@@ -156,7 +156,7 @@ def _host_s(device: torch.device) -> float:
 
 
 class _Counted(TorchDispatchMode):
-    """A count of operations as in a trace, without views and queries."""
+    """Counts operations like a trace, without views and queries."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -185,7 +185,7 @@ def _host_link(device: torch.device, mib: int = 256) -> tuple[float, float]:
 
 
 def large_rate(products: list[dict[str, float]]) -> float:
-    """Return the median rate of the large ones among measured products."""
+    """Return the median rate of the large products."""
     large = [
         product["flops_per_s"]
         for product in products

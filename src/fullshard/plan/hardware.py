@@ -1,7 +1,7 @@
 """Descriptions of machines: compute rates, memory and bandwidth of accelerators, with sources.
 
 A description is a TOML file. Those in `plan/machines` are part of the package. `fullshard calibrate` writes one for the
-machine it runs on. Users can write more; `like` names a description that provides everything they omit:
+machine it runs on. Users can write further ones; `like` names a description that provides all values they omit:
 
     like = "h100-80"
     name = "our cluster"
@@ -10,8 +10,8 @@ machine it runs on. Users can write more; `like` names a description that provid
     [network]
     bytes_per_s = 25e9
 
-Facts come from data sheets. The share that kernels reach is fitted, with at most three constants per accelerator. They
-are in the table `fitted`, and all predictions based on them say so.
+Facts come from data sheets. The fractions that kernels reach are fitted, with at most three constants per accelerator.
+They are in the table `fitted`, and all predictions based on them say so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRates:
-    """The shares of the peak rate that attention kernels reach, counting the FLOPs that they do."""
+    """The fractions of the peak rate that attention kernels reach, counting the FLOPs that they execute."""
 
     forward: float
     backward: float
@@ -91,7 +91,7 @@ class Hardware:
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def with_hosts_of(self, ranks: int) -> Hardware:
-        """Return the same machine with another number of ranks per host."""
+        """Return the same machine with a different number of ranks per host."""
         return replace(self, ranks_per_host=ranks)
 
 
@@ -129,7 +129,7 @@ def hardware(name: str) -> Hardware:
 
 
 def described(stated: Mapping[str, Any], name: str = HERE) -> Hardware:
-    """Return the machine of a description that is not in a file."""
+    """Return the machine for a description that is not in a file."""
     return _made(_with_base(dict(stated), (name,)), name)
 
 
@@ -184,7 +184,7 @@ def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _allowed(figure: str) -> tuple[str, float, float]:
-    """Return what a number must be, such as a number of bytes, and its least and greatest values."""
+    """Return the kind of a number, such as a number of bytes, and its smallest and largest allowed values."""
     if figure.startswith("flops_per_s."):
         return "a number of FLOP/s", 1e6, 1e21
     return next(allowed for ending, allowed in _ALLOWED.items() if figure.endswith(ending))
@@ -214,7 +214,7 @@ def _figures(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _read(name: str, visited: tuple[str, ...]) -> dict[str, Any]:
-    """Return a description merged with those that it is like."""
+    """Read a description, merged with the descriptions that its `like` names."""
     if name in visited:
         raise ConfigError(f"{name}: refers to itself by `like` ({' -> '.join((*visited, name))}). Remove one `like`.")
     if name in known_hardware():
@@ -248,7 +248,7 @@ def _text_of(path: Path) -> str:
 
 
 def _with_base(stated: dict[str, Any], visited: tuple[str, ...]) -> dict[str, Any]:
-    """Return a description with everything that the one it is like adds."""
+    """Return a description completed by the description that its `like` names."""
     base: dict[str, Any] = _read(str(like), visited) if (like := stated.pop("like", None)) else {}
     unknown = sorted(stated.keys() - {field.name for field in fields(Hardware)})
     if unknown:

@@ -1,10 +1,10 @@
-"""Bytes per rank by state: predicted from shapes and placements, and measured where the engine runs.
+"""Bytes per rank by state: predicted from shapes and placements, and measured in a running engine.
 
 The formula, for the units of a model with N ranks on the shard axis and the layouts of `layout/group_layout.py`:
 
     parameters        memory between steps: shards, or unsharded buffers if they are kept; for units on the CPU
                       alongside an accelerator, at most a copy of the shards in the compute dtype
-    gradients         those that the optimizer sees: shards, or whole ones if the optimizer is whole; and the error
+    gradients         those that the optimizer sees: shards, or unsharded ones if the optimizer is whole; and the error
                       feedback of encoded gradients
     optimizer state   the number of values that the optimizer keeps per parameter element; without those on disk, but
                       with the buffers for them, of three chunks (`state/on_disk.py`)
@@ -271,7 +271,7 @@ class _GroupBytes:
 
 
 def _groups(units: Sequence[Unit], group_size: int | None, placements: StrategyPlacements) -> list[_GroupBytes]:
-    """Return the parameter groups of `units`, all units of one root, under `placements`."""
+    """Return the byte counts of the parameter groups of `units`, which all belong to one root, under `placements`."""
     found = []
     for unit, destination in placements_of(units).items():
         could_not = destination is StatePlacement.DISK and placements.parameters is Placement.WHOLE
@@ -283,13 +283,13 @@ def _groups(units: Sequence[Unit], group_size: int | None, placements: StrategyP
 
 
 def _feedback_of_wholes(numels: Sequence[int], world: int) -> int:
-    """Return the elements of error feedback for tensors of `numels` elements that all `world` ranks sum as a whole."""
+    """Return the elements of error feedback for tensors of `numels` elements whose full sums all `world` ranks get."""
     parts = [len(owned(numel, world, 0)) for numel in numels]
     return error_feedback_numel(parts, world, whole=True) if world > 1 else 0
 
 
 def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) -> Ledger:
-    """Measure the ledger of this rank in one microbatch, whose gradients are discarded. Every rank must call it.
+    """Measure the ledger of this rank in one microbatch. Its gradients are discarded. Every rank must call it.
 
     Args:
         model: A module with units, whose optimizer has taken a step and so has its state.
@@ -373,7 +373,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 def _under(
     model: nn.Module, strategy: str | ShardingStrategy | StrategyPlacements | None
 ) -> tuple[list[Unit], int | None, StrategyPlacements]:
-    """Return the units of `model`, their rank group size and placements under `strategy`; if None, their own."""
+    """Return the units of `model`, and their rank group size and placements under `strategy` (None: their own)."""
     units = _units(model)
     placements = units[0].options.placements if strategy is None else resolve_placements(strategy)
     axes, placements = resolve_groups(units[0].axes, placements)

@@ -13,7 +13,7 @@ from fullshard.tape.tape import HOST, Allocation, Collective, Entry, Free, Opera
 
 
 class State(Enum):
-    """The states of a run that take memory, in the order of a stacked plot from the bottom."""
+    """The states of a run that take memory, in the order of a stacked plot, from the bottom up."""
 
     PARAMETERS = "parameters at rest"
     OPTIMIZER = "optimizer state"
@@ -30,7 +30,7 @@ class MemoryPeak:
     """The moment of a run with the most bytes of live tensors.
 
     `by_state` adds up to `nbytes`. `origin` is the work that allocates the memory at the peak. `entry` is the index in
-    the trace, and `largest` has the largest storages that are live then, as bytes and content.
+    the trace, and `largest` contains the largest storages that are live then, as pairs of bytes and content.
     """
 
     nbytes: int
@@ -52,7 +52,7 @@ def memory_curve(tape: Tape, *, of_host: bool = False) -> Iterator[tuple[int, Ma
 
 
 def memory_peak(tape: Tape, *, since: int = 0, of_host: bool = False) -> MemoryPeak:
-    """Return the peak of memory, all 0 without any allocation.
+    """Return the peak of memory; all values are 0 if nothing is allocated.
 
     Args:
         tape: A trace of whole steps.
@@ -75,7 +75,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class MemoryTurn:
-    """The peak of live bytes while the program works for one unit in one phase."""
+    """A period during which the program works for one unit in one phase, with its peak of live bytes."""
 
     origin: Origin
     nbytes: int
@@ -89,7 +89,7 @@ class MemoryTurn:
 
 
 def memory_turns(tape: Tape, *, since: int = 0) -> list[MemoryTurn]:
-    """Return the turns of the program that allocate or free memory, in order, from the index `since`."""
+    """Return the turns of the program that allocate or free memory, in order, starting from the index `since`."""
     turns: list[MemoryTurn] = []
     for place, held, _ in _walk(tape, of_host=False):
         if place < since:

@@ -25,9 +25,9 @@ class PeakBytes:
 class PeakMemory:
     """The peak memory of this process, above its memory when this object is created.
 
-    It counts the pages of the process and its share of pages shared with other ranks. It does not count pages of files,
-    such as libraries, which are loaded on first use and shared by all processes. The kernel tracks the peak, so it is
-    exact and does not depend on sampling.
+    It counts the pages of the process and its share of the pages that it shares with other ranks. It does not count
+    pages of files, such as libraries, which are loaded on first use and shared by all processes. The kernel tracks the
+    peak, so it is exact and does not depend on sampling.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Operations of a call, counted as in a trace, and those whose time a trace does not determine.
+"""Counts of the operations of a call, and operations whose time cannot be derived from a trace.
 
 An operation with a formula for its FLOPs takes the time of its FLOPs or of its bytes. Most others compute little per
 byte: elementwise operations and reductions, which torch tags, and those in `_OF_MEMORY`. All others are *unknown*.
@@ -113,7 +113,7 @@ def _is_of_memory(operator: str) -> bool:
 
 
 def unknown_seconds(placed: Iterable[Placed]) -> dict[str, float]:
-    """Return the seconds of unknown operations by name."""
+    """Return the seconds of unknown operations, by name."""
     found: dict[str, float] = {}
     for item in placed:
         entry = item.entry

@@ -125,7 +125,7 @@ def read_off(
     *,
     compile_blocks: bool = False,
 ) -> Prediction:
-    """Return the prediction from a trace of at least two steps. By default, hosts are as large as in `hardware`."""
+    """Return the prediction from a trace of at least two steps. By default, hosts have the size given by `hardware`."""
     begins = steps_of(tape.entries)
     if len(begins) < 2:
         raise ConfigError(

@@ -1,9 +1,9 @@
 """The memory of a rank's process on CPUs: tensors, the overhead of the C library's heap, and fixed costs.
 
-torch allocates CPU tensors with `malloc`, together with many small objects that are not in a trace. They occupy gaps
-where larger memory was freed, which are then too short for the next tensor. So a heap is larger than its tensors by a
-measured factor (`docs/log.md`, "Heap fragmentation"). Tensors of `MALLOC_MMAP_THRESHOLD_` bytes or more have separate
-mappings, which are returned to the system when they are freed.
+torch allocates CPU tensors with `malloc`, together with many small objects that are not in a trace. These objects
+occupy gaps where larger memory was freed, which are then too short for the next tensor. So a heap is larger than its
+tensors by a measured factor (`docs/log.md`, "Heap fragmentation"). Tensors of `MALLOC_MMAP_THRESHOLD_` bytes or more
+have separate mappings, which are returned to the system when they are freed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ProcessMemory:
 
     @property
     def fits_from(self) -> int:
-        """The smallest additional `RLIMIT_AS` that is predicted to be sufficient. There is a margin for errors.
+        """The smallest additional `RLIMIT_AS` that is predicted to be sufficient. It includes a margin for errors.
 
         It is reliable with a fixed `MALLOC_MMAP_THRESHOLD_` only. Without one, a heap can be much more fragmented.
         """
@@ -73,7 +73,7 @@ def fixed_nbytes(dtype: str) -> int:
 
 
 class ProcessPages:
-    """The pages of a rank's process, entry by entry: a heap that never shrinks, and mappings of large tensors.
+    """The pages of a rank's process, updated by each entry: a heap that never shrinks, and mappings of large tensors.
 
     Args:
         threshold: The value of `MALLOC_MMAP_THRESHOLD_` in bytes. None if it is not set.
@@ -86,7 +86,7 @@ class ProcessPages:
         self._on_heap_nbytes = 0
 
     def has_mapping(self, entry: Allocation | Free) -> bool:
-        """Return True if a storage is not on the heap. Memory shared by ranks never is."""
+        """Return True if a storage is not on the heap. Memory shared by ranks never is on the heap."""
         return entry.ranks > 1 or entry.nbytes >= self._threshold
 
     def note(self, entry: Entry) -> int:
@@ -141,7 +141,7 @@ def process_memory(tape: Tape, *, threshold: int | None = None) -> ProcessMemory
 
 
 def compute_dtype(entries: Iterable[Entry]) -> str:
-    """Return the dtype with the most FLOPs; "float8" stands for all formats of 8 bits."""
+    """Return the dtype with the most FLOPs; "float8" stands for all 8-bit formats."""
     flops = Counter[str]()
     for entry in entries:
         if isinstance(entry, Operation) and entry.flops:

@@ -1,4 +1,4 @@
-"""Measurements on several ranks: processes that run a module's `main`. The first process reports its results."""
+"""Measurements on several ranks: processes that run a module's `main`. The first process prints the results."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _as_transfer(traffic: Traffic) -> TransferBytes:
 
 
 def _comes(plan: GroupPlan, gathers: int, reductions: int) -> int:
-    """Return the bytes of parameters copied from the CPU to the device per step."""
+    """Return the bytes of parameters that are copied from the CPU to the device per step."""
     if plan.keeps_copy:
         return reductions * plan.copy_nbytes
     if plan.shards_optimizer:

@@ -3,14 +3,14 @@
 This is a discrete-event simulation. The host requests the entries of the trace one by one, and each costs host time.
 Work is queued on a stream, which runs in order. It starts when the host has queued it, the stream has completed earlier
 work, every event that the stream waits for is complete, and, for a collective, the communicator (the set of its ranks)
-is free. So each second of a stream until the end of its last work is one of three:
+is free. So until the end of a stream's last work, each second of it belongs to one of three states:
 
     busy        it runs something
     exposed     it waits for an event of another stream, or for a communicator
     starved     the host has not queued its next work yet
 
 Compute takes longer during a collective, by `Costs.alongside`, if the host had queued the collective before it.
-Collectives are not slowed down, and all ranks are assumed to start them at the same time as this one.
+Collectives do not take longer, and all ranks are assumed to start them at the same time as this one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A time during which a stream with pending work waited. `cause` is what it waited for, if that is in the trace."""
+    """A period during which a stream with pending work waits. `cause` is what it waits for, if that is in the trace."""
 
     stream: str
     start: float
@@ -55,7 +55,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A trace laid out in time."""
+    """A trace with the simulated times of its entries."""
 
     placed: list[Placed]  # in the host's order
     stalls: list[Stall]
@@ -79,7 +79,7 @@ class Timeline:
         return sum(stall.seconds for stall in self.stalls if stall.stream == stream)
 
     def starved_s(self, stream: str) -> float:
-        """Return the seconds, until the last work on `stream`, while the host had not queued the next work yet."""
+        """Return the seconds during which `stream` is idle because the host has not queued its next work yet."""
         return self.end_of(stream) - self.busy_s(stream) - self.exposed_s(stream)
 
     def exposed_by(self, stream: str) -> dict[str, float]:
@@ -105,7 +105,7 @@ def lay_out(entries: Iterable[Entry], costs: Costs | None = None, memory: TapeAl
 def lay_out_parts(
     parts: Iterable[Iterable[Entry]], costs: Costs | None = None, memory: TapeAllocator | None = None
 ) -> Iterator[Timeline]:
-    """Yield the result of `lay_out` for the first part, the first two together, and so on, without repeated work."""
+    """Yield the result of `lay_out` for the first part, the first two parts, and so on, without repeating work."""
     layout = _Layout(costs or Costs(), memory)
     for part in parts:
         for entry in part:
@@ -203,7 +203,7 @@ class _Layout:
         return placed
 
     def _end_alongside(self, start: float, alone: float, alongside: float) -> float:
-        """Return when work ends that starts at `start` and takes `alone` seconds, or `alongside` during collectives."""
+        """Return the end of work from `start` that takes `alone` seconds, or `alongside` during collectives."""
         now, left = start, 1.0  # the remaining share
         for begun, over in self._carried:
             if over <= now:
@@ -218,7 +218,7 @@ class _Layout:
         return now + left * alone
 
     def _reached(self, stream: str) -> _Point:
-        """Return when `stream` completes an event that is recorded now."""
+        """Return the time at which `stream` completes an event that is recorded now."""
         if stream == HOST:
             return _Point(self.now)
         ready = self._streams[stream].ready

@@ -1,4 +1,4 @@
-"""A plan as code to paste: Python, flags of `fullshard train`, and arguments for the Trainer of transformers."""
+"""Code for a plan: Python, flags of `fullshard train`, and arguments for the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from fullshard.planner.subject import Subject
 def python_lines(
     subject: Subject, program: Program, figures: SketchFigures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> list[str]:
-    """Return the lines of a script from the model to the optimizer, and a step: a loop over microbatches with clipping.
+    """Return the lines of a script from the model to the optimizer, and of a step: a loop over microbatches, with
+    clipping.
 
-    They are for a script that has called `init_process_group`.
+    The script must have called `init_process_group` before.
     """
     imports = {"fully_shard"} if subject.model is not None else set()
     if max_norm is not None:
@@ -92,9 +93,9 @@ def python_lines(
 def train_flags(
     subject: Subject, program: Program, figures: SketchFigures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> str | None:
-    """Return the command of the trainer; None if it lacks an option, or the model is not the trainer's.
+    """Return the command line of `fullshard train`; None if it lacks an option, or the model is not its GPT.
 
-    Each block is a unit there, whatever the program says.
+    `fullshard train` makes each block a unit, independent of `program`.
     """
     known = program.strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2")
     simple = program.checkpointing in ("none", "every-1") and not program.offload and program.prefetch_depth == 1
@@ -140,7 +141,7 @@ def trainer_arguments(
 ) -> str | None:
     """Return the arguments of transformers' `TrainingArguments`; None if they lack an option.
 
-    Each block is a unit there, whatever the program says.
+    The Trainer makes each block a unit, independent of `program`.
     """
     if not subject.is_transformers or program.strategy in ("own", "hfsdp") or program.compiled:
         return None

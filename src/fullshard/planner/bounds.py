@@ -77,12 +77,12 @@ _Kind = tuple[_Like, str]
 
 
 def _like(program: Program) -> _Like:
-    """Return what determines the model's own operations and saved tensors: checkpoints and dtypes."""
+    """Return what determines the model's own operations and saved tensors: checkpointing and dtypes."""
     return program.checkpointing, program.precision
 
 
 def _kind(program: Program) -> _Kind:
-    """Return what determines the memory beyond states: checkpoints, dtypes, and the gradient sums."""
+    """Return what determines memory other than states: checkpointing, dtypes, and the gradient sums."""
     return _like(program), "sums" if program.syncs_each else "no_sync" if program.accumulates else ""
 
 
@@ -100,7 +100,7 @@ class _Bytes:
 
 @dataclass(frozen=True, order=True)
 class _Busy:
-    """Compute seconds per row, and the part of them in the forwards of blocks."""
+    """Compute seconds per row, in total and in the forwards of blocks."""
 
     all_s: float
     blocks_s: float
@@ -108,7 +108,7 @@ class _Busy:
 
 @dataclass(frozen=True)
 class _Size:
-    """Bytes and numbers of a model's parameters, all and trained ones."""
+    """The bytes and number of elements of a model's parameters: of all, and of trained ones."""
 
     nbytes: float
     trained_nbytes: float
@@ -151,8 +151,8 @@ class Bounds:
     def next_of(self, waiting: Sequence[Program], running: Collection[Program]) -> Program:
         """Return the program in `waiting` to simulate next: the first, or one that provides more information.
 
-        Among programs of a kind that may not fit, the one that needs least determines which of the others do. While it
-        is in `running`, programs of other kinds go first.
+        Among programs of a kind that may not fit, the result for the one that needs least shows which of the others may
+        fit. While it is in `running`, programs of other kinds come first.
         """
         under_way = {_kind(item) for item in running} - set(self._beyond)
         certain = (
@@ -165,7 +165,7 @@ class Bounds:
         return min(identical, key=lambda item: states_bytes(self._question, item))
 
     def is_likely_too_large(self, program: Program, unsure: float = 1.0) -> bool:
-        """Return whether `program` probably does not fit, judged by similar programs: for the order only.
+        """Return True if `program` probably does not fit, judged by similar programs. This only affects the order.
 
         Before there are any, the estimate is based on the tensors that matrix products save. It is multiplied by
         `unsure`.
@@ -181,7 +181,7 @@ class Bounds:
         return states_bytes(self._question, program, unsure * likely) > self._question.cluster.usable_bytes
 
     def excludes(self, program: Program, best_s: float | None, fitting: int) -> str | None:
-        """Return the reason why `program` need not be simulated, or None."""
+        """Return the reason why `program` does not need to be simulated, or None."""
         shapes = [shape for shape in self._question.shapes_of(program) if self._may_fit(program, shape[0])]
         if not shapes:
             return "whose states and activations do not fit"
@@ -233,13 +233,13 @@ class Bounds:
         return busy.all_s + (0.0 if of == like else self._again(program.checkpointing) * busy.blocks_s)
 
     def _again(self, kept: str) -> float:
-        """Return the minimum share of the blocks' forwards that is recomputed."""
+        """Return the minimum fraction of the blocks' forwards that is recomputed."""
         blocks = range(self._question.blocks)
         return _AGAIN.get(kept, 0.0) * len(checkpointed(blocks, kept)) / max(1, len(blocks))
 
     @cached_property
     def _kept_guess(self) -> float:
-        """Bytes per row: the inputs and outputs of matrix products."""
+        """An estimate of the saved bytes per row: the inputs and outputs of matrix products."""
         model = self._question.subject.model
         if model is None:
             return 0.0
@@ -252,7 +252,7 @@ class Bounds:
         return "float32" if first is None else str(first).removeprefix("torch.")
 
     def _compute_guess(self) -> float:
-        """Return the seconds of matrix products per step: 6 FLOPs per parameter and token."""
+        """Return an estimate of compute seconds per step: matrix products, with 6 FLOPs per parameter and token."""
         model = self._question.subject.model
         if model is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""The possible programs for a number of ranks, and their properties that are known without simulation."""
+"""The possible programs for a number of ranks, and the properties that are known without simulation."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Cluster:
 
     @property
     def memory_error(self) -> float:
-        """The share by which a rank's memory can exceed its prediction."""
+        """The maximum relative error of a rank's predicted memory."""
         return MEMORY_ERROR[self.hardware.kind]
 
     @property
@@ -90,7 +90,7 @@ class Cluster:
 
     @property
     def holder(self) -> str:
-        """The holder of memory beyond that of tensors."""
+        """The name of what holds memory in addition to tensors."""
         return "process" if self.hardware.kind == "cpu" else "caching allocator"
 
     @property
@@ -114,7 +114,7 @@ class Cluster:
         return costs_of(self.hardware, dtype=dtype, ranks=self.per_host)
 
     def with_hosts(self, hosts: int) -> Cluster:
-        """Return a cluster with another number of hosts of the same kind."""
+        """Return a cluster with a different number of hosts of the same kind."""
         return replace(self, hosts=hosts)
 
 
@@ -182,7 +182,7 @@ class Program:
         return self.strategy in ("hsdp", "hsdp_zero2")
 
     def mesh_shape(self, cluster: Cluster) -> tuple[int, int]:
-        """Return the number of replicas of the states, and the number of ranks that share one."""
+        """Return the number of replicas of the states, and the number of ranks that share a replica."""
         shards = self.shard_hosts * cluster.per_host if self.is_replicated else cluster.world
         return cluster.world // shards, shards
 
@@ -199,7 +199,7 @@ class Program:
         )
 
     def offload_policy(self) -> OffloadPolicy | None:
-        """Return the policy for the CPU. The effect of a disk is added to the result of a simulation without it."""
+        """Return the policy for offload to the CPU. The effect of a disk is added to the results of the simulation."""
         if self.offload:
             return CPUOffloadPolicy()
         return Offload(optimizer={"cpu": self.cpu}) if self.cpu else None
@@ -238,8 +238,7 @@ def programs(
     """Yield all useful programs for `cluster`. Hybrid strategies need several hosts, and sharded ones several ranks.
 
     zero1 and zero2 differ in the gradients that they keep between microbatches. If there are none, only one of them is
-    considered: zero1 without accumulation, and zero2, which frees parameters sooner, if each microbatch is
-        reduced.
+    considered: zero1 without accumulation, and zero2, which frees parameters sooner, if each microbatch is reduced.
     """
     reduces_once = ("ddp", "zero1") if "zero2" in strategies else ("ddp",)
     for strategy in strategies:
@@ -271,7 +270,7 @@ def programs(
 
 
 def usual_precision(hardware: Hardware) -> str:
-    """Return the precision of plans without an explicit one: fp32 on CPUs, else 16 bits, bf16 unless fp16 is faster."""
+    """Return the default precision of plans: fp32 on CPUs, else bf16, or fp16 if that is faster."""
     rates = hardware.flops_per_s
     if hardware.kind == "cpu":
         return "fp32"
@@ -302,7 +301,7 @@ def units_of(model: nn.Module) -> list[nn.Module]:
 
 
 def sharded(model: nn.Module, program: Program, cluster: Cluster) -> nn.Module:
-    """Checkpoint and shard `model` in place according to `program`, and return it."""
+    """Apply activation checkpointing and sharding to `model` in place, as `program` describes, and return it."""
     units = units_of(model)
     for unit in checkpointed(units, program.checkpointing):
         unit.forward = partial(checkpoint, unit.forward, **_how(program.checkpointing))
@@ -317,7 +316,7 @@ def sharded(model: nn.Module, program: Program, cluster: Cluster) -> nn.Module:
 
 
 def checkpointed(units: Sequence[T], kept: str) -> Sequence[T]:
-    """Return the units that are recomputed in backward."""
+    """Return those of `units` that are recomputed in backward."""
     if kept == "none":
         return ()
     return units[1::2] if kept == "every-2" else units

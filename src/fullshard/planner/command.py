@@ -126,7 +126,7 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
 
 
 def _write_json(path: str | None, report: dict[str, Any]) -> None:
-    """Write `report` to the path of --json, if given."""
+    """Write `report` to `path`, the path of --json, if given."""
     if path is None:
         return
     text = json.dumps(report, indent=2, default=str) + "\n"
@@ -138,7 +138,7 @@ def _write_json(path: str | None, report: dict[str, Any]) -> None:
 
 
 def _report_drawbacks(out: Path, path: str | None) -> int:
-    """Print the predictions for a run and its measurements."""
+    """Print the predictions for a run next to its measurements, and the causes of differences."""
     from fullshard.train.predicting import comparison_of  # late: it takes a quarter of a second that plans do not need
 
     found = comparison_of(out)
@@ -153,7 +153,7 @@ def _report_drawbacks(out: Path, path: str | None) -> int:
 
 
 def _report_why(question: Question, strategy: str, path: str | None, log: Any) -> int:
-    """Explain one strategy, with the first of the checkpointing options, and what comes nearest to fitting."""
+    """Explain why a strategy fits or not, with the first checkpointing option, and report the nearest alternative."""
     rows, count = min(question.shapes())
     program = Program(
         strategy=strategy,

@@ -1,4 +1,4 @@
-"""The results of the search: for each program the fastest candidate that fits, and the plan of all programs."""
+"""The results of the search: the fastest candidate of each program that fits, and the plan of all programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FoundProgram:
 
     @property
     def has_margin(self) -> bool:
-        """True if it also fits if the prediction is too low by `Cluster.memory_error`."""
+        """True if the program also fits if the prediction is too low by `Cluster.memory_error`."""
         return self.fits and self.figures.needed_bytes <= self.sketch.cluster.safe_bytes
 
 
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def runner_up(self) -> FoundProgram | None:
-        """The fastest program whose strategy or checkpointing differs from the best one's."""
+        """The fastest program with a different strategy or checkpointing than the best one."""
         best = self.best
         if best is None:
             return None
@@ -85,7 +85,7 @@ class Plan:
 
 
 def answer(question: Question, made: Sketch) -> FoundProgram | None:
-    """Return the best candidate of a program; None if it is unpredictable, or needs no disk but is meant to use it."""
+    """Return the best candidate of a program; None if it is unpredictable, or is for a disk that it does not need."""
     if made.program.disk:
         return _answer_on_disk(question, made)
     shapes = [shape for shape in question.shapes_of(made.program) if made.can_report(shape[0])]
@@ -107,7 +107,7 @@ def fastest(cluster: Cluster, fitting: Iterable[SketchFigures]) -> SketchFigures
 
 
 def _answer_on_disk(question: Question, made: Sketch) -> FoundProgram | None:
-    """Return the fastest candidate with the smallest fraction on disk that fits; if none fits, with all on disk.
+    """Return the fastest candidate with the smallest fraction on disk that fits; else one with everything on disk.
 
     States that are not on the CPU can be on disk.
     """

@@ -111,7 +111,7 @@ def _label(tape: Tape, place: int) -> str:
 
 
 def _moments(tape: Tape, placed: Sequence[Placed], places: Sequence[int], begun: int) -> list[float]:
-    """Return the start time of the first work after each index in `places`, not earlier than that of earlier work."""
+    """Return the start time of the first work after each index in `places`, as a non-decreasing sequence."""
     starts = {id(item.entry): item.start for item in placed}
     after = 0.0
     coming: dict[int, float] = {}

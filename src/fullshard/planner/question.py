@@ -38,7 +38,7 @@ class Question:
     largest: bool = False
 
     def shapes(self) -> list[tuple[int, int]]:
-        """Return the possible rows per microbatch and microbatches per step."""
+        """Return the possible pairs of rows per microbatch and microbatches per step."""
         if self.global_batch is None:
             return [(rows, 1) for rows in (_ROWS if self.subject.any_rows else (1,))]
         local = self.global_batch // self.cluster.world
@@ -52,7 +52,7 @@ class Question:
 
     @property
     def distinct_checkpointing(self) -> list[str]:
-        """The checkpointing options, without those that checkpoint the same blocks as an earlier one."""
+        """The checkpointing options, except for those that checkpoint the same blocks as an earlier one."""
         blocks = range(self.blocks)
         found: dict[tuple[int, bool], str] = {}
         for kept in self.checkpointing:
@@ -62,13 +62,13 @@ class Question:
 
     @property
     def _distinct_strategies(self) -> list[str]:
-        """The strategies; without blocks, no pairs that differ in the resharding of blocks only."""
+        """The strategies; without blocks, those that differ only in the resharding of blocks are listed once."""
         equal = {} if self.blocks else {"zero3": "zero2", "hsdp": "hsdp_zero2"}
         return [strategy for strategy in self.strategies if equal.get(strategy) not in self.strategies]
 
     @cached_property
     def _shard_hosts(self) -> Sequence[int]:
-        """The numbers of hosts to shard over under hsdp: one, and the first powers of two that are likely to fit.
+        """The numbers of hosts to shard over under hsdp: 1, and the first powers of two that are likely to fit.
 
         These are the first with which parameters, gradients and two moments take less than the usable memory, and less
         than half of it. Only whole replicas are considered, and at least two of them.
@@ -117,7 +117,7 @@ class Question:
 
 
 def with_cpu(question: Question, programs: Iterable[Program]) -> list[Program]:
-    """Return the programs without offload, changed to keep as much of the optimizer state on the CPU as needed.
+    """Return the programs without offload, changed to keep as much of the optimizer state on the CPU as necessary.
 
     There are none when computing on the CPU, or if the user's function places the states.
     """
@@ -127,5 +127,5 @@ def with_cpu(question: Question, programs: Iterable[Program]) -> list[Program]:
 
 
 def with_disk(programs: Iterable[Program]) -> list[Program]:
-    """Return the programs with all states in memory, changed to keep as much on disk as needed."""
+    """Return the programs with all states in memory, changed to keep as much on disk as necessary."""
     return [replace(program, disk=1.0) for program in programs if not program.offload]

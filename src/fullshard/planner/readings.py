@@ -1,4 +1,4 @@
-"""Values derived from the traces of a few steps: times by cause, and memory by region."""
+"""Values derived from the traces of a few steps: seconds by cause, and memory by region."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ LIMITS = ("compute", "memory bandwidth", "host", "gathers", "reductions", "waits
 
 
 def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs], *, compiled: bool = False) -> dict[Any, float]:
-    """Return values that are additive over blocks: seconds, FLOPs, bytes. ("each", ...) is for one more microbatch.
+    """Return values that are additive over blocks: seconds, FLOPs, bytes. Keys ("each", ...) are for one more
+    microbatch.
 
-    ("unknown", ...) are the seconds of an operation whose time the trace does not determine.
+    Keys ("unknown", ...) are the seconds of operations whose time cannot be derived from the trace.
 
     The costs of a CPU track its cache and heap, so an equal step is processed first. With `compiled`, the operations of
     each block are fused.
@@ -56,7 +57,7 @@ def _unknown(laid: Timeline) -> dict[Any, float]:
 
 
 def _sent(entries: Sequence[Entry]) -> float:
-    """Return the bytes that a rank passes to collectives."""
+    """Return the bytes of this rank's inputs to collectives."""
     return float(sum(sum(entry.sizes) for entry in entries if isinstance(entry, Collective)))
 
 
@@ -84,7 +85,7 @@ def overhead_of(tapes: Tapes, rows: int) -> float:
 
 
 def process_overhead(tapes: Tapes) -> float:
-    """Return the ratio of the memory of a rank's process on CPUs to the peak of tensors, with few rows."""
+    """Return the ratio of the memory of a CPU rank's process to the peak of its tensors, with few rows."""
     memory = process_memory(tapes.trace_with(tapes.one))
     return memory.held / max(memory.tensors, 1)
 
@@ -144,7 +145,7 @@ class Moment:
         return float(sum(self.few.values())), sum(self.each.values())
 
     def total(self, more: int) -> float:
-        """Return the sum of all states with `more` additional rows."""
+        """Return the sum of all states for `more` additional rows."""
         few, each = self.line
         return few + more * each
 
@@ -152,7 +153,8 @@ class Moment:
 def moments_by_region(
     tapes: Tapes, rows: int, whole: Mapping[str, int], *, of_host: bool, grows: bool
 ) -> dict[Region, list[Moment]]:
-    """Return the moments of each region that have its peak for `rows` rows or, if the step `grows`, for some number.
+    """Return the moments of each region that have its peak for `rows` rows or, if the step `grows`, for any number of
+    rows.
 
     The bytes at a moment are linear in rows, but which moment has the peak of a region depends on rows.
     """
@@ -172,7 +174,7 @@ def moments_by_region(
 
 
 def _highest(moments: list[Moment]) -> list[Moment]:
-    """Return the moments that no other one exceeds both with few rows and in its growth."""
+    """Return the moments that no other moment exceeds both with few rows and in growth."""
     kept: list[Moment] = []
     for moment in sorted(moments, key=lambda moment: moment.line, reverse=True):
         if not kept or moment.line[1] > kept[-1].line[1]:
@@ -181,7 +183,7 @@ def _highest(moments: list[Moment]) -> list[Moment]:
 
 
 def region_peaks(moments: Mapping[Region, Sequence[Moment]], more: int) -> dict[Any, float]:
-    """Return the peak bytes of each region with `more` additional rows, under (unit, phase, None), and by state."""
+    """Return the peak bytes of each region for `more` additional rows: under (unit, phase, None), and by state."""
     flat: dict[Any, float] = {}
     for (unit, phase), known in moments.items():
         peak = max(known, key=lambda moment: moment.total(more))
@@ -192,7 +194,7 @@ def region_peaks(moments: Mapping[Region, Sequence[Moment]], more: int) -> dict[
 
 
 def _place_of(unit: str, lengths: Mapping[str, int], whole: Mapping[str, int]) -> str:
-    """Return the unit's name in the whole model; blocks in the middle of a list have a common name."""
+    """Return the unit's name in the full model. Blocks in the middle of a list share one name."""
     for fqn, length in lengths.items():
         if unit.startswith(f"{fqn}."):
             number, dot, remaining = unit.removeprefix(f"{fqn}.").partition(".")

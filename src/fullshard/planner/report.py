@@ -102,7 +102,7 @@ def row(plan: Plan, found: FoundProgram) -> list[str]:
 
 
 def stated(plan: Plan) -> list[str]:
-    """Return the recommendation and its reason, the runner-up, and what was left out."""
+    """Return the recommendation and its reason, the runner-up, and the programs that were left out."""
     lines = left_out_lines(plan)
     lines += _unknown_lines(plan)
     if any(found.sketch.program.syncs_each for found in plan.found):
@@ -123,7 +123,7 @@ def stated(plan: Plan) -> list[str]:
 
 
 def _unknown_lines(plan: Plan) -> list[str]:
-    """Return a line about operations without a formula, with their largest shares of the steps shown."""
+    """Return a line about operations without a formula, with their largest shares of the displayed steps."""
     shares: dict[str, float] = {}
     for found in plan.found:
         for name, share in found.figures.unknown.items():
@@ -136,7 +136,7 @@ def _unknown_lines(plan: Plan) -> list[str]:
 
 
 def paste(plan: Plan) -> dict[str, str]:
-    """Return the code to paste by where it goes, without empty entries."""
+    """Return the code to paste, by the place to paste it, without empty entries."""
     best, question = plan.best, plan.question
     if best is None:
         return {}
@@ -169,7 +169,7 @@ class ChangedMachine:
 
 
 def what_ifs(plan: Plan, ask: Workers) -> list[ChangedMachine]:
-    """Return results of the best program with half the network (or link, within a host), and with twice the hosts."""
+    """Return results of the best program with half the network (or link) bandwidth, and with twice the hosts."""
     best, question = plan.best, plan.question
     if best is None:
         return []
@@ -193,7 +193,7 @@ def what_ifs(plan: Plan, ask: Workers) -> list[ChangedMachine]:
 
 
 def predict_load(plan: Plan, ask: Workers) -> None:
-    """Start the simulations that `what_ifs` needs if the best program so far stays the best."""
+    """Start the simulations that `what_ifs` will need if the best program so far remains the best."""
     with suppress(ConfigError):
         ask.ask_ahead(*_twice(plan))
     for item in plan.fitting:
@@ -224,7 +224,7 @@ def _gain(best: SketchFigures, other: SketchFigures | None, times: int) -> float
 
 
 def why(question: Question, found: FoundProgram) -> list[str]:
-    """Return why a program fits or does not: the difference, the unit and phase, the states and the largest tensors."""
+    """Return why a program fits or not: the difference, the unit and phase, the states and the largest tensors."""
     figures, usable = found.figures, question.cluster.usable_bytes
     over = figures.needed_bytes - usable
     verdict = f"{_gb(over)} over" if over > 0 else f"{_gb(-over)} to spare"
@@ -371,7 +371,7 @@ def _reason(best: FoundProgram, plan: Plan) -> str:
 
 
 def _without_margin(best: FoundProgram, plan: Plan) -> list[str]:
-    """Return a line if the best program may not fit after all, or if one that may not is faster."""
+    """Return a line if the best program may not fit, or if a program that may not fit is faster."""
     error, usable = plan.question.cluster.memory_error, plan.question.cluster.usable_bytes
     if not best.has_margin:
         return [
@@ -403,7 +403,7 @@ def _larger_units(best: FoundProgram, plan: Plan) -> str:
 
 
 def _on_cpu(best: FoundProgram, plan: Plan) -> str:
-    """Return a sentence about the states that a host holds and updates, and its assumed rate."""
+    """Return a sentence about the states that a host's CPU stores and updates, and its assumed rate."""
     cluster = plan.question.cluster
     machine = cluster.hardware
     nbytes, rate = best.figures.host_bytes * cluster.per_host, machine.host_memory_bytes_per_s / cluster.per_host
@@ -454,7 +454,7 @@ def _nothing_fits(plan: Plan) -> str:
 
 
 def left_out_lines(plan: Plan) -> list[str]:
-    """Return the numbers of simulated and of skipped programs, by reason; nothing if all were simulated."""
+    """Return lines with the numbers of simulated and skipped programs, by reason; empty if all were simulated."""
     parts = [f"{count} {reason}" for reason, count in plan.left_out.items()]
     return [f"Simulated: {_count(len(plan.found), 'program')}. Left out: {'; '.join(parts)}."] if parts else []
 

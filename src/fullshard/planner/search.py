@@ -1,4 +1,4 @@
-"""The search: it simulates all programs except those that cannot fit or cannot be faster than the best so far."""
+"""The search, which simulates all programs except those that cannot fit or cannot be faster than the best so far."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from fullshard.planner.workers import Workers
 def search(
     question: Question, workers: Workers | None = None, predict_load: Callable[[Plan], None] = lambda element: None
 ) -> Plan:
-    """Return the plan: every program that may fit and may be the fastest, simulated by `workers` or temporary ones.
+    """Return the plan of all programs that may fit and may be the fastest, simulated by `workers` or temporary ones.
 
     Raises:
-        ConfigError: The model cannot be run dry, or the global batch is not divisible by the number of ranks.
+        ConfigError: A dry run of the model fails, or the global batch is not divisible by the number of ranks.
     """
     with _given(workers, question) as ask:
         plan = _searched(question, question.programs(), ask, predict_load=predict_load)
@@ -47,7 +47,7 @@ def search(
 
 
 def _given(workers: Workers | None, question: Question) -> AbstractContextManager[Workers]:
-    """Return a context with the given workers, which stay alive, or with temporary ones."""
+    """Return a context with the given workers, which are kept, or with temporary ones."""
     return Workers(question) if workers is None else nullcontext(workers)
 
 
@@ -59,13 +59,13 @@ def _done(made: Sketch) -> Future[Any]:
 
 
 def _add(plan: Plan, more: Plan, what: str) -> None:
-    """Add the results with offloading to `plan`."""
+    """Add the results of `more`, programs with offloading, to `plan`."""
     plan.found += more.found
     plan.left_out |= {f"{reason}, with {what}": count for reason, count in more.left_out.items()}
 
 
 def _add_two_ahead(plan: Plan, ask: Workers) -> None:
-    """Add the best program with two prefetched units to `plan`, if its all-gathers are slow and it is faster."""
+    """Add the best program with two prefetched units to `plan`, if its all-gathers are slow and that is faster."""
     best = plan.best
     if best is None or not plan.question.blocks or best.sketch.program.strategy in _GATHERS_NOTHING:
         return
@@ -78,7 +78,7 @@ def _add_two_ahead(plan: Plan, ask: Workers) -> None:
 
 
 def _add_larger_units(plan: Plan, ask: Workers) -> None:
-    """Add the best program with units of 2, 4, ... blocks to `plan`, if the host limits it, as long as it is faster."""
+    """Add the best program with units of 2, 4, ... blocks to `plan` if it is host-bound, as long as that is faster."""
     best, model = plan.best, plan.question.subject.model
     if best is None or model is None or plan.question.largest:
         return
@@ -102,10 +102,10 @@ def _add_larger_units(plan: Plan, ask: Workers) -> None:
 
 
 def _with_memory_of(found: FoundProgram, single: FoundProgram, model: nn.Module) -> FoundProgram:
-    """Return `found` with at least the memory of `single`, in which a block is a unit, and that of larger units.
+    """Return `found`, with at least the memory of `single`, whose units are single blocks, plus that of larger units.
 
-    Two units are unsharded at the same time, and one has whole gradients. Peaks of larger units with few rows do not
-    predict those with many rows.
+    Two units are unsharded at the same time, and one has unsharded gradients. Peaks of larger units with few rows do
+    not predict those with many rows.
     """
     program, count = found.sketch.program, found.figures.candidate
     compute, reduce = (dtype or torch.float32 for dtype in PRECISIONS[program.precision])
@@ -270,9 +270,9 @@ _BY_LINE = 5
 def _least_on_cpu(
     question: Question, ask: Workers, span: _Span, fractions: Sequence[float]
 ) -> tuple[SketchFigures, Sketch]:
-    """Simulate the program with the first of `fractions` that fits; with all on the CPU, if no other one fits.
+    """Simulate the program with the first of `fractions` that fits; if none does, with all of the state on the CPU.
 
-    Two are simulated simultaneously: the one that is likely the first, and the one before it as a check.
+    Two are simulated simultaneously: the one that is likely the first that fits, and the one before it as a check.
     """
     program, limit = span.made.program, span.made.cluster.limit_for(span.made.needed_bytes(span.rows))
     fits_not, fits = -1, len(fractions) - 1
@@ -295,7 +295,7 @@ def _least_on_cpu(
 
 
 def _least_seconds(question: Question, made: Sketch) -> float:
-    """Return the seconds per row of the fastest shape of a program, whether it fits or not."""
+    """Return the seconds per row of the fastest shape of a program, even if it does not fit."""
     shapes = [shape for shape in question.shapes_of(made.program) if made.can_report(shape[0])]
     return min(made.figures(*shape).seconds_a_row for shape in shapes)
 
@@ -330,8 +330,9 @@ _TRIED = 3
 def least_hosts(question: Question, workers: Workers | None = None, *, most: int = 4096) -> Plan | None:
     """Return the plan for the smallest number of ranks, up to `most`, that fits one row; None if no number does.
 
-    World sizes are powers of two within a host, then any number of whole hosts. The strategy that shards most decides,
-    with and without checkpoints. For the smallest number of ranks, all requested programs are searched.
+    World sizes are powers of two within a host, then any number of whole hosts. This is decided by the strategy that
+    shards most, with and without activation checkpointing. For the smallest number of ranks, all requested programs are
+    searched.
     """
     with _given(workers, question) as ask:
         whole = question.cluster.per_host
@@ -373,11 +374,11 @@ def _leanest(question: Question, hosts: int, per_host: int, ask: Workers) -> Pla
 
 
 def nearest(question: Question, program: Program, ask: Workers) -> list[FoundProgram]:
-    """Simulate `program` and variants with other checkpoints or with reductions after each microbatch.
+    """Simulate `program`, and variants with different checkpointing or with reductions after each microbatch.
 
-    Those that need least come first. If none of them fits, as much of the optimizer state as needed is put on the CPU,
-    and then on disk. Programs whose states do not fit are skipped. If steps can have any number of rows, they
-    have one per rank.
+    The programs that need least memory come first. If none of them fits, as much of the optimizer state as necessary is
+    on the CPU, and then on disk. Programs whose states do not fit are skipped. If steps can have any number of rows,
+    they have one per rank.
     """
     everything = replace(question, exhaustive=True, global_batch=question.global_batch or question.cluster.world)
     likes = [replace(program, checkpointing=kept) for kept in question.distinct_checkpointing]

@@ -222,7 +222,7 @@ class PlanSettings:
         )
 
     def made_subject(self) -> Subject:
-        """The model and its data."""
+        """Return the model and its data."""
         requested = self.subject
         named = [name for name in ("model", "config", "size") if getattr(requested, name) is not None]
         if len(named) != 1:
@@ -252,7 +252,7 @@ class PlanSettings:
         return gpt_subject(size, requested.seq or _DEFAULT_SEQ)
 
     def _check_leaves_sharding(self) -> None:
-        """Refuse options about what the user's function does itself."""
+        """Raise an error for options about sharding if the user's function shards the model itself."""
         plain = SearchSettings()
         names = ("strategies", "checkpointing", "precision", "offload", "gather_wire", "reduce_wire", "compile")
         given = [name for name in names if getattr(self.search, name) != getattr(plain, name)]

@@ -1,4 +1,4 @@
-"""Models with fewer blocks, from which the whole model is predicted: identical blocks have identical costs.
+"""Models with fewer blocks, from which the full model is predicted: identical blocks have identical costs.
 
 Peak memory and step time are linear in the number of identical blocks, once there are a few of them. So two short
 models determine the long one. Peaks are extrapolated per region (a block near either end, and a phase), because the
@@ -39,7 +39,7 @@ def block_lists(model: nn.Module) -> list[BlockList]:
 
 
 def shortened(model: nn.Module, lengths: dict[str, int]) -> Sequence[tuple[nn.ModuleList, list[nn.Module]]]:
-    """Cut the lists of `model`, in place, to `lengths` by FQN. The result restores the blocks."""
+    """Truncate the lists of `model` in place to `lengths`, by FQN. Return the lists and blocks, to restore them."""
     undo = []
     for fqn, length in lengths.items():
         blocks: Any = model.get_submodule(fqn)

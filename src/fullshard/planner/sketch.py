@@ -1,7 +1,7 @@
 """Predictions for a program from a few dry runs: of models with fewer blocks, with one row and with two.
 
 A dry run of a large model takes a while, and a search needs many. So dry runs use models of a few blocks (see
-`shorten`), with one row and then with two. Everything derived from their traces is extrapolated linearly to the whole
+`shorten`), with one row and then with two. Everything derived from their traces is extrapolated linearly to the full
 model and to any number of rows. Times are not linear in rows (an operation takes the longer of its FLOPs and its
 bytes). So the sizes of each operation are extrapolated instead, and the trace is laid out again.
 """
@@ -108,7 +108,7 @@ class Sketch:
 
     @staticmethod
     def unpacked(subject: Subject, packed: Mapping[str, Any]) -> Sketch:
-        """Return the sketch again. Traces stay pickled until needed; often the derived values suffice."""
+        """Return the sketch that `packed` describes. Traces stay pickled until needed; often derived values suffice."""
         made = object.__new__(Sketch)
         vars(made).update(packed, subject=subject)
         return made
@@ -135,7 +135,7 @@ class Sketch:
         return compute_dtype(self.tapes[0].one)
 
     def on(self, hardware: Hardware) -> Sketch:
-        """Return the traces on another machine of the same kind with as many ranks per host. Memory is the same."""
+        """Return a sketch with these traces on a different machine with as many ranks per host. Memory is the same."""
         other = copy(self)
         other.cluster, other._found = replace(self.cluster, hardware=hardware), {}
         return other
@@ -148,7 +148,7 @@ class Sketch:
 
     @cached_property
     def states_bytes(self) -> float:
-        """The bytes of a rank's optimizer state in any tier. A trace has all of it but the part on the CPU."""
+        """Bytes of a rank's optimizer state in any tier. Traces contain all of it except for the part on the CPU."""
         regions = self._regions(1, of_host=False)
         traced = max((nbytes for (_, _, state), nbytes in regions.items() if state is State.OPTIMIZER), default=0.0)
         return traced / (1 - self.program.cpu) if self.program.cpu < 1 else 0.0
@@ -171,7 +171,7 @@ class Sketch:
         return min(self.disk_bytes, BUFFERS * max(CHUNK_NBYTES, largest))
 
     def least_on_disk(self, rows: int, usable: float) -> float | None:
-        """Return the smallest share of the optimizer state on disk with which `rows` rows fit in 1 % steps, or None."""
+        """Return the smallest fraction of states on disk, in steps of 1 %, with which `rows` rows fit, or None."""
         needed = self.with_on_disk(0.0).needed_bytes(rows)
         if needed <= usable:
             return 0.0
@@ -236,9 +236,9 @@ class Sketch:
         return max(0.0, self.cluster.disk.seconds(nbytes, nbytes) - self.program.disk * stepping_s)
 
     def _overhead(self, rows: int) -> float:
-        """Return the bytes that the caching allocator holds beyond tensors, of the next power of two of rows.
+        """Return the bytes that the caching allocator holds beyond tensors, for `rows` rounded up to a power of two.
 
-        It hardly depends on the number of blocks: in a shortened model it is as large as in the whole one.
+        It hardly depends on the number of blocks: a shortened model has the same overhead as the full one.
         """
         rows = min(1 << (rows - 1).bit_length(), self.most_rows or 1 << 16)
         if rows not in self._overheads:
@@ -283,7 +283,7 @@ class Sketch:
         return regions[region] - offloaded, by_state, f"{phase.value} of {unit or 'the root'}"
 
     def _regions(self, rows: int, *, of_host: bool) -> dict[Any, float]:
-        """Return the peak bytes of each region: (unit, phase, None) for the sum, (unit, phase, state) for its parts."""
+        """Return the peak bytes of each region: (unit, phase, None) is the sum, (unit, phase, state) a part of it."""
         grows = all(each.is_straight for each in self.tapes)
         few = self.least_rows if grows else rows
         if (few, of_host) not in self._moments:
@@ -294,7 +294,7 @@ class Sketch:
         return {key: max(0.0, value) for key, value in found.items()}
 
     def _whole(self, each: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
-        """Return the values of the whole model: those of the first short one, plus those of additional blocks."""
+        """Return the values of the full model: those of the first short model, plus those of the additional blocks."""
         base, *longer = each
         everywhere = [key for key in base if all(key in other for other in longer)]  # not so blocks in the middle
         found = {key: base[key] for key in everywhere}
@@ -320,10 +320,10 @@ def sketch(
     make_optimizer: MakeOptimizer | None = None,
     shortens: bool = True,
 ) -> Sketch:
-    """Run steps of `program` dry, with models of few blocks if there are lists of identical blocks.
+    """Make dry runs of `program`, on models with few blocks if there are lists of identical blocks.
 
     Raises:
-        ConfigError: The model cannot be run dry, or reads values; or the user's code raises an exception.
+        ConfigError: A dry run of the model fails, the model reads values, or the user's code raises an exception.
     """
     try:
         with _quiet_fakes():
@@ -364,7 +364,7 @@ def _sketched(
         return take_steps(subject, cluster, program, dict(lengths), rows, max_norm, make_optimizer)
 
     def run_first(lengths: Mapping[str, int]) -> Tapes:
-        """Run with one row or more, or else two: one-row tensors are contiguous with any strides and save copies."""
+        """Make a dry run with one row or, if needed, two: one-row tensors are contiguous with any strides."""
         first = run(lengths, _STEPS)
         if first.is_straight or not subject.any_rows:
             return first
@@ -391,9 +391,10 @@ def _sketched(
 
 
 def _few(blocks: BlockList, program: Program) -> int:
-    """Return the number of blocks of the shortest model: enough for inner blocks, with the parity of the list.
+    """Return the number of blocks of the shortest model. It has inner blocks, and the parity of the list's length.
 
-    One more is needed if gradients are copied to the CPU: of three blocks, none ends before all of them have started.
+    One more is needed if gradients are copied to the CPU: of three blocks, no copy ends before all of them have
+    started.
     """
     least = BASE + (program.cpu > 0)
     return least + (program.checkpointing == "every-2" and (blocks.length - least) % 2)

@@ -48,8 +48,8 @@ def take_steps(
 ) -> Tapes:
     """Run one step for each of the given numbers of rows per microbatch. In the first step the order is not known yet.
 
-    If the CPU runs the optimizer, it does the work of a step in the next step's forward, except for the first step. So
-    one more step precedes the second one.
+    If the optimizer runs on the CPU, the work of a step is done in the next step's forward, except for the first step.
+    So one more step precedes the second one.
     """
     steps = list(rows_of_steps if subject.any_rows else (1, 1))
     if program.cpu:
@@ -133,7 +133,7 @@ def _step(
 
 
 def _in_words(subject: Subject, error: ConfigError) -> ConfigError:
-    """Return `error` with the name of the model, and with advice on missing values."""
+    """Return `error` with the name of the model, and with advice if values are missing."""
     cause = error.__cause__
     if isinstance(cause, data_dependent_errors):
         return ConfigError(
@@ -146,7 +146,7 @@ def _in_words(subject: Subject, error: ConfigError) -> ConfigError:
 
 
 def users_mistake(subject: Subject, error: Exception) -> ConfigError | None:
-    """Return an error that names the line of the user or of a library that raised `error`.
+    """Return an error that names the line of user or library code that raised `error`.
 
     None if `error` does not come from such a line.
     """
@@ -174,7 +174,7 @@ def _check_reads_no_values(subject: Subject, cluster: Cluster, lengths: dict[str
 class _Reads(TorchFunctionMode):
     """A mode that records the first user line that reads the value of a tensor.
 
-    Checks of transformers whether a mask excludes anything do not count: a dry run answers them as for a full batch.
+    Checks in transformers whether a mask excludes any token do not count: in a dry run, they see a full batch.
     """
 
     line: str | None = None
@@ -194,7 +194,7 @@ def _asking_file() -> str:
 
 
 def _line_that_reads(subject: Subject, cluster: Cluster, lengths: dict[str, int]) -> str | None:
-    """Return the line, if the model can be run separately; None if it is not in the model's code."""
+    """Return the line that reads a value, if the model can be run separately; None if it is not in the model's code."""
     if subject.model is None:
         return ""
     if subject.model not in _reads:  # the same for all sketches

@@ -54,7 +54,7 @@ class Subject:
     notes: tuple[str, ...] = field(default=())
 
     def with_optimizer(self, spec: str) -> Subject:
-        """Return a copy whose code to paste uses the optimizer function that `spec` names. Only Python code can."""
+        """Return a copy whose code to paste uses the optimizer function named `spec`. Only Python supports this."""
         expression = f"{spec.rpartition(':')[2]}([param for param in model.parameters() if param.requires_grad])"
         return replace(self, paste_optimizer=(_import_line(spec), expression), train_flags=(), is_transformers=False)
 
@@ -241,7 +241,7 @@ def _stated(frame: traceback.FrameSummary) -> str:
 
 
 def _watches(frame: traceback.FrameSummary) -> bool:
-    """Return True if the frame belongs to a dry run, which intercepts all torch operations."""
+    """Return True if the frame belongs to the dry run, which intercepts all torch operations."""
     file = Path(frame.filename)
     return file.parent == Path(dry.__file__).parent or file in (Path(_fakes.__file__), Path(_compat.__file__))
 
@@ -260,7 +260,7 @@ def _without_torch(frames: Sequence[traceback.FrameSummary]) -> list[traceback.F
 def _plain_or_sharded(
     make_model: Callable[[], Any], name: str, measure: bool
 ) -> tuple[nn.Module | None, Callable[[], nn.Module] | None]:
-    """Return the plain model, or the function if it shards the model, which it shows by requesting a process group."""
+    """Return the plain model, or the function if it shards the model. It does if it requests a process group."""
     try:
         with nullcontext() if measure else torch.device("meta"):
             made = make_model()
@@ -294,10 +294,10 @@ def _loss_named(spec: str) -> Loss:
 
 
 def _check_heeds_rows(make_batch: Callable[[int], Any], name: str) -> None:
-    """Raise if a function returns the same shapes for one row and for two: predictions by rows would be wrong.
+    """Raise an error if a function returns the same shapes for one row and for two: predictions would be wrong.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The shapes are the same.
     """
     one, two = (shapes_of(_batch_on_meta(make_batch, rows)) for rows in (1, 2))
     if one and one == two:

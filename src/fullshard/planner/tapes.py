@@ -1,4 +1,4 @@
-"""The traces of a few steps, extrapolated to other numbers of rows, entry by entry."""
+"""The traces of a few steps, which are extrapolated to other numbers of rows, entry by entry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Ope
 
 @dataclass
 class Tapes:
-    """Two steps of one program on a model with `lengths` blocks: one with `rows` rows, and one with one row more."""
+    """Two steps of a program on a model with `lengths` blocks: one with `rows` rows, and one with an additional row."""
 
     lengths: Mapping[str, int]
     tape: Tape
@@ -24,7 +24,7 @@ class Tapes:
 
     @cached_property
     def pairs(self) -> Sequence[tuple[Entry, Entry]] | None:
-        """Each entry of the first step with its counterpart with one more row; None if the operations differ.
+        """Pairs of an entry of the first step and its counterpart with one more row; None if the operations differ.
 
         One-time work of the engine, such as zeros for padding that are kept, has no counterpart: it does not depend on
         rows.
@@ -95,7 +95,7 @@ def with_one_more_row(longer: Tapes, first: Tapes) -> Tapes | None:
 
 
 def _joined(longer: Tapes, step: Sequence[Entry]) -> Tape:
-    """Return the trace of `longer` followed by `step`, which has the storages of its last step under new numbers."""
+    """Return the trace of `longer` followed by `step`, with new numbers for the storages of its last step."""
     local = {entry.storage for entry in step if isinstance(entry, Allocation)}
     freed = {entry.storage for entry in step if isinstance(entry, Free)}
     left: dict[tuple[str, int], list[int]] = {}  # storages of the step before that this step frees
@@ -150,7 +150,7 @@ def _kinds(step: Sequence[Entry]) -> list[tuple[Any, ...]]:
 
 
 def _likes(unit: str, lengths: Mapping[str, int], others: Mapping[str, int]) -> str:
-    """Return the counterpart of `unit` in a model of `others` blocks: as far from the nearer end."""
+    """Return the counterpart of `unit` in a model of `others` blocks: at the same distance from the nearer end."""
     for fqn, length in lengths.items():
         if unit.startswith(f"{fqn}."):
             number, dot, remaining = unit.removeprefix(f"{fqn}.").partition(".")

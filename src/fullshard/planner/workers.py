@@ -1,4 +1,4 @@
-"""Worker processes that create sketches, as many as there are cores."""
+"""Worker processes that create sketches, one per core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.planner.sketch import Sketch
 
 
 class Workers:
-    """A pool of forked processes that create sketches, as many as there are cores. They share the subject.
+    """A pool of forked processes that create sketches, one per core. They share the subject.
 
     If a forked process cannot run backward, this process makes the sketches sequentially. A fork lacks the autograd
     threads for devices, which start with the first backward alongside a GPU, or after fake tensors with a CUDA build of
@@ -87,12 +87,12 @@ _REQUESTED: list[Question] = []  # set by this process for those that it forks
 
 
 def _run_backward() -> None:
-    """Run backward in a forked process, which raises if it cannot."""
+    """Run backward in a forked process. It raises an error if this is not possible."""
     torch.ones((), requires_grad=True).backward()
 
 
 def _sketched(sent: Question, program: Program) -> Mapping[str, Any]:
-    """Create a sketch in a forked process in a form that can be sent back."""
+    """Create a sketch in a forked process and return it in a form that can be sent to the parent."""
     forked = _REQUESTED[-1]
     question = replace(sent, subject=forked.subject, make_optimizer=forked.make_optimizer)
     made = question.requested(program)

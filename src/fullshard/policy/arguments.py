@@ -1,4 +1,4 @@
-"""Checks of arguments at the call of the user, so that error messages name the argument."""
+"""Checks of arguments in the user's call, so that error messages name the argument."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fullshard.errors import ConfigError
 
 
 def is_number(value: object) -> bool:
-    """Return whether `value` is a real number. True and False are not."""
+    """Return True if `value` is a real number other than True and False."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""The mesh axes to shard and to replicate parameters over, if the mesh alone does not determine them."""
+"""The mesh axes to shard and to replicate parameters over, for meshes whose shape does not determine them."""
 
 from __future__ import annotations
 

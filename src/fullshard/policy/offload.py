@@ -29,7 +29,7 @@ class OffloadPolicy:
 
     @property
     def in_full(self) -> Offload:
-        """The equivalent `Offload`."""
+        """Return the equivalent `Offload`."""
         return Offload()
 
 
@@ -69,13 +69,13 @@ class Offload(OffloadPolicy):
 
     Args:
         optimizer: The fraction of the optimizer state per tier, by bytes: `{"cpu": 0.5, "disk": 0.25}`. Units are
-            offloaded from the last one until the fraction is reached. Units for the CPU come first: their gradients are
-            on the CPU too, the optimizer step runs there, and the device keeps a copy of their shards. Units for the
-            disk follow, for each optimizer separately.
-        parameters: The fraction of the shards per tier: `{"cpu": 0.25, "disk": 0.5}`. For the CPU, units are also
-            taken from the last one, and the device keeps no copy: shards are copied for each all-gather. Their
-            optimizer state is on the CPU as well and counts towards `optimizer`. For the disk, units are taken as they
-            are created; strategies that keep whole parameters do not support it. Shards are read for each all-gather,
+            offloaded from the last one until the fraction is reached. Units for the CPU are chosen first: their
+            gradients are on the CPU too, the optimizer step runs there, and the device keeps a copy of their shards.
+            Units for the disk are chosen next, separately for each optimizer.
+        parameters: The fraction of the shards per tier: `{"cpu": 0.25, "disk": 0.5}`. For the CPU, units are also taken
+            from the last one, and the device keeps no copy: shards are copied for each all-gather. Their optimizer
+            state is on the CPU as well and counts towards `optimizer`. For the disk, units are taken as they are
+            created; strategies that keep unsharded parameters do not support it. Shards are read for each all-gather,
             gradients are written as they are reduced, and the optimizer state is on disk as well, in addition to
             `optimizer`.
         activations: The fraction of activations per tier that are offloaded between forward and backward: to host
@@ -85,11 +85,11 @@ class Offload(OffloadPolicy):
         folder: The folder for the file, on a disk of this machine. Every rank creates its own file.
         pin_memory: Whether CPU memory for shards is page-locked, so that copies overlap with compute.
         budget: The memory that a rank's tensors may take on the device that computes, in bytes or as a string such as
-            "20GB". It replaces fractions. Until the first optimizer step, everything possible is offloaded. After
-            that, the smallest offload that fits is used, chosen by `state/budget.py` and identical on all ranks, in
-            whole units: first the optimizer state, on the CPU alongside an accelerator as far as host memory allows,
-            and in `folder` beyond that or when computing on the CPU; then activations; then, when computing on the CPU,
-            shards and gradients in `folder`.
+            "20GB". It replaces fractions. Until the first optimizer step, everything possible is offloaded. After that,
+            the smallest offload that fits is used, chosen by `state/budget.py` and identical on all ranks, in whole
+            units: first the optimizer state, on the CPU alongside an accelerator as far as host memory allows, and in
+            `folder` beyond that or when computing on the CPU; then activations; then, when computing on the CPU, shards
+            and gradients in `folder`.
 
     Raises:
         ConfigError: A fraction is not a number from 0 to 1, a tier is unknown, `folder` is missing, or both a budget

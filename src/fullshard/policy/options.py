@@ -1,4 +1,4 @@
-"""The options of one unit: a frozen value that is passed from the user's call to the unit."""
+"""The options of one unit: a frozen dataclass that is passed from the user's call to the unit."""
 
 from __future__ import annotations
 

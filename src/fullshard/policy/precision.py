@@ -1,4 +1,4 @@
-"""The dtypes for storage, compute, communication and reduction: one printable contract per parameter group."""
+"""The dtypes for storage, compute, communication and reduction: one printable dataclass per parameter group."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class MixedPrecisionPolicy:
     The parameters that the optimizer updates keep their original dtype; all-gathers already communicate `param_dtype`.
     Integers and 8-bit floats, which hold quantized weights, are never cast.
 
-    Encoding into fewer bits costs time on fast links, and results differ from full precision: docs/networks.md says by
-    how much. Parameters that compute in float64 are never encoded. Nothing is encoded if an axis has one rank, or
+    Encoding into fewer bits costs time on fast links, and results differ from full precision: see docs/networks.md for
+    measurements. Parameters that compute in float64 are never encoded. Nothing is encoded if an axis has one rank, or
     within a group of ranks if states are grouped.
 
     Args:
@@ -153,7 +153,7 @@ class _Encoded(Protocol):
 
 
 def check_encoding(policy: _Encoded) -> None:
-    """Raise `ConfigError` if `policy` names an unknown encoding, or one that does not go with its `reduce_dtype`."""
+    """Raise `ConfigError` if `policy` names an unknown encoding, or one that its `reduce_dtype` does not allow."""
     for name, known in (("gather_wire", GATHER_ENCODINGS), ("reduce_wire", REDUCE_ENCODINGS)):
         encoding = getattr(policy, name)
         if encoding is not None and encoding not in known:

@@ -1,4 +1,5 @@
-"""Placements of parameters, gradients and optimizer state. A strategy is a value; the engine reads nothing else.
+"""Placements of parameters, gradients and optimizer state. Strategies are plain values, and the engine reads only their
+placements.
 
 The algorithms are those of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) and of hybrid sharding (Zhao et al., 2023,
 arXiv:2304.11277).
@@ -28,7 +29,8 @@ class Placement(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Placements:
-    """The placement of each state on the shard axis. On a replicate axis, if there is one, every state is whole.
+    """The placement of each state on the shard axis. Along a replicate axis, if there is one, every state is
+    replicated.
 
     Args:
         parameters: The parameters between steps.

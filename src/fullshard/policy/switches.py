@@ -69,7 +69,7 @@ def share_memory_between_ranks(enabled: bool) -> None:
 
 
 def share_memory_between_units(enabled: bool | None) -> None:
-    """Enable or disable shared memory between units that are never unsharded simultaneously. Default: on for CPUs.
+    """Enable or disable memory sharing between units that are never unsharded simultaneously. Default: on for CPUs.
 
     It affects models whose first forward comes after this call. If disabled, the memory of every unit returns to the
     allocator when the unit is resharded. On a CPU this costs page faults in each all-gather. On a GPU it costs little

@@ -3,11 +3,13 @@
 [Note: where the time of a run goes]
 The time of a step is the work of the rank that finishes last, plus transport, the exposed communication of that rank.
 Other ranks wait for it meanwhile. The work is accounted in groups of parts. For each group, the account states
+
 - the time that all ranks lose: input, checkpoints and other code entirely, compute and transport only beyond their
   typical step;
 - the time by which one or more particular ranks are late in every step, in some steps, or since some step;
 - the time by which the last rank is late, if it is a different rank in each step.
-Noise is measured by the differences between steps. Differences that noise of that size may explain are not a loss.
+
+Noise is estimated from the differences between steps. Differences that noise of this size may explain are not a loss.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _LEAST = 0.02  # minimum fraction of the total time
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """The steps in which time is lost."""
+    """A description of the steps in which time is lost."""
 
     kind: str  # "steady", "every" for each n-th step, "random", "since", "until", "between" or "growing"
     slow: Steps  # the steps with a loss; shape (steps,)
@@ -235,7 +237,7 @@ def _larger(series: Seconds) -> Steps:
 
 
 def _best_split(series: Seconds) -> tuple[int, float]:
-    """Return the start of the second of the two parts that differ most, and the difference of their means."""
+    """Return the index that splits `series` into the two parts whose means differ most, and the difference."""
     count = np.arange(1, len(series))
     below = np.cumsum(series)[:-1]
     gaps = (series.sum() - below) / (len(series) - count) - below / count

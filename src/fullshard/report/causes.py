@@ -1,4 +1,4 @@
-"""Causes of slow steps or lack of memory: the findings of all rules, and a verdict of one sentence."""
+"""Causes of slow steps or lack of memory: the findings of all rules, and a short verdict."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def step_lines(run: Run) -> list[str]:
 
 
 def tier_lines(run: Run) -> list[str]:
-    """Return a line per tier with the bytes that the first rank stores and moves; none without offloading."""
+    """Return a line per tier with the bytes that the first rank stores and copies; empty without offloading."""
     return [
         f"on the {tier.name}: {_bytes_by_state(tier.stored)}"
         + (

@@ -142,7 +142,7 @@ class HardwareCounters:
 
 
 def _counters_of(device: torch.device) -> Callable[[], Numbers]:
-    """Return a function that reads the counters of `device`, or returns an empty dict without NVML or NVIDIA GPU."""
+    """Return a function that reads the counters of `device`. Its result is empty without NVML or NVIDIA GPU."""
     if device.type == "cuda":
         with suppress(Exception):  # NVML is not installed, has no driver, or the GPU is of another vendor
             uuid = str(torch.cuda.get_device_properties(device).uuid)

@@ -1,8 +1,8 @@
-"""Logging of a run's numbers to other services, with their own libraries.
+"""Logging of a run's numbers to other services, using their libraries.
 
     report(model, "runs/x", log_to="tensorboard")
 
-Each library is an optional extra of this package, and is imported on use. Only the first rank writes.
+Each library is an optional extra of this package, and is imported when it is used. Only the first rank writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fullshard.errors import ConfigError, MissingLibraryError
 
 
 class Destination(ABC):
-    """A destination for numbers of steps."""
+    """A destination for the numbers of steps."""
 
     @abstractmethod
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -85,7 +85,7 @@ DESTINATIONS: Mapping[str, Callable[[Path, Mapping[str, str]], Destination]] = {
 
 
 def check_destination(name: str) -> None:
-    """Raise an error if a destination cannot be used.
+    """Raise an error if the destination `name` cannot be used.
 
     Raises:
         ConfigError: The destination is unknown.

@@ -37,7 +37,7 @@ def rank_facts(device: torch.device) -> dict[str, Any]:
 
 
 def facts_of(model: nn.Module) -> dict[str, str]:
-    """Return the facts at the end of a page: versions, topology, parameters, commit and flags."""
+    """Return the facts that are listed at the end of a page: versions, topology, parameters, commit and flags."""
     units = units_in(model)
     axes = units[0].axes
     shape = " x ".join(map(str, axes.mesh.shape))

@@ -49,7 +49,7 @@ class RunFigures:
 
     @property
     def reports_time(self) -> bool:
-        """True if there are enough steps for statements about time."""
+        """True if there are enough steps to report on time."""
         return self.step_s.size >= ENOUGH_STEPS
 
     def of(self, part: str) -> Seconds:
@@ -57,7 +57,7 @@ class RunFigures:
         return self.run.parts_s[:, self._later, PARTS.index(part)]
 
     def later(self, values: NDArray[np.float64] | None) -> Seconds | None:
-        """Return values recorded by rank and step, without the first step; None if they were not recorded."""
+        """Return `values`, recorded by rank and step, without the first step; None if they were not recorded."""
         later = None if values is None else values[:, self._later]
         return None if later is None or np.isnan(later).any() else later
 
@@ -97,8 +97,8 @@ class RunFigures:
 
         Args:
             group: The group of the loss.
-            of_all: If given, whether the loss is one of all ranks.
-            in_turn: If given, whether a different rank is late in each step.
+            of_all: If given, only losses that do (True) or do not (False) affect all ranks.
+            in_turn: If given, only losses with a different late rank in each step (True) or without (False).
         """
         return next(
             (
@@ -146,7 +146,7 @@ class RunFigures:
 
     @cached_property
     def moved_bytes(self) -> float:
-        """The bytes that a rank sends or receives for units per step."""
+        """The bytes that a rank sends or receives for units in a step."""
         return sum(unit.gathered_bytes + unit.reduced_bytes for unit in self.run.units)
 
     @property
@@ -156,7 +156,7 @@ class RunFigures:
 
     @property
     def reached_gb_s(self) -> float:
-        """The bandwidth of collectives in GB/s, without the time that they wait for a slow rank."""
+        """The bandwidth of collectives in GB/s, excluding the time that they wait for a slow rank."""
         exposed = self.share(self.of("gather") + self.of("reduce"))
         on_time = min(1.0, self.waits.share / max(exposed, 1e-9))
         moving_s = on_time * sum(unit.gather_s + unit.reduce_s for unit in self.run.units)

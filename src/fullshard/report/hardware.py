@@ -1,4 +1,4 @@
-"""Explanations of slow ranks or steps by hardware counters: reduced clocks, other processes, swapping, idle GPUs."""
+"""Explanations of slow ranks or steps by hardware counters: lower clocks, other processes, swapping, idle GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REPAIR = "Check cable, port and driver there, or remove that host from the run.
 
 @dataclass(frozen=True)
 class HardwareReason:
-    """Why ranks are slow: a sentence with the measured values, and a change."""
+    """Why ranks are slow: a sentence with the measured values, and a recommended change."""
 
     stated: str
     change: str
@@ -86,7 +86,7 @@ def _swapping(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason 
 
 
 def swaps(where: str, bytes_per_s: float) -> HardwareReason:
-    """Return the reason that a host swaps at this rate."""
+    """Return a reason: the host swaps at this rate."""
     change = "Free memory there: end other programs, use fewer loader workers, or offload less to the CPU."
     return HardwareReason(f"Meanwhile {where} swaps {amount(bytes_per_s)}/s.", change)
 
@@ -97,7 +97,7 @@ def _clocks(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason | 
 
 
 def slowed_by(figures: RunFigures, slow: Cells, usual_hz: float) -> HardwareReason:
-    """Return the reason that the clock of GPUs is lower than `usual_hz`."""
+    """Return a reason: the clock of the GPUs is lower than `usual_hz`."""
 
     def mean(name: str) -> float:
         return _means(figures.counter(name), slow, slow)[0]
@@ -125,7 +125,7 @@ def _idle(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason | No
 
 
 def slow_link_of(figures: RunFigures) -> HardwareReason | None:
-    """Return the reason that the link of a rank or host is slower or less reliable than other links, or None."""
+    """Return a reason if the link of a rank or host is slower or less reliable than other links; else None."""
     rates = 1e9 * np.array(figures.run.links_gb_s)
     if len(rates) == len(figures.run.ranks) > 1:
         usual = np.array([np.median(np.delete(rates, place)) for place in range(len(rates))])

@@ -1,6 +1,6 @@
 """The types and sizes of the lines in a rank's file, which is untrusted input.
 
-All other lines are damaged. Readers rely on these checks.
+Lines that do not match are considered damaged. Readers rely on these checks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory over one real step, by state. The engine reports its own memory; operations show the rest.
+"""Memory over one real step, by state. The engine reports its own memory. The rest is observed in operations.
 
 A dispatch mode observes the step. It runs every operation unchanged, measures its time and inspects the results. This
 takes some ten microseconds per operation, so only one step of one rank is observed. That step is not timed as a whole.
@@ -36,7 +36,7 @@ _SLOTS = 1 << 40  # storages of units are numbered from here
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedStep:
-    """Memory over a step. Each moment is a turn to a unit and phase, with its largest sum."""
+    """Memory over a step. Each moment is a turn of the program to a unit and phase, with its largest sum."""
 
     at_s: list[float]  # of the observed step
     labels: list[str]
@@ -134,7 +134,7 @@ class MemoryWatch(TorchDispatchMode):
         self.host_waits[site] = times + 1, total + seconds
 
     def note_event(self, event: Event) -> None:
-        """Record memory that a unit has allocated or freed. No operation shows it."""
+        """Record memory that a unit has allocated or freed outside of operations."""
         unit = self._units.get(event.origin.unit)
         if not self._is_on or event.name not in ("allocate", "free") or unit is None or unit.slot.shared:
             return

@@ -1,9 +1,9 @@
 """The operations of one step by unit, module and shapes, with their times.
 
 A `MemoryWatch` calls `run` for each operation of the step that it observes. On a CPU the time of an operation is that
-of the call. On an accelerator it is the time between two events on the stream. In an observed step the host launches
-kernels slower than the device runs them. So the device is kept busy for longer than a launch takes before each
-operation; otherwise the time would include the launch.
+of the call. On an accelerator it is the time between two events on the stream. In an observed step, the host launches
+kernels more slowly than the device runs them. So before each operation, the device is kept busy for longer than a
+launch takes. Otherwise the time would include the launch.
 
 The module of an operation in forward is the innermost one whose forward runs. In backward it is the module of the
 forward operation that created the autograd node. Both have the same sequence number.
@@ -78,7 +78,7 @@ class OperationTimes:
         return self._modules.get(created_in, {}).get(node._sequence_nr(), "")
 
     def part(self, origin: Origin) -> str:
-        """Return the part of the step that the current operation, attributed to `origin`, belongs to."""
+        """Return the part of the step of the current operation, which is attributed to `origin`."""
         if origin.phase is Phase.STEP:
             return "optimizer"
         if not in_backward():
@@ -107,7 +107,7 @@ class OperationTimes:
         return result
 
     def finish(self) -> None:
-        """Make the host wait for the current stream, which lags behind because it was kept busy."""
+        """Make the host wait for the current stream, which is behind the host because it was kept busy."""
         now = self._accelerator.stamp_here()
         if now is not None:
             now.synchronize()
@@ -128,7 +128,7 @@ class OperationTimes:
         return module
 
     def _note_node(self) -> None:
-        """Record the current module for the autograd node that was created last, unless it is known already.
+        """Record the current module for the autograd node that was created last, unless one is known already.
 
         A reentrant checkpoint runs the nodes that it has recomputed in a separate backward. Their numbers may equal
         those of other nodes, since each thread counts separately.

@@ -1,4 +1,4 @@
-"""The page of a run: one self-contained HTML file, with the same content as JSON and as a trace next to it."""
+"""The page of a run: one self-contained HTML file, and files with the same content as JSON and as a trace."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write(run: Run, findings: Sequence[Finding], folder: Path, *, against: Run |
 
 
 def _drawn(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of the charts: without values that the tables contain, and with lists instead of dicts."""
+    """Return the data of the charts, without values that are in the tables, and with lists instead of dicts."""
     drawn = {name: known[name] for name in _CHARTED}
     if known["units"] is not None:
         drawn["units"] = {"rows": known["units"]["rows"][:_CHARTED_UNITS]}

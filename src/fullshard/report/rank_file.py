@@ -55,7 +55,7 @@ def rank_files(folder: Path) -> list[Path]:
 
 
 class RankFile:
-    """The file of a rank, to append lines to. If writing fails, one warning is logged and the run continues.
+    """The file of a rank, to which lines are appended. If writing fails, one warning is logged and the run continues.
 
     Args:
         path: The path of the file; its folder is created.
@@ -117,9 +117,9 @@ def _plain(value: Any) -> Any:
 def lines_in(path: Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the lines of a rank's file, except for a truncated last line.
 
-    Only the last line of kind `units` is included. Lines of kind `spans` are long, so they are not parsed: they have
-    the keys `n` and `line`, the argument of `parsed`. Damaged lines are skipped and logged, and their numbers are added
-    to `damaged`.
+    Only the last line of kind `units` is included. Lines of kind `spans` are long, so they are not parsed. Instead,
+    they have the keys `n` and `line`, which is the argument of `parsed`. Damaged lines are skipped and logged, and
+    their numbers are added to `damaged`.
     """
     units, units_number = b"", 0
     damaged = [] if damaged is None else damaged

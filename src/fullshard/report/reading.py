@@ -1,4 +1,4 @@
-"""A run, read from the files of all ranks. Files may be missing, and the run may still be in progress."""
+"""Reading of a run from the files of all ranks. Files may be missing, and the run may still be in progress."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _offloaded(ranks: Sequence[_RankLog]) -> dict[str, str]:
-    """Return the facts about offloading: settings, and the bytes on disks and moved per step, summed over ranks."""
+    """Return facts about offloading: the settings, bytes on disks and bytes copied per step, summed over ranks."""
     found = {"offload": "; ".join(ranks[0].model.get("offload", ()))}
     disks: dict[str, list[list[float]]] = {}
     for rank in ranks:
@@ -168,7 +168,7 @@ def _offloaded(ranks: Sequence[_RankLog]) -> dict[str, str]:
 
 
 def _dropped(ranks: Sequence[_RankLog]) -> dict[str, str]:
-    """Return the fact about damaged records that were dropped, if there are any."""
+    """Return a fact about dropped records if any were damaged."""
     by_rank = ", ".join(f"{len(rank.damaged)} of rank {rank.number}" for rank in ranks if rank.damaged)
     return {DROPPED: by_rank} if by_rank else {}
 
@@ -179,7 +179,7 @@ _TIERS = {"device": "device", "cpu": "CPU", "disk": "disk"}
 
 
 def _tiers(rank: _RankLog) -> tuple[TierBytes, ...]:
-    """Return the bytes of this rank in each tier and those moved per step; none without offloading."""
+    """Return the bytes of this rank in each tier and those copied per step; empty without offloading."""
     moved: dict[str, list[dict[str, float]]] = {}
     for place, state, *each in sorted(
         rank.units.get("transferred", ()), key=lambda item: [*STATES, item[1]].index(item[1])
@@ -224,7 +224,7 @@ def _numbers(line: Mapping[str, Any]) -> list[float]:
 
 
 def _shown_step(ranks: Sequence[_RankLog], steps: Sequence[int], step_s: NDArray[np.float64]) -> int:
-    """Return the step closest to the usual duration among those whose spans all ranks (or else some) have."""
+    """Return the step whose duration is nearest the median, of those with spans of all (or else some) ranks."""
     if not steps:
         return 0
     held = [set(rank.spans) for rank in ranks]
@@ -253,7 +253,7 @@ def _counted_steps(ranks: Sequence[_RankLog]) -> int:
 
 
 def _units(ranks: Sequence[_RankLog]) -> tuple[UnitTimes, ...]:
-    """Return the means over ranks and steps."""
+    """Return the collectives of each unit as means over ranks and steps."""
     sums: defaultdict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(UnitCounts.__slots__)))
     for rank in ranks:
         for name, values in rank.units.get("v", {}).items():

@@ -1,4 +1,4 @@
-"""Recording of a run in any training loop."""
+"""Recording of training runs, in any training loop."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def report(
                 report.log(loss=loss)
 
     Call it on every rank once the model is sharded. Each rank writes its part of the record to a small separate file in
-    `path` / report, which all hosts should be able to access. Ranks do not communicate or wait. The first rank writes
-    the page when the context ends, when `close()` is called, or when the process ends.
+    the folder `path`/report, which all hosts should be able to access. Ranks do not communicate or wait. The first rank
+    writes the page when the context ends, when `close()` is called, or when the process ends.
 
     A step ends with the last optimizer step before the next forward. The time between the two counts as input, unless
     the loop declares something else: see `RunReport.doing`.
@@ -210,7 +210,7 @@ class RunReport:
         return self._steps.doing(PAUSE)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of `loader`. Only the time that this takes counts as input.
+        """Yield the batches of `loader`. Only the time spent in `loader` counts as input.
 
         Args:
             loader: The data loader, or any other iterable.
@@ -352,7 +352,7 @@ class RunReport:
             self._file.flush()
 
     def _report_out_of_memory(self, error: BaseException | None = None) -> None:
-        """Write the page of a run that has raised `error` for lack of memory, or will soon run out of memory."""
+        """Write the page of a run that has raised the out-of-memory error `error`, or will soon run out of memory."""
         state = self._guard.state(self._rank, self._steps.origin, error)
         self._file.add("out_of_memory", **asdict(state))
         self._file.flush()

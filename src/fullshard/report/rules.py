@@ -1,6 +1,6 @@
 """The rules that detect causes. Each is a function that inspects the statistics of a run and returns a finding or None.
 
-To add a rule, write its function here, in the order of the table of docs/report.md, and add a run with the fault to
+To add a rule, write its function here, in the order of the table in docs/report.md, and add a run with the fault to
 `tests/faulty_runs.py`. No healthy run may reach its threshold, and its message must contain the number that is compared
 with the threshold.
 """
@@ -33,7 +33,7 @@ class Rule:
     find: Found  # returns the finding, or None
 
     def finding(self, figures: RunFigures) -> Finding | None:
-        """Return the finding of the rule in a run, or None."""
+        """Apply the rule to a run, and return its finding, or None."""
         if self.of_time and not figures.reports_time:
             return None
         if self.cause not in figures.findings:
@@ -41,14 +41,14 @@ class Rule:
         return figures.findings[self.cause]
 
     def of_loss(self, figures: RunFigures, loss: Loss, stated: str, change: str) -> Finding:
-        """Return the finding of a loss. If hardware counters explain it, their reason and change are used."""
+        """Return a finding for a loss. If hardware counters explain the loss, use their reason and change instead."""
         reason = reason_of(figures, loss)
         if reason is not None:
             stated, change = f"{stated} {reason.stated}", reason.change
         return self.found(stated, change, lost=loss.lost)
 
     def found(self, stated: str, change: str, *, lost: float = 0.0, of_memory: float = 0.0) -> Finding:
-        """Return a finding of this cause."""
+        """Return a finding of this rule's cause. `stated` contains the number that proves it."""
         lost, of_memory = min(1.0, float(lost)), min(1.0, float(of_memory))
         return Finding(cause=self.cause, stated=stated, change=change, lost=lost, of_memory=of_memory)
 
@@ -300,7 +300,7 @@ def _is_one_unit(figures: RunFigures) -> bool:
 
 
 def _has_small_messages(figures: RunFigures) -> bool:
-    """Return True if collectives take most of their time to start."""
+    """Return True if start-up is most of the time of collectives."""
     run, count = figures.run, figures.collectives
     if not count or figures.moved_bytes / count >= _NO_SMALL_NBYTES or len(run.units) < 4:
         return False
@@ -756,7 +756,7 @@ def _slope(series: Series) -> float:
 
 
 def _trend(series: Series) -> float:
-    """Return the excess of rising over falling pairs of steps in standard deviations (Mann, 1945)."""
+    """Return the excess of rising over falling pairs of steps, in standard deviations (Mann, 1945)."""
     at, early, late = _pairs(series)
     count = len(at)
     deviation = np.sqrt(count * (count - 1) * (2 * count + 5) / 18)

@@ -76,7 +76,7 @@ class UnitTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class HostWait:
-    """Something that makes the program wait for the device, or for other ranks, in every step: clipping, logging."""
+    """Something that makes the program wait for the device or other ranks in every step: clipping, logging."""
 
     what: str  # such as "clipping", "logging" or "item() in train.py:41"
     waits: float  # per step: the mean over recorded steps and ranks
@@ -96,7 +96,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class OperationTime:
-    """Equal operations of one step of the first rank: the same module, name and shapes."""
+    """Identical operations in one step of the first rank: the same module, name and shapes."""
 
     part: str  # "forward", "backward", "forward again" or "optimizer"
     unit: str  # FQN
@@ -118,7 +118,7 @@ class TensorHeld:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Bytes of tensors of one rank over one step, by state. The last elements of the arrays are after the step."""
+    """Bytes of tensors of one rank over one step, by state. The last elements are values after the step."""
 
     rank: int
     at_s: NDArray[np.float64]  # from the start of the step; shape (moments,)
@@ -230,7 +230,7 @@ class Run:
 
     @property
     def settled(self) -> NDArray[np.bool_]:
-        """The steps to take statistics of, as a mask: all except the first, if all ranks have recorded them."""
+        """A mask of the steps to average over: all except the first, if all ranks have recorded them."""
         known: NDArray[np.bool_] = ~np.asarray(
             np.isnan(self.parts_s).any((0, 2))
         )  # a rank may be ahead, or have failed

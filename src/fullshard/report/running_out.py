@@ -1,8 +1,8 @@
-"""Reports on a lack of memory: which allocation failed or soon will, the consumers of memory, and what would fit.
+"""Reports on a lack of memory: the allocation that failed or soon will, the consumers of memory, and what would fit.
 
-An accelerator's allocator raises an error. So does the CPU's under a limit of the process (`ulimit -v`, `RLIMIT_AS`,
-`RLIMIT_DATA`). Such an error is reported when it leaves the loop, because it still holds the frames. The limit of a
-container ends the process without an error, so that limit is reported when it is near.
+An accelerator's allocator raises an error. The CPU's allocator raises one too if the process has a limit (`ulimit -v`,
+`RLIMIT_AS`, `RLIMIT_DATA`). Such an error is reported when it leaves the loop, because it still refers to the stack
+frames. The limit of a container ends the process without an error, so usage is reported when it is near the limit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Limit:
-    """A memory limit in bytes, the current usage that counts against it, and whether reaching it raises an error."""
+    """A memory limit in bytes, the current usage that counts towards it, and whether reaching it raises an error."""
 
     nbytes: int
     used: Callable[[], int]
@@ -60,7 +60,7 @@ class MemoryGuard:
         self.has_reported = False
 
     def is_near(self) -> bool:
-        """Return True if a limit that raises no error is near and was not reported. Cheap enough for every event."""
+        """Return True if a limit that does not raise an error is near, and this has not been reported yet."""
         now = time.monotonic()
         if self.has_reported or now - self._looked_at < _LOOK_EVERY_S:
             return False
@@ -68,7 +68,7 @@ class MemoryGuard:
         return any(not limit.raises and limit.used() >= NEAR * limit.nbytes for limit in self._limits)
 
     def state(self, rank: int, origin: Origin, error: BaseException | None = None) -> OutOfMemory:
-        """Return the memory that this rank holds now, while working for `origin`. This releases the reserved memory."""
+        """Return the memory that this rank holds, working for `origin`. This releases the reserved memory."""
         self.has_reported, self._ballast = True, None
         requested = None if error is None else requested_bytes(error)
         limit, own = min(zip(self._limits, self._own, strict=True), key=lambda item: item[0].nbytes - item[0].used())
@@ -114,7 +114,7 @@ def holders_text(state: OutOfMemory) -> str:
 
 
 def _where(model: nn.Module, origin: Origin, error: BaseException | None) -> str:
-    """Return the module whose forward has raised `error`, since the origin has changed by then, or the unit."""
+    """Return the module whose forward has raised `error`, or else the unit of `origin`."""
     names = {id(module): name for name, module in model.named_modules()}
     trace, inner = None if error is None else error.__traceback__, ""
     while trace is not None:
@@ -135,7 +135,7 @@ def _gradients(model: nn.Module) -> Iterator[TensorHeld]:
 
 
 def _would_fit(model: nn.Module, activations: int, lacking: float) -> Iterator[str]:
-    """Yield changes that are predicted to free the missing memory, the cheapest first."""
+    """Yield changes that are predicted to free enough memory, the cheapest first."""
     if lacking <= 0:
         return
     with suppress(FullshardError):
@@ -183,7 +183,7 @@ def _status(name: str) -> int:
 
 
 def _container(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/self/cgroup")) -> Limit | None:
-    """Return the limit of this process's control group, of version 2 or 1; None if it has none."""
+    """Return the limit of this process's control group, of version 2 or 1; None if there is none."""
     with suppress(OSError, ValueError):
         for line in of.read_text().splitlines():
             number, kinds, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""The content of a run's page as plain values. Large data is reduced, and the page states where it is.
+"""The content of a run's page as plain values. Large data is reduced, and the page states where.
 
 Times are in seconds and sizes in bytes, as in `Run`. Reduction keeps the peak of a memory curve, late ranks, the units
 with the longest waits, and means over steps.
@@ -87,7 +87,7 @@ def _buckets(count: int, most: int) -> list[slice]:
 
 
 def _thin(values: Numbers, most: int = _POINTS, by: Callable[..., Any] | None = None) -> Numbers:
-    """Reduce buckets of the last axis to their means, or by `by`. Values that were not measured are ignored."""
+    """Reduce the last axis to at most `most` buckets by their means, or by `by`. Missing values are ignored."""
     parts = [(by or _mean)(values[..., bucket], axis=-1) for bucket in _buckets(values.shape[-1], most)]
     return np.stack(parts, -1) if parts else values[..., :0].astype(float)
 
@@ -117,7 +117,7 @@ def _quantile(values: Numbers, *at: float) -> list[float]:
 
 
 def _settled(run: Run) -> Numbers:
-    """Return the steps to average over, as a mask: those that causes are derived from."""
+    """Return a mask of the steps to average over: those that causes are derived from."""
     settled: Numbers = run.settled
     return settled if settled.any() else np.ones(len(run.steps), dtype=bool)
 
@@ -377,7 +377,7 @@ def _ranks(run: Run) -> dict[str, Any] | None:
 
 
 def _slowest(run: Run, late: Numbers) -> dict[str, Any] | None:
-    """Return the rank that others wait for most, and the part of its step with the largest excess over the median."""
+    """Return the rank that others wait for most, and the part of its step that exceeds the median most."""
     if len(run.ranks) < 2 or not np.isfinite(late).any():
         return None
     place = int(np.nanargmax(late))
@@ -400,9 +400,7 @@ def _slowest(run: Run, late: Numbers) -> dict[str, Any] | None:
 
 
 def _map(run: Run) -> dict[str, Any] | None:
-    """Return the delay of each rank in each step: the maximum of ranks in a row; of steps in a column, the mean and the
-    maximum.
-    """
+    """Return the delay of each rank in each step."""
     if len(run.ranks) < 2 or len(run.steps) < 2 or not np.isfinite(run.waited_for_s).any():
         return None
     rows = _buckets(len(run.ranks), _ROWS)
@@ -473,7 +471,7 @@ def _parameter(shard: Shard, unit: int, cut: int | list[int]) -> dict[str, Any]:
 
 
 def _cut(shard: Shard) -> int | list[int]:
-    """Return the rows per rank if a single number describes them, as for `Shard(dim)`; otherwise all row ends."""
+    """Return the rows per rank if one number describes them, as for `Shard(dim)`; otherwise where they end."""
     rows = shard.shape[shard.dim] if shard.shape else 1
     each = -(-rows // max(1, len(shard.rows)))
     if all(
@@ -497,7 +495,7 @@ def _training(run: Run) -> dict[str, Any] | None:
 
 
 def _curve(values: Numbers) -> dict[str, Numbers]:
-    """Return the mean, the smallest and the largest value in each point of a curve; `values` by rank and step."""
+    """Return the mean, minimum and maximum over ranks of `values`, by rank and step, at each point of a curve."""
     mean = _thin(_mean(values, axis=0))
     low, high = _thin(_least(values, axis=0), by=_least), _thin(_most(values, axis=0), by=_most)
     return {"mean": mean} if np.array_equal(low, high, equal_nan=True) else {"mean": mean, "low": low, "high": high}

@@ -1,16 +1,16 @@
-"""The recorder that is active in every run: it splits each step into its parts, and keeps the events of one step only.
+"""The recorder that is active in every run. It splits each step into its parts, and keeps only the events of one step.
 
 [Note: parts of a step]
 The engine reports when the program turns to another unit and phase. The time until the next turn belongs to that phase:
 forward, backward or optimizer. The time after a backward or an optimizer step belongs to no phase. If a forward
 follows, it is input unless the loop declares something else; if an optimizer step follows, it is other. The time in
-which the program starts a collective or waits for one is removed from the parts and counted as exposed; the time in
+which the program starts a collective or waits for one is removed from the parts and counted as exposed. The time in
 which it saves a checkpoint counts as checkpoint. All parts add up to the wall time of the step.
 
 If streams run asynchronously to the program, all times are those of the compute stream, and exposed time is the time
 that this stream waits. Times are read once the stream has completed the work; nothing waits for that.
 
-A step ends with the last optimizer step before a training forward. Only that forward shows that it has ended.
+A step ends with the last optimizer step before a training forward. So its end is known only when that forward begins.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def is_kept_whole(number: int) -> bool:
 
 
 class Piece(NamedTuple):
-    """Work of a stream, in seconds from the start of the step."""
+    """Work on a stream, in seconds from the start of the step."""
 
     stream: str
     name: str
@@ -90,7 +90,7 @@ class StepTaken:
 
 
 class _Turn(NamedTuple):
-    """A turn of the program, with its time in the program and on the compute stream."""
+    """A turn of the program to a unit and phase, with its time in the program and on the compute stream."""
 
     at: float
     stamp: Stamp | None
@@ -334,7 +334,7 @@ _NAMES = frozenset((*PARTS, "wait", "forward again"))
 
 
 def _part_of(event: Event) -> str | None:
-    """Return the part that the exposed time of an event belongs to; None if the program computes meanwhile."""
+    """Return the part that the exposed time of an event belongs to; None if the program computes during the event."""
     if event.name == "wait":
         return "reduce" if event.origin.phase is Phase.POST_BACKWARD else "gather"
     if event.name == "checkpoint":
@@ -379,7 +379,7 @@ def _count(
 def _regions(
     turns: Sequence[_Turn], at: Sequence[float], reports_input: bool, units: dict[str, UnitCounts]
 ) -> Iterator[_TimeRegion]:
-    """Yield the time from each turn to the next with its part. Units whose forward runs within backward are counted."""
+    """Yield the time from each turn to the next with its part. Also count `units` with forwards in backward."""
     in_backward = False
     for turn, following, start, end in zip(turns, turns[1:], at, at[1:], strict=False):
         in_backward = turn.phase not in (Phase.IDLE, Phase.STEP) and (in_backward or turn.phase is not Phase.FORWARD)
@@ -403,9 +403,9 @@ def _regions(
 
 
 def _with_cuts(regions: Iterator[_TimeRegion], cuts: Sequence[_TimeRegion]) -> Iterator[_TimeRegion]:
-    """Yield consecutive `regions`, with `cuts` in place of the time that they cover.
+    """Yield consecutive `regions`, replaced by `cuts` where those cover them.
 
-    Of nested cuts, only the outer one is used.
+    If cuts are nested, only the outer one is used.
     """
     coming = deque(_separate(cuts))
     for region in regions:

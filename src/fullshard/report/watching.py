@@ -1,4 +1,4 @@
-"""The page of a run in progress. It is served on this machine only, and rewritten when there is new data."""
+"""The page of a run in progress, which is served on localhost only and rewritten when there is new data."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Each block has a scale, so the encoding depends on where blocks begin: at multiples of the block size in a parameter, in
 memory order. A rank whose shard consists of whole blocks has a subset of the blocks that a single process has. The size
-of the whole parameter also decides whether it is encoded at all.
+of the full parameter also determines whether the state is encoded.
 
 In state dicts and checkpoints such a state is two tensors, sharded along the parameter's rows like the parameter:
 
@@ -63,7 +63,7 @@ class BlockStates:
     # -- methods of each library --------------------------------------------------------------------------------------
 
     def encodes(self, param: nn.Parameter) -> bool:
-        """Return True if the states of the whole `param` are encoded."""
+        """Return True if the states of the full parameter `param` are encoded."""
         raise NotImplementedError
 
     def _describe(self) -> str:
@@ -84,7 +84,9 @@ class BlockStates:
         raise NotImplementedError
 
     def deciding_by_wholes(self, params: Mapping[int, nn.Parameter]) -> AbstractContextManager[None]:
-        """Return a context in which the optimizer creates states for shards as for whole parameters."""
+        """Return a context within which the optimizer creates states for shards in the form of those for full
+        parameters.
+        """
         raise NotImplementedError
 
     # -- shards -------------------------------------------------------------------------------------------------------
@@ -133,7 +135,7 @@ class BlockStates:
         return found
 
     def _follows(self, name: str) -> bool:
-        """Return True if the state `name` is computed from the others."""
+        """Return True if the state `name` can be computed from the other states."""
         return False
 
     def together(self, values: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
@@ -299,7 +301,7 @@ def _like(local: Tensor, param: nn.Parameter) -> Tensor:
 
 
 def _is_cut_once(param: nn.Parameter) -> bool:
-    """Return True if the shards of `param` make up the whole parameter. With tensor parallelism, they do not."""
+    """Return True if the shards on the shard axis make up the full `param`. With tensor parallelism, they do not."""
     managed = managed_by(param)
     return managed is None or (managed.param.layout.spec.shape == tuple(param.shape) and not managed.param.view.is_cut)
 

@@ -11,16 +11,16 @@ in every run. A rank needs the larger of
                            + activations or gradients: the larger, or both if microbatches accumulate
     the step               parameters + states + gradients + a copy of the largest of them
 
-Units that the CPU steps need on the device a copy of their shards, no states, and the gradients of two units that are
-being copied to the host. Unsharded gradients are those of four units, because those of two units are being copied into
-a message.
+On the device, units that the CPU updates need a copy of their shards, no states, and the gradients of two units that
+are being copied to the host. Unsharded gradients are those of four units, because those of two units are being copied
+into a message.
 
 Host memory is separate from device memory, and the kernel reports how much is available. This is the only number that
 may differ between runs, and ranks use its minimum. Shards and gradients of all units are already in host memory at that
-time, and so are the buffers of activations. The states of the units that the CPU steps, two temporaries as large as the
-largest gradient, and the buffers for states that pass to a disk are added.
+time, and so are the buffers of activations. The following are added: the states of the units that the CPU updates, two
+temporaries as large as the largest gradient, and the buffers for states that pass to a disk.
 
-If the CPU computes, units may be on a disk, with gradients and states. Then parts of them pass through buffers. All
+When computing on the CPU, units may be on a disk, with gradients and states, and pass through buffers in parts. All
 buffers are assumed to be as large as the largest. Forward and backward need buffers for the units that are read ahead,
 for the gradients of two units, and for pending writes (`disk/buffers.py`). The step needs buffers for the shards and
 gradients of two chunks in addition to the states, and again for pending writes.
@@ -77,14 +77,15 @@ _observed: WeakSet[Optimizer] = WeakSet()
 
 
 def choose_for_budget(optimizer: Optimizer) -> None:
-    """Choose the fractions of a budget before `optimizer` steps. This is a collective call if its units have a budget.
+    """Choose the fractions of a budget before `optimizer` steps. This is a collective if its units have a budget.
 
-    If hooks step within backward, units cannot move. Then nothing is chosen, and everything stays offloaded.
+    If hooks run optimizer steps within backward, units cannot move. Nothing is chosen then, and everything stays
+    offloaded.
 
     Raises:
-        ConfigError: offloading everything is not enough, and the message contains a sufficient budget. Or host memory
-            is too small for the offloaded states. Or units have several budgets.
-        DiskError: on some rank, a unit that is moved to memory cannot be read.
+        ConfigError: Offloading everything is not enough (the message contains a sufficient budget), host memory is too
+            small for the offloaded states, or units have several budgets.
+        DiskError: On some rank, a unit that is moved to memory cannot be read.
     """
     if optimizer in _observed:
         return
@@ -110,7 +111,7 @@ def choose_for_budget(optimizer: Optimizer) -> None:
 
 
 def _is_in_backward(runtime: Runtime) -> bool:
-    """Return True if an optimizer steps within a backward, which needs units that would move."""
+    """Return True if a backward, which needs the units that would move, is running."""
     is_elsewhere = (
         unit.shards.is_on_disk or unit.shards.is_on_cpu for unit in runtime.units if _open(unit) is not None
     )
@@ -181,10 +182,10 @@ class _Needs:
         """Return the peak of the bytes needed on the device.
 
         Args:
-            on_cpu: the numbers of units that the CPU steps.
-            gone: bytes of activations that are offloaded.
-            buffers: bytes of the buffers for activations.
-            on_disk: the numbers of units whose shards and gradients are on a disk. Their states are still counted.
+            on_cpu: The indices of units that the CPU updates.
+            gone: Bytes of activations that are offloaded.
+            buffers: Bytes of the buffers for activations.
+            on_disk: The indices of units whose shards and gradients are on a disk. Their states are still counted.
         """
         there, stored_there = [self.units[number] for number in on_cpu], [self.units[number] for number in on_disk]
         gradients = self.gradients - sum(unit.gradients for unit in (*there, *stored_there))
@@ -210,7 +211,7 @@ class _Needs:
         return (in_all - in_step) * of_pass + in_step * of_step
 
     def states_buffers(self, numbers: Collection[int] = (), *, of: int) -> int:
-        """Return the bytes of the buffers for `of` bytes of states on a disk, if units `numbers` have shards there."""
+        """Return the bytes of buffers for `of` bytes of states on a disk, if units `numbers` have shards there."""
         inseparable = max((self.units[number].inseparable for number in numbers), default=0)
         largest = max(self.largest, inseparable)
         blocks = 2 * on_disk.BUFFERS * ALIGNMENT  # buffers are larger, to begin and end at a block
@@ -220,15 +221,15 @@ class _Needs:
         """Return the bytes that will be added to host memory.
 
         Args:
-            on_cpu: the numbers of units that the CPU steps.
-            passing: bytes of states of other units that go to a disk.
+            on_cpu: The indices of units that the CPU updates.
+            passing: Bytes of the states of other units that go to a disk.
         """
         states = sum(self.units[number].outstanding for number in on_cpu)
         temporaries = 2 * self.largest if on_cpu else 0
         return states + temporaries + (self.states_buffers(of=passing) if passing else 0)
 
     def _on_their_way(self, units: Sequence[_UnitNeeds]) -> int:
-        """Return the peak bytes of gradients on the device that are being copied to the CPU, which steps `units`."""
+        """Return the peak bytes of gradients on the device that are being copied to the CPU, which updates `units`."""
         gradients = sorted(unit.gradients for unit in units)
         if not self.steps_wholes:
             return sum(gradients[-2:])
@@ -355,7 +356,7 @@ def _needs(runtime: Runtime, optimizer: Optimizer) -> _Needs:
 
 
 def _needs_of(unit: Unit, runtime: Runtime, optimizer: Optimizer) -> _UnitNeeds:
-    """Return the bytes of `unit` that can be offloaded. States count as 0 if the CPU already steps it by its policy."""
+    """Return the bytes of `unit` that can be offloaded. States that the CPU already updates by policy count as 0."""
     each = [(param, local_tensor(param).nbytes) for param in _trained(unit)] if _is_stepped_here(unit) else []
     here = [_plan_on_device(unit, param_group) for param_group in unit.param_groups]
     there = [replace(plan, memory=unit.shards.memory_at(StatePlacement.STEPPED_ON_CPU)) for plan in here]
@@ -372,7 +373,7 @@ def _needs_of(unit: Unit, runtime: Runtime, optimizer: Optimizer) -> _UnitNeeds:
 
 
 def _passing_of(unit: Unit) -> dict[str, int]:
-    """Return the sizes of the buffers that `unit` needs, whose shards are on a disk."""
+    """Return the sizes of the buffers that `unit`, whose shards are on a disk, needs."""
     if not (unit.shards.is_on_disk and unit.params):
         return {}
     shards, gradients, inseparable = [], [], 0
@@ -396,7 +397,7 @@ def _passing_of(unit: Unit) -> dict[str, int]:
 
 
 def _is_stepped_here(unit: Unit) -> bool:
-    """Return True if the device that computes steps `unit`, or would do so without offloading."""
+    """Return True if the device that computes updates `unit`, or would do so without offloading."""
     return _open(unit) is not None or not unit.shards.is_offloaded
 
 
@@ -462,7 +463,7 @@ def _chosen_on_cpu(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
 
 
 def _states_on_disk(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
-    """Return the tier of the optimizer's states on disk, for all units except those with numbers in `on_cpu`."""
+    """Return the tier of the optimizer's states on disk, for all units except those with indices in `on_cpu`."""
     sizes = {unit: sum(param.nbytes for param in _trained(unit)) for unit in reversed(budget.units)}
     remaining = {unit: size for unit, size in sizes.items() if size and budget.number_of(unit) not in on_cpu}
     states = sum(budget.needs_of(unit).states for unit in remaining)
@@ -475,7 +476,7 @@ def _states_on_disk(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
 
 
 def _shards_on_disk(budget: _Budget, before: Sequence[Tier]) -> Tier:
-    """Return the tier of shards and their gradients on disk, when everything in `before` is offloaded.
+    """Return the tier of shards and their gradients on disk, given that everything in `before` is offloaded.
 
     [Note: shards go last]
     All states and activations are offloaded before any shards, even if this does not reduce the peak of memory by
@@ -501,13 +502,13 @@ def _chosen_alongside(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
     """Return the result of `least_that_fits` when computing on an accelerator. This is a collective.
 
     [Note: states that do not fit in host memory]
-    First, states are assigned to the CPU without a limit. If host memory is too small for this, the CPU steps only as
+    First, states are assigned to the CPU without a limit. If host memory is too small for this, the CPU updates only as
     many units as fit, and the states of the others pass through host memory to the disk, if there is a folder. Their
     shards and gradients stay on the device. Host memory that they have used counts as used: torch does not return
     page-locked memory to the system.
 
     Raises:
-        ConfigError: the budget is sufficient, but host memory is not.
+        ConfigError: The budget is sufficient, but host memory is not.
     """
     numbers = [budget.number_of(unit) for unit in units_steppable_on_cpu(budget.units)]
     chosen, least = budget.least_that_fits(_tiers_alongside(budget, numbers))
@@ -531,16 +532,16 @@ def _chosen_with_room(budget: _Budget, numbers: Sequence[int], room: int) -> tup
 
 
 def _room_on_host(units: Sequence[Unit]) -> int:
-    """Return the bytes that every rank can add to its host memory, as the minimum over all ranks."""
+    """Return the bytes of host memory that every rank can still allocate: the minimum over all ranks."""
     device, groups = units[0].device, process_groups_along(units)
     room = accelerator_for(device).host_room(min(ranks_of_this_host(), dist.get_world_size()))
     return _over_all_ranks([_ANY if room is None else max(0, room)], groups, device, dist.ReduceOp.MIN)[0]
 
 
 def _that_fit(needs: _Needs, numbers: Sequence[int], room: int, *, to_disk: bool) -> Sequence[int] | None:
-    """Return the first units of `numbers` whose states fit in `room` bytes.
+    """Return the longest prefix of the units `numbers` whose states fit in `room` bytes.
 
-    The states of the other units go `to_disk`. Return None if the buffers for them do not fit.
+    With `to_disk`, the states of the other units are on disk. Return None if the buffers for them do not fit.
     """
     states = [needs.units[number].states for number in numbers]
     passing = [sum(states[count:]) if to_disk else 0 for count in range(len(numbers) + 1)]
@@ -549,7 +550,7 @@ def _that_fit(needs: _Needs, numbers: Sequence[int], room: int, *, to_disk: bool
 
 
 def _count_on_cpu(chosen: Iterable[tuple[Tier, float]]) -> int:
-    """Return the number of units that the CPU steps with the `chosen` fractions."""
+    """Return the number of units that the CPU updates with the `chosen` fractions."""
     tiers = ((tier, fraction) for tier, fraction in chosen if (tier.what, tier.where) == ("optimizer", "cpu"))
     return sum([share for share, _ in tier.steps].index(fraction) + 1 for tier, fraction in tiers)
 
@@ -576,7 +577,7 @@ def _states_on_cpu(budget: _Budget, numbers: Sequence[int]) -> Tier:
 
 
 def _activations(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
-    """Return the tier of activations, when the CPU already steps the units with numbers in `on_cpu`."""
+    """Return the tier of activations, given that the CPU updates the units with indices in `on_cpu`."""
     needs, ordered = budget.needs, sorted(budget.units, key=lambda unit: unit.is_root)
     steps, taken = [], 0
     for number, unit in enumerate(ordered, 1):
@@ -587,7 +588,7 @@ def _activations(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
 
 
 def _bring_alongside(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Move states that were loaded before units were placed to the memory in which they are stepped."""
+    """Move states that were loaded before units were placed to the memory where they are updated."""
     follow = {id(param) for group in optimizer.param_groups if _counts_follow(group) for param in group["params"]}
     for param in params:
         managed, state = managed_by(param), optimizer.state.get(param)
@@ -630,7 +631,7 @@ def _host_too_small(policy: Offload, requested: int, room: int, least: int) -> C
 
 
 def _remedies(policy: Offload, units: Sequence[Unit]) -> list[str]:
-    """Return other measures that would offload more of `units`."""
+    """Return advice on other options that would offload more of `units`."""
     options = units[0].options
     if accelerator_for(units[0].device).has_streams or units_on_disk(units):
         return []

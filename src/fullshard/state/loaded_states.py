@@ -1,8 +1,8 @@
-"""State dicts that are passed to `optimizer.load_state_dict`: each rank takes its shards of full states.
+"""Loading of state dicts by `optimizer.load_state_dict`: each rank takes its shards of full states.
 
-The shards of another rank raise an error. An optimizer is often created and loaded before this package is involved. So
-its states are checked in its first step, or when they are saved before that. Afterwards a hook of the optimizer checks
-loaded states.
+Shards of another rank raise an error. An optimizer is often created and loaded before it is used with this package. So
+its states are checked in its first step, or when they are saved, if that is earlier. After that, a hook of the
+optimizer checks loaded states.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _accepting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def accept_whole_states(optimizer: Optimizer) -> None:
-    """Replace full states of sharded parameters in `optimizer` by this rank's shards, now and after each loading.
+    """Replace full states of sharded parameters in `optimizer` by this rank's shards, now and whenever a state dict is
+    loaded.
 
     Raises:
         CheckpointError: A state is a shard of another rank, or of a different number of ranks.
@@ -94,7 +95,7 @@ def _check_loading(optimizer: Optimizer, found: Sequence[Managed]) -> None:
 
 
 def _take_own(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return `state_dict` with this rank's shards. This is a pre-hook of `load_state_dict`."""
+    """Return `state_dict` with this rank's shards of full states. This is a pre-hook of `load_state_dict`."""
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if len(saved) != len(params):

@@ -1,9 +1,9 @@
 """Optimizer states that are on a disk between steps, and in a few buffers during a step.
 
 [Note: a step in chunks]
-Parameters with states on the disk are stepped one chunk at a time. The states of one chunk are contiguous in the
-file, in one extent. Three buffers take turns: while one chunk is stepped, the next one is read and the previous one
-is written.
+Parameters with states on the disk are updated one chunk at a time. The states of one chunk are contiguous in the file,
+in one extent. Three buffers are used in turn: while one chunk is updated, the next one is read and the previous one is
+written.
 
     disk       read 0   read 1   write 0, read 2   write 1, read 3   ...
     optimizer           step 0   step 1            step 2            ...
@@ -11,9 +11,9 @@ is written.
 Shards and gradients of units with parameters on the disk are read with the states, and the shards are written. When
 computing on the CPU, the buffers are freed after the step, since forward and backward need most memory.
 
-The states are always the same `DTensor`s. Their local tensor is a view of a buffer while their chunk is stepped, and
-an `OnDisk` tensor otherwise. If a chunk has no extent for its states, as in the first step or after `load_state_dict`,
-it is stepped with the present states, and gets an extent afterwards.
+The states are always the same `DTensor`s. Their local tensor is a view of a buffer while their chunk is updated, and an
+`OnDisk` tensor otherwise. If a chunk has no extent for its states, as in the first step or after `load_state_dict`, it
+is updated with its current states, and gets an extent afterwards.
 
 Disk failures are reported on all ranks at the end of the step. They are also reported after the first chunk that gets
 an extent, which allocates the space for all chunks. See [Note: a disk that fails on one rank] in `engine/findings.py`.
@@ -59,7 +59,7 @@ Key = tuple[int, str]  # the number of a parameter in its chunk, and the name of
 
 @dataclass(eq=False)
 class _Chunk:
-    """Parameters that are stepped together, and the storage of their states."""
+    """Parameters that are updated together, and the storage of their states."""
 
     params: list[nn.Parameter]
     scratch: Scratch
@@ -72,12 +72,12 @@ class _Chunk:
 
     @property
     def extent(self) -> Extent | None:
-        """Its extent of the file, once it has states."""
+        """The chunk's extent in the file, once it has states."""
         return next((stored.extent for stored in self.disk_tensors.values()), None)
 
     @property
     def is_offloaded(self) -> bool:
-        """True if the CPU steps it, and a device computes."""
+        """True if the CPU updates the chunk alongside a device that computes."""
         return self._unit.shards.is_offloaded
 
     @property
@@ -88,11 +88,11 @@ class _Chunk:
         return unit
 
     def where_it_is_stepped(self) -> AbstractContextManager[object]:
-        """Return a context for creating tensors on the device that steps this chunk."""
+        """Return a context for creating tensors on the device that updates this chunk."""
         return accelerator_for(self._unit.device).on_host() if self.is_offloaded else nullcontext()
 
     def new_buffer(self, nbytes: int) -> Tensor:
-        """Return host memory for its states."""
+        """Return host memory for the chunk's states."""
         with self.where_it_is_stepped():
             return aligned_buffer(nbytes)
 
@@ -107,7 +107,7 @@ class _Chunk:
         return sum(local_tensor(param).nbytes for param in self.params)
 
     def states(self, optimizer: Optimizer) -> dict[Key, DTensor]:
-        """Return the present states of `optimizer` that are on the disk between steps."""
+        """Return the current states of `optimizer` that are on the disk between steps."""
         return {
             (number, name): value
             for number, param in enumerate(self.params)
@@ -138,7 +138,7 @@ class StatesOnDisk:
 
     @property
     def buffer_nbytes(self) -> int:
-        """Bytes that the buffers took in the last step."""
+        """Bytes of the buffers in the last step."""
         return self._buffer_nbytes
 
     @property
@@ -153,11 +153,10 @@ class StatesOnDisk:
     def step(
         self, optimizer: Optimizer, run: Callable[[Sequence[nn.Parameter]], None], without: Collection[int] = ()
     ) -> None:
-        """Step all parameters of `optimizer`, except for those with ids in `without`. Each call of `run` gets a
-        chunk.
+        """Update all parameters of `optimizer`, except for those with ids in `without`. Call `run` for each chunk.
 
         Raises:
-            DiskError: states cannot be read or written on some rank. Earlier chunks stay stepped.
+            DiskError: States cannot be read or written on some rank. Earlier chunks have already been updated.
         """
         for param in (item for group in optimizer.param_groups for item in group["params"] if item.grad is not None):
             optimizer.state[param]  # creates entries in the order of a step without chunks
@@ -203,11 +202,11 @@ class StatesOnDisk:
 
     @property
     def _managed(self) -> Iterator[Managed]:
-        """Yield the engine's entries of the parameters."""
+        """Yield the engine's entries for the parameters."""
         return filter(None, (managed_by(param) for chunk in self._chunks for param in chunk.params))
 
     def write_all(self, optimizer: Optimizer) -> None:
-        """Write all states to the disk that are in memory, such as those of a step that was not taken in chunks.
+        """Write all states that are in memory to the disk, such as those of a step that was not taken in chunks.
 
         Raises:
             DiskError: a write failed on some rank.
@@ -273,7 +272,7 @@ class StatesOnDisk:
         return buffers[turn][:nbytes]
 
     def _fill(self, chunk: _Chunk, optimizer: Optimizer) -> None:
-        """Load the states of `chunk` from the disk into memory. After a failed read the values are undefined."""
+        """Load the states of `chunk` from the disk into memory. If reading fails, the values are undefined."""
         if chunk.shards is not None:
             with self._failures.noted():
                 chunk.shards.fill()
@@ -291,7 +290,7 @@ class StatesOnDisk:
         bring_to_memory(optimizer, chunk.params)
 
     def _empty(self, chunk: _Chunk, optimizer: Optimizer) -> None:
-        """Drop the memory. The file has the valid values."""
+        """Drop the memory of the chunk's states. The file has the valid values."""
         if chunk.shards is not None:
             chunk.shards.end(writes=False)
             chunk.shards = None
@@ -301,7 +300,7 @@ class StatesOnDisk:
         chunk.buffer, chunk.block, chunk.views = no_buffer(), no_buffer(), {}
 
     def _begin_to_write(self, chunk: _Chunk, optimizer: Optimizer, number: int) -> None:
-        """Start to write the states of `chunk`, which hold no memory afterwards.
+        """Start to write the states of `chunk`, which have no memory afterwards.
 
         After a failure nothing more is written, so the file keeps valid values of other chunks.
         """
@@ -387,7 +386,7 @@ def _items(chunk: _Chunk, optimizer: Optimizer) -> list[tuple[Key, Any]]:
 
 
 def _divided(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield `params` in chunks, which are identical on all ranks, although shards may differ in size."""
+    """Yield `params` in chunks, which are identical on all ranks even though shards may differ in size."""
     chunk: list[nn.Parameter] = []
     nbytes = 0
     for its in _inseparable(params):
@@ -402,7 +401,7 @@ def _divided(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _inseparable(params: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Return groups of parameters whose shards share blocks of the disk, which are read and written together."""
+    """Return groups of parameters that are read and written together, because their shards share blocks of the disk."""
     together: dict[int, list[nn.Parameter]] = {}
     for number, param in enumerate(params):
         managed = managed_by(param)
@@ -412,7 +411,7 @@ def _inseparable(params: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]
 
 
 def _stepped_nbytes(param: nn.Parameter) -> int:
-    """Return the bytes that a step reads for `param`."""
+    """Return the bytes that an optimizer step reads for `param`."""
     managed = managed_by(param)
     values = (
         STATES if managed is None or not managed.unit.shards.is_on_disk else STATES + 2
@@ -479,7 +478,7 @@ class ShardsInMemory:
         return self._buffer.data[region.offset :][: region.end - region.start]
 
     def fill(self) -> None:
-        """Set their local tensors to memory with their values, which are undefined after a failed read."""
+        """Make their local tensors use memory with their values, which are undefined after a failed read."""
         for tensor, stored in self._held:
             around = (region for region in self._regions if region.extent is stored.extent)
             inside = next(item for item in around if item.start <= stored.start <= item.end)
@@ -487,7 +486,7 @@ class ShardsInMemory:
         self._reading.wait()
 
     def end(self, *, writes: bool) -> None:
-        """Drop the memory, after starting to write the present shards if `writes`."""
+        """Drop the memory, after starting to write the current shards if `writes`."""
         for tensor, stored in self._held:
             set_local_tensor(tensor, stored)
         works = [item.extent.write(self._place(item), item.start) for item in (self._written if writes else ())]
@@ -513,7 +512,7 @@ def _blocks(disk_tensors: Iterable[OnDisk]) -> list[tuple[Extent, int, int]]:
 
 
 class ChunkedSteps:
-    """Base class of optimizers that call `StatesOnDisk.step` themselves."""
+    """A base class of optimizers that call `StatesOnDisk.step` themselves."""
 
 
 _made: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], StatesOnDisk | None]] = WeakKeyDictionary()
@@ -535,7 +534,7 @@ def states_on_disk(optimizer: Optimizer) -> StatesOnDisk | None:
 
 
 def choose_chunks_again(units: Iterable[Unit]) -> None:
-    """Apply the present policies of `units` to the states of their parameters, starting with the next step."""
+    """Apply the current policies of `units` to the states of their parameters, starting with the next step."""
     changed = {id(param.sharded) for unit in units for param in unit.params}
     for optimizer in [item for item, (ids, _) in _made.items() if changed.intersection(ids)]:
         del _made[optimizer]

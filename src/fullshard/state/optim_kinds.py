@@ -1,4 +1,4 @@
-"""Comparison of the optimizer that saved a state with the optimizer that loads it."""
+"""Comparison of the optimizer that saved a state dict with the optimizer that loads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True)
 class SavedOptions:
-    """The record of one parameter group in a checkpoint, except for the states."""
+    """The options of one parameter group in a checkpoint."""
 
     fqns: Collection[str]
     names: Collection[str]  # of the options
@@ -32,8 +32,8 @@ def kinds_of_groups(optim: Any) -> list[list[str]]:
 def misfit_of_kind(optim: Any, fqns: Sequence[str], saved: Sequence[SavedOptions]) -> str | None:
     """Return how the optimizer that saved a state differs from `optim`, in words; None if `optim` can continue from it.
 
-    The same class fits, and so do its base classes and classes derived from it. Other classes fit if their options have
-    the same names, as after a class was renamed. Without a recorded class, only the names of the options are compared.
+    The same class, its base classes and its subclasses fit. Other classes fit if their options have the same names, as
+    when a class was renamed. Without a recorded class, only the names of the options are compared.
     """
     by_fqn = {fqn: options for options in saved for fqn in options.fqns}
     names = iter(fqns)
@@ -52,7 +52,7 @@ def misfit_of_kind(optim: Any, fqns: Sequence[str], saved: Sequence[SavedOptions
 
 
 def _differences(owner: Optimizer, group: dict[str, Any], options: SavedOptions) -> tuple[list[str], list[str]]:
-    """Return the options that `owner` needs and were not saved, and those that were saved and it does not have."""
+    """Return the options of `owner` that were not saved, and the saved options that it does not have."""
     missing = sorted({*owner.defaults} - {*options.names})
     unknown = sorted({*options.names} - {*owner.defaults} - {*group} - _OF_SCHEDULERS - _NAMES)
     return missing, unknown
@@ -72,7 +72,7 @@ def _kinds(optim: Optimizer) -> list[str]:
 
 
 def _groups_by_owner(optim: Any) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
-    """Yield each group of `optim` with the optimizer that steps it, in order."""
+    """Yield each group of `optim` with the optimizer that updates it, in order."""
     while isinstance(inner := getattr(optim, "optimizer", None), Optimizer):
         optim = inner
     for owner in getattr(optim, "joined_optimizers", (optim,)):

@@ -1,7 +1,7 @@
 """State dicts of optimizers: sharded or full, with the FQNs of the user's own module as keys.
 
-`optimizer.state_dict()` numbers its parameters, so it can only be loaded with the same order of parameters. Here they
-have names, and a full state dict can be loaded at any world size and under any strategy.
+`optimizer.state_dict()` numbers its parameters, so it can only be loaded with the same order of parameters. With names,
+a full state dict can be loaded at any world size and under any strategy.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def optim_state_dict(
     Every rank must call it. A full state dict is a copy. A sharded state dict shares tensors with the optimizer.
 
     Args:
-        model: The model with the parameters that `optim` steps.
+        model: The model with the parameters that `optim` updates.
         optim: The optimizer, created after `model` was sharded.
         optim_state_dict: A state dict of `optim` to use instead of `optim.state_dict()`.
 
@@ -91,7 +91,7 @@ def _check_arguments(model: object, optim: object, optim_state_dict: object) -> 
 
 
 def full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, *, rank0_only: bool = True) -> StateDict:
-    """Return the state of `optim` by FQN with whole tensors on the CPU, independent of the form set for `model`."""
+    """Return the state of `optim` by FQN with full tensors on the CPU, independent of the form set for `model`."""
     named = _named(model, optim, optim.state_dict())
     _meet(model, named, "full_optim_state_dict()")
     with failing_together(units_in(model)):
@@ -114,7 +114,7 @@ def optim_state_dict_to_load(
     """Convert the result of `optim_state_dict` to a state dict for `optim.load_state_dict` with this rank's shards.
 
     Args:
-        model: The model with the parameters that `optim` steps.
+        model: The model with the parameters that `optim` updates.
         optim: The optimizer to load into. Its parameter groups may differ from the saved ones. If None, the result is
             for an optimizer with the saved groups that has not stepped yet.
         optim_state_dict: The state dict, full or sharded. It is not modified, and shares no memory with the result.
@@ -199,7 +199,7 @@ def params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, n
 def rekeyed(
     state_dict: Mapping[str, Any], keys: OptimStateKeyType, model: nn.Module, optim: torch.optim.Optimizer
 ) -> StateDict:
-    """Return `state_dict`, whose keys are FQNs or the parameter numbers of `optim`, with the kind `keys` of keys."""
+    """Return `state_dict`, whose keys are FQNs or the parameter numbers of `optim`, with keys of the kind `keys`."""
     fqns = list(params_by_fqn(model, optim))
     pairs: list[tuple[Any, Any]] = list(enumerate(fqns))
     if keys is OptimStateKeyType.PARAM_ID:
@@ -252,7 +252,7 @@ def _in_model_order(model: nn.Module, state: Mapping[Any, Any]) -> dict[Any, Any
 
 
 def _meet(model: nn.Module, named: StateDict, doing: str) -> None:
-    """Wait until every rank is about to gather the same states as in `named`."""
+    """Wait until all ranks are about to gather the states in `named`."""
     forms: list[str] = []
 
     def note(fqn: str, value: Any) -> None:
@@ -277,7 +277,7 @@ def _mapped(named: StateDict, function: Callable[[Tensor], Any]) -> StateDict:
 
 
 def _gathered(named: StateDict, *, keep: bool, offload: bool) -> StateDict:
-    """Return `named` with whole tensors, gathered one by one. Without `keep` each is dropped immediately."""
+    """Return `named` with full tensors, gathered one by one. Unless `keep`, each is dropped immediately."""
 
     def gather(value: Tensor) -> Tensor | None:
         whole = full_copy(value) if isinstance(value, DTensor) else value.clone() if keep else value
@@ -299,7 +299,7 @@ def _copied(options: Mapping[str, Any]) -> StateDict:
 
 @dataclass(frozen=True)
 class _Absent:
-    """The shape and dtype of a tensor that was not received yet."""
+    """The shape and dtype of a tensor that has not been received yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -340,7 +340,7 @@ def _sent_by_first(state_dict: StateDict | None, model: nn.Module) -> tuple[Stat
 
 
 def _fault_of_form(state_dict: Mapping[str, Any]) -> str | None:
-    """Describe the first value of a state dict that has another type than in `optimizer.state_dict()`; None if none."""
+    """Describe the first value of a state dict with a type unlike that in `optimizer.state_dict()`, or return None."""
     state, groups = state_dict.get("state", {}), state_dict.get("param_groups", [])
     if not isinstance(state, Mapping):
         return f"'state' is {_type(state)} instead of a dict"
@@ -394,7 +394,7 @@ def _is_scalar(value: Any) -> bool:
 class StateTemplate:
     """The placements of the states of `optim`, whose parameters are given by FQN in `params`.
 
-    If the optimizer has stepped, these are the present placements. Otherwise they are those after the first step:
+    If the optimizer has stepped, these are the current placements. Otherwise they are those after the first step:
     states with the shape of their parameter are sharded like it, other states are replicated, and counters are plain
     tensors.
     """
@@ -408,7 +408,7 @@ class StateTemplate:
 
     @property
     def fqns(self) -> Collection[str]:
-        """The parameters that the optimizer steps, in its order."""
+        """The FQNs of the parameters that the optimizer updates, in its order."""
         return self._params.keys()
 
     def note_counters(self, scalars: Iterable[tuple[str, str]]) -> None:
@@ -427,7 +427,7 @@ class StateTemplate:
         self._disk.expect(dtypes)
 
     def present(self, fqn: str, name: str) -> Tensor | None:
-        """Return the optimizer's present state, if it is a tensor."""
+        """Return the optimizer's current state, if it is a tensor."""
         found = self._optim.state.get(self._params[fqn], {}).get(name)
         return found if isinstance(found, Tensor) else None
 
@@ -435,7 +435,7 @@ class StateTemplate:
         """Describe how the encoding of the states `names` of `fqn` differs from the optimizer's; None if it does not.
 
         Args:
-            form: their recorded encoding in blocks; None if they are not encoded.
+            form: The recorded encoding in blocks; None if the states are not encoded.
         """
         own = None if self._blocks is None else self._blocks.form(self._params[fqn])
         if form == own or not names:
@@ -443,11 +443,11 @@ class StateTemplate:
         return f"the states of {fqn} ({form or 'plain'} in it, {own or 'plain'} in the optimizer)"
 
     def misfit_of_kind(self, saved: Sequence[SavedOptions]) -> str | None:
-        """Describe how the optimizer that saved `saved` differs from this one; None if its states can be loaded."""
+        """Describe how the optimizer of `saved` differs from this one; None if its states can be loaded."""
         return misfit_of_kind(self._optim, list(self._params), saved)
 
     def fill(self, fqn: str, name: str, value: Any) -> Any:
-        """Return `value`, whole or sharded, as the state `name` of the parameter `fqn`, in separate memory."""
+        """Return `value`, full or sharded, as the state `name` of the parameter `fqn`, in separate memory."""
         if not isinstance(value, Tensor):
             return value
         present = self.present(fqn, name)
@@ -482,7 +482,7 @@ class StateTemplate:
         return make_dtensor(local, like.device_mesh, placements, tuple(shape))
 
     def numbered(self, named: StateDict) -> StateDict:
-        """Return a state dict for `optim.load_state_dict`, from one with FQNs whose states are placed already."""
+        """Return a state dict for `optim.load_state_dict`, from one with FQNs and states that are already placed."""
         numbers = {fqn: number for number, fqn in enumerate(self._params)}
         state = {
             numbers[fqn]: values if self._blocks is None else self._blocks.together(values, self._params[fqn])
@@ -501,14 +501,15 @@ class StateTemplate:
 def _placements(like: DTensor, name: str, shape: tuple[int, ...]) -> tuple[Placement, ...]:
     """Return the placements of a state of `shape` that belongs to `like`.
 
-    These are the same for the same shape and for parts of states that are encoded in blocks, else replicated.
+    States with the shape of `like`, and components of states that are encoded in blocks, have its placements. Others
+    are replicated.
     """
     parts = like.shape == shape or is_part(name)
     return tuple(placement if parts and not placement.is_partial() else Replicate() for placement in like.placements)
 
 
 def placed_like(like: DTensor, value: Tensor) -> DTensor:
-    """Return a copy of `value`, a full state of the shape of `like`, with its placements. Nothing is sent."""
+    """Return a copy of `value`, a full state of the shape of `like`, with its placements. Nothing is communicated."""
     return _distributed(value, like.device_mesh, tuple(like.placements), like.to_local().device)
 
 

@@ -140,7 +140,7 @@ class OptimStateKeyType(Enum):
 
 @dataclass
 class StateDictSettings:
-    """The kind of state dicts that a module gives, and their options.
+    """The kind of state dicts that a module returns, and their options.
 
     Args:
         state_dict_type: The kind: full or sharded.
@@ -275,7 +275,7 @@ def is_first_rank(module: nn.Module) -> bool:
 
 
 def groups_of(module: nn.Module) -> list[dist.ProcessGroup | None]:
-    """Return the process groups that connect the first rank, one after the other, to all ranks of `module`."""
+    """Return the process groups that, one after the other, connect the first rank to all ranks of `module`."""
     return [*process_groups_along(units_in(module))] or [None]
 
 
@@ -298,7 +298,7 @@ class _Hooks:
         self._assigned: dict[tuple[int, str], Managed] = {}  # parameters assigned in this loading, by module and name
 
     def before(self, module: nn.Module) -> None:
-        """Show the sharded parameters in the modules."""
+        """Show the sharded parameters to the modules."""
         if is_in_use(self._unit):
             raise StateError(
                 f"state dict within a forward or backward of {self._unit.name or 'the root'}: its parameters are "
@@ -324,7 +324,7 @@ class _Hooks:
 
     @own_hook
     def before_save(self, module: nn.Module, *_: Any) -> None:
-        """Show the sharded parameters, and raise if parameters were added after sharding."""
+        """Show the sharded parameters to the modules, and raise if parameters were added after sharding."""
         self.before(module)
         self._late_params.check(again=module is self._unit.module)
 
@@ -397,7 +397,7 @@ def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
 
 
 def shard_of(value: Tensor, unit: Unit, sharded: ShardedParam) -> Tensor:
-    """Return this rank's shard of `value`, a full parameter or a `DTensor`, on the device of the shard of `sharded`."""
+    """Return this rank's shard of `value`, a full parameter or a `DTensor`, on the device of the shard in `sharded`."""
     target = sharded.dtensor
     device = unit.shards.device if sharded.local.is_meta else sharded.local.device
     if isinstance(value, DTensor):

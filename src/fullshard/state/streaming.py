@@ -1,4 +1,4 @@
-"""Whole weights in buckets of bounded size, for an inference engine that runs alongside training."""
+"""Full weights in buckets of bounded size, for an inference engine that runs alongside training."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def stream_weights(
     rename: Callable[[str], str | None] | None = None,
     to_rank: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and whole values of all weights of `model`, one bucket at a time, for inference engines.
+    """Yield the names and full values of all weights of `model`, one bucket at a time, for inference engines.
 
-    Every rank must call it and iterate to the end before it continues to train. Each bucket is one collective, which
-    sends shards in `dtype`. A rank holds one bucket at a time, unless the caller keeps tensors of earlier buckets. A
-    weight larger than `bucket_bytes` has a separate bucket. Weights that are sharded on a dim other than 0, or by
-    tensor parallelism, need memory for one more weight. With tensor parallelism, each weight takes one collective.
+    Every rank must call it and iterate to the end before training continues. Each bucket is one collective, which sends
+    shards in `dtype`. A rank holds one bucket at a time, unless the caller keeps tensors of earlier buckets. A weight
+    larger than `bucket_bytes` has a separate bucket. Weights that are sharded on a dim other than 0, or by tensor
+    parallelism, need memory for one additional weight. With tensor parallelism, each weight takes one collective.
     Weights that need not be gathered may share the model's memory.
 
     Args:
@@ -55,7 +55,7 @@ def stream_weights(
     Raises:
         ConfigError: `bucket_bytes` is not a positive number, or two weights would have the same name.
         StateError: A unit is in forward or backward, or on the meta device; a weight is encoded by its class; or a
-            trained parameter was added after sharding.
+            trainable parameter was added after sharding.
 
     Example:
         ```python
@@ -116,7 +116,7 @@ class _Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in a bucket."""
+        """Bytes that the weight takes in a bucket."""
         return 0 if self.managed is None else align(self.managed.param.axes.shard_world * self.part_nbytes, _STEP)
 
 

@@ -1,4 +1,4 @@
-"""Unsharded parameters for the user to read, initialise or change."""
+"""Unsharded parameters that the user can read, initialize or change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fullshard.state.state_dict import is_first_rank
 
 @dataclass(frozen=True)
 class _Wish:
-    """The options of one call."""
+    """The options of one call of `summon_full_params`."""
 
     writeback: bool
     offload: bool
@@ -59,8 +59,8 @@ def summon_full_params(
 
     Raises:
         ConfigError: `rank0_only` and `writeback` are both set.
-        StateError: A unit is in forward or backward, or on the meta device. At the end of the context: a parameter has
-            another shape, or its shards were written to within the context.
+        StateError: A unit is in forward or backward, or on the meta device. At the end of the context: A parameter has
+            a different shape, or its shards were written to within the context.
     """
     check_type("module", module, nn.Module, "a sharded nn.Module")
     check_flags(
@@ -135,7 +135,7 @@ def _unsharded(unit: Unit, wish: _Wish) -> Iterator[None]:
 
 
 def _summoned(param: ShardedParam, device: torch.device, transport: torch.device, wish: _Wish) -> nn.Parameter | None:
-    """Return the unsharded parameter in separate memory on `device`; None on a rank that does not need it."""
+    """Return the unsharded parameter in separate memory on `device`; None on ranks that do not get it."""
     value = _gathered(param, param.local, transport)
     grad = _gathered(param, param.grad, transport) if wish.with_grads and param.grad is not None else None
     if not wish.shows:
@@ -156,7 +156,7 @@ def _check_unchanged(param: ShardedParam, whole: nn.Parameter, first: nn.Paramet
     """Raise if a full parameter was changed in a way that cannot be written back.
 
     Raises:
-        StateError: `whole` is another object than `first`, or was written to since it had `version`.
+        StateError: `whole` is a different object than `first`, or was written to since it had `version`.
     """
     if whole is not first or whole._version != version:
         raise StateError(

@@ -1,1 +1,1 @@
-"""The trace of a run, the recorder, and the values kept for the default process group."""
+"""The trace of a run, the recorder, and values that are kept per default process group."""

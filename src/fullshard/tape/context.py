@@ -2,8 +2,8 @@
 
     _meshes: Kept[Key, DeviceMesh] = Kept("default meshes")
 
-Groups, connections and memory of a default process group must not be used with a later one. Without a shared place to
-drop them, they would also leak.
+Groups, connections and memory of a default process group must not be used with a later one. Without a common place that
+drops them, they would also leak.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from fullshard.device.streams import Stamp, Stream
 
 
 class Phase(Enum):
-    """The phases of a step, for uses of a unit."""
+    """The phases of a step, as recorded for uses of a unit."""
 
     __hash__ = object.__hash__  # faster than that of `Enum`, which is a Python function
 
@@ -63,7 +63,7 @@ class Event:
 
     Times are in seconds of `time.perf_counter`. `end` is None while the action is in progress. For an asynchronous
     collective, the program continued at `launched` and began to wait at `awaited`. Both are None if it waited
-    immediately. If the recorder reads stream times, `began` and `ended` are the times on the stream, where they differ
+    immediately. If the recorder reads stream times, `began` and `ended` are the times on the stream where these differ
     from the program's.
     """
 
@@ -181,7 +181,7 @@ def note_origin(origin: Origin) -> None:
 
 
 def allocating(purpose: str) -> AbstractContextManager[None]:
-    """Context manager that records allocations of memory as for `purpose`."""
+    """Context manager that records `purpose` for memory allocated in it."""
     recorder = active.recorder
     return nullcontext() if recorder is None else acting_for(recorder.origin, purpose)
 

@@ -1,8 +1,8 @@
 """The trace: all work on the streams of a device, in the order of issue by the host.
 
 A trace is a recorder with more detail. It contains every operation and collective with the bytes that it reads and
-writes, every allocation and free, every recorded event and every wait for one. `dry/` records it. Races, memory, times
-and reports are all derived from a trace, so there is no second description of the engine's work. A trace has many
+writes, every allocation and free, every recorded event, and every wait for an event. `dry/` records it. Races, memory,
+times and reports are all derived from a trace, so there is no second description of the engine's work. A trace has many
 thousands of entries. They are named tuples, which are fast to create and to send to another process.
 """
 
@@ -112,7 +112,7 @@ class Allocation(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Memory that a storage has returned to its stream.
+    """The return of a storage's memory to its stream.
 
     Args:
         storage: The number of the storage.

@@ -1,4 +1,4 @@
-"""Functions on several ranks of this machine, which the other tools for testing use."""
+"""Running functions on several ranks of this machine, as the other testing tools do."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ _Report = bytes | RankFailure  # a rank's result, dumped; or its failure
 
 
 class RanksFailed(FullshardError):  # noqa: N818  # says what happened, as torch's ProcessRaisedException does
-    """At least one rank raised an error, died or did not end in time. The message has all tracebacks.
+    """At least one rank raised an error, died or did not end in time. The message contains all tracebacks.
 
-    `failures` has the failure of each failing rank by rank, the likely cause first. `running` has the ranks that were
-    still running and were stopped.
+    `failures` maps each failing rank to its failure, the likely cause first. `running` lists the ranks that were still
+    running and were stopped.
     """
 
     def __init__(self, message: str, failures: Mapping[int, RankFailure], running: Sequence[int]) -> None:
@@ -116,7 +116,7 @@ def run_ranks(
 
 
 class RankPool:
-    """Ranks as of `run_ranks`, which keep their processes and state for several calls of `run`.
+    """Ranks like those of `run_ranks` that keep their processes and state for several calls of `run`.
 
     The first call starts the ranks. A failed call ends them.
     """
@@ -201,7 +201,7 @@ def _check_backend(backend: object) -> None:
 
 
 def _backends_in(backend: str) -> list[str]:
-    """Return the names in `backend`, which is one name, or pairs such as "cpu:gloo,cuda:nccl"."""
+    """Return the names in `backend`, which is one name, or a list of pairs such as "cpu:gloo,cuda:nccl"."""
     return [pair.rpartition(":")[2].lower() for pair in backend.split(",")]
 
 
@@ -234,10 +234,10 @@ def loopback_store(timeout: float) -> dist.TCPStore:
     """Return the store for the rendezvous of the ranks.
 
     The store is in the caller's process, so that it outlives a rank that ends early. The system chooses its port when
-    listening starts, so that no other process can take it.
+    the store starts to listen, so that no other process can take it.
 
     The socket supports IPv4 only. By default the store also listens on IPv6, gets connections from ::ffff:127.0.0.1,
-    and queries the name server for that address, which takes 5 s whenever the answer is lost.
+    and queries the name server for that address, which takes 5 s if the answer is lost.
     """
     listening = socket.create_server((_LOOPBACK, 0), backlog=1024)
     port = listening.getsockname()[1]
@@ -294,7 +294,7 @@ class _RankProcess:
 
 
 def _collect(ranks: Sequence[_RankProcess], timeout: float) -> dict[int, _Report]:
-    """Return the reports by rank in order of arrival. Some are missing after a time-out or a failure."""
+    """Return the reports by rank in order of arrival. Some are missing after a timeout or a failure."""
     waiting = {rank.connection: rank for rank in ranks}
     reports: dict[int, _Report] = {}
     deadline = time.monotonic() + timeout

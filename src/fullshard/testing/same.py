@@ -23,8 +23,8 @@ def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
         name: The name of the result in the message.
 
     Raises:
-        AssertionError: The values differ. The message has the first difference and, for tensors, the number of elements
-            that differ and the largest difference.
+        AssertionError: The values differ. The message contains the first difference and, for tensors, the number of
+            elements that differ and the largest difference.
     """
     if isinstance(expected, Tensor):
         _assert_same_tensor(actual, expected, name or "the tensor")

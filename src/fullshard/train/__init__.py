@@ -1,1 +1,1 @@
-"""The trainer behind `fullshard train`: a byte-level GPT, sharded, on any text."""
+"""The trainer behind `fullshard train`: it trains a sharded byte-level GPT on any text."""

@@ -37,7 +37,7 @@ STRATEGIES = tuple(strategy.value for strategy in ShardingStrategy)
 
 
 def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
-    """Check all settings for `world` ranks on `machines` machines, and return the text that the run reads."""
+    """Check all settings for `world` ranks on `machines` machines, and return the text for training."""
     _check_parallelism(settings.parallelism, world, machines)
     _check_optimization(settings.optimization, world)
     _check_memory(settings.memory, settings.parallelism)

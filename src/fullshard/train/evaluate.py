@@ -18,7 +18,7 @@ from fullshard.train.text import Text, validation_batches
 
 
 def validation_loss(model: nn.Module, text: Text, settings: TrainSettings, rank: Rank) -> float:
-    """Return the mean loss on the validation windows in nats per byte. The windows are the same at every world size.
+    """Return the mean loss on the validation windows, in nats per byte. The windows are the same at every world size.
 
     The losses of single windows are gathered and averaged in float64 in the order of the windows, so that the mean does
     not depend on the assignment of windows to ranks. This is a collective: every rank must call it.

@@ -22,7 +22,7 @@ def launch(module: str, argv: Sequence[str], ranks: int, *, patience_s: int = 5)
     """Run `python -m module argv` as `ranks` ranks of one process group on this machine and return the exit code.
 
     The exit code is 0 if all ranks succeed, else that of the rank that failed first. Ctrl-C and SIGTERM end all ranks
-    without output; ranks that need longer than `patience_s` seconds are killed.
+    without output. Ranks that do not end within `patience_s` seconds are killed.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores_of_machine() // ranks)))
     # The launcher logs every failing rank at length; the rank has already reported its error.

@@ -20,7 +20,7 @@ from fullshard.train.sharding import ShardedGPT, dtype_of
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Create parameters with `dtype` within this context. (A module on fake tensors cannot be cast later.)"""
+    """Context manager that creates parameters with `dtype`. (A module on fake tensors cannot be cast later.)"""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -96,7 +96,7 @@ def train(
 
 @dataclass
 class TrainingLoop:
-    """The state of a run on this rank."""
+    """The training loop of a run, with its state on this rank."""
 
     settings: TrainSettings  # resolved: see `resolved`
     rank: Rank
@@ -134,7 +134,7 @@ class TrainingLoop:
         return code
 
     def recording(self, done: int) -> AbstractContextManager[object]:
-        """Record the run within this context, if requested; `done` steps are complete."""
+        """Return a context that records the run, if requested, after `done` completed steps."""
         if not self.records:
             return nullcontext()
         settings = {name: value for name, value in self.settings.as_options().items() if name != "out"}
@@ -160,11 +160,11 @@ class TrainingLoop:
             self.display.show_problem(str(error))
 
     def doing(self, what: str) -> AbstractContextManager[object]:
-        """Record the time within this context as `what`."""
+        """Return a context that records the time within it as `what`."""
         return nullcontext() if self.record is None else self.record.doing(what)
 
     def between_steps(self) -> AbstractContextManager[object]:
-        """Exclude the time within this context from all steps."""
+        """Return a context whose time does not count as part of any step."""
         return nullcontext() if self.record is None else self.record.pausing()
 
     def run_steps(self, done: int, stop: StopRequest | None) -> int:
@@ -230,7 +230,7 @@ class TrainingLoop:
         prediction.steps = FirstSteps(self.model, self.optimizer, prediction.peak, done)
 
     def predict_disk(self) -> None:
-        """Show the cost of the disk per step. The first rank measures it while the other ranks wait.
+        """Show the cost of the disk per step. The first rank measures the disk while the other ranks wait.
 
         Raises:
             DiskError: The disk is full or not writable. Raised on every rank, before the first step.
@@ -255,7 +255,7 @@ class TrainingLoop:
 
         Returns:
             The losses of this rank's rows in nats per byte, of shape (accumulate, rows per rank), and the norm of the
-            gradient. Both are on the device, so reading them waits for it.
+            gradient. Both are on the device, so reading them makes the host wait.
         """
         optimization = self.settings.optimization
         for group in self.optimizer.param_groups:
@@ -369,7 +369,7 @@ class TrainingLoop:
         """Save a checkpoint or a safety copy if one is due.
 
         A checkpoint is due at regular steps, after the last step, and before the run stops. Both are written during the
-        steps that follow. If one cannot be written, the run logs this and continues.
+        steps that follow. If a save fails, the run logs this and continues.
         """
         settings = self.settings.checkpoints
         due = is_due(step, settings.checkpoint_every, self.settings.optimization.steps)
@@ -430,12 +430,12 @@ class TrainingLoop:
         return PREEMPTED
 
     def measure_memory(self) -> None:
-        """Measure the memory of a rank. This requires the state of the optimizer."""
+        """Measure the memory of this rank. This requires that the optimizer has its state."""
         self.ledgers = ledgers_of_run(self.model, self.optimizer, self.settings, self.rank)
         self.display.set_memory(self.ledgers)
 
     def report_if_due(self, step: int, losses: Tensor, gradient_norm: Tensor) -> None:
-        """Show a line with the loss at every `log_every`-th step, at the first and at the last."""
+        """Show a line with the loss at the first step, every `log_every` steps, and at the last step."""
         if not is_due(step, self.settings.run.log_every, self.settings.optimization.steps) and step != 1:
             return
         with self.stopwatch.running():  # waits for the device, so it belongs to the time of the steps
@@ -457,7 +457,7 @@ class TrainingLoop:
             self.record.log(step=step, mfu=self.forecast.flops_share * self.forecast.step_s / step_s)
 
     def evaluate_if_due(self, step: int) -> None:
-        """Run a validation and generate a sample if they are due, except at the end."""
+        """Run validation and generate a sample if they are due, except at the last step."""
         if step == self.settings.optimization.steps:
             return
         if is_due(step, self.settings.run.validate_every):
@@ -466,13 +466,13 @@ class TrainingLoop:
             self.display.show_sample(step, self.write_sample(step))
 
     def validate(self, step: int) -> float:
-        """Return the bits per byte on the validation windows, and add them to the metrics."""
+        """Run validation, add its bits per byte to the metrics, and return them."""
         loss = validation_loss(self.model, self.text, self.settings, self.rank)
         self.write_line("validation", {"step": step, "loss": loss, "bits_per_byte": bits(loss)})
         return bits(loss)
 
     def write_sample(self, step: int) -> bytes:
-        """Return text generated by the model, and add it to the samples."""
+        """Generate text with the model, add it to the samples, and return it."""
         content = sample(self.model, self.settings, self.rank.device, seed=self.settings.run.seed + step)
         self.folder.write_sample(step, content)
         do_together(self.folder.check, self.rank.world)
@@ -538,7 +538,7 @@ def resolved(settings: TrainSettings, rank: Rank) -> TrainSettings:
 
 
 def check_machines(settings: TrainSettings, rank: Rank) -> None:
-    """Raise an error on all ranks if each machine should hold one replica and their numbers of ranks differ."""
+    """Raise an error on all ranks if each machine should hold one replica but numbers of ranks differ."""
     parallelism = settings.parallelism
     if parallelism.replicas is None and replicas_of(parallelism, rank.world, rank.machines) is not None:
         sizes = gather_in_rank_order(torch.tensor([rank.local_world]), rank).tolist()
@@ -574,5 +574,5 @@ def mean_in_row_order(losses: Tensor, sequences: int, rank: Rank) -> float:
 
 
 def is_due(step: int, every: int, last: int | None = None) -> bool:
-    """Return True at every `every`-th step (0 for never), and at the last."""
+    """Return True every `every` steps (never if 0), and at the last step."""
     return step == last or (every > 0 and step % every == 0)

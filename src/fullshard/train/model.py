@@ -2,7 +2,7 @@
 
 It is designed to train in a few minutes on a CPU. Queries and keys are normalized (Henry et al., 2020,
 arXiv:2010.04245), and positions are rotary (Su et al., 2021, arXiv:2104.09864). The embedding also looks up hashes of
-the last bytes, so that the first block knows them at almost no cost (Pagnoni et al., 2024, arXiv:2412.09871).
+the last bytes, which gives the first block this context at almost no cost (Pagnoni et al., 2024, arXiv:2412.09871).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST, _MOST_LAYERS = 1_000_000, 10_000  # so that numbers of parameters and byt
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The dimensions of a GPT, and the peak learning rate that suits them."""
+    """The dimensions of a GPT, and a suitable peak learning rate."""
 
     layers: int
     heads: int

@@ -1,4 +1,4 @@
-"""`fullshard train --on ray`: the ranks of a run are workers of a Ray cluster, which restarts lost ones."""
+"""`fullshard train --on ray`: the ranks of a run are workers of a Ray cluster, which restarts lost workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_on_ray(argv: Sequence[str], ranks: int, *, address: str | None, restarts
     Args:
         argv: The options of the trainer, as for any rank.
         ranks: The number of workers. Each has a core, or a GPU if the cluster has any.
-        address: The address of a cluster. If None, that of `RAY_ADDRESS`, or a new cluster on this machine.
+        address: The address of a cluster. If None, the address in `RAY_ADDRESS`, or a new cluster on this machine.
         restarts: Whether to restart lost workers, up to three times, from the newest checkpoint.
 
     Raises:

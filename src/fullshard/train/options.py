@@ -27,7 +27,7 @@ def parse_settings(argv: Sequence[str]) -> TrainSettings:
 
     Raises:
         ConfigError: An option is unknown, or a value has the wrong type.
-        SystemExit: `--help` has printed the explanation of all options.
+        SystemExit: `--help` was given, and the help text has been printed.
     """
     user, config_files = _without_config(argv)
     items = [item for path in config_files for item in config_items(path)]

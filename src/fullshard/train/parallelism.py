@@ -89,7 +89,7 @@ def part_of(settings: OptimizationSettings, *, microbatch: int, rank: int, world
 def adapt_to_ranks(settings: OptimizationSettings, *, before: int, world: int) -> OptimizationSettings:
     """Return settings for `world` ranks that give the same steps as `settings` with `before` ranks.
 
-    A step has the same number of sequences, and a microbatch of a rank does not have more of them.
+    A step has the same number of sequences, and a rank's microbatches do not have more of them.
     """
     if world == before:
         return settings

@@ -83,7 +83,7 @@ class RunPrediction:
 
 
 class DiskUse:
-    """The bytes of a rank on disks and its disk traffic per step, by a dry run that calls `loss` per microbatch.
+    """Measures a rank's bytes on disk and disk traffic per step, in a dry run that calls `loss` for each microbatch.
 
     The dry run includes the choice of a budget and the offloaded activations.
     """
@@ -116,7 +116,7 @@ class DiskUse:
 
 
 def disk_traffic(model: nn.Module, settings: TrainSettings) -> Traffic:
-    """Return the disk traffic of the states and parameters of a rank by formula; none for a budget.
+    """Return the disk traffic of a rank's states and parameters, computed by formula; empty for a budget.
 
     It does not include activations. A budget chooses what is offloaded after the first step.
     """
@@ -148,7 +148,7 @@ def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: fl
 
 
 def _options_that_fit(model: nn.Module, memory: MemorySettings, ranks: int, wanted_bytes: int, room_bytes: int) -> str:
-    """Return the options with fractions that fit, all reduced by the same factor."""
+    """Return the options with fractions that fit, all scaled down by the same factor."""
     if memory.offload_budget is not None:
         return f"Increase --offload-budget {memory.offload_budget}, so that less is offloaded"
     largest = max(sum(param.local.nbytes for param in unit.params) for unit in units_in(model))
@@ -160,7 +160,7 @@ def _options_that_fit(model: nn.Module, memory: MemorySettings, ranks: int, want
 
 
 def by_state(ledger: Ledger) -> dict[str, int]:
-    """Return the bytes of a ledger under the names of a forecast."""
+    """Return the bytes of a ledger, under the names that forecasts use."""
     return {
         State.PARAMETERS.value: ledger.parameters,
         State.OPTIMIZER.value: ledger.optimizer_state,
@@ -173,7 +173,7 @@ def by_state(ledger: Ledger) -> dict[str, int]:
 def comparison_of(out: Path) -> ForecastComparison:
     """Return the prediction and the measurement of the run in `out`, from its metrics.
 
-    The measured step time is the mean over the whole run, except the first three steps.
+    The measured step time is the mean over the run, except for the first three steps.
 
     Raises:
         ConfigError: The run does not exist, or has no prediction or measurement.
@@ -235,7 +235,7 @@ def forecast_run(settings: TrainSettings, machine: Machine) -> Forecast:
 def predicted(
     settings: TrainSettings, machine: Machine, described: Hardware | None, use: DiskUse | None = None
 ) -> Prediction:
-    """Return the memory and time of one rank with these settings by a dry run, whose disk use `use` records."""
+    """Return the memory and time of one rank with these settings, from a dry run. `use` records its disk use."""
     rank = Rank(
         index=0,
         world=machine.world,

@@ -1,4 +1,4 @@
-"""The display of a run in progress and at its end: a live line on a terminal, plain lines elsewhere."""
+"""The display of a run in progress and at its end: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Result:
 
 
 class Display:
-    """A display of plain lines, with at most one line of loss every few seconds."""
+    """A display of plain lines. It prints at most one line with the loss every few seconds."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -80,7 +80,7 @@ class Display:
         )
 
     def set_memory(self, ledgers: RunLedgers) -> None:
-        """Show the memory of a rank in later lines."""
+        """Store the memory of a rank, which later lines show."""
         own, ddp = in_bytes(ledgers.measured.total), in_bytes(ledgers.ddp.total)
         self._memory = f"  {own} per rank (ddp {ddp})"
 
@@ -194,7 +194,7 @@ class _BarWithNumbers(Bars):
 
 
 def display_for(console: Console, *, shows: bool) -> Display:
-    """Return the display for `console`; without `shows`, one that prints nothing."""
+    """Return the display for `console`; if not `shows`, one that prints nothing."""
     if not shows:
         return Display(Console(quiet=True, emoji=False))
     return BarDisplay(console) if console.is_terminal else Display(console)
@@ -214,7 +214,7 @@ def printable(content: bytes) -> str:
 
 
 def indented(text: str) -> str:
-    """Return the text with a bar before each line, to separate it from the run's own lines."""
+    """Return the text with a vertical bar before each line, to distinguish it from the run's own lines."""
     return "\n".join(f"    | {line}" for line in text.splitlines())
 
 

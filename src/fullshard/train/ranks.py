@@ -58,7 +58,7 @@ def rank_from_environment() -> Rank:
 
 
 def check_restarts(safety_copy_every: int = 0, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise an error if lost ranks could not be restarted, or their safety copies would be useless.
+    """Raise an error if lost ranks could not be restarted, or if their safety copies would be useless.
 
     Raises:
         ConfigError: Restarted ranks would read the addresses of earlier ranks; or safety copies are requested, but the

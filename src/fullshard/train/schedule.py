@@ -11,7 +11,7 @@ from fullshard.train.settings import OptimizationSettings, TrainSettings
 def learning_rate(settings: OptimizationSettings, peak: float, step: int) -> float:
     """Return the learning rate of step `step`, counted from 0: linear warm-up to `peak`, then cosine decay.
 
-    The last step has `min_lr * peak`. A warm-up as long as the run has no decay.
+    The learning rate of the last step is `min_lr * peak`. If the warm-up is as long as the run, there is no decay.
     """
     warmup = min(settings.warmup, settings.steps)
     if step < warmup:
@@ -21,6 +21,6 @@ def learning_rate(settings: OptimizationSettings, peak: float, step: int) -> flo
 
 
 def peak_lr(settings: TrainSettings) -> float:
-    """Return the peak learning rate: as set, else the default of the size."""
+    """Return the peak learning rate: as set, or the default of the size."""
     requested = settings.optimization.lr
     return shape_of(settings.model).lr if requested is None else requested

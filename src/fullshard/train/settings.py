@@ -1,4 +1,4 @@
-"""The settings of a training run, as frozen values in groups; `TrainSettings` is their sum."""
+"""The settings of a training run, as groups of frozen dataclasses. `TrainSettings` contains all groups."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class TrainSettings:
     run: RunSettings = field(default_factory=RunSettings)
 
     def as_options(self) -> dict[str, int | float | str | bool]:
-        """Return option names with their values, as in a `--config` file, without omitted options."""
+        """Return the values of all options that are set, by option name, as in a `--config` file."""
         groups = (getattr(self, group.name) for group in fields(self))
         values = ((option.name, getattr(group, option.name)) for group in groups for option in fields(group))
         return {

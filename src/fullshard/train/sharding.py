@@ -39,7 +39,7 @@ def shard(model: GPT, settings: TrainSettings, mesh: DeviceMesh, device_type: st
 
 
 def mesh_of(settings: TrainSettings, rank: Rank) -> DeviceMesh:
-    """Return a mesh with a shard axis; for hybrid strategies also a replicate axis, which separates machines."""
+    """Return a mesh with a shard axis; for hybrid strategies, also with a replicate axis across machines."""
     replicas = replicas_of(settings.parallelism, rank.world, rank.machines)
     if replicas is None:
         return init_device_mesh(rank.device.type, (rank.world,), mesh_dim_names=("shard",))
@@ -71,7 +71,7 @@ def offload_of(settings: MemorySettings) -> Offload:
 
 
 def dtype_of(settings: MemorySettings, device: torch.device) -> torch.dtype:
-    """Return the dtype of compute: as set, else bfloat16 on a GPU and float32 on a CPU."""
+    """Return the dtype of compute: as set, or by default bfloat16 on a GPU and float32 on a CPU."""
     named = settings.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     dtype: torch.dtype = getattr(torch, named)
     return dtype

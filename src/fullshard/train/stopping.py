@@ -1,4 +1,4 @@
-"""Handling of SIGTERM, which schedulers send before they reclaim machines: the run saves and exits."""
+"""Handling of SIGTERM, which cluster schedulers send before they reclaim machines: the run saves and exits."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class StopRequest:
 
 @contextmanager
 def recording_sigterm() -> Iterator[StopRequest]:
-    """Record SIGTERM within this context instead of ending the process.
+    """Context manager that records SIGTERM, which then does not end the process.
 
-    On other threads than the main thread, the owner of the process, such as Ray, handles signals.
+    On a thread other than the main thread, signals are left to the owner of the process, such as Ray.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""The time of steps, without the time between them."""
+"""The total time of steps, excluding the time between them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count the time within this context."""
+        """Context manager that adds the time within it to the total."""
         start = time.monotonic()
         yield
         self.total_s += time.monotonic() - start
 
     def lap(self, step: int) -> float:
-        """Return the mean seconds per step since the last lap, after `step` steps in total. Never 0."""
+        """Return the mean seconds per step since the last lap, after `step` steps in total. The result is never 0."""
         seconds = (self.total_s - self._lap_s) / max(1, step - self._lap_step)
         self._lap_step, self._lap_s = step, self.total_s
         return max(seconds, 1e-9)

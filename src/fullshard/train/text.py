@@ -84,7 +84,7 @@ class Batch:
 
 
 def find_text(text: Path | None) -> TextSource:
-    """Return the text of `text`, a file or a folder. If None, return the Python sources of the standard library.
+    """Return the text in `text`, a file or a folder. If None, return the Python sources of the standard library.
 
     Files of a folder are sorted. Hidden files, files with a NUL byte near the start, and the output of earlier runs are
     skipped. About one file in twenty is used for validation, or the last twentieth of a single file or a small folder.
@@ -131,7 +131,7 @@ def write_text(source: TextSource, cache: Path) -> Text:
 
 
 def training_batch(text: Text, *, seed: int, first: int, rows: int, seq: int) -> Batch:
-    """Return the sequences `first` to `first + rows - 1` of the run, a pure function of the seed and their numbers."""
+    """Return the sequences `first` to `first + rows - 1` of the run, a pure function of `seed` and their indices."""
     starts = [window_start(seed, first + row, text.training_bytes, seq) for row in range(rows)]
     return _windows(text.training, starts, seq)
 

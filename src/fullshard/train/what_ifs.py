@@ -1,4 +1,4 @@
-"""Simulated step times with other settings, by the run's own forecast, and the command to try each."""
+"""Step times with other settings, simulated like the run's own forecast, and the commands to try them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 def simulate_changes(settings: TrainSettings, rank: Rank, folder: str) -> tuple[WhatIf, ...]:
     """Return the gains of other settings for the run in `folder`; none without a description of this machine.
 
-    The simulation takes some seconds, in a separate process.
+    The simulation runs in a separate process for some seconds.
     """
     machine = replace(machine_of(rank), host_bytes=None)  # unlimited: the run already uses the host memory it needs
     return Forecasting(what_ifs_of, settings, machine, folder).result() if described_here(machine) else ()

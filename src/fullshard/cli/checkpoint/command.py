@@ -121,7 +121,7 @@ def _listed(entry: Entry) -> dict[str, Any]:
 
 
 def _manifest_of(entry: Entry) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, or None and its damage."""
+    """Return the manifest and an empty list, or None and the damage."""
     try:
         return Manifest.read(entry.path), []
     except CheckpointError as error:

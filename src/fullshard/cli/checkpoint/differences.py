@@ -28,7 +28,7 @@ class TensorDifference:
 
     @property
     def stated(self) -> str:
-        """A short name of the difference."""
+        """The kind of difference, as a short text."""
         if self.one is None or self.other is None:
             return "missing in the first" if self.one is None else "missing in the second"
         if self.one.shape != self.other.shape:

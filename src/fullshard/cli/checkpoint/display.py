@@ -1,4 +1,4 @@
-"""The output of `fullshard checkpoint`: tables or JSON on stdout, a bar on stderr after the first second."""
+"""The output of `fullshard checkpoint`: tables or JSON on stdout, a progress bar on stderr after the first second."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _console() -> Console:
 
 
 class SlowBar:
-    """Context manager that shows a bar of bytes on a terminal after the first second."""
+    """Context manager that shows a progress bar of bytes on a terminal after the first second."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, emoji=False)

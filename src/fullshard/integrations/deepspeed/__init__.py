@@ -1,4 +1,5 @@
-"""DeepSpeed training loops with this engine: `from fullshard.integrations import deepspeed`, and the script stays.
+"""DeepSpeed training loops with this engine: `from fullshard.integrations import deepspeed`, and the rest of the script
+stays the same.
 
 engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, training_data=data, config="ds_config.json")
 for batch in loader:

@@ -1,4 +1,4 @@
-"""`get_accelerator()`: DeepSpeed's names for properties and functions of the device that a script runs on."""
+"""`get_accelerator()`: properties and functions of the device that a script runs on, under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def get_accelerator() -> Accelerator:
 
 
 class Accelerator:
-    """The compute device, with DeepSpeed's interface. A CPU counts as one device, and its memory is not counted.
+    """The compute device, with DeepSpeed's interface. A CPU counts as one device, and its memory is reported as 0.
 
     Names that are not supported raise a descriptive error, which is also an `AttributeError`.
     """
@@ -82,7 +82,7 @@ class Accelerator:
     manual_seed = manual_seed_all
 
     def is_bf16_supported(self) -> bool:
-        """Return True on a CPU, and if torch supports it."""
+        """Return True if the device supports bfloat16, as a CPU does."""
         return usual_device_type() != "cuda" or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:

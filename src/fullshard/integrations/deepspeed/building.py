@@ -27,7 +27,7 @@ def make_optimizer(
     given: Optimizer | MakeOptimizer | None,
     part: ConfigPart | None,
 ) -> Optimizer | None:
-    """Return the optimizer for the shards: `given`, or created by it, or the configuration's.
+    """Return an optimizer of the shards: `given`, or the result of calling it, or that of the configuration.
 
     Args:
         model: The sharded model.
@@ -80,7 +80,7 @@ def _class_of(part: ConfigPart) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def _called(make: Callable[..., Any], section: str, name: str, first: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return `make(first, **arguments)` after checking that it accepts them."""
+    """Return `make(first, **arguments)` after checking that it accepts these arguments."""
     try:
         inspect.signature(make).bind(first, **arguments)
     except TypeError as error:
@@ -91,7 +91,7 @@ def _called(make: Callable[..., Any], section: str, name: str, first: Any, argum
 
 
 def _sharded(items: Sequence[Any]) -> list[Any]:
-    """Return the sharded parameters, or groups with them, for unsharded ones. Frozen parameters are excluded."""
+    """Return the sharded parameters (or groups of them) for unsharded ones. Frozen parameters are excluded."""
     if items and isinstance(items[0], Mapping):
         groups = [{**group, "params": _sharded(list(group["params"]))} for group in items]
         return [group for group in groups if group["params"]]
@@ -103,7 +103,7 @@ def _sharded(items: Sequence[Any]) -> list[Any]:
 
 
 def make_scheduler(optimizer: Optimizer | None, given: Any, part: ConfigPart | None) -> Any:
-    """Return the scheduler: `given`, or created by it from the optimizer, or the configuration's."""
+    """Return the scheduler: `given`, or the result of calling it with the optimizer, or that of the configuration."""
     if given is not None:
         return given(optimizer) if callable(given) else given
     if part is None:

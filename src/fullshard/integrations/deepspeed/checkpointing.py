@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: activation checkpoints by DeepSpeed's names, on `torch.utils.checkpoint`."""
+"""`deepspeed.checkpointing`: DeepSpeed's interface to activation checkpointing, using `torch.utils.checkpoint`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def configure(
     """Accept the settings that do not change activations, and raise for others.
 
     Args:
-        mpu_: must be None: model parallelism is not supported.
-        deepspeed_config: accepted; `initialize` reads the configuration.
-        partition_activations, contiguous_checkpointing, checkpoint_in_cpu, profile: must be false.
-        num_checkpoints, synchronize: accepted without effect.
+        mpu_: Must be None: model parallelism is not supported.
+        deepspeed_config: Ignored, because `initialize` reads the configuration.
+        partition_activations, contiguous_checkpointing, checkpoint_in_cpu, profile: Must be False.
+        num_checkpoints, synchronize: Ignored.
 
     Raises:
         ConfigError: a setting is not supported.
@@ -60,7 +60,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Return whether `configure` was called."""
+    """Return True if `configure` was called."""
     return _configured
 
 

@@ -82,7 +82,7 @@ class BatchSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """The values of a DeepSpeed configuration for this engine."""
+    """The settings of this engine that follow from a DeepSpeed configuration."""
 
     sizes: BatchSizes
     stage: int = 0
@@ -103,7 +103,7 @@ class Configuration:
 
     @property
     def strategy(self) -> str:
-        """The strategy for the stage."""
+        """The strategy that corresponds to the ZeRO stage."""
         return STRATEGIES[self.stage]
 
     @property

@@ -42,18 +42,19 @@ class Engine(nn.Module):
             engine.backward(loss)
             engine.step()
 
-    Created by `initialize`. `module` is the user's own model; what the engine does not have, it looks for there.
+    Created by `initialize`. Attributes that the engine does not have are looked up in `module`, the user's model.
 
     Attributes:
-        module: the model, sharded in place.
-        optimizer: torch's own, over the shards; None where there is nothing to train.
-        lr_scheduler: steps after every step of the optimizer that is not skipped; None if there is none.
-        training_dataloader: loads `training_data`; None if there is none.
-        global_steps: optimizer steps so far, the skipped ones included.
-        micro_steps: microbatches so far.
-        global_samples: samples so far, over all ranks.
-        skipped_steps: steps that were skipped since gradients were not finite.
-        device: the device that computes.
+        module: The model, sharded in place.
+        optimizer: The optimizer of the shards; None if there is nothing to train.
+        lr_scheduler: The scheduler, which is stepped after every optimizer step that is not skipped; None if there is
+            none.
+        training_dataloader: A loader of `training_data`; None if there is none.
+        global_steps: The number of optimizer steps so far, including skipped ones.
+        micro_steps: The number of microbatches so far.
+        global_samples: The number of samples so far, over all ranks.
+        skipped_steps: The number of steps that were skipped because gradients were not finite.
+        device: The device that computes.
     """
 
     def __init__(
@@ -214,7 +215,8 @@ class Engine(nn.Module):
             self._separate = False
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of samples per step over all ranks, and so of microbatches. Their size stays the same.
+        """Change the number of samples per step over all ranks, and thereby the number of microbatches. The microbatch
+        size stays the same.
 
         Args:
             train_batch_size: The number of samples per step over all ranks.
@@ -319,7 +321,7 @@ class Engine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return the model's sharded state dict. `save_16bit_model` writes whole weights. Arguments: DeepSpeed's.
+        """Return the model's sharded state dict. Use `save_16bit_model` to write full weights.
 
         Args:
             destination: Must be None, or is filled like the argument of `nn.Module.state_dict`.
@@ -455,9 +457,9 @@ class Engine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole weights, in the compute dtype, to one file for `torch.load`. Every rank must call it.
+        """Write the full weights, in the compute dtype, to one file for `torch.load`. Every rank must call it.
 
-        The first rank holds all of them in memory; `fullshard.checkpoint.export_safetensors` does not need that memory.
+        The first rank holds all of them in memory; `fullshard.checkpoint.export_safetensors` does not need this memory.
 
         Args:
             save_dir: The folder, which is created.

@@ -1,6 +1,6 @@
 """Import of DeepSpeed's ZeRO checkpoints, stages 1 to 3, as fullshard checkpoints.
 
-DeepSpeed divides a flattened list of parameters into partitions. Stages 1 and 2 divide the whole list into one
+DeepSpeed divides a flattened list of parameters into partitions. Stages 1 and 2 divide the entire list into one
 partition per rank. Stage 3 divides each parameter into one part per rank, and a rank concatenates its parts. Moments
 are divided like the float32 weights. Names and shapes, in the order of the list, are in the files of the model states.
 
@@ -64,7 +64,8 @@ _OWN = {
 def import_deepspeed(folder: Path, out: Path, progress: Progress | None = None) -> Path:
     """Save the contents of a DeepSpeed checkpoint folder as a fullshard checkpoint in `out`, and return its path.
 
-    It runs in a single process, which holds weights and moments once. DeepSpeed does not save random states.
+    It runs in a single process, which holds one copy of weights and moments in memory. DeepSpeed does not save random
+    states.
 
     Args:
         folder: The folder of a tag, or the folder above it with the file `latest`.
@@ -213,7 +214,7 @@ _CLASSES = (
 
 @contextmanager
 def _knowing_deepspeeds_classes() -> Iterator[None]:
-    """Context manager within which torch reads those classes as stand-ins. Each stand-in must be a separate class."""
+    """Context manager within which torch loads stand-ins for those classes. Each stand-in must be a separate class."""
     placeholders: list[Any] = [(type(name.rpartition(".")[2], (_Placeholder,), {}), name) for name in _CLASSES]
     with torch.serialization.safe_globals(placeholders):
         yield
@@ -282,7 +283,7 @@ class _PartitionLayout:
     paddings: Sequence[Sequence[int]] | None  # elements after each parameter, by group
 
     def whole(self, partitions: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Combine the partitions of all ranks, by group, into every parameter or every state of its shape."""
+        """Combine the partitions of all ranks, by group, into full parameters by FQN, or states of their shapes."""
         if self.stage == 3:
             return dict(self._of_parts([torch.cat([group.flatten() for group in groups]) for groups in partitions]))
         found: dict[str, Tensor] = {}
@@ -347,7 +348,7 @@ def _optimizer(read: _Read, layout: _PartitionLayout) -> dict[str, Any]:
 
 
 def _moments(read: _Read, layout: _PartitionLayout, values: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Return unsharded states divided like the weights. Those of the last rank go on where weights were left out."""
+    """Return unsharded states divided like the weights. The last rank's continue where weights were left out."""
     masters = _masters(read)
     for rank, of_rank in enumerate(values):
         for number, value in enumerate(of_rank):

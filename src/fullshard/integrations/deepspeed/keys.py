@@ -1,4 +1,4 @@
-"""Every key of a DeepSpeed configuration and its fate here: the one source of the reader and of the page."""
+"""All keys of DeepSpeed configurations and how each is handled, for the reader and the documentation page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fullshard.errors import ConfigError, near_matches
 
 
 class Fate(Enum):
-    """The fate of a key."""
+    """How a key is handled."""
 
     HONOURED = "honoured"
     NEEDLESS = "needless"  # accepted without effect: it tunes something that does not exist here
@@ -29,7 +29,7 @@ class Key:
 
     @property
     def explanation(self) -> str:
-        """Its fate in words."""
+        """A sentence about how the key is handled."""
         return f"{self.fate.value}. {self.stated}"
 
 
@@ -315,7 +315,7 @@ _ALL = (
 
 
 def table() -> list[tuple[str, str, str]]:
-    """Rows of keys, their fate, and its explanation, in the order of the page."""
+    """Return the rows of the documentation page: the keys, how they are handled, and an explanation."""
     found: dict[tuple[Fate, str], list[str]] = {}
     for key in _ALL:
         found.setdefault((key.fate, key.stated), []).append(f"`{key.path}`")
@@ -346,10 +346,11 @@ _ALIASES = {
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `config` by the path of their key, once every key is known and none must be refused.
+    """Return the values of `config` by the path of their key, after checking that all keys are known and supported.
 
     Raises:
-        ConfigError: a key is unknown or refused, or has a value that somebody else was to fill in.
+        ConfigError: A key is unknown or not supported, or has a placeholder value that another library should have
+            replaced.
     """
     found: dict[str, Any] = {}
     for path, value in leaves(config):
@@ -360,7 +361,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(path: str, value: Any) -> Key:
-    """Return the key at `path`."""
+    """Return the key at `path` after checking its value."""
     key = _find(path)
     if key is None:
         raise ConfigError(
@@ -377,7 +378,7 @@ def check(path: str, value: Any) -> Key:
 
 
 def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Paths and values of all keys; arguments of optimizers and schedulers stay together."""
+    """Yield the path and value of each key. Arguments of optimizers and schedulers are not split."""
     off = section.get("enabled") is False
     for name, value in section.items():
         path = f"{prefix}{name}"

@@ -1,4 +1,4 @@
-"""The scale of fp16 losses as DeepSpeed adapts it: halved only after several overflows."""
+"""The loss scale for fp16, adapted like DeepSpeed's: it is halved only after several overflows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fullshard.errors import StateError
 
 @dataclass
 class LossScale:
-    """The loss scale; always 1 by default."""
+    """The loss scale. By default it is always 1."""
 
     scale: float = 1.0
     adapts: bool = False  # whether it changes after overflows. The other arguments require this
@@ -26,10 +26,10 @@ class LossScale:
         self._patience = self.hysteresis
 
     def update(self, overflowed: bool) -> None:
-        """Adapt the scale after a step whose gradients have `overflowed` or not.
+        """Adapt the scale after a step. `overflowed` tells whether its gradients had an overflow.
 
         Raises:
-            StateError: They have, and the scale is the minimum already.
+            StateError: The gradients had an overflow, and the scale is already at its minimum.
         """
         if not self.adapts:
             return

@@ -1,4 +1,4 @@
-"""Classes that DeepSpeed scripts name besides `initialize`: `DeepSpeedConfig` and `OnDevice`."""
+"""Classes that DeepSpeed scripts use in addition to `initialize`: `DeepSpeedConfig` and `OnDevice`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fullshard.integrations.deepspeed.configuration import read
 
 
 class DeepSpeedConfig:
-    """The meaning of a DeepSpeed configuration, with the attributes of DeepSpeed's class.
+    """A parsed DeepSpeed configuration, with the attributes of DeepSpeed's class.
 
     Args:
-        config: the path of a JSON file, or a dict.
+        config: The path of a JSON file, or a dict.
         mpu: Must be None: model parallelism is not supported.
-        mesh_device: must be None: all ranks are data parallel.
+        mesh_device: Must be None: all ranks are data parallel.
 
     Raises:
-        ConfigError: an argument or a key of the configuration is not supported; the message names it.
+        ConfigError: An argument or a key of the configuration is not supported. The message names it.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class OnDevice:
     """Context manager within which modules are created on `device`, with floating-point parameters of `dtype`.
 
     Args:
-        dtype: a floating-point dtype.
-        device: a device, or its name; `initialize` gives modules on "meta" values by `reset_parameters`.
-        enabled: nothing happens if False.
+        dtype: The dtype of floating-point parameters.
+        device: A device or its name. `initialize` calls `reset_parameters` of modules on "meta".
+        enabled: If False, the context has no effect.
     """
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:

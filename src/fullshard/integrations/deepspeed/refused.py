@@ -6,7 +6,7 @@ from fullshard.errors import ConfigError
 
 
 class MissingNameError(ConfigError, AttributeError):
-    """A name of DeepSpeed that has no counterpart. Also an `AttributeError`, so that `hasattr` returns False."""
+    """A name of DeepSpeed that has no counterpart. It is also an `AttributeError`, so `hasattr` returns False."""
 
 
 _INSTEAD = {
@@ -27,7 +27,7 @@ _INSTEAD = {
 
 
 def missing(module: str, name: str) -> MissingNameError:
-    """Return the error for `name`, which was looked up in `module` of DeepSpeed's."""
+    """Return the error for `name`, which was looked up in DeepSpeed's `module`."""
     whole = f"{module}.{name}"
     instead = _INSTEAD.get(name, "docs/deepspeed.md lists what there is.")
     return MissingNameError(f"{whole} has no counterpart in fullshard.integrations.deepspeed. {instead}")

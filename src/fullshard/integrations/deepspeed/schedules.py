@@ -45,7 +45,7 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from another step; the optimizer has its rates already."""
+        """Continue from another step. The optimizer already has its rates."""
         self.last_batch_iteration = state_dict["last_batch_iteration"]
 
     def _put(self, rates: Sequence[float]) -> None:
@@ -87,7 +87,7 @@ class _Warmup(Schedule):
         self._grows_by_log = warmup_type == "log"
 
     def _warmed(self) -> float | None:
-        """Return the progress of the warm-up, from 0 to 1; None once it is over."""
+        """Return the progress of the warm-up, from 0 to 1; None after it has ended."""
         done = self.last_batch_iteration
         if done >= self._warm_steps:
             return None
@@ -147,7 +147,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """Factors of each group's own rate: from `warmup_min_ratio` to 1, then along half a cosine to `cos_min_ratio`."""
+    """Factors of each group's rate: from `warmup_min_ratio` to 1, then along half a cosine to `cos_min_ratio`."""
 
     def __init__(
         self,

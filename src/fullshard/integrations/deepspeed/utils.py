@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: logging, and the whole values of single parameters."""
+"""`deepspeed.utils`: logging, and the full values of single parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("fullshard.integrations.deepspeed")
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` on the given ranks; on all ranks for None, or if -1 is one of them."""
+    """Log `message` on the given ranks; on all ranks if `ranks` is None or contains -1."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     wanted = {-1} if ranks is None else set(ranks)
     if wanted & {-1, rank}:

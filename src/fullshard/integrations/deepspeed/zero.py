@@ -90,7 +90,7 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
 
 
 def _show_whole(item: Managed) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return the parameter in the modules, and the old content of the user's object, which is unsharded now."""
+    """Return the parameter in the modules, and the previous content of the user's object, which is now unsharded."""
     item.unit.residency.reshard()
     param, trained = item.param, item.param.sharded.requires_grad
     shard = dtensor_like(param.local.to(item.unit.device), param.dtensor)  # which may be offloaded
@@ -106,7 +106,7 @@ def _show_whole(item: Managed) -> tuple[nn.Parameter, nn.Parameter]:
 
 @torch.no_grad()
 def _write(item: Managed, whole: Tensor, source: int) -> None:
-    """Broadcast the values of rank `source` in `whole` along one mesh axis after another, and keep them."""
+    """Broadcast the values of rank `source` in `whole` along one mesh axis after another, and write the shards."""
     mesh = item.param.dtensor.device_mesh
     for axis, place in enumerate(_coordinates(item, source)):
         transport = collectives_for(mesh.get_group(axis), whole.device)
@@ -115,7 +115,7 @@ def _write(item: Managed, whole: Tensor, source: int) -> None:
 
 
 def _coordinates(item: Managed, source: int) -> list[int]:
-    """Return the place of rank `source` on each axis of the mesh that `it` is sharded over."""
+    """Return the coordinate of rank `source` on each axis of the mesh that the parameter is sharded over."""
     found = (item.param.dtensor.device_mesh.mesh == source).nonzero().tolist()
     if not found:
         raise ConfigError(

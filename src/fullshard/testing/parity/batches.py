@@ -1,7 +1,7 @@
 """The interface of `make_batch`, which `fullshard parity` and `fullshard plan` share.
 
 `make_batch(rows)` returns one microbatch with that many rows. `make_batch()` returns one microbatch. `fullshard parity`
-also accepts `make_batch(number)`, which returns microbatch number 0, 1, 2, ... All of these have the same size.
+also accepts `make_batch(number)`, which returns microbatch number 0, 1, 2, ... All microbatches have the same size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The strategies and numbers of ranks that are compared with the plain process."""
+"""The strategies and numbers of ranks to compare with the plain process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_SHARDED = "none"  # the name for training without sharding
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy on a number of data-parallel ranks, in equal replicas. Other axes multiply the number of processes."""
+    """A strategy on a number of data-parallel ranks, in equal replicas. Other axes multiply the process count."""
 
     strategy: str
     ranks: int

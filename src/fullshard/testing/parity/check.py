@@ -1,4 +1,4 @@
-"""`check_parity`: plain and sharded training, and a report of the differences."""
+"""`check_parity`: a comparison of plain with sharded training, and a report of the differences."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def check_parity(
 ) -> ParityReport:
     """Compare training under each strategy with one plain process on the same data, and return the report.
 
-    All processes run on this machine's CPU, and import functions by name, so functions must be at the top level of a
-    file. The plain process does the work of all ranks, in rank order, with unsharded PyTorch. By default all bits must
-    be identical. The engine guarantees this on gloo for any number of ranks and any dtype.
+    All processes run on this machine's CPUs and import functions by name, so functions must be at the top level of a
+    file. The plain process does the work of all ranks, in rank order, in plain PyTorch without sharding. By default all
+    bits must be identical. The engine guarantees this on gloo for any number of ranks and any dtype.
 
     Args:
         make_model: Returns the model. The random generators of Python, NumPy and torch are seeded, so each process gets
@@ -62,9 +62,9 @@ def check_parity(
         make_batch: `make_batch(rows)` returns one microbatch with that many rows, as for `fullshard plan`. The random
             generators are seeded for each microbatch. Two other forms are accepted: `make_batch()`, and
             `make_batch(number)`, which returns microbatch number 0, 1, 2, ..., always the same for the same number. The
-            size must not depend on the number. Each rank computes its own microbatches, plain training all of them. A
-            dict is passed to the model as keyword arguments, a tuple or list as positional arguments, and any other
-            value as the only argument.
+            size must not depend on the number. Each rank computes its own microbatches; plain training computes all of
+            them. A dict is passed to the model as keyword arguments, a tuple or list as positional arguments, and any
+            other value as the only argument.
         loss: `loss(model, batch)` returns one number. If None, the loss is the model's output, or its `.loss`.
         rows: The rows of a microbatch, for `make_batch(rows)`.
         ranks: The number of ranks, or several such numbers.
@@ -85,8 +85,8 @@ def check_parity(
         rtol: The relative tolerance for an element.
         timeout: The time limit per strategy in seconds.
         parallelism: Other parallelisms. If they change the order of sums, strategies are compared bit for bit with
-            unsharded training on the same ranks. The first row then compares that training with the plain process
-            within rounding.
+            unsharded training on the same ranks. The first row then compares that training with the plain process, up
+            to rounding.
 
     Raises:
         ConfigError: An argument is invalid, a function returns an unsupported value, or values of plain training are

@@ -1,8 +1,8 @@
 """Context parallelism: each rank's part of a batch, and attention over the full sequence.
 
-Like torch's `context_parallel`, this replaces `scaled_dot_product_attention`. Torch's has no kernels for CPUs, so here
-each rank gathers the keys and values of the other ranks. The model gets the same: a part of the sequence, with
-attention to the full sequence.
+Like torch's `context_parallel`, this replaces `scaled_dot_product_attention`. torch's implementation has no kernels for
+CPUs, so here each rank gathers the keys and values of the other ranks. The model gets the same in both cases: a part of
+the sequence, with attention to the full sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _calls: list[int] = [0]
 
 @contextmanager
 def attention_over(mesh: DeviceMesh) -> Iterator[None]:
-    """Split batches (`cut_batch`), and compute attention over all ranks of the 1-D `mesh`, within this context.
+    """Context manager that splits batches (`cut_batch`) and computes attention over all ranks of the 1-D `mesh`.
 
     Raises:
         ConfigError: Attention was never called.

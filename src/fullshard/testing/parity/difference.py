@@ -43,7 +43,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of tensors, initially none."""
+    """The difference between tensors, initially none."""
 
     largest: float = 0.0  # of an element; infinite for NaN, and for a missing tensor or another shape or dtype
     is_bit_for_bit: bool = True

@@ -1,4 +1,4 @@
-"""Parallelisms that divide the work of a data-parallel rank: pipeline, context, expert and tensor parallelism."""
+"""Parallelisms that divide the work of one data-parallel rank: pipeline, context, expert and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Parallelism(ParallelAxes):
         ep: The number of ranks that experts are distributed over.
         tp: The number of ranks that share each layer.
         blocks: The FQN of the `nn.ModuleList` (or `nn.Sequential`) that is divided into the stages of a pipeline.
-        schedule: Torch's name of the pipeline schedule.
-        context: `context(batch)` returns the tensors of a batch with a sequence dim, each with that dim. If None, all
-            tensors with two dims or more, with dim 1.
+        schedule: The name of the pipeline schedule in torch.
+        context: `context(batch)` returns pairs of a tensor in the batch and its sequence dim. If None, all tensors with
+            two or more dims are used, with dim 1.
         experts: `experts(model, mesh)` converts the experts' parameters to `DTensor`s on `mesh`, the axis `ep`, and
             makes the model exchange tokens.
         tp_plan: `tp_plan(model)` returns a plan for `torch.distributed.tensor.parallel.parallelize_module`. If None,

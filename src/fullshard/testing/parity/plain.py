@@ -3,7 +3,7 @@
 Each rank's microbatches are computed by a separate copy of the model, because ranks may differ in state other than
 parameters, such as the running averages of batch norms. The engine is not used: only autograd, a loop that sums
 gradients, and an optimizer of torch. The order of additions is that of the engine, because every order rounds
-differently. Gradients are added in rank order, on a mesh of two axes within each replica first, and divided once
+differently. Gradients are added in rank order (on a mesh of two axes, first within each replica) and divided once
 (float16 is first divided by the necessary power of two). The norm is computed from the norms of the ranks' parts.
 """
 
@@ -25,7 +25,7 @@ from fullshard.testing.parity.trace import Step, Trace
 
 
 def train_plain(recipe: Recipe, ranks: int, shards: int, trace: Trace) -> None:
-    """Train as `ranks` ranks, with `shards` ranks on the shard axis, and write the results to `trace`."""
+    """Do the training of `ranks` ranks, with `shards` ranks on the shard axis, and write the results to `trace`."""
     plain = Plain(recipe, ranks, shards)
     trace.write(0, Step(plain.parameters))
     for number in range(1, recipe.steps + 1):
@@ -33,7 +33,7 @@ def train_plain(recipe: Recipe, ranks: int, shards: int, trace: Trace) -> None:
 
 
 class Plain:
-    """The model that the optimizer steps, and the copies that compute, one for each rank."""
+    """The model that the optimizer updates, and copies for compute, one for each rank."""
 
     def __init__(self, recipe: Recipe, ranks: int, shards: int) -> None:
         self._recipe = recipe
@@ -84,7 +84,7 @@ class Plain:
                 )
 
     def _gradients(self, copy: nn.Module, numbers: Sequence[int], losses: dict[int, Tensor]) -> list[Tensor | None]:
-        """Return one rank's gradients of some microbatches, in the dtype of gradient sums."""
+        """Return one rank's gradients of the microbatches `numbers`, in the dtype of gradient sums."""
         sums: list[Tensor | None] = [None for _ in copy.parameters()]
         for number in numbers:
             losses[number] = self._recipe.backward(copy, number)

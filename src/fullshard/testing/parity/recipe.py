@@ -121,7 +121,7 @@ class Recipe:
         return optimizer
 
     def microbatches(self, step: int, rank: int, ranks: int) -> list[list[int]]:
-        """Return the numbers of `rank`'s microbatches in step `step`, counted from 1, as one list per reduction."""
+        """Return the indices of `rank`'s microbatches in step `step` (from 1), as one list per reduction."""
         first = ((step - 1) * ranks + rank) * self.count
         numbers = list(range(first, first + self.count))
         return [[number] for number in numbers] if self.reduce_each else [numbers]
@@ -129,7 +129,7 @@ class Recipe:
     def loss_of(self, model: nn.Module, number: int) -> Tensor:
         """Return the loss of a microbatch.
 
-        Random numbers depend only on the microbatch, not on the process or its previous computations.
+        Random numbers depend only on the microbatch, not on the process or on its previous computations.
         """
         batch = cut_batch(self._batch(number), self.parallelism.context)
         loss = _own_loss(model, batch) if self.loss is None else self.loss(model, batch)

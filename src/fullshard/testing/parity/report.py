@@ -87,7 +87,7 @@ class ParityRow:
 
     @property
     def is_equal(self) -> bool:
-        """True if nothing differs by more than the tolerance."""
+        """True if no difference exceeds the tolerance."""
         return not self.failure and all(difference.is_tolerated for difference in self.differences)
 
     @property
@@ -119,7 +119,7 @@ class ParityRow:
         return f"{self.title}: {stated.get(self._verdict, self._verdict)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row for JSON: differences as numbers, `"inf"` if not finite."""
+        """Return the row for JSON: differences are numbers, or `"inf"` if not finite."""
         return {
             "strategy": self.strategy,
             "ranks": self.ranks,
@@ -159,7 +159,7 @@ class ParityReport:
         return all(row.is_bit_for_bit for row in self.rows)
 
     def raise_if_different(self) -> None:
-        """Raise `AssertionError` with the table, unless `is_equal`."""
+        """Raise `AssertionError` with the table, unless `is_equal` is True."""
         if not self.is_equal:
             raise AssertionError(f"sharded training differs from plain training:\n{self}")
 
@@ -181,7 +181,7 @@ class ParityReport:
 
     @property
     def stated(self) -> str:
-        """The messages of ranks that could not train, and the verdict in one line."""
+        """Return the messages of ranks that could not train, and the verdict in one line."""
         titles: dict[str, list[str]] = {}
         for row in self.rows:
             if row.failure:

@@ -90,7 +90,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class VerdictSettings:
-    """Tolerance, time-out and output."""
+    """Tolerance, timeout and output."""
 
     atol: float = 0.0
     """Absolute tolerance. If both tolerances are 0, all bits must be identical."""

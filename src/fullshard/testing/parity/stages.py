@@ -103,7 +103,7 @@ def _blocks_of(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
 
 
 def _stage_by_name(name: str, blocks: str, firsts: Sequence[int]) -> int:
-    """Return the stage of a parameter without a gradient: the stage of its block, or else the first."""
+    """Return the stage of a parameter that has no gradient: the stage of its block, or else the first stage."""
     if not name.startswith(f"{blocks}."):
         return 0
     number = int(name.removeprefix(f"{blocks}.").split(".")[0])
@@ -201,7 +201,9 @@ class Stage(nn.Module):
         recipe.cast_inputs(model)
 
     def begin_with_received(self) -> None:
-        """Pass the received tensors to the first block. Call this once it is a unit, so that this hook runs first."""
+        """Pass the received tensors to the first block. Call this after that has become a unit, so this hook runs
+        first.
+        """
 
         def replace(module: nn.Module, args: tuple[Any, ...]) -> Any:
             return (self._received, *args[1:])
@@ -223,7 +225,7 @@ class Stage(nn.Module):
 
 
 def _strip(block: nn.Module, forward: Callable[..., Any]) -> None:
-    """Remove everything except attributes from a block of another stage."""
+    """Remove submodules and parameters, but not attributes, from a block of another stage."""
     for of_hooks in (block._forward_hooks, block._forward_pre_hooks):
         of_hooks.clear()
     for content in (block._modules, block._parameters, block._buffers):

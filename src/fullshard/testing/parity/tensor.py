@@ -1,4 +1,4 @@
-"""Tensor parallelism by a plan for torch's `parallelize_module`, or by the plan of a transformers model."""
+"""Tensor parallelism, by a plan for torch's `parallelize_module` or by a transformers model's own plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def cut(model: nn.Module, plan_of: TensorParallelPlan | None, mesh: DeviceMesh) -> None:
-    """Divide matrices of `model` over the 1-D `mesh`, by `plan_of(model)` or by the model's own plan."""
+    """Shard matrices of `model` over the 1-D `mesh`, by `plan_of(model)` or the model's own tensor-parallel plan."""
     plan = _own_plan(model) if plan_of is None else plan_of(model)
     if not isinstance(plan, Mapping) or not plan:
         raise ConfigError(
@@ -41,7 +41,7 @@ def cut(model: nn.Module, plan_of: TensorParallelPlan | None, mesh: DeviceMesh) 
 
 
 def _own_plan(model: nn.Module) -> dict[str, Any]:
-    """Return the plan of a transformers model."""
+    """Return the tensor-parallel plan of a transformers model."""
     config, prefix = getattr(model, "config", None), getattr(model, "base_model_prefix", "")
     of_base: Any = getattr(config, "base_model_tp_plan", None)
     if not of_base:

@@ -1,4 +1,4 @@
-"""The results of the plain process for each step, in files of which every rank reads its own part."""
+"""The results of the plain process for each step, in files. Every rank reads its own part of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Trace:
         torch.save(asdict(step), self._file(number))
 
     def read(self, number: int) -> Step:
-        """Return a written step. Tensors are read on access."""
+        """Return the results of step `number`. Tensors are read lazily, on access."""
         return Step(**torch.load(self._file(number), mmap=True, weights_only=True))
 
     def _file(self, number: int) -> Path:

@@ -1,9 +1,9 @@
 """Training with other parallelisms and without sharding, as a reference for sharded training.
 
-Tensor, context and expert parallelism sum in a different order than one process, so gradients differ by rounding.
-Therefore two comparisons are made. The ranks of the mesh, without its pipeline, train with unsharded parameters on each
+Tensor, context and expert parallelism sum in a different order than one process, so gradients differ by rounding. So
+two comparisons are made. The ranks of the mesh, without its pipeline, train with unsharded parameters on each
 data-parallel rank, and a loop averages gradients in the engine's order. Sharded training must give the same bits. The
-first step of unsharded training is compared with the plain process, within rounding.
+first step of unsharded training is compared with the plain process, up to rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROUNDING = Tolerance(of_largest=1e-5)  # float32 sums in a different order
 
 
 class Divided:
-    """The meshes of a case, and the user's model on them."""
+    """The meshes of a case, and the user's model divided over them."""
 
     def __init__(self, recipe: Recipe, case: Case) -> None:
         self._recipe, self.case = recipe, case
@@ -45,7 +45,7 @@ class Divided:
         self.context_rank = dist.get_rank() % axes.cp
 
     def model(self) -> nn.Module:
-        """Return a new model with divided experts and matrices."""
+        """Return a new model with experts and matrices divided over the ranks."""
         recipe, model = self._recipe.parallelism, self._recipe.model()
         if self.sparse is not None and recipe.experts is not None:
             recipe.experts(model, self.sparse["ep"])
@@ -61,7 +61,7 @@ class Divided:
 
     @property
     def attention(self) -> AbstractContextManager[None]:
-        """The context for steps."""
+        """Return the context within which steps run."""
         return nullcontext() if self.context is None else attention_over(self.context)
 
 
@@ -155,7 +155,7 @@ class _Means:
 
 
 def _gathered(own_part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Gather the tensors of all ranks of the group, in order."""
+    """Gather the tensors of all ranks of the group, in rank order."""
     of_ranks = [torch.empty_like(own_part, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(of_ranks, own_part.contiguous(), group=group)
     return of_ranks

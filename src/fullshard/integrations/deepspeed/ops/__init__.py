@@ -1,4 +1,4 @@
-"""`deepspeed.ops`: its optimizers, by torch's."""
+"""`deepspeed.ops`: DeepSpeed's optimizers, implemented by those of torch."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`FusedAdam` and `DeepSpeedCPUAdam`: torch's Adam and AdamW, whose fused kernels step shards wherever they are."""
+"""`FusedAdam` and `DeepSpeedCPUAdam`: torch's Adam and AdamW, whose fused kernels update shards on any device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ def FusedAdam(  # noqa: N802  # DeepSpeed's name
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Adam:
-    """Torch's AdamW, fused; its Adam unless `adam_w_mode`.
+    """Return torch's fused AdamW, or its fused Adam if `adam_w_mode` is False.
 
-    Args: those of DeepSpeed's. `set_grad_none` is an argument of torch's `zero_grad`, and so by default.
+    Args: Those of DeepSpeed's class. `set_grad_none` has no effect, because `zero_grad` sets gradients to None by
+    default.
 
     Raises:
-        ConfigError: no `bias_correction`, which torch's have.
+        ConfigError: `bias_correction` is False, which torch's optimizers do not support.
     """
     if not bias_correction:
         raise ConfigError(
@@ -52,7 +53,7 @@ def DeepSpeedCPUAdam(  # noqa: N802  # DeepSpeed's name
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Adam:
-    """The same as `FusedAdam`. States have the dtype of the shards: float32, even if compute uses 16 bits."""
+    """Return the same as `FusedAdam`. States have the dtype of the shards: float32, even if compute uses 16 bits."""
     if not fp32_optimizer_states:
         raise ConfigError(
             "fp32_optimizer_states=False is not supported: states have the dtype of the shards. Leave it out."
