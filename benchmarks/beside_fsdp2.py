@@ -2,7 +2,7 @@
 
     python benchmarks/beside_fsdp2.py --models llama,gpt2 --worlds 8,64 --json beside.json
 
-No GPU is needed. Both run dry: their own code, on tensors without memory, on the streams of a pretended GPU, as rank 0
+No GPU is needed. Both run dry: their own code, on tensors without memory, on the streams of a simulated GPU, as rank 0
 of a world that is pretended too. All operations are recorded on a tape and counted there, so the numbers are exact
 and reproducible. Times alone depend on assumed speeds (`fullshard.plan.costs.Costs`: H100s, 8 a host).
 

@@ -8,7 +8,7 @@ are trained without sharding, with this library, with FSDP2 and with FSDP1.
 
 Calls are those of Python functions and of functions in C that the interpreter makes (`sys.setprofile`), in a step of
 the steady state, divided by the number of blocks. They are the same in every run. What a system adds to the calls of
-the unsharded blocks is its overhead. "On streams" is this library on a pretended device with streams: the engine queues
+the unsharded blocks is its overhead. "On streams" is this library on a simulated device with streams: the engine queues
 its work on six streams that do nothing.
 
 Times are of the processor, of a forward and backward, in turn within each round. Quoted is the median over the rounds,

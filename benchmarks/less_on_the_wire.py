@@ -3,7 +3,7 @@
     python benchmarks/less_on_the_wire.py --steps 400
 
 Each run is `fullshard train` with the same seed and text and another `--gather-wire` or `--reduce-wire`; one more in
-full precision has another seed, which says how much two runs differ for no reason. The losses of all steps and the
+full precision has a different seed, which says how much two runs differ for no reason. The losses of all steps and the
 validation at the end go to benchmarks/results/less_on_the_wire.json, the curves to a picture next to it, and a table to
 the screen. How long a step takes then is for benchmarks/two_hosts.py to say.
 """

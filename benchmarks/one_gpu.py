@@ -234,7 +234,7 @@ def stated(results: dict[str, Any], own: dict[str, Any]) -> str:
     return "; ".join(parts) + (f"; ours is {statistics.median(ratios):.3f} of it" if ratios else "")
 
 
-# -- rank 0 of a pretended world --------------------------------------------------------------------------------------
+# -- rank 0 of a simulated world --------------------------------------------------------------------------------------
 
 
 def measure(system: str, model: str, world: int, steps: int) -> dict[str, float]:

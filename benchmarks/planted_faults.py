@@ -8,7 +8,7 @@ backward, on a link of given latency and rate, in a loader), so that a fault is 
 machine that others use, too, and a run with nothing planted is healthy there. Engine, collectives, recorder and
 reader are those of every run. The last line is JSON.
 
-With a pretended clock no rank sleeps. Each rank has a separate clock that advances by the time it would have slept, and
+With a simulated clock no rank sleeps. Each rank has a separate clock that advances by the time it would have slept, and
 collectives advance it to the clocks of the other ranks. Reports are then deterministic and fast. Faults of
 the machine's own cores cannot be planted on it.
 """

@@ -1,7 +1,7 @@
 """Predicted step times of this machine, compared with measurements.
 
     python benchmarks/predicted_time.py                           # CPU ranks: all strategies at 2 and 4 ranks
-    python benchmarks/predicted_time.py --gpu --json gpu.json     # one GPU: alone, and as a rank of a pretended world
+    python benchmarks/predicted_time.py --gpu --json gpu.json     # one GPU: alone, and as a rank of a simulated world
 
 Predicted is what the engine run dry leaves on its tape, laid out with the costs of `here`: the machine as `fullshard
 calibrate` has measured it. Nothing is fitted on a step.

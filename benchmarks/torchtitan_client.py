@@ -35,7 +35,7 @@ from fullshard.testing import run_ranks
 
 LIBRARIES = ("fsdp2", "fullshard")
 STEPS, SEQUENCE, BATCH, VOCABULARY = 4, 64, 4, 2048
-TOLERANCE = 1e-5  # relative, of another order of sums
+TOLERANCE = 1e-5  # relative, of a different order of sums
 Run = list[tuple[float, float]] | str  # loss and norm of the gradients of each step; or why there is none
 
 TORCH = r"from torch\.distributed"

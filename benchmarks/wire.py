@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def summary(options: argparse.Namespace, taken: dict[str, list[float]], name: str) -> dict[str, float]:
-    """Medians over the rounds: milliseconds, MB/s of the whole tensors, and the ratios within a round."""
+    """Medians over the rounds: milliseconds, MB/s of the full tensors, and the ratios within a round."""
     local, floor = taken[name][options.warmup :], taken["floor"][options.warmup :]
     pairwise = taken["pairwise"][options.warmup :]
     return {

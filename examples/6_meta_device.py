@@ -73,7 +73,7 @@ def batch_of(step: int, rank: int, world: int, device: torch.device) -> tuple[Te
 
 
 def save(model: nn.Module, path: Path) -> None:
-    """Write the whole parameters from rank 0, one gathered after another."""
+    """Write the full parameters from rank 0, one gathered after another."""
     whole = {}
     for name, shard in model.state_dict().items():
         tensor = shard.full_tensor()  # a collective: every rank takes part, and rank 0 keeps the result
@@ -95,7 +95,7 @@ def main() -> None:
     model = sharded_without_memory()
     on_meta = all(param.to_local().is_meta for param in model.parameters())
     model.to_empty(device=device)  # memory for the shards
-    torch.manual_seed(0)  # every rank draws the same whole values, and keeps its part of them
+    torch.manual_seed(0)  # every rank draws the same full values, and keeps its part of them
     for unit in (*model.blocks, model):
         with summon_full_params(unit, recurse=False):
             unit.init_weights()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_models import Chain, Layer, initialise, whole, wholes
+from small_models import Chain, Layer, initialize, whole, wholes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,7 +107,7 @@ def _model(program: Program, device: torch.device) -> Any:
     if program.recomputes:
         layers[1] = _Recomputed(Layer())
     model = Chain(layers)
-    initialise(model)
+    initialize(model)
     if program.frozen:
         layers[0].requires_grad_(False)
         layers[2].get_parameter("up.weight").requires_grad_(False)

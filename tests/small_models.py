@@ -307,7 +307,7 @@ def leave(module: nn.Module, **options: object) -> nn.Module:
     return module
 
 
-def initialise(model: nn.Module) -> None:
+def initialize(model: nn.Module) -> None:
     """Give `model`, which is not sharded yet, the same weights whenever it is built."""
     torch.manual_seed(1)
     for param in model.parameters():
@@ -317,7 +317,7 @@ def initialise(model: nn.Module) -> None:
 def chain(shard: Shard, model: nn.Module | None = None) -> Any:
     """Return a `Chain`, or the one given, with a unit per layer and a root unit; always of the same weights."""
     model = Chain() if model is None else model
-    initialise(model)
+    initialize(model)
     for layer in model.layers:
         shard(layer)
     return shard(model)

@@ -70,7 +70,7 @@ class StepTape:
     """The tape of the second training step, since the order of the first is not yet known.
 
     `casts` has, for each unit, the bytes of this rank's shards in the compute dtype, for parameters that are stored
-    with another dtype. `grads` has the elements of all trainable parameters.
+    with a different dtype. `grads` has the elements of all trainable parameters.
     """
 
     entries: list[Entry]

@@ -177,7 +177,7 @@ def fsdp2_on_dry_streams() -> Iterator[None]:
     accelerator = accelerator_for(torch.device("cpu"))
     if not isinstance(accelerator, DryAccelerator):
         raise StateError(
-            "FSDP2 gets pretended streams within dry.taped() only: with dry.taped(), fsdp2_on_dry_streams(): ..."
+            "FSDP2 gets simulated streams within dry.taped() only: with dry.taped(), fsdp2_on_dry_streams(): ..."
         )
     streams = _Streams(accelerator)
 

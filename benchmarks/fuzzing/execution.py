@@ -91,7 +91,7 @@ class CastsInput:
 
 
 class Linear(nn.Linear):
-    """A layer whose bias may have another dtype than its weight, which may be tied to one of another dtype."""
+    """A layer whose bias may have a different dtype than its weight, which may be tied to one of a different dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -1367,7 +1367,7 @@ class Sharded(Driver):
         )
 
     def checkpointed(self, action: Json) -> None:
-        """Save a checkpoint; load it into this model, or into a new one under another strategy."""
+        """Save a checkpoint; load it into this model, or into a new one under a different strategy."""
         from fullshard.checkpoint import async_save, load, save
 
         folder = Path(self.folder, "checkpoints")

@@ -357,7 +357,7 @@ class Generator:
 def one_call(program: Json) -> Json:
     """Return the program with reentrant checkpoints replaced where a parameter has several gradients in one backward.
 
-    Each nested backward of a reentrant checkpoint is a separate reduction, so gradients are summed in another order.
+    Each nested backward of a reentrant checkpoint is a separate reduction, which changes the order of sums.
     """
     several = ("repeat", "again", "tied", "own", "two forwards")
     text = json.dumps(program)

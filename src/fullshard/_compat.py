@@ -769,7 +769,7 @@ def copyable_fakes() -> Iterator[None]:
 
 
 @contextmanager
-def initialising_without_values() -> Iterator[None]:
+def initializing_without_values() -> Iterator[None]:
     """Context manager that makes `nn.init.trunc_normal_` draw only once, instead of until all values are in bounds."""
     draws = torch.nn.init._no_grad_trunc_normal_
 

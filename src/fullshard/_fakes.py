@@ -76,7 +76,7 @@ class QuickFakes(FakeTensorMode):
         key = self._key(func, given, kwargs) if _is_known_from_shapes(func) else None
         result = self.dispatch(func, types, args, kwargs)
         if key is not None and key not in self._known:
-            is_same = self._key(func, given, kwargs) == key  # unless what it writes to was of another shape before
+            is_same = self._key(func, given, kwargs) == key  # unless what it writes to was of a different shape before
             self._known[key] = self._reported(result, given) if is_same else None
         return result
 

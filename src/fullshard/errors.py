@@ -7,7 +7,7 @@ raised on every rank before the first collective, so that no rank waits for anot
     ├── ConfigError         an argument, or a combination of arguments, that is invalid or not supported
     ├── LayoutError         a tensor that cannot be divided over the ranks as requested
     ├── NonFiniteError      NaN or infinity in gradients, if users requested the check
-    ├── StateError          a call that is not allowed in the present phase
+    ├── StateError          a call that is not allowed in the current phase
     ├── RankMismatchError   ranks that do not agree on the model, on the order of its units or on hosts
     ├── RankLostError       another rank's process is gone
     ├── CheckpointError     a checkpoint that cannot be written, is damaged, or is of another model
@@ -94,7 +94,7 @@ def same_calls() -> str:
         "set_reduce_scatter_unused_params(True) on the model. If only some ranks call a whole unit, as with layer "
         "drop, draw the same layers on all ranks (a torch.Generator with one seed), or call "
         "set_reduce_scatter_unused_params(True) on the model and add fullshard.take_part(unit) to the output where a "
-        "rank skips that unit. The process group cannot be used any more: end the processes and start again, or "
+        "rank skips that unit. The process group cannot be used anymore: end the processes and start again, or "
         "catch this on every rank and call abandon_step() on the model."
     )
 

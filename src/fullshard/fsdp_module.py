@@ -81,7 +81,7 @@ def fully_shard(
             sets the fractions that are offloaded, over all units with the same policy. With `auto_wrap_policy`, a
             mapping from patterns (`{"lm_head": ..., "layers.*": ...}`) to policies is also accepted. The first pattern
             that matches a unit's FQN relative to `module` applies to it. The FQN of `module` is `""`.
-        ignored_params: parameters that are neither sharded nor synchronised.
+        ignored_params: parameters that are neither sharded nor synchronized.
         dp_mesh_dims: the names of the axes of `mesh` to shard and to replicate over. Several axes are flattened to one.
             The other axes belong to other parallelisms. Parameters may be `DTensor`s on all axes of `mesh`, with
             `Replicate()` on the named axes, and modules still see such `DTensor`s. Parameters may also be `DTensor`s on
@@ -101,7 +101,7 @@ def fully_shard(
 
     Raises:
         ConfigError: an argument is invalid or not supported, or the module is already sharded.
-        StateError: the default process group is not initialised.
+        StateError: the default process group is not initialized.
 
     Example:
         ```python
@@ -234,7 +234,7 @@ def replicate(
         mesh: the ranks.
         mp_policy: the dtypes.
         offload_policy: the placement of parameters, gradients and the optimizer's step.
-        ignored_params: parameters that are neither sharded nor synchronised.
+        ignored_params: parameters that are neither sharded nor synchronized.
         dp_mesh_dims: the names of the axes of `mesh` to replicate over.
 
     Raises:

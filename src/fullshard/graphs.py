@@ -633,10 +633,10 @@ class _InputBuffers:
                 _check_detached(leaf)
                 if leaf.shape != known.shape or leaf.dtype != known.dtype:
                     details = f" {tuple(leaf.shape)}, {leaf.dtype} is not {tuple(known.shape)}, {known.dtype}."
-                    return f"tensor {number} has another shape or dtype than the example.", details
+                    return f"tensor {number} has a different shape or dtype than the example.", details
             elif isinstance(leaf, Tensor) or isinstance(known, Tensor) or leaf != known:
                 return (
-                    f"argument {number} has another value than the example.",
+                    f"argument {number} has a different value than the example.",
                     f" {leaf!r:.100} is not {known!r:.100}.",
                 )
         for leaf, buffer in zip(leaves, self._leaves, strict=True):

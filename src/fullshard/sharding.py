@@ -27,7 +27,7 @@ from fullshard.device.current import current_device, usual_device_type
 from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install, watch_zero_grad
 from fullshard.engine.late_params import watch_registrations
 from fullshard.engine.managed import managed_by, mark_ignored
-from fullshard.engine.materialize import find_parameters, give, initialise, move_buffers
+from fullshard.engine.materialize import find_parameters, give, initialize, move_buffers
 from fullshard.engine.other_engines import watch_wrappers
 from fullshard.engine.registry import is_unit, own_modules, replicated_buffers_of, units_in
 from fullshard.engine.sharded_param import ShardedParam
@@ -65,11 +65,11 @@ def shard_unit(
         modules: See `fully_shard`, also for all arguments with the same names.
         options: The options of the unit.
         mesh: The mesh to shard over, or its axes.
-        ignored_params: Parameters that are neither sharded nor synchronised.
+        ignored_params: Parameters that are neither sharded nor synchronized.
         shard_placement_fn: The function that selects the dim, and optionally the mesh, to shard a parameter along.
         device: The device that computes. If None, it is the current device of the mesh's type.
-        param_init_fn: The function that initialises one module on the meta device.
-        materialize: Whether to initialise modules on the meta device now. Otherwise they stay there.
+        param_init_fn: The function that initializes one module on the meta device.
+        materialize: Whether to initialize modules on the meta device now. Otherwise they stay there.
         sync_module_states: Whether every rank gets the values of the mesh's first rank.
         buffer_dtype: The dtype to cast floating-point buffers to.
     """
@@ -82,7 +82,7 @@ def shard_unit(
     ignored = list(ignored_params or ())
     mark_ignored(ignored, (module for _, module in own_modules(modules)))
     if materialize:
-        initialise(modules, device, ignored, param_init_fn)
+        initialize(modules, device, ignored, param_init_fn)
     found = find_parameters(modules, ignored, partial(_place, axes, options, shard_placement_fn))
     move_buffers(modules, device, buffer_dtype)
     if sync_module_states:

@@ -359,8 +359,8 @@ class _Walk:
         if isinstance(module, nn.ParameterList | nn.ParameterDict) or self.free_numel(module) == 0:
             return False
         raise ConfigError(
-            f"auto_wrap_policy: picks {fqn}, a {type(module).__name__}, which has no forward, so its "
-            f"{self.free_numel(module):,} parameters would never be gathered. Let the policy pick the modules in it, "
+            f"auto_wrap_policy: selects {fqn}, a {type(module).__name__}, which has no forward, so its "
+            f"{self.free_numel(module):,} parameters would never be gathered. Let the policy select the modules in it, "
             "or define a forward."
         )
 

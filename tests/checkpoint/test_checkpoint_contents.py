@@ -443,13 +443,13 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SignedMomentum": partial(SignedMomentum, lr=0.3),
     "wrapped AdamW": lambda params: Wrapping(torch.optim.AdamW(params, lr=0.3)),
     "joined": lambda params: joined([torch.optim.AdamW(params[:2], lr=0.3), torch.optim.SGD(params[2:], lr=0.3)]),
-    "joined in another order": lambda params: joined(
+    "joined in a different order": lambda params: joined(
         [torch.optim.SGD(params[2:], lr=0.3), torch.optim.AdamW(params[:2], lr=0.3)]
     ),
 }
 IDENTICAL = [
     {"Adam", "AdamW", "AdamW, fused", "OwnAdamW", "wrapped AdamW"},
-    {"joined", "joined in another order"},
+    {"joined", "joined in a different order"},
 ]
 
 

@@ -214,7 +214,7 @@ def test_a_manifest_of_another_format_is_refused(folder, monkeypatch):
     newer = manifest.dumps()
     monkeypatch.undo()
     (checkpoint / "manifest.json").write_text(newer)
-    assert "expected a manifest of format 1, found one of another version" in refusal(checkpoint)
+    assert "expected a manifest of format 1, found one of a different version" in refusal(checkpoint)
 
 
 def test_a_folder_without_checkpoints_is_an_error(tmp_path):
@@ -263,7 +263,7 @@ def test_if_none_is_intact_each_is_named(folder):
 
 
 class Other(nn.Module):
-    """`Chain` with one parameter more, one less, and one of another shape."""
+    """`Chain` with one parameter more, one less, and one of a different shape."""
 
     def __init__(self, head: int) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def test_another_model_is_one_error_with_all_fqns_on_every_rank(written):
     assert not optimizer.state
     first = same_on_all_ranks(str(caught.value))
     missing, unexpected, misshapen = re.search(
-        r"missing in it: (.*); unexpected in it: (.*); of another shape: (.*)\. Nothing was overwritten", first
+        r"missing in it: (.*); unexpected in it: (.*); of a different shape: (.*)\. Nothing was overwritten", first
     ).groups()
     assert missing == "layers.0.gate, layers.0.gate in the optimizer"
     assert unexpected == "layers.1.norm.bias, layers.1.norm.bias in the optimizer"

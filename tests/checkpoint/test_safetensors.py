@@ -401,7 +401,7 @@ def misfit(folder: Path) -> str:
         model,
         folder,
         f"loading {folder}: {folder} does not fit; missing in it: layers.1.up.bias; unexpected in it: new; "
-        "of another shape: layers.2.norm.bias (torch.complex64 in it, torch.float32 in the model), "
+        "of a different shape: layers.2.norm.bias (torch.complex64 in it, torch.float32 in the model), "
         "head.weight ((5, 47) in it, (5, 48) in the model). Nothing was overwritten.",
         "strict=False",
     )

@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_by_name():
     with pytest.raises(CheckpointError, match=r"the snapshot does not fit; it has no optimizer, scheduler"):
         restore_snapshot(taken, **run)
     other = begun("ddp")
-    with pytest.raises(CheckpointError, match=r"of another shape: .* Nothing was overwritten"):
+    with pytest.raises(CheckpointError, match=r"of a different shape: .* Nothing was overwritten"):
         restore_snapshot(taken, model=other["model"])
     del taken["model"]["scale"]
     with pytest.raises(CheckpointError, match="missing in it: scale"):

@@ -1,4 +1,4 @@
-"""Whole parameters: to initialise, to look at, to average, to change."""
+"""Full parameters: to initialize, to look at, to average, to change."""
 
 import torch
 import torch.distributed as dist

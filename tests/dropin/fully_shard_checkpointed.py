@@ -1,4 +1,4 @@
-"""Recomputed layers, a generate() that needs whole parameters, and a tied head."""
+"""Recomputed layers, a generate() that needs full parameters, and a tied head."""
 
 import torch
 import torch.distributed as dist

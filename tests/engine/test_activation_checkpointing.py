@@ -254,7 +254,7 @@ def kept_by(model: Any) -> int:
 )
 @on_ranks(2, timeout=170)
 def test_forward_keeps_what_it_must_and_not_a_byte_more_for_sharding(kinds):
-    """The input of each region, and what is selected. Backward has whole gradients of at most two units besides."""
+    """The input of each region, and what is selected. Backward has unsharded gradients of at most two units besides."""
     gc.disable()
     _, all_of_it = memory_of_a_step(without(leave, 6))
     for kind in kinds:

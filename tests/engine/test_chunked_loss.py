@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from shared_ranks import on_ranks
-from small_models import Chain, initialise, inputs, leave, sgd, whole_grads, wholes
+from small_models import Chain, initialize, inputs, leave, sgd, whole_grads, wholes
 from torch import Tensor, nn
 
 from fullshard import fully_shard, recording
@@ -37,7 +37,7 @@ class Decoder(Chain):
 
 def decoder(shard: Callable[..., Any], **of_the_head: Any) -> Any:
     model = Decoder()
-    initialise(model)
+    initialize(model)
     for layer in model.layers:
         shard(layer)
     shard([model.norm, model.head], **of_the_head)

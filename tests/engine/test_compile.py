@@ -15,7 +15,7 @@ from small_models import (
     Shard,
     agree_with_plain,
     chain,
-    initialise,
+    initialize,
     inputs,
     leave,
     memory_is_shared,
@@ -79,7 +79,7 @@ class Steps(Chain):
 
 def whole_model(shard: Shard, **options: Any) -> Any:
     model = Steps()
-    initialise(model)
+    initialize(model)
     return torch.compile(shard(model, auto_wrap_policy=ModuleWrapPolicy({Layer})), **options)
 
 

@@ -399,7 +399,7 @@ def test_batches_are_the_arguments_of_the_model(batch):
 
 
 def test_ranks_of_hybrid_meshes_run_dry_one_after_the_other():
-    """Meshes of an earlier world, whose process groups do not exist any more, are equal to those of a later one."""
+    """Meshes of an earlier world, whose process groups do not exist anymore, are equal to those of a later one."""
     for rank in (0, 5, 2):
         tape = dry.run(
             lambda mesh: chain(partial(fully_shard, mesh=mesh)),

@@ -157,7 +157,7 @@ def test_groups_and_replicas_have_the_same_numbers_too():
     for zero3, *grouped in run_ranks(4, gathers_of, ("zero3", HPZ), "int8"):
         for other in grouped:
             assert_same(other, zero3)
-    run_ranks(4, gathers_of, (HFSDP, "hsdp"), "int8")  # which sum in another order
+    run_ranks(4, gathers_of, (HFSDP, "hsdp"), "int8")  # which sum in a different order
 
 
 @on_ranks(1)
@@ -464,9 +464,9 @@ def test_unknown_encodings_are_refused_by_name(policy):
 
 @on_ranks(1)
 def test_gathers_cannot_be_encoded_where_there_are_none():
-    with pytest.raises(ConfigError, match="every rank keeps and updates whole parameters"):
+    with pytest.raises(ConfigError, match="every rank keeps and updates full parameters"):
         fully_shard(nn.Linear(4, 4), strategy="ddp", mp_policy=MixedPrecisionPolicy(gather_wire="int8"))
-    with pytest.raises(ConfigError, match="every rank keeps and updates whole parameters"):
+    with pytest.raises(ConfigError, match="every rank keeps and updates full parameters"):
         FullyShardedDataParallel(
             nn.Linear(4, 4),
             sharding_strategy=ShardingStrategy.NO_SHARD,

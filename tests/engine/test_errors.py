@@ -231,7 +231,7 @@ class Params4bit(nn.Parameter):
 
 
 @mistake(ConfigError, "0.weight is a bitsandbytes.nn.modules.Params4bit without a quant_state", "before fully_shard")
-def weights_that_are_to_be_quantised_later() -> Steps:
+def weights_that_are_to_be_quantized_later() -> Steps:
     model = linear_with(Params4bit(torch.ones(6, 8)))
     yield
     fully_shard(model)
@@ -341,7 +341,7 @@ class OtherForm(Weight):
 @mistake(
     ConfigError,
     r"fsdp_post_all_gather of OtherForm returned a Tensor of shape \(6,\)",
-    "the whole parameter",
+    "the full parameter",
     sends=True,
 )
 def payloads_made_into_another_shape() -> Steps:
@@ -570,7 +570,7 @@ def a_mesh_of_a_tensor_in_a_dry_run() -> None:
         DeviceMesh("cpu", torch.arange(dist.get_world_size()))
 
 
-@mistake(ConfigError, "this strategy keeps whole parameters in memory between steps", "'zero3' or 'hsdp'")
+@mistake(ConfigError, "this strategy keeps full parameters in memory between steps", "'zero3' or 'hsdp'")
 def parameters_on_a_disk_that_stay_whole() -> None:
     policy = Offload(parameters={"disk": 1}, folder=tempfile.gettempdir())
     fully_shard(linear(), strategy="zero1", offload_policy=policy)
@@ -862,14 +862,14 @@ def stepped_by(make: Callable[[Any], torch.optim.Optimizer]) -> Any:
     return model, optimizer
 
 
-@mistake(ConfigError, "Adafactor computes sums over whole parameters, but each rank", "Use AdamW, or Muon")
+@mistake(ConfigError, "Adafactor computes sums over full parameters, but each rank", "Use AdamW, or Muon")
 def step_with_sums_over_rows() -> Steps:
     _, optimizer = stepped_by(torch.optim.Adafactor)
     yield
     optimizer.step()
 
 
-@mistake(ConfigError, "LBFGS computes sums over whole parameters", "Use AdamW, or keep parameters whole")
+@mistake(ConfigError, "LBFGS computes sums over full parameters", "Use AdamW, or keep parameters whole")
 def step_shards_by_lbfgs() -> Steps:
     _, optimizer = stepped_by(torch.optim.LBFGS)
     yield
@@ -931,7 +931,7 @@ def a_state_dict_of_states_that_are_encoded_otherwise() -> Steps:
 
 @mistake(
     StateError,
-    r"'momentum_buffer' of layers\.0\.norm\.weight is a whole tensor",
+    r"'momentum_buffer' of layers\.0\.norm\.weight is a full tensor",
     "Load the result of .*optim_state_dict_to_load",
 )
 def whole_states_for_an_optimizer_that_encodes_them_in_blocks() -> Steps:
@@ -1309,7 +1309,7 @@ def encoded_and_summed_in_low_precision() -> None:
     MixedPrecisionPolicy(reduce_wire="int8", reduce_dtype=torch.bfloat16)
 
 
-@mistake(ConfigError, "gather_wire='fp8', but every rank keeps and updates whole parameters", "such as 'zero1'")
+@mistake(ConfigError, "gather_wire='fp8', but every rank keeps and updates full parameters", "such as 'zero1'")
 def encoded_without_a_gather() -> None:
     fully_shard(linear(), strategy="ddp", mp_policy=MixedPrecisionPolicy(gather_wire="fp8"))
 
@@ -1490,7 +1490,7 @@ def a_device_of_another_kind_than_the_mesh() -> Steps:
 
 
 class Mute(nn.Module):
-    """Cannot initialise itself."""
+    """Cannot initialize itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1502,12 +1502,12 @@ class Mute(nn.Module):
     r"0 \(Mute\) has parameters on the meta device, such as 'weight', but no reset_parameters",
     "Pass param_init_fn=",
 )
-def initialise_what_cannot() -> None:
+def initialize_what_cannot() -> None:
     FullyShardedDataParallel(nn.Sequential(Mute()))
 
 
 @mistake(ConfigError, "param_init_fn left 'weight' of Linear on the meta device", r"It must call module\.to_empty\(")
-def initialise_by_nothing() -> None:
+def initialize_by_nothing() -> None:
     FullyShardedDataParallel(nn.Linear(4, 4, device="meta"), param_init_fn=lambda module: None)
 
 
@@ -1548,8 +1548,8 @@ class Holding(nn.ModuleList):
 
 @mistake(
     ConfigError,
-    r"picks 0, a Holding, which has no forward, so its \d+ parameters would never be gathered",
-    "Let the policy pick",
+    r"selects 0, a Holding, which has no forward, so its \d+ parameters would never be gathered",
+    "Let the policy select",
 )
 def a_policy_that_picks_a_container() -> None:
     fully_shard(nn.Sequential(Holding()), auto_wrap_policy=ModuleWrapPolicy({Holding}))
@@ -2067,7 +2067,7 @@ def an_optimizer_that_is_a_list() -> None:
 @mistake(
     ConfigError,
     "no module below Chain is a Block",
-    "The classes there are Layer, LayerNorm, Linear, ModuleList",
+    "Its modules have the classes Layer, LayerNorm, Linear, ModuleList",
     ranks=0,
 )
 def wrap_a_class_that_is_not_there() -> None:

@@ -81,7 +81,7 @@ SHARDED = {"nested": nested, "joint": joint}
         ("joint", 2, 2, None, "zero3"),
         ("joint", 4, 1, 1, "zero2"),
         pytest.param(
-            "joint", 1, 4, None, "zero1", marks=torch_before((2, 13), "torch 2.11 gives no whole tensor of these")
+            "joint", 1, 4, None, "zero1", marks=torch_before((2, 13), "torch 2.11 gives no full tensor of these")
         ),
         ("nested", 2, 2, 1, "ddp"),
     ],
@@ -99,7 +99,7 @@ def test_a_mixture_of_experts_trains_to_the_bits_of_one_process(kind, efsdp, ep,
         reference.backward(batches)
         loss_of(together, torch.cat(batches)).backward()
         assert_same(whole_grads(model), whole_grads(alone))
-        if step == 0:  # the sums of one process over all tokens are in another order
+        if step == 0:  # the sums of one process over all tokens are in a different order
             torch.testing.assert_close(whole_grads(model), whole_grads(together), rtol=1e-5, atol=1e-8)
         norms = [clip_grad_norm_(item.parameters(), 0.05) for item in (model, alone)]
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
@@ -157,7 +157,7 @@ def test_a_unit_of_two_meshes_is_as_two_units(strategy, dim):
 
 @on_ranks(4)
 def test_a_unit_of_two_meshes_is_copied_cast_saved_and_loaded(tmp_path):
-    """Copies, casts, state dicts, whole parameters and checkpoints."""
+    """Copies, casts, state dicts, full parameters and checkpoints."""
     mesh = expert_mesh()
     model = joint(place(model_of(), mesh), mesh)
     step(model, adamw(model), 0)
@@ -325,7 +325,7 @@ def step_stacks() -> list[int]:
         for param, stack in zip(params, alone, strict=True):
             expected = torch.stack([matrix.detach() for matrix in stack]).view(param.shape)
             assert_same(param.full_tensor().detach(), expected)
-    done = [event.origin.unit for event in record.events if event.name == "orthogonalise"]
+    done = [event.origin.unit for event in record.events if event.name == "orthogonalize"]
     return [done.count(f"parameter {i}") for i in range(len(STACKS))]
 
 

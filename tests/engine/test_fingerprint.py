@@ -60,7 +60,7 @@ def test_a_long_name_keeps_its_end():
 
 
 class Branching(Chain):
-    """The ranks in `odd` take the layers in another order."""
+    """The ranks in `odd` take the layers in a different order."""
 
     odd: tuple[int, ...] = ()
 
@@ -283,7 +283,7 @@ def first_rank_alone(call: str) -> str:
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        ("state_dict", "state_dict() of whole tensors"),
+        ("state_dict", "state_dict() of full tensors"),
         ("optim_state_dict", "full_optim_state_dict()"),
         ("summon", "summon_full_params"),
         ("save", "saving;"),

@@ -13,7 +13,7 @@ from fullshard.testing import assert_same, run_ranks
 
 
 class Spoil(torch.autograd.Function):
-    """Passes a gradient on with one value of another kind."""
+    """Passes a gradient on with one value of a different kind."""
 
     @staticmethod
     def forward(ctx, x: Tensor, value: float) -> Tensor:

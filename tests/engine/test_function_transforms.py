@@ -133,7 +133,7 @@ def test_gradients_are_seen_and_shards_written_after_a_transform(strategy):
         assert_same(weights[1], weights[0])
 
 
-def penalised(model: nn.Module, x: Tensor) -> Tensor:
+def penalized(model: nn.Module, x: Tensor) -> Tensor:
     """The slope at each point, as a gradient penalty takes it: its backward goes through a backward."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
@@ -145,7 +145,7 @@ def learn_with_penalty(model: nn.Module) -> list[Any]:
     for step in range(4):
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
         for part in x.chunk(2 if step == 2 else 1):
-            loss = model(part).square().mean() + (penalised(model, part) - 1).square().mean()
+            loss = model(part).square().mean() + (penalized(model, part) - 1).square().mean()
             loss.backward(retain_graph=step == 3)
             visited.append(loss.detach())
         if step == 3:
@@ -178,7 +178,7 @@ def test_parameters_written_after_a_gradient_with_a_graph_are_trained():
     weights = []
     for shard in (False, True):
         model = sharded("zero3") if shard else Field()
-        penalised(model, torch.ones(2, 3))
+        penalized(model, torch.ones(2, 3))
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(0.5)

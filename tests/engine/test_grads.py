@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_ranks
-from small_models import ONE_AXIS, Chain, Layer, chain, initialise, inputs, leave, sgd, whole, whole_grads, wholes
+from small_models import ONE_AXIS, Chain, Layer, chain, initialize, inputs, leave, sgd, whole, whole_grads, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -52,7 +52,7 @@ def test_clipping_spans_meshes_and_parameters_that_are_not_sharded():
 
     def build(shard: Any) -> nn.Module:
         model = nn.Sequential(Layer(), Layer(), nn.Linear(48, 48), nn.Linear(48, 5))
-        initialise(model)
+        initialize(model)
         model[1].up.bias.requires_grad_(False)
         shard(model[0])
         shard(model[1], mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), strategy="hsdp")

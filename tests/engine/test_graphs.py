@@ -83,7 +83,7 @@ def test_many_random_programs_have_the_bits_of_eager_steps(first):
 
 STEADY = Program(strategy="zero3", actions=("nothing",) * 16)
 REASONS = {
-    "batch": "tensor 0 has another shape or dtype than the example. (1, 4, 48)",
+    "batch": "tensor 0 has a different shape or dtype than the example. (1, 4, 48)",
     "decay": "hyperparameters",
     "load states": "the state of an optimizer was replaced",
     "freeze": "parameters or buffers were replaced, moved, frozen",
@@ -124,7 +124,7 @@ def test_gradients_that_are_set_between_steps_are_not_skipped():
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 @on_new_ranks(2)
 def test_an_eager_step_queues_the_collectives_of_a_replay(strategy):
-    """Otherwise a rank whose batch has another shape would hang all others."""
+    """Otherwise a rank whose batch has a different shape would hang all others."""
     register_backend("gloo", NativeCollectives)
     model = chain(partial(fully_shard, strategy=strategy))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -365,7 +365,7 @@ def test_arguments_that_are_no_tensors_are_constants():
     take(inputs(), 3.0, {"a": None})
     take(inputs(), 2.0, {"b": None})
     messages = logged.messages
-    assert any("argument 1 has another value than the example. 3.0 is not 2.0" in message for message in messages)
+    assert any("argument 1 has a different value than the example. 3.0 is not 2.0" in message for message in messages)
     assert any("nested in another way" in message for message in messages)
 
 

@@ -1,4 +1,4 @@
-"""States that groups of neighbouring ranks have together: the same numbers, and less that crosses a group's border."""
+"""States that groups of neighboring ranks have together: the same numbers, and less that crosses a group's border."""
 
 from functools import partial
 from typing import Any
@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from shared_ranks import on_ranks
-from small_models import Chain, chain, initialise, inputs, sgd, take_step, whole_grads, wholes
+from small_models import Chain, chain, initialize, inputs, sgd, take_step, whole_grads, wholes
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -169,7 +169,7 @@ def test_the_ledger_s_formula_is_what_is_measured(placements):
 @on_ranks(4)
 def test_groups_that_cannot_be_made_are_refused():
     model = Chain()
-    initialise(model)
+    initialize(model)
     for options, stated in [
         ({"reshard_after_forward": 3}, "groups of 3 ranks do not divide the shard axis of 4 ranks"),
         ({"reshard_after_forward": 0}, "reshard_after_forward=0"),

@@ -168,7 +168,7 @@ def do_not_sleep(ms: float) -> None:
 
 @pytest.mark.parametrize("name", QUEUES)
 def test_each_stream_can_be_late(name):
-    """Also on pretended streams, which identify each sleep by its stream."""
+    """Also on simulated streams, which identify each sleep by its stream."""
     accelerator = DryAccelerator(dry.Tape())
     where: list[str] = []
     late(accelerator, [name], lambda: where.append(accelerator.stream))

@@ -122,7 +122,7 @@ def test_a_model_changes_dtype_after_a_step():
 
 
 @on_new_ranks(2)
-def test_a_model_sharded_on_the_meta_device_is_materialised_later():
+def test_a_model_sharded_on_the_meta_device_is_materialized_later():
     torch.manual_seed(0)
     values = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)).state_dict()
     model = sharded("meta").to_empty(device="cpu")

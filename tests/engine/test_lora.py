@@ -47,7 +47,7 @@ class Plain(nn.Linear):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
-class Quantised(nn.Module):
+class Quantized(nn.Module):
     """Weights of a dtype that cannot be trained, and a scale for each row. The bias stays as it was."""
 
     def __init__(self, dtype: torch.dtype, into: int, out: int) -> None:
@@ -81,10 +81,10 @@ BASES: dict[str, Callable[[int, int], nn.Module]] = {
     "float32": partial(plain, torch.float32),
     "bfloat16": partial(plain, torch.bfloat16),
     "float64": partial(plain, torch.float64),
-    "int8": partial(Quantised, torch.int8),
-    "int32": partial(Quantised, torch.int32),
-    "e4m3": partial(Quantised, torch.float8_e4m3fn),
-    "e5m2": partial(Quantised, torch.float8_e5m2),
+    "int8": partial(Quantized, torch.int8),
+    "int32": partial(Quantized, torch.int32),
+    "e4m3": partial(Quantized, torch.float8_e4m3fn),
+    "e5m2": partial(Quantized, torch.float8_e5m2),
     "masked": Masked,
 }
 
@@ -159,7 +159,7 @@ def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
 
 
 @on_ranks(2)
-def test_quantised_weights_are_never_cast():
+def test_quantized_weights_are_never_cast():
     """Check that only floating-point tensors are cast: the assertions are in the modules' forwards."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
     whole = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)

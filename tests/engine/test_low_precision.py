@@ -149,7 +149,7 @@ def four_bit(into: int, out: int, storage: torch.dtype = torch.uint8) -> nn.Modu
     layer = bitsandbytes.nn.Linear4bit(
         into, out, bias=False, compute_dtype=torch.float32, quant_type="nf4", quant_storage=storage
     )
-    return layer.to("cpu")  # which quantises
+    return layer.to("cpu")  # which quantizes
 
 
 def adapted(base: Callable[[int, int], nn.Module]) -> nn.Sequential:

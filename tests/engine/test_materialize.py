@@ -109,11 +109,11 @@ def by_itself(**options: Any) -> nn.Module:
 
 
 def by_function(**options: Any) -> nn.Module:
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         module.to_empty(device="cpu", recurse=False)
         module.reset_parameters()
 
-    return wrap({Block}, param_init_fn=initialise, **options)
+    return wrap({Block}, param_init_fn=initialize, **options)
 
 
 def tied_across_units(**options: Any) -> nn.Module:
@@ -177,7 +177,7 @@ def clean(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_values_are_the_same_at_every_world_size_and_under_every_strategy():
-    """With the same seed on every rank, each rank draws the whole values and keeps its shard."""
+    """With the same seed on every rank, each rank draws the full values and keeps its shard."""
     [expected] = run_ranks(1, draw_values, ONE_AXIS)
     for name in ("by itself", "unit by unit"):
         for strategy in ONE_AXIS:
@@ -315,7 +315,7 @@ def test_a_forward_without_values_is_refused():
 
 
 @on_ranks(1)
-def test_recurrent_layers_are_initialised():
+def test_recurrent_layers_are_initialized():
     """Such a layer refers weakly to its weights, and torch does not swap tensors that are referred to so."""
     torch.manual_seed(0)
     plain = nn.GRU(3, 4)
@@ -362,7 +362,7 @@ class Mute(nn.Module):
 
 
 @on_ranks(2)
-def test_what_cannot_be_initialised_is_named():
+def test_what_cannot_be_initialized_is_named():
     with recording() as record:
         with torch.device("meta"):
             mute, left = nn.Sequential(Mute()), nn.Sequential(nn.Linear(4, 4))

@@ -1,4 +1,4 @@
-"""Muon over shards is Muon: the same bits wherever matrices are cut, each of them orthogonalised by one rank."""
+"""Muon over shards is Muon: the same bits wherever matrices are cut, each of them orthogonalized by one rank."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from fullshard._compat import storage_watch
 from fullshard.comm.native import NativeCollectives
 from fullshard.comm.routes import collectives_for
 from fullshard.layout.shard_spec import owned
-from fullshard.optim.muon import Muon, divide, orthogonalised
+from fullshard.optim.muon import Muon, divide, orthogonalized
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
 from fullshard.tape.recorder import Recorder
 from fullshard.testing import assert_same
@@ -82,7 +82,7 @@ def test_bfloat16_parameters_agree_closely_with_torch_s():
     torch.testing.assert_close(own[0], peer[0], rtol=2**-7, atol=2**-7)
 
 
-def test_a_bfloat16_momentum_stays_as_it_is_where_it_is_what_is_orthogonalised():
+def test_a_bfloat16_momentum_stays_as_it_is_where_it_is_what_is_orthogonalized():
     momenta = [
         [values["momentum_buffer"].float() for values in stepped(Muon, dtype, {"nesterov": False})[1]["state"].values()]
         for dtype in (torch.bfloat16, torch.float32)
@@ -94,7 +94,7 @@ def test_a_bfloat16_momentum_stays_as_it_is_where_it_is_what_is_orthogonalised()
 def test_singular_values_approach_one_and_singular_vectors_stay(rows, columns, seed):
     matrix = numbers((rows, columns), seed, dtype=torch.float64)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    result = left.T @ orthogonalised(matrix, (3.4445, -4.7750, 2.0315), 10, 1e-7) @ right.T
+    result = left.T @ orthogonalized(matrix, (3.4445, -4.7750, 2.0315), 10, 1e-7) @ right.T
     torch.testing.assert_close(result, result.diagonal().diag(), rtol=0, atol=1e-6)
     clear = result.diagonal()[values > 1e-2 * values[0]]  # smaller ones take more iterations
     assert ((clear > 0.6) & (clear < 1.3)).all()
@@ -268,7 +268,7 @@ def test_training_is_that_of_one_process_bit_for_bit(world):
 
 
 @WORLDS
-def test_each_matrix_is_orthogonalised_by_one_rank(world):
+def test_each_matrix_is_orthogonalized_by_one_rank(world):
     for case in followed(world)[0]:
         done = [event.origin.unit for rank in followed(world) for event in rank[case].events if "ortho" in event.name]
         assert Counter(done) == Counter(TRAINED), case
@@ -303,7 +303,7 @@ def step_once(shapes: Sequence[tuple[int, int]], placed: str) -> Recorder:
 
 def numbers_done(record: Recorder) -> list[int]:
     """Return the numbers of the parameters that this rank has orthogonalized."""
-    return [int(event.origin.unit.split()[1]) for event in record.events if event.name == "orthogonalise"]
+    return [int(event.origin.unit.split()[1]) for event in record.events if event.name == "orthogonalize"]
 
 
 FORMULAS = {
@@ -378,12 +378,12 @@ def in_batches() -> list[dict[str, tuple[Recorder, list[int]]]]:
     [("ddp", "OX" * 12), ("zero3", "X" + "XOX" * 11 + "OX"), ("hsdp", "X" + "XOX" + "XOXX" * 10 + "OXX" + "X")],
 )
 def test_the_next_batch_and_the_last_travel_while_one_is_computed(placed, order):
-    """X: an exchange begins, O: a matrix is orthogonalised."""
+    """X: an exchange begins, O: a matrix is orthogonalized."""
     for rank in in_batches():
         events = rank[placed][0].events
-        assert "".join("O" if event.name == "orthogonalise" else "X" for event in events) == order
+        assert "".join("O" if event.name == "orthogonalize" else "X" for event in events) == order
         for param_layout, event in list(enumerate(events))[3:-3]:
-            if event.name == "orthogonalise" and placed != "ddp":
+            if event.name == "orthogonalize" and placed != "ddp":
                 ahead, behind = events[param_layout - 1], events[param_layout - 2]
                 assert ahead.start < event.start < event.end < ahead.end
                 assert behind.start < event.start < event.end < behind.end
@@ -564,7 +564,7 @@ def in_large_world() -> Recorder:
 
 
 @pytest.mark.slow
-def test_rank_0_of_512_orthogonalises_its_share():
+def test_rank_0_of_512_orthogonalizes_its_share():
     """By the backend's all-to-all. The fake one receives as much as the buffers hold: every rank has two matrices."""
     record = run_ranks(1, in_large_world)[0]
     assert numbers_done(record) == [0, 512]

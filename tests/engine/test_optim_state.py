@@ -386,7 +386,7 @@ def test_the_order_in_which_a_rank_gives_parameters_to_an_optimizer_changes_noth
 
 
 def states_by_torch(seed: int | None) -> list[Any]:
-    """Return the whole states that functions of torch gather."""
+    """Return the full states that functions of torch gather."""
     model = shard(small_gpt(blocks=1))
     optimizer = torch.optim.Adam(in_any_order(model, seed))
     loss_of(model, batch(0, sequences=4)).backward()

@@ -702,7 +702,7 @@ def test_optimizers_that_cannot_step_shards_are_refused_by_name(name):
             assert optimizer.step(lambda: 3.0) == 3.0
         assert any(not torch.equal(value, before[name]) for name, value in wholes(model).items())
     else:
-        with pytest.raises(ConfigError, match="computes sums over whole parameters"):
+        with pytest.raises(ConfigError, match="computes sums over full parameters"):
             step_shards(optimizer)
 
 
@@ -865,7 +865,7 @@ NEED_WHOLES = [TrustRatio, ClippedUpdates, Factored, Preconditioned, Rotated, Ce
 
 @pytest.mark.parametrize("kind", NEED_WHOLES)
 def test_optimizers_that_need_wholes_are_found_by_a_trial(kind):
-    with pytest.raises(ConfigError, match=rf"{kind.__name__} needs whole parameters.*of test tensors differ"):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} needs full parameters.*of test tensors differ"):
         step_shards(of_layers(kind))
 
 
@@ -888,7 +888,7 @@ def test_a_warning_is_logged_for_optimizers_that_a_trial_cannot_check(kind, args
 def test_optimizers_that_are_known_to_need_wholes_are_refused_by_name(name):
     kind = type(name, (OwnAdam,), {})
     for derived in (kind, type("Mine", (kind,), {})):
-        with pytest.raises(ConfigError, match=f"{derived.__name__} computes sums over whole parameters"):
+        with pytest.raises(ConfigError, match=f"{derived.__name__} computes sums over full parameters"):
             step_shards(of_layers(derived))
 
 
@@ -902,7 +902,7 @@ def test_installed_optimizers_are_accepted_or_refused():
     for kind in (bnb.LAMB, bnb.LAMB8bit, bnb.LARS8bit, bnb.PytorchLARS, transformers.Adafactor, torch.optim.Adafactor):
         options: dict[str, Any] = {"momentum": 0.9} if "LARS" in kind.__name__ else {}
         options |= {"relative_step": False} if kind is transformers.Adafactor else {}
-        with pytest.raises(ConfigError, match="computes sums over whole parameters"):
+        with pytest.raises(ConfigError, match="computes sums over full parameters"):
             step_shards(of_layers(kind, lr=0.01, **options))
 
 
@@ -929,7 +929,7 @@ def test_a_comparison_with_whole_tensors_finds_what_needs_them():
     first, second = run_ranks(2, verify, [*right, *NEED_WHOLES])
     assert first == second
     assert set(first) == {kind.__name__ for kind in NEED_WHOLES}
-    assert "on shards differs from that on the whole tensor by" in first["Rotated"]
+    assert "on shards differs from that on the full tensor by" in first["Rotated"]
 
 
 @on_ranks(2)

@@ -284,7 +284,7 @@ def test_microbatches_are_summed_in_the_reduce_dtype():
         matches_one_process(Pipeline(kind, mesh, mesh["dp"], mp_policy=BF16), testing.assert_same, torch.bfloat16)
 
 
-@torch_before((2, 13), "torch 2.11 gives no whole tensor of axes that are not in the mesh's order")
+@torch_before((2, 13), "torch 2.11 gives no full tensor of axes that are not in the mesh's order")
 @on_ranks(4)
 def test_stages_may_be_tensor_parallel_too():
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
@@ -395,7 +395,7 @@ def finalize_by_hand(policy: MixedPrecisionPolicy) -> None:
 
 
 def test_gradients_finalized_by_hand_are_those_of_hooks():
-    """Microbatches wait for their backward, which runs in another order."""
+    """Microbatches wait for their backward, which runs in a different order."""
     for policy in (MixedPrecisionPolicy(), BF16):
         run_ranks(2, finalize_by_hand, policy)
 

@@ -1,4 +1,4 @@
-"""No race on pretended streams, and each wait of the engine is needed: without it there is one."""
+"""No race on simulated streams, and each wait of the engine is needed: without it there is one."""
 
 import ast
 import copy
@@ -355,7 +355,7 @@ def stepping_and_writing_with_muon(model: Any) -> None:
 
 
 def summoning(model: Any, **options: bool) -> None:
-    """Read whole parameters between backward and step."""
+    """Read full parameters between backward and step."""
     optimizer = sgd(model)
     for number in range(2):
         model(inputs(number)).float().square().mean().backward()
@@ -964,7 +964,7 @@ def test_memory_that_is_freed_is_handed_out_again_by_the_stream_that_owns_it():
     entries = [Allocation(1, 8, "compute", here), read, Free(1, 8, "compute", here)]
     mark, wait = Recorded(1, "reduce", here), Waited(1, "compute", "somewhere", here)
     for order, found in (
-        ([*entries], 0),  # nothing is allocated any more
+        ([*entries], 0),  # nothing is allocated anymore
         ([*entries, Allocation(2, 8, "compute", here)], 1),
         ([*entries, Allocation(2, 8, "reduce", here)], 0),  # from other memory
         ([*entries[:2], mark, wait, entries[2], Allocation(2, 8, "compute", here)], 0),

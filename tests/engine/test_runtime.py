@@ -25,7 +25,7 @@ from small_models import (
     Stop,
     agree_with_plain,
     chain,
-    initialise,
+    initialize,
     inputs,
     learn,
     leave,
@@ -573,7 +573,7 @@ class Nest(nn.Module):
 
 def units_in_units(shard: Shard) -> list[Any]:
     model = Chain([Nest(), Layer(), Nest()])
-    initialise(model)
+    initialize(model)
     for nest in (model.layers[0], model.layers[2]):
         for layer in nest.layers:
             shard(layer)

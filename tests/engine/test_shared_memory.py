@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_new_ranks
-from small_models import Chain, chain, initialise, inputs, sgd, take_step
+from small_models import Chain, chain, initialize, inputs, sgd, take_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -399,7 +399,7 @@ def test_no_rank_waits_for_a_block_that_others_cannot_read_yet():
     peers._PATIENCE_S = 3600.0
     share_memory_between_units(False)
     model = Chain()
-    initialise(model)
+    initialize(model)
     for layer in model.layers:
         layer.extra = nn.Parameter(torch.ones(48, 48, dtype=torch.float64))
         layer.register_forward_hook(lambda layer, _, output: output + (output.double() @ layer.extra).float())
@@ -446,7 +446,7 @@ def test_one_rank_whose_units_do_not_take_turns_is_enough_to_have_none_in_common
         assert set(slots) == {False}
 
 
-class Renormalised(nn.Module):
+class Renormalized(nn.Module):
     """Its forward shortens the rows that it looks up, in place."""
 
     def __init__(self) -> None:
@@ -462,7 +462,7 @@ class Renormalised(nn.Module):
 def look_up(shares: bool) -> tuple[list[bool], list[Tensor]]:
     share_memory_between_ranks(shares)
     torch.manual_seed(0)
-    model = fully_shard(Renormalised())
+    model = fully_shard(Renormalized())
     outputs = []
     for number in range(4):
         rows = torch.arange(4) * (dist.get_rank() + 1) + number
@@ -669,7 +669,7 @@ def sockets_of_other_runs(own: str) -> set[str]:
 
 
 def two_groups() -> tuple[Tensor, Tensor]:
-    """Run concurrent gathers of two groups, which end in another order on each rank."""
+    """Run concurrent gathers of two groups, which end in a different order on each rank."""
     rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     rank = dist.get_rank()

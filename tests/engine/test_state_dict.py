@@ -86,7 +86,7 @@ class Model(nn.Module):
         self.cells = nn.ModuleList(Cell() for _ in range(cells))
         self.centre = Centre()
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.aside = nn.Linear(WIDTH, WIDTH)  # ignored: whole and unsynchronised
+        self.aside = nn.Linear(WIDTH, WIDTH)  # ignored: whole and unsynchronized
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("table", torch.randn(7))
@@ -408,7 +408,7 @@ LOADS = [load_full, load_mapped, load_safetensors, load_dcp]
     ],
 )
 def test_what_was_saved_is_loaded_at_any_world_size_under_any_strategy(tmp_path, saved_by, strategy, shard, loaded_by):
-    """Whole or sharded, by files of three kinds, bit for bit, and loading whole tensors sends nothing."""
+    """Whole or sharded, by files of three kinds, bit for bit, and loading full tensors sends nothing."""
     expected = run_ranks(saved_by, save_after_steps, str(tmp_path), shard, strategy)[0]
     run_ranks(loaded_by, load_everywhere, str(tmp_path), expected)
 
@@ -534,8 +534,8 @@ def test_a_dtype_is_assigned_to_all_parameters_that_shared_one():
 
 
 @on_ranks(2)
-def test_a_state_dict_materialises_a_model_on_the_meta_device():
-    """Shard on the meta device, then load: no initialisation is ever computed."""
+def test_a_state_dict_materializes_a_model_on_the_meta_device():
+    """Shard on the meta device, then load: no initialization is ever computed."""
     for strategy in ONE_AXIS:
         for assign in (False, True):
             net = by_function(model(device="meta"), strategy=strategy)

@@ -1,4 +1,4 @@
-"""`stream_weights`: whole weights in buckets, under every strategy, within a bound on memory."""
+"""`stream_weights`: full weights in buckets, under every strategy, within a bound on memory."""
 
 from functools import partial
 from typing import Any

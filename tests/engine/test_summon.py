@@ -1,4 +1,4 @@
-"""`summon_full_params`: whole parameters in the user's hands, and what becomes of changes to them."""
+"""`summon_full_params`: full parameters in the user's hands, and what becomes of changes to them."""
 
 import copy
 import gc
@@ -140,7 +140,7 @@ def change(model: nn.Module, replaces: bool = False) -> None:
 @pytest.mark.parametrize("writeback", [True, pytest.param(False, marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_changes_are_kept_as_requested_and_computed_with(writeback):
-    """Under every strategy, also where whole parameters stay in memory between steps."""
+    """Under every strategy, also where full parameters stay in memory between steps."""
     for way in WAYS:
         model, reference = sharded(way), plain()
         if way[0] == "fully_shard":

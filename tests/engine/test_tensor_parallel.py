@@ -153,7 +153,7 @@ ON_FOUR_RANKS = (
 ON_EIGHT_RANKS = (Case((2, 2, 2), True, ("hsdp", "hsdp_zero2", "ddp")), Case((2, 2, 2), False, ("hsdp",)))
 
 
-@torch_before((2, 13), "torch 2.11 gives no whole tensor of axes that are not in the mesh's order")
+@torch_before((2, 13), "torch 2.11 gives no full tensor of axes that are not in the mesh's order")
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
@@ -181,7 +181,7 @@ def test_shards_have_the_bits_of_tensor_parallelism_with_gradients_averaged_by_h
 @pytest.mark.slow
 @on_ranks(4)
 def test_any_module_may_be_a_unit_and_axes_may_have_any_order():
-    """Units that tensor parallelism has hooks on, that take and give `DTensor`s, and axes in another order."""
+    """Units that tensor parallelism has hooks on, that take and give `DTensor`s, and axes in a different order."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "data"))
 
     def build() -> nn.Module:
@@ -434,7 +434,7 @@ def test_models_from_the_meta_device_and_those_that_are_cast_are_as_any():
         model.zero_grad()
 
 
-# -- whole parameters for the user ------------------------------------------------------------------------------------
+# -- full parameters for the user ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

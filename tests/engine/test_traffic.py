@@ -88,7 +88,7 @@ def test_collectives_run_in_the_order_of_the_strategy(strategy):
     ] * 4
 
 
-PREFETCHED = "backward"  # before its own: as its neighbour's backward begins
+PREFETCHED = "backward"  # before its own: as its neighbor's backward begins
 OWN = Phase.PRE_BACKWARD.value
 
 
@@ -330,7 +330,7 @@ def test_what_a_user_does_to_a_gradient_does_not_outlive_it(change):
 
 @on_ranks(2)
 def test_gradients_stay_while_a_stream_may_still_read_them():
-    """How many whole gradients reductions began with, and how many were there when they were queued, and finished."""
+    """The numbers of unsharded gradients when reductions began, when they were queued, and when they finished."""
     found, alive = [], []
     make, queue, finish = ParamGroup.start_reduction, UnitGradients.start_reduce, UnitReduction.finish
 

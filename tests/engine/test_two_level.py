@@ -1,4 +1,4 @@
-"""Gathers and sums over groups of neighbouring ranks: few messages on a queue, and the same bits by either way."""
+"""Gathers and sums over groups of neighboring ranks: few messages on a queue, and the same bits by either way."""
 
 from contextlib import AbstractContextManager
 from functools import partial

@@ -332,7 +332,7 @@ def test_every_collective_that_has_a_number_is_compared_between_ranks():
 
 def test_no_lock_is_held_while_a_rank_waits_for_others():
     """Else two threads that train two models wait for one another on two ranks."""
-    sends = {"waiting", "wait", "neighbours", "all_gather", "all_reduce", "broadcast", "barrier", "gather_objects"}
+    sends = {"waiting", "wait", "neighbors", "all_gather", "all_reduce", "broadcast", "barrier", "gather_objects"}
     sends |= {
         "new_group",
         "exchange",

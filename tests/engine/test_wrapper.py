@@ -20,7 +20,7 @@ from small_models import (
     Shard,
     agree_with_plain,
     chain,
-    initialise,
+    initialize,
     inputs,
     leave,
     sgd,
@@ -59,7 +59,7 @@ LAYERS = ModuleWrapPolicy({Layer})
 def wrapped(model: nn.Module | None = None, **options: Any) -> FullyShardedDataParallel:
     """Return a chain of the same weights whenever it is built, a unit per layer and a root unit."""
     model = Chain() if model is None else model
-    initialise(model)
+    initialize(model)
     return FullyShardedDataParallel(model, **{"auto_wrap_policy": LAYERS, **options})
 
 
@@ -157,7 +157,7 @@ def fill_linears(module: nn.Module) -> None:
 
 def apply_a_function(shard: Shard) -> list[Any]:
     model = Chain() if shard is leave else wrapped()
-    initialise(model) if shard is leave else None
+    initialize(model) if shard is leave else None
     visited: list[str] = []
     left = learn(model, steps=1)
     assert model.apply(fill_linears) is model
@@ -262,7 +262,7 @@ def test_what_is_ignored_stays_as_it_is(argument, what):
         assert {id(param) for param in plain} == {id(param) for param in kept}
         assert isinstance(net.layers[1], FullyShardedDataParallel) == (what == "parameters")
         reference = Chain()
-        initialise(reference)
+        initialize(reference)
         assert_same(learn(net), learn(reference))
 
 
@@ -542,7 +542,7 @@ class Embedded(nn.Module):
 
 def embedding_left_alone_in_backward(shard: Shard) -> list[Any]:
     model = Embedded()
-    initialise(model)
+    initialize(model)
     shard(model.embedding)
     for layer in model.layers:
         shard(layer)
@@ -675,7 +675,7 @@ def test_a_placement_that_cannot_be_is_refused(answer):
 def cast_a_part(shard: Shard) -> list[Any]:
     """One part of a unit after another, none of them a unit itself."""
     model = Chain()
-    initialise(model)
+    initialize(model)
     model = shard(model)
     left = learn(model)
     for part in (*model.layers, model.head):

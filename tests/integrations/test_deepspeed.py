@@ -317,7 +317,7 @@ def test_a_run_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path, 
         assert Path(path).parent.parent == tmp_path
         assert steps == STEPS
     assert (tmp_path / "latest").read_text() == f"global_step{SAVED_AT}"
-    for numbers, *_ in run_ranks(1, go_on, str(tmp_path), 3):  # with another number of ranks
+    for numbers, *_ in run_ranks(1, go_on, str(tmp_path), 3):  # with a different number of ranks
         assert len(numbers) == STEPS - SAVED_AT
 
 

@@ -352,7 +352,7 @@ def test_local_steps_are_refused():
     accelerator = sharded()(cpu=True)
     model = accelerator.prepare(nn.Linear(8, 8))
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=1) as local_sgd:
-        with pytest.raises(StateError, match="LocalSGD, which averages whole parameters, cannot be used"):
+        with pytest.raises(StateError, match="LocalSGD, which averages full parameters, cannot be used"):
             local_sgd.step()
         local_sgd.enabled = False
     assert accelerator.reduce(torch.ones(2), "mean").tolist() == [1, 1]

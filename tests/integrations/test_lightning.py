@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Model
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from shared_ranks import on_new_ranks
-from tests.small_models import Chain, initialise, whole, wholes
+from tests.small_models import Chain, initialize, whole, wholes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,7 +40,7 @@ class Module(L.LightningModule):
         self.net = Chain()
         self.scale = nn.Parameter(torch.ones(5))
         self.mix = nn.Linear(5, 5)
-        initialise(self)
+        initialize(self)
         self.losses: list[float] = []
         self.validated: list[float] = []
 
@@ -101,7 +101,7 @@ def trainer(strategy: Any, **options: Any) -> L.Trainer:
 
 
 def fit(strategy: Any, module: L.LightningModule | None = None, ckpt_path: str | None = None, **options: Any) -> Any:
-    """Return losses and validation losses of this rank, and the whole parameters."""
+    """Return losses and validation losses of this rank, and the full parameters."""
     with quiet():
         torch.manual_seed(0)
         module = Module() if module is None else module
@@ -219,7 +219,7 @@ class Alternating(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.first, self.second = Chain(), Chain()
-        initialise(self)
+        initialize(self)
         self.losses: list[float] = []
         self.validated: list[float] = []
 
@@ -274,7 +274,7 @@ def test_a_fit_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
             assert before + after == losses
             assert_same(resumed, weights)
     assert (tmp_path / "0" / "epoch=0.ckpt").is_dir()
-    assert run_ranks(1, resume_alone, str(tmp_path)) == [8]  # with another number of ranks: all batches of an epoch
+    assert run_ranks(1, resume_alone, str(tmp_path)) == [8]  # with a different number of ranks: all batches of an epoch
 
 
 @pytest.mark.slow
@@ -335,7 +335,7 @@ def run_fabric(strategy: Any, folder: str | None = None, resume: bool = False, *
         fabric.launch()
         with fabric.init_module(empty_init=False):
             model = Chain()
-        initialise(model)
+        initialize(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         model, optimizer = fabric.setup(model, optimizer)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.9)

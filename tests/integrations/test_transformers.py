@@ -255,7 +255,7 @@ def memory_of_a_step(model: Any) -> tuple[int, int]:
 )
 @on_ranks(2, timeout=170)
 def test_checkpoints_save_as_much_memory_as_without_sharding(name):
-    """Forward keeps not a byte more; backward has whole gradients of at most two units besides."""
+    """Forward keeps not a byte more; backward has unsharded gradients of at most two units besides."""
     gc.disable()
     recipe = RECIPES[name]
     plain, plain_peak = memory_of_a_step(recipe.model(leave))

@@ -227,7 +227,7 @@ def twice_differentiated(model: Any) -> list[Any]:
 
 
 def several_graphs(model: Any) -> list[Any]:
-    """Build graphs that wait for one another. One is never used, and they end in another order."""
+    """Build graphs that wait for one another. One is never used, and they end in a different order."""
     losses = [model(rows(i)).square().mean() for i in range(4)]
     for i in (1, 3, 0):
         losses[i].backward()
@@ -428,13 +428,13 @@ def test_a_policy_that_cannot_be_honoured_is_refused():
             Offload(**wrong)
 
 
-# -- on pretended streams ----------------------------------------------------------------------------------------------
+# -- on simulated streams ----------------------------------------------------------------------------------------------
 
 
 def on_streams(
     policy: Offload | None, scenario: Callable[..., Any], layer: type[Layer] = Layer
 ) -> tuple[Any, dry.Tape]:
-    """Run a scenario on real tensors and pretended streams. Return its result and its tape."""
+    """Run a scenario on real tensors and simulated streams. Return its result and its tape."""
     with dry.taped(values=True) as tape:
         model = chain(partial(fully_shard, offload_policy=policy), Chain([layer() for _ in range(3)]))
         given = scenario(model)

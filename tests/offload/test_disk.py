@@ -209,7 +209,7 @@ def test_what_is_dropped_is_given_out_again_once_nothing_is_written_there(tmp_pa
     del second, third
     assert scratch.free_bytes == 3 * ALIGNMENT
     fifth = scratch.take(3 * ALIGNMENT)
-    assert scratch.nbytes == 4 * ALIGNMENT, "neighbours are one stretch"
+    assert scratch.nbytes == 4 * ALIGNMENT, "neighbors are one stretch"
     del fourth
     sixth = scratch.take(2 * ALIGNMENT)
     assert scratch.nbytes == 6 * ALIGNMENT and (fifth.nbytes, sixth.nbytes) == (3 * ALIGNMENT, 2 * ALIGNMENT)

@@ -78,7 +78,7 @@ def hold_in_hand(**options: Any) -> list[Any]:
 
 @on_ranks(2)
 def test_on_a_cpu_offloading_changes_nothing_that_users_hold():
-    """State dicts, gradients, norms, whole parameters, models built on the meta device."""
+    """State dicts, gradients, norms, full parameters, models built on the meta device."""
     for strategy in ("zero1", "zero3"):
         expected = hold_in_hand(strategy=strategy)
         assert_same(hold_in_hand(strategy=strategy, offload_policy=CPUOffloadPolicy()), expected, name=strategy)

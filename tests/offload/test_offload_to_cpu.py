@@ -1,4 +1,4 @@
-"""States and parameters on the CPU with a pretended accelerator: identical bits, and the order of transfers."""
+"""States and parameters on the CPU with a simulated accelerator: identical bits, and the order of transfers."""
 
 import copy
 from collections.abc import Sequence

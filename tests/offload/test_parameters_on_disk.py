@@ -256,7 +256,7 @@ def test_memory_is_that_of_few_units_from_the_making_of_the_model_on(tmp_path):
         step()
     _, later = peak_during(step)
     world, buffers = dist.get_world_size(), 2 * MOST_WRITING + BUFFERS
-    # Whole parameters and gradients of two units each, what passes through buffers, and what a step is about to write.
+    # Full parameters and gradients of two units each, what passes through buffers, and what a step is about to write.
     assert later <= (4 * world + buffers) * 2 * shards
     assert buffers_of(torch.device("cpu")).idle_nbytes == 0, "gone after the step"
     model(torch.randn(4, WIDTH)).square().mean().backward()

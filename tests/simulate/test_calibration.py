@@ -174,7 +174,9 @@ def test_pages_cost_time_where_the_allocator_has_them_new(here, monkeypatch, thr
 
 
 def test_a_dtype_that_was_not_measured_is_refused(here):
-    with pytest.raises(ConfigError, match=r"has no rate of matrix products in float64, .* Known are float32, bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"has no rate for matrix products in float64, .* Known dtypes: float32, bfloat16"
+    ):
         costs_of(here, dtype="float64")
 
 

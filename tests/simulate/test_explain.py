@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from shared_ranks import on_ranks, run_ranks
-from small_models import Chain, chain, initialise, inputs
+from small_models import Chain, chain, initialize, inputs
 from torch import nn
 
 from fullshard import ConfigError, MixedPrecisionPolicy, Offload, explain, fully_shard, recording
@@ -18,7 +18,7 @@ from fullshard.plan.ledger import predict_ledger
 def explain_run(strategy: str, steps: int) -> tuple[str, Any]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = Chain()
-    initialise(model)
+    initialize(model)
     model.layers[0].norm.requires_grad_(False)
     model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy), model)
     for _ in range(steps):

@@ -113,5 +113,5 @@ def test_products_of_float8_are_timed_with_the_rate_of_their_operands():
         assert costs_of(machine)._flops_s(item) == pytest.approx(waves * item.flops / rate, rel=0.05)
     eager, compiled = (read_off(tape, machine, 2, compile_blocks=item) for item in (False, True))
     assert compiled.step_s < eager.step_s and compiled.dtype == "float8"
-    with pytest.raises(ConfigError, match="a100-80 has no rate of matrix products in float8"):
+    with pytest.raises(ConfigError, match="a100-80 has no rate for matrix products in float8"):
         read_off(tape, hardware("a100-80"), 2)

@@ -1,4 +1,4 @@
-"""The notebook runs, and its stored texts are those of the present code. Plots are not stored."""
+"""The notebook runs, and its stored texts are those of the current code. Plots are not stored."""
 
 from __future__ import annotations
 

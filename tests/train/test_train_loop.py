@@ -95,7 +95,7 @@ def test_losses_do_not_depend_on_the_strategy(two_ranks: Path, strategy: str, tm
 
 @pytest.mark.parametrize("strategy", ["hsdp", pytest.param("hsdp_zero2", marks=pytest.mark.slow)])
 def test_losses_of_hybrid_strategies_are_near(two_ranks: Path, strategy: str, tmp_path: Path) -> None:
-    """Two replicas of one rank each: the norm of the whole gradient is added up in another order."""
+    """Two replicas of one rank each: the norm of the full gradient is added up in a different order."""
     assert losses(trained(2, tmp_path, "--strategy", strategy)) == pytest.approx(losses(two_ranks), rel=1e-6)
 
 

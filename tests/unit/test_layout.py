@@ -169,7 +169,7 @@ def test_hundreds_of_experts_are_a_few_messages_on_a_queue():
 
 
 def test_separate_messages_on_a_queue_do_not_depend_on_the_world_size():
-    """Its operation is on the whole parameter, for any shard of a rank."""
+    """Its operation is on the full parameter, for any shard of a rank."""
     for world in (1, 8, 64, 512):
         params = lay_out([(1024, 2048), (512, 512)], world, itemsize=2, rule=ON_A_QUEUE).params
         assert [param_layout.in_place for param_layout in params] == [True, False]
@@ -195,7 +195,7 @@ def test_padding_is_bounded(shapes, world, itemsize, rule):
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES, RULES)
 def test_ranks_parts_laid_end_to_end_are_a_parameter_in_place(shapes, world, itemsize, rule):
-    """Gathers need no copy, because the first rows of the region are the whole parameter."""
+    """Gathers need no copy, because the first rows of the region are the full parameter."""
     for param_layout in lay_out(shapes, world, itemsize, rule=rule).in_place:
         for rank in range(world):
             start = min(rank * param_layout.spec.part_numel, param_layout.spec.numel)

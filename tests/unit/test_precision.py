@@ -27,7 +27,7 @@ def test_none_keeps_the_dtype_that_is_there(policy, stored, compute, reduce):
 
 
 @pytest.mark.parametrize("stored", [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn])
-def test_integers_and_quantised_weights_are_never_cast(stored):
+def test_integers_and_quantized_weights_are_never_cast(stored):
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     assert policy.contract(stored) == DtypeContract(stored=stored, compute=stored, reduce=stored)
 

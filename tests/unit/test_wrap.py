@@ -238,7 +238,9 @@ def test_parameter_lists_stay_in_the_unit_above():
 
 def test_a_container_without_forward_cannot_hold_parameters_as_a_unit():
     root = nn.Sequential(Block(3, [Leaf(5), Leaf(6)]))
-    with pytest.raises(ConfigError, match=r"picks 0\.inner, a ModuleList, which has no forward, so its 11 parameters"):
+    with pytest.raises(
+        ConfigError, match=r"selects 0\.inner, a ModuleList, which has no forward, so its 11 parameters"
+    ):
         wrapped_modules(root, ModuleWrapPolicy({nn.ModuleList}))
     assert list(wrapped_modules(root, ModuleWrapPolicy({nn.ModuleList, Leaf}))) == list(root[0].inner)
 

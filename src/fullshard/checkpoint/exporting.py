@@ -173,7 +173,7 @@ def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     empty = [name for name, value in weights.items() if value.is_meta]
     if empty:
         raise CheckpointError(
-            f"{len(empty)} tensors of the model are on the meta device, such as {empty[0]}. Initialise or load them "
+            f"{len(empty)} tensors of the model are on the meta device, such as {empty[0]}. Initialize or load them "
             "first."
         )
     return weights, ties

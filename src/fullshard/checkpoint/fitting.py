@@ -46,7 +46,7 @@ class Misfit:
             "it has no": self.absent,
             "missing in it:": self.missing,
             "unexpected in it:": self.unexpected,
-            "of another shape:": self.misshapen,
+            "of a different shape:": self.misshapen,
             "tied in the model, but not in the checkpoint:": self.untied,
             "encoded otherwise:": self.encoded,
             "state of another optimizer:": self.kinds,

@@ -85,8 +85,8 @@ def load(
         optimizer: An optimizer of parameters of `model`. Its parameter groups may differ.
         scheduler: An object with `load_state_dict()`.
         data: The position in the data. With the same number of ranks, each rank gets its own state.
-        random_states: Whether to restore random generators. With another number of ranks, they get new seeds derived
-            from the checkpoint, the world size and the rank.
+        random_states: Whether to restore random generators. With a different number of ranks, they get new seeds
+            derived from the checkpoint, the world size and the rank.
         progress: Called with the bytes that this rank has verified, and their total; then with the elements that it has
             read, and their total.
 

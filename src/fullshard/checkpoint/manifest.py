@@ -95,7 +95,7 @@ def _content(document: Any) -> dict[str, Any]:
     if document["checksum"] != (actual := _checksum(content)):
         raise _ManifestError(actual, f"the checksum {document['checksum']}")
     if isinstance(content, dict) and "format" in content and not _is_count(content["format"], FORMAT, FORMAT):
-        raise _ManifestError("one of another version of fullshard", f"a manifest of format {FORMAT}")
+        raise _ManifestError("one of a different version of fullshard", f"a manifest of format {FORMAT}")
     odd = [name for name in _FIELDS if not isinstance(content, dict) or not _FIELDS[name](content.get(name))]
     if odd or content.keys() != _FIELDS.keys():
         raise _ManifestError(f"one whose {', '.join(odd) or 'list of fields'} is not valid")

@@ -114,7 +114,7 @@ class _Interpreter:
             self._at += 1
             if code == _STOP:
                 if len(self._stack) != 1 or self._at != len(data):
-                    raise CheckpointError("it does not end where it should")
+                    raise CheckpointError("it has data after its end")
                 return self._pop()
             step = _STEPS.get(code)
             if step is None:
@@ -149,7 +149,7 @@ class _Interpreter:
     def _pop(self, kind: type[T] | None = None) -> T:
         value = self._stack.pop()
         if value is _MARK or (kind is not None and type(value) is not kind):
-            raise CheckpointError(f"the opcode at byte {self._at} has an argument of another type")
+            raise CheckpointError(f"the opcode at byte {self._at} has an argument of a different type")
         return value  # type: ignore[no-any-return]
 
     def _push(self, value: Any) -> None:
@@ -158,7 +158,7 @@ class _Interpreter:
     def _top(self, kind: type[T]) -> T:
         value = self._stack[-1]
         if type(value) is not kind:
-            raise CheckpointError(f"the opcode at byte {self._at} has an argument of another type")
+            raise CheckpointError(f"the opcode at byte {self._at} has an argument of a different type")
         return value
 
     def _since_mark(self) -> list[Any]:
@@ -317,7 +317,7 @@ def _metadata(value: Any, *, most_chunks: int) -> Metadata:
             for chunk in entry.chunks:
                 _check_stored(name, chunk, entry.properties.dtype, stored)
         elif MetadataIndex(name) not in stored:
-            raise CheckpointError(f"the value {name!r} is stored nowhere")
+            raise CheckpointError(f"the value {name!r} is not stored in any file")
     version = state.get("version")
     return Metadata(
         state_dict_metadata=made,
@@ -334,7 +334,7 @@ def _tensor(name: str, value: Any) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(_size(item.get("offsets")), _size(item.get("sizes"))) for item in described]
     why = uncovered(size, ((chunk.offsets, chunk.sizes) for chunk in chunks))
     if why is not None:
-        raise CheckpointError(f"of the tensor {_name(name)!r} {why}")
+        raise CheckpointError(f"tensor {_name(name)!r}: {why}")
     return TensorStorageMetadata(_properties(state.get("properties")), size, chunks)
 
 

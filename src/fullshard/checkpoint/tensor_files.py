@@ -276,7 +276,7 @@ def open_tensor_files(path: Path) -> TensorFiles:
         found, header = _described(file)
         twice = [name for name in found if name in tensors]
         if twice:
-            raise CheckpointError(f"{file}: expected tensors that are in no other file, found {twice[0]!r}. {_AGAIN}")
+            raise CheckpointError(f"{file}: {twice[0]!r} is also in another file of the folder. {_AGAIN}")
         tensors |= found
         places |= dict.fromkeys(found, file)
         metadata |= header

@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
     console.print(f"written to {shown(str(path))}", markup=False, highlight=False, soft_wrap=True)
     if settings.watch:
         with suppress(KeyboardInterrupt), serving(folder) as address:
-            console.print(f"following at {address} until Ctrl-C", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"serving the page at {address} until Ctrl-C", markup=False, highlight=False, soft_wrap=True)
             follow(lambda: _state(folder), lambda: _write(folder, settings.against, settings.export), _remaining)
     return WRITTEN
 

@@ -306,7 +306,7 @@ class Collectives(GroupProgress, ABC):
     def _exchange_fingerprints(self, local: bytes, *, alone: bool) -> Callable[[], list[bytes]] | None:
         """Send this rank's fingerprint to all. The returned function waits for all of them, in rank order.
 
-        Return None if the backend does not support this. Then only the watchdog and time-outs detect a mismatch.
+        Return None if the backend does not support this. Then only the watchdog and timeouts detect a mismatch.
 
         Args:
             local: The fingerprint of this rank.

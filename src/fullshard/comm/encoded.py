@@ -1,7 +1,7 @@
 """Gathers and sums with encoded messages, which send fewer bytes over any transport.
 
     gather      encode this rank's parts; all-gather bytes; decode all parts in place, including this rank's own
-    sum         encode every other rank's parts; all-to-all bytes; decode and sum in rank order; the own part is exact
+    sum         encode every other rank's parts; all-to-all bytes; decode and sum in rank order (own part: exact)
     sum, whole  the same, and then a gather of the sums
 
 So all ranks have bitwise identical full parameters and full sums: the decoded values.
@@ -53,7 +53,7 @@ class EncodedGathers(Gathers):
     def all_gather(
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, into_shared: bool = False
     ) -> Pending:
-        """See `Gathers.all_gather`. The send buffers may have another dtype, and are read immediately."""
+        """See `Gathers.all_gather`. The send buffers may have a different dtype, and are read immediately."""
         transport, codec = self._transport, self._codec
         sizes = [transport.world * codec.nbytes(part.numel()) for part in send]
         flat = self._scratch.take(sum(sizes), torch.uint8)

@@ -122,17 +122,17 @@ def check_own_part(name: str, tensor: DTensor, target: DeviceMesh | None) -> Non
     if target is not None and mesh != target and any(_ranks_along(mesh, axis) != mesh.size(axis) for axis in cut):
         raise CheckpointError(
             f"{name} of shape {tuple(tensor.shape)} is one shard on a mesh of shape {tuple(mesh.shape)}, which does "
-            f"not exist in this run of {dist.get_world_size()} ranks. Load with as many ranks as saved it, or save "
-            "whole tensors (get_model_state_dict with full_state_dict=True) or with fullshard.checkpoint.save, which "
-            "any number of ranks can load."
+            f"not exist in this run of {dist.get_world_size()} ranks. Load with as many ranks as saved it. To load "
+            "with any number of ranks, save full tensors (get_model_state_dict with full_state_dict=True), or use "
+            "fullshard.checkpoint.save."
         )
     if saved is not None and cut and (own is None or any(saved[axis] != own[axis] for axis in cut)):
         raise CheckpointError(
             f"{name} of shape {tuple(tensor.shape)} holds the part at coordinate {saved} of a mesh of shape "
             f"{tuple(mesh.shape)}, but rank {dist.get_rank()} is {'not in it' if own is None else f'at {own}'}. The "
             "file was saved by another rank: torch.save of a sharded state dict writes only that rank's part. Load on "
-            "each rank the file that it saved, or save whole tensors (get_model_state_dict with full_state_dict=True) "
-            "or with fullshard.checkpoint.save, which any number of ranks can load."
+            "each rank the file that it saved. To load with any number of ranks, save full tensors "
+            "(get_model_state_dict with full_state_dict=True), or use fullshard.checkpoint.save."
         )
 
 

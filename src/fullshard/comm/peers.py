@@ -11,7 +11,7 @@ either.
 [Note: waiting]
 A rank that waits sleeps in the kernel until a message arrives. If the rank that it waits for ends, the kernel closes
 the sockets of that rank, and the waiting rank gets an error immediately. If no message arrives, it gets an error after
-the group's time-out.
+the group's timeout.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fullshard.policy.switches import switches
 ADDRESS_NBYTES = 512  # of the addresses that ranks exchange to connect
 _ALIGNMENT = 64  # bytes: a tensor starts on a cache line
 _CONNECT_S = 60.0  # ranks connect at the same time, so a longer wait does not help
-_GREETING_S = 5.0  # time-out for the greeting of an unknown process
+_GREETING_S = 5.0  # timeout for the greeting of an unknown process
 _MESSAGE_NBYTES = 1024  # more than the size of any message
 _HEAD = struct.Struct("<BIQQQ")  # kind, block, collective, tag, and a number that depends on the kind
 _HELLO = struct.Struct("<i16s")  # rank, and the token of the one that listens
@@ -276,7 +276,7 @@ class HostPeers:
     def rank_shared(self, sizes: Sequence[int], collective: int) -> list[MappedMemory]:
         """Allocate memory of `sizes` bytes that all ranks share, in the collective of this number.
 
-        It is freed when no rank uses it any more.
+        It is freed when no rank uses it anymore.
         """
         memories = self._rank_shared(sizes, collective)
         for memory in memories:
@@ -320,7 +320,7 @@ class HostPeers:
     def _too_late(self, ranks: Sequence[int]) -> dist.DistError:
         return dist.DistError(
             f"Timed out: rank {self.rank} of the process group has waited for its {named_ranks(ranks)} for "
-            f"{self._timeout_s:g} s, the group's time-out."
+            f"{self._timeout_s:g} s, the group's timeout."
         )
 
     def _receive_all(self) -> None:
@@ -415,7 +415,7 @@ def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: 
     Args:
         rank: this rank.
         exchange: all-gathers a message of `ADDRESS_NBYTES` bytes, in rank order. Called at most twice.
-        timeout_s: the time-out of later waits, in seconds.
+        timeout_s: the timeout of later waits, in seconds.
 
     Raises:
         CannotShareError: the ranks are on several hosts, or one of them cannot share memory or has disabled this.

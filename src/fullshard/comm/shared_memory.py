@@ -150,7 +150,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
         peers.signal(free, self._take_fingerprint())
         peers.when_signalled(written, _nothing)
-        peers.when_signalled(free, write)  # once no rank needs the present contents
+        peers.when_signalled(free, write)  # once no rank needs the current contents
 
         def finish() -> None:
             peers.await_signals(free)

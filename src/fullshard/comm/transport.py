@@ -2,7 +2,7 @@
 
     Gathers                all_gather
     ├── EncodedGathers     over another transport, in fewer bits
-    └── TwoLevelGathers    across groups of neighbouring ranks, and then within a group
+    └── TwoLevelGathers    across groups of neighboring ranks, and then within a group
     Sums                   reduce_scatter, all_reduce
     └── EncodedSums        over another transport, in fewer bits
     Transport              both, and all_to_all
@@ -69,7 +69,7 @@ class Pending:
 
         Raises:
             RankMismatchError: Another rank has started a different collective. The group can no longer be used.
-            RankLostError: The process of another rank has ended. The group cannot be used any more.
+            RankLostError: The process of another rank has ended. The group cannot be used anymore.
         """
         finish, self._finish = self._finish, None
         if self._event is not None:

@@ -34,7 +34,7 @@ def _found() -> torch.device | None:
 def usual_device_type() -> str:
     """Return the type of the accelerator, if there is one and the default process group supports it; else "cpu".
 
-    This does not initialise the device, so a mesh created afterwards can still select the device by rank.
+    This does not initialize the device, so a mesh created afterwards can still select the device by rank.
     """
     found = _found()
     on_cpu = found is None or (dist.is_initialized() and dist.get_backend() == "gloo")

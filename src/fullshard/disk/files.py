@@ -272,8 +272,8 @@ class DiskFile:
         if (offset | nbytes | tensor.data_ptr()) % ALIGNMENT or not 0 <= offset <= self.nbytes - nbytes:
             raise DiskError(
                 f"{self.path}: cannot {kind.verb} offset {offset}, {nbytes} bytes at address {tensor.data_ptr():#x}: "
-                f"all three must be multiples of {ALIGNMENT}, within the {self.nbytes} bytes of the file. Take memory "
-                "from aligned_buffer."
+                f"all three must be multiples of {ALIGNMENT}, within the {self.nbytes} bytes of the file. Allocate "
+                "the memory with aligned_buffer."
             )
         starts = range(0, nbytes, self._request_bytes)
         parts = [self._threads.submit(self._move, kind, offset, [tensor], start) for start in starts]

@@ -45,8 +45,8 @@ def no_buffer() -> Tensor:
 class OnDisk(Tensor):
     """A contiguous tensor whose values are in `extent`, starting at byte `start`.
 
-    Views with another shape are copies: writes to them are not written to the file. See [Note: operations on tensors on
-    disk].
+    Views with a different shape are copies: writes to them are not written to the file. See [Note: operations on
+    tensors on disk].
     """
 
     extent: Extent

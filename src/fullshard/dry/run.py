@@ -18,7 +18,7 @@ from fullshard._compat import (
     fake_store,
     fake_tensors,
     foreach_by_default,
-    initialising_without_values,
+    initializing_without_values,
     meshes_on_cpu,
     taken_for_real,
     unwatched_propagation,
@@ -105,7 +105,7 @@ def taped(
         stack.enter_context(unwatched_propagation())
         stack.enter_context(copyable_fakes())
         if not values:
-            stack.enter_context(initialising_without_values())
+            stack.enter_context(initializing_without_values())
             stack.enter_context(taken_for_real())
             stack.enter_context(meshes_on_cpu())
         if streams == "gpu":

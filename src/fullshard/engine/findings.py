@@ -3,7 +3,7 @@
 [Note: a disk that fails on one rank]
 If a rank raised immediately, the other ranks would wait for it in their next collective. The rank cannot send an error
 instead: the other ranks expect data, and NCCL does not inspect the data. So the rank records the failure and continues
-with the present contents of the memory that could not be filled. At the next point that all ranks reach (the end of a
+with the current contents of the memory that could not be filled. At the next point that all ranks reach (the end of a
 forward, a backward, or a step), they sum one number, and raise the same error if it is not zero. Values that were
 computed in between must not be used.
 """

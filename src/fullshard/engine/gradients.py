@@ -73,7 +73,7 @@ class Gradients:
         self._regions = [slice(start, start + prod(shape)) for start, shape in zip(starts, shapes, strict=True)]
         self._strided = [(shape, contiguous_strides(shape), start) for shape, start in zip(shapes, starts, strict=True)]
 
-    # -- whole gradients ----------------------------------------------------------------------------------------------
+    # -- unsharded gradients -------------------------------------------------------------------------------------------
 
     def take(self) -> dict[int, Tensor]:
         """Remove and return the unsharded gradients, including those held from earlier microbatches, by parameter.

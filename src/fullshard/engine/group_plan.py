@@ -103,7 +103,7 @@ class GroupPlan:
 
     @cached_property
     def casts(self) -> bool:
-        """True if compute uses values other than the stored ones: cast to another dtype, or decoded after a gather."""
+        """True if compute does not use the stored values: they are cast to a different dtype, or decoded."""
         return self.contract.stored != self.contract.compute or self.encodes_gathers
 
     @cached_property
@@ -149,7 +149,7 @@ class GroupPlan:
 
     @cached_property
     def sums_in_two_levels(self) -> bool:
-        """True if gradients are summed within groups of neighbouring ranks first."""
+        """True if gradients are summed within groups of neighboring ranks first."""
         return self.options.placements.gradients is Placement.GROUPED
 
     @cached_property

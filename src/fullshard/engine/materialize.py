@@ -140,7 +140,7 @@ def _check_inner_first(modules: Sequence[nn.Module], module: nn.Module, name: st
         )
 
 
-def initialise(
+def initialize(
     modules: Iterable[nn.Module],
     device: torch.device,
     ignored: Iterable[nn.Parameter],
@@ -148,7 +148,7 @@ def initialise(
 ) -> None:
     """Give memory and values to the parameters and buffers of `modules` that are on the meta device.
 
-    Modules are initialised one at a time, with `param_init_fn(module)` if given, else with `reset_parameters()`. A
+    Modules are initialized one at a time, with `param_init_fn(module)` if given, else with `reset_parameters()`. A
     parameter that several modules share stays shared, with the values that the first of them gave it.
 
     Raises:
@@ -163,7 +163,7 @@ def initialise(
         if param_init_fn is None and not callable(getattr(module, "reset_parameters", None)):
             raise ConfigError(
                 f"{fqn} ({type(module).__name__}) has parameters on the meta device, such as {waiting[0]!r}, but no "
-                "reset_parameters() to initialise them. Pass param_init_fn=, or define reset_parameters() on it."
+                "reset_parameters() to initialize them. Pass param_init_fn=, or define reset_parameters() on it."
             )
         with _keeping_identity(module):
             (param_init_fn or partial(_reset, device=device))(module)
@@ -171,7 +171,7 @@ def initialise(
         if left:
             raise ConfigError(
                 f"param_init_fn left {left[0]!r} of {fqn} on the meta device. It must call "
-                "module.to_empty(device=..., recurse=False) and initialise the module's own parameters."
+                "module.to_empty(device=..., recurse=False) and initialize the module's own parameters."
             )
 
 

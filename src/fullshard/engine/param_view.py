@@ -55,7 +55,7 @@ class ParamView:
 
     @property
     def is_opaque(self) -> bool:
-        """True if the values are encoded bits, which must not be cast to another dtype."""
+        """True if the values are encoded bits, which must not be cast to a different dtype."""
         return False
 
     def make_sharded(self, shard: Tensor, axes: Axes, spec: ShardSpec, *, sharded: bool) -> DTensor:
@@ -208,8 +208,9 @@ def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
     kept = [name for name, value in vars(param).items() if isinstance(value, Tensor)]
     if kept:
         raise ConfigError(
-            f"{fqn} is a {module}.{kind} with additional tensors ({', '.join(kept)}), which every rank would keep "
-            "whole. List it in ignored_params, or define fsdp_pre_all_gather and fsdp_post_all_gather on its class."
+            f"{fqn} is a {module}.{kind} with additional tensors ({', '.join(kept)}), which would be unsharded on "
+            "every rank. List it in ignored_params, or define fsdp_pre_all_gather and fsdp_post_all_gather on its "
+            "class."
         )
     return OwnClassView(param)
 

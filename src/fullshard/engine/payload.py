@@ -138,7 +138,7 @@ class PayloadParam(ShardedParam):
             raise ConfigError(
                 f"{self.fqn}: fsdp_post_all_gather of {type(self._padded).__name__} returned a {type(form).__name__} "
                 f"of shape {tuple(form.shape)}, but the parameter has shape {self._spec.shape}. It must build the "
-                "whole parameter from the gathered tensors."
+                "full parameter from the gathered tensors."
             )
         given = {tensor.untyped_storage()._cdata for tensor in gathered}
         self._inner = [item for item in inner if item.untyped_storage()._cdata not in given]

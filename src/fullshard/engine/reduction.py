@@ -4,7 +4,7 @@ Reduction
 ├── WholeReduction optimizer whole: all-reduce, over the shard axis and then over the replicate axis
 └── ShardReduction       optimizer sharded: reduce-scatter, and then an all-reduce of shards over the replicate axis
     ├── OneLevelReduction
-    └── TwoLevelReduction   the reduce-scatter within groups of neighbouring ranks, and then across them
+    └── TwoLevelReduction   the reduce-scatter within groups of neighboring ranks, and then across them
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ class OneLevelReduction(ShardReduction):
 
 
 class TwoLevelReduction(ShardReduction):
-    """Sums within the group of neighbouring ranks, and then across groups."""
+    """Sums within the group of neighboring ranks, and then across groups."""
 
     def __init__(self, of: ReductionOf, two_level: TwoLevelSums) -> None:
         super().__init__(of, has_second_level=True)

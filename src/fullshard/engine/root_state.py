@@ -162,8 +162,8 @@ class RootState:
         if now is not known and (now.compute.is_stream or known.compute.is_stream):
             raise StateError(
                 f"{type(self.units[0].module).__name__} was sharded outside of this context of fullshard.dry.taped() "
-                "or in one that is over, so its steps would be recorded in part. Create, shard and train a model "
-                "within one context."
+                "or in one that has ended, so only a part of its steps would be recorded. Create, shard and train a "
+                "model within one context."
             )
 
     def await_reads_of_shards(self) -> None:

@@ -121,8 +121,8 @@ class Runtime:
         """Finalize a step that is finalized manually."""
         if not self.finalizes_manually:
             raise StateError(
-                f"finalize_backward of {type(self.units[0].module).__name__}: backward already finalizes itself, "
-                "since manual finalization is off. Call set_manual_backward_finalization(True) before the first "
+                f"finalize_backward of {type(self.units[0].module).__name__}: backward finalizes itself, because "
+                "manual finalization is disabled. Call set_manual_backward_finalization(True) before the first "
                 "forward of the step."
             )
         self.manual_driver.finalize_backward()

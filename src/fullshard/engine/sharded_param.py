@@ -214,10 +214,10 @@ class ShardedParam:
         found = owner.module._parameters.get(owner.name)
         raise StateError(
             f"{owner.name} of {type(owner.module).__name__} ({self.fqn}) was replaced by "
-            f"{'nothing' if found is None else f'another parameter, {tuple(found.shape)}'} after it was sharded, "
-            "which would be ignored. Replace, tie or reparametrize it before sharding. To change its values, use "
-            "load_state_dict or summon_full_params. torch's replicate and fully_shard also replace parameters: shard "
-            "a model with one library only. For replicas of shards, pass strategy='hsdp'."
+            f"{'nothing' if found is None else f'another parameter, {tuple(found.shape)}'} after it was sharded. The "
+            "replacement would be ignored. Replace, tie or reparametrize it before sharding. To change its values, "
+            "use load_state_dict or summon_full_params. torch's replicate and fully_shard also replace parameters: "
+            "shard a model with one library only. For replicas of shards, pass strategy='hsdp'."
         )
 
     def adopt(self) -> bool:

@@ -292,7 +292,7 @@ class Unit:
         if names:
             raise StateError(
                 f"{self.name or 'the root'}: {len(names)} parameters are still on the meta device, such as "
-                f"{names[0]!r}. Call model.to_empty(device=...) and initialise or load them first, or pass "
+                f"{names[0]!r}. Call model.to_empty(device=...) and initialize or load them first, or pass "
                 "param_init_fn."
             )
 

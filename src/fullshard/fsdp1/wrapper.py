@@ -79,21 +79,21 @@ class FullyShardedDataParallel(nn.Module):
         backward_prefetch: The point in backward at which the next unit's all-gather starts. If None, backward does not
             prefetch units.
         mixed_precision: The dtypes of compute, of the reduction and of buffers.
-        ignored_modules: Modules whose parameters are neither sharded nor synchronised.
-        param_init_fn: Initialises one module on the meta device. If None, `reset_parameters()` is called.
+        ignored_modules: Modules whose parameters are neither sharded nor synchronized.
+        param_init_fn: Initializes one module on the meta device. If None, `reset_parameters()` is called.
         device_id: The device that computes. If None, the device of `device_mesh`, or else the current GPU if there is
             one, or else the CPU.
         sync_module_states: Whether every rank gets the values of rank 0.
         forward_prefetch: Whether the next unit's all-gather starts before this unit's forward.
         limit_all_gathers: Whether to prefetch at most one unit. If False, at most two.
         use_orig_params: Must be True, because parameters are never flattened.
-        ignored_states: Parameters or modules that are neither sharded nor synchronised. Replaces `ignored_modules`.
+        ignored_states: Parameters or modules that are neither sharded nor synchronized. Replaces `ignored_modules`.
         device_mesh: The mesh to shard over, instead of `process_group`.
         broadcast_buffers, shard_alignment: See `fullshard.fully_shard`. torch's class does not have these arguments.
 
     Raises:
         ConfigError: An argument, or a combination of arguments, is invalid or not supported.
-        StateError: The default process group is not initialised.
+        StateError: The default process group is not initialized.
     """
 
     def __init__(

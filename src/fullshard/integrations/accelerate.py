@@ -187,7 +187,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         if self.shards and any(isinstance(each_tensor, DTensor) for each_tensor in tensors_in(tensor)):
             raise StateError(
                 "cannot reduce a DTensor: each rank has a different shard. LocalSGD, which averages "
-                "whole parameters, cannot be used with a sharded model. Use gradient accumulation."
+                "full parameters, cannot be used with a sharded model. Use gradient accumulation."
             )
         return super().reduce(tensor, reduction, scale)
 
@@ -289,7 +289,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             ]
             if len(found) > 1:
                 raise ConfigError(
-                    f"{len(found)} optimizers step parameters of one {type(model).__name__}, but a checkpoint can "
+                    f"{len(found)} optimizers update parameters of one {type(model).__name__}, but a checkpoint can "
                     "hold one. Create one optimizer with several parameter groups."
                 )
             yield model, found[0] if found else None

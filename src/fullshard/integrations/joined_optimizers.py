@@ -27,8 +27,8 @@ class _Joined:
         params = [id(param) for group in self.param_groups for param in group["params"]]
         if len(params) > len(set(params)):
             raise ConfigError(
-                "two optimizers step the same parameter, but a checkpoint holds one state per parameter. Pass each "
-                "parameter to one optimizer only, or save only weights."
+                "two optimizers update the same parameter, but a checkpoint contains one state per parameter. Pass "
+                "each parameter to one optimizer only, or save only weights."
             )
 
     @property

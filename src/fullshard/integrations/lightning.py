@@ -401,7 +401,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         """
         if storage_options is not None or filter is not None:
             raise ConfigError(
-                "fabric.save(storage_options=..., filter=...) are not supported: the whole state is saved."
+                "fabric.save: storage_options and filter are not supported, because the whole state is saved."
             )
         parts = _Parts.of(state)
         remaining = {name: item.state_dict() if _is_stateful(item) else item for name, item in parts.remaining.items()}

@@ -136,7 +136,7 @@ def with_actions(schedule: S) -> S:
         schedule: A schedule of `torch.distributed.pipelining` with `PipelineStage`s of this module.
 
     Raises:
-        ConfigError: A stage has another type.
+        ConfigError: A stage has a different type.
     """
     if not isinstance(schedule, schedules._PipelineScheduleRuntime):
         return schedule

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.routes import collectives_of
 from fullshard.device.current import current_device, usual_device_type
-from fullshard.engine.materialize import initialise
+from fullshard.engine.materialize import initialize
 from fullshard.engine.registry import has_forward, is_unit, own_modules
 from fullshard.fsdp_module import fully_shard
 from fullshard.tape.recorder import Origin, Phase
@@ -51,7 +51,7 @@ def shard_model(
     policy = auto_wrap_policy or (None if there else repeated_layers(model))
     chosen = {} if policy is None else wrapped_modules(model, policy, ignored_modules=there)
     for unit, overrides in [*chosen.items(), (model, root or {})]:
-        initialise((unit,), device, (), None)
+        initialize((unit,), device, (), None)
         take_from_first(unit)
         fully_shard(unit, **{**options, **overrides})
 

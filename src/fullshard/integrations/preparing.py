@@ -133,7 +133,7 @@ def _keep_in_float32(model: nn.Module) -> None:
     for param in raised:
         param.data = param.data.float()
     if raised:
-        logger.info("%d trained parameters are kept in float32, since mixed precision is on", len(raised))
+        logger.info("%d trained parameters are kept in float32, because mixed precision is enabled", len(raised))
 
 
 def _checkpoint_activations(model: Any, units: Iterable[nn.Module], offload: bool) -> None:

@@ -90,7 +90,7 @@ class Replicas:
             )
         if not dist.is_initialized():
             raise StateError(
-                "Replicas without a process group of this replica's ranks. Call torch.distributed."
+                "Replicas needs a process group of this replica's ranks, and there is none. Call torch.distributed."
                 "init_process_group() first, under a launcher for each replica."
             )
         self._model = model

@@ -82,7 +82,7 @@ class _TrainerSharding(transformers.Trainer):
             return
         if self.args.save_only_model and plugin.state_dict_type == SHARDED:
             raise ConfigError(
-                f"save_only_model saves whole weights, and fsdp_config's state_dict_type={SHARDED} leaves them out of "
+                f"save_only_model saves full weights, and fsdp_config's state_dict_type={SHARDED} leaves them out of "
                 f"checkpoints. Set state_dict_type={FULL}, or leave out save_only_model."
             )
         if self.args.optim == "adafactor":
@@ -314,7 +314,7 @@ class _Conversions:
     """The conversion that transformers applies to weights in files: renaming and merging, as for experts.
 
     Raises:
-        ConfigError: There is another kind of transform.
+        ConfigError: There is a different kind of transform.
     """
 
     def __init__(self, model: Any, transforms: Sequence[Any]) -> None:

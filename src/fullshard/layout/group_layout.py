@@ -17,7 +17,7 @@ A separate message saves a copy out of the pack, or into it. Which of the two is
 Between each pair of ranks (CPUs) a message is one shard to one rank. There a copy is expensive, about 5 GB/s, and each
 message costs microseconds, independent of their number: a shard of 16 KiB takes 2 x 16 KiB / 5 GB/s = 7 us to copy.
 
-On a queue (GPUs) a message is one operation, on the whole parameter, in a group of operations. A GPU reads and writes
+On a queue (GPUs) a message is one operation, on the full parameter, in a group of operations. A GPU reads and writes
 2.5 TB/s, so a copy of 1 MiB takes 2 x 1 MiB / 2.5 TB/s = 0.8 us: about the cost of one more operation among a few, at
 any world size. Above about 16 operations, which a backend's channels run in parallel, each costs some microseconds (980
 small ones in one group took 70 times as long as one flat call: https://github.com/NVIDIA/nccl/issues/725), like a copy
@@ -48,9 +48,9 @@ class MessageRule:
     """
 
     least_part_nbytes: int = 0  # of a shard
-    least_nbytes: int = 0  # of the whole parameter
+    least_nbytes: int = 0  # of the full parameter
     most: int | None = None  # maximum in a group, for the largest ones; None for no limit
-    always_from_nbytes: int = 0  # whole parameters of at least this size get one even beyond `most`
+    always_from_nbytes: int = 0  # full parameters of at least this size get one even beyond `most`
     start_step_bytes: int = ALIGNMENT_BYTES  # parameters start at multiples of this
     max_padding: float = 1 / 32  # the share of a parameter that may be added as rows that exist on no rank
 

@@ -72,7 +72,7 @@ class ShardSpec:
 
 def choose_spec(shape: Sequence[int], world: int, dim: int | None = None) -> ShardSpec:
     """Return the spec along `dim`. If None, along dim 0, as `DTensor` users expect, unless it has fewer rows than ranks
-    and another dim divides better.
+    and a different dim divides better.
     """
     shape = tuple(shape)
     if dim is not None:

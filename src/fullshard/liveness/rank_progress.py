@@ -50,7 +50,7 @@ class GroupProgress:
         self.unsent: dict[int, bool] = {}
         """Collectives that this rank has started, and has to send a second message of: by their numbers, whether it
         sends that one while it waits for any collective of the group, or only while it waits for this one."""
-        self.broken: FullshardError | None = None  # why the group cannot be used any more
+        self.broken: FullshardError | None = None  # why the group cannot be used anymore
 
     def end_wait(self) -> None:
         """Make the thread that waits for a collective of this group raise `broken`. Called by the watchdog."""

@@ -1,7 +1,7 @@
 """A process group's store, with a timeout for every call.
 
 If the host of a `TCPStore` does not respond, most calls wait until the system closes the connection after about 15
-minutes, because the store's time-out applies only to missing keys. So a separate thread makes the calls, and is
+minutes, because the store's timeout applies only to missing keys. So a separate thread makes the calls, and is
 abandoned if it gets no answer.
 """
 

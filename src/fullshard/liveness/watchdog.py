@@ -54,11 +54,11 @@ _LOOKS_A_SECOND = 500
 _GRACE_S = 3.0  # time for a rank to raise an exception after a loss, before its process is ended
 _LONG_GRACE_S = 10.0  # the same if only a background thread waits, or a collective of other code
 _ANSWER_S = 4.0  # time for the other ranks to report their progress
-_STORE_S = 5.0  # time-out of the store
+_STORE_S = 5.0  # timeout of the store
 _EARLY_S = 10.0  # wait before an early question
 _LINES = 16  # maximum number of ranks that an error names
 _SETTLED_S = 2.0  # shorter waits are ignored, because the rank may be about to start the collective of the others
-_LEAD_S = 10.0  # time for the report before the time-out of the process group, whose error names one rank only
+_LEAD_S = 10.0  # time for the report before the timeout of the process group, whose error names one rank only
 
 _NO_WORD = "its process ended without a message (killed, out of memory, or crashed)"
 _NO_ANSWER = "its host does not answer (powered off, or the network is down)"
@@ -73,7 +73,7 @@ def set_collective_timeout(seconds: float | None, *, report_after: float | None 
 
     Each rank then writes its progress to the standard error stream (step, microbatch, unit, phase, collective,
     duration), and the first rank to detect the timeout also writes the progress of all ranks. The processes end with
-    exit code 75. By default this happens a few seconds before the time-out of the default process group
+    exit code 75. By default this happens a few seconds before the timeout of the default process group
     (`init_process_group(timeout=...)`: 30 minutes on gloo, 10 on NCCL). A longer time has no effect, because the group
     then aborts its collectives.
 

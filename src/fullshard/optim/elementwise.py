@@ -51,13 +51,13 @@ def check_name(optimizer: Optimizer) -> None:
         name = _known_name(kind.__name__)
         if name is not None:
             raise ConfigError(
-                f"{type(optimizer).__name__} computes sums over whole parameters, but each rank has only a part of "
+                f"{type(optimizer).__name__} computes sums over full parameters, but each rank has only a part of "
                 f"them. {_INSTEAD.get(name, 'Use AdamW')}, or keep parameters whole with strategy='ddp'."
             )
     clipped = next((group["max_unorm"] for group in _options(optimizer) if group.get("max_unorm")), 0)
     if clipped:
         raise ConfigError(
-            f"{type(optimizer).__name__} with max_unorm={clipped} computes norms of whole parameters, but each rank "
+            f"{type(optimizer).__name__} with max_unorm={clipped} computes norms of full parameters, but each rank "
             "has only a part of them. Leave max_unorm out, or keep parameters whole with strategy='ddp'."
         )
 
@@ -92,7 +92,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
         _log.warning(
             "step_shards(%s): its step could not be tested (%s: %s). Results are correct only if it treats each "
             "element, or each block of elements, separately. step_shards(optimizer, verify=True) compares the first "
-            "steps with whole tensors.",
+            "steps with full tensors.",
             *(kind, type(error).__name__, str(error).partition("\n")[0]),
         )
         return
@@ -106,15 +106,15 @@ def check_elementwise(optimizer: Optimizer) -> None:
     difference = _difference(wholes, parts)
     if difference > _TOLERANCE:
         raise ConfigError(
-            f"{kind} needs whole parameters, but each rank has only a part of them: its steps on the halves of test "
-            f"tensors differ from those on the whole tensors by {difference:.2g} of the largest step. Use AdamW or "
+            f"{kind} needs full parameters, but each rank has only a part of them: its steps on the halves of test "
+            f"tensors differ from those on the full tensors by {difference:.2g} of the largest step. Use AdamW or "
             "another optimizer that treats each element separately, or keep parameters whole with strategy='ddp'."
         )
     if shapes:
         _log.warning(
             "step_shards(%s): its state %r has shape %s for a parameter of shape %s. Steps on test tensors do not "
-            "depend on it yet. If later steps need whole parameters, keep parameters whole with strategy='ddp'; "
-            "step_shards(optimizer, verify=True) compares the first steps with whole tensors.",
+            "depend on it yet. If later steps need full parameters, keep parameters whole with strategy='ddp'; "
+            "step_shards(optimizer, verify=True) compares the first steps with full tensors.",
             *(kind, *shapes[0]),
         )
 
@@ -230,7 +230,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# -- a comparison with whole tensors ----------------------------------------------------------------------------------
+# -- a comparison with full tensors ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -281,7 +281,7 @@ class StepComparison:
                 managed = managed_by(param)
                 name = "a parameter" if managed is None else managed.param.fqn
                 raise ConfigError(
-                    f"{type(self._optimizer).__name__} needs whole parameters, but each rank has only a part of them: "
+                    f"{type(self._optimizer).__name__} needs full parameters, but each rank has only a part of them: "
                     f"the step of {name} of shape {tuple(whole.shape)} on shards differs from that on the whole "
                     f"tensor by {off:.2g}, and the largest step of an element is {largest:.2g}. Use AdamW or another "
                     "optimizer that treats each element separately, or keep parameters whole with strategy='ddp'."

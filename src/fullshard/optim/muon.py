@@ -1,4 +1,4 @@
-"""Muon for sharded matrices. Every matrix is orthogonalised once, by one rank, instead of on every rank.
+"""Muon for sharded matrices. Every matrix is orthogonalized once, by one rank, instead of on every rank.
 
 The algorithm is that of Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024,
 https://kellerjordan.github.io/posts/muon). The update is the momentum with its singular values replaced by numbers
@@ -6,7 +6,7 @@ close to 1, which a Newton-Schulz iteration computes. The learning rate "match_r
 is Scalable for LLM Training" (2025, arXiv:2502.16982). The operations are those of `torch.optim.Muon`.
 
 [Note: how matrices are exchanged]
-Momenta are updated in shards. The iteration needs the whole matrix and computes in bfloat16. So messages are in
+Momenta are updated in shards. The iteration needs the full matrix and computes in bfloat16. So messages are in
 bfloat16, without any loss of precision. Each rank has one buffer, `own_part`, with its parts of all matrices of a
 batch, by owner, and receive buffers, `received`, with every rank's parts of the matrices that it owns. With matrices A
 and B owned by rank 0 and C by rank 1:
@@ -56,7 +56,7 @@ from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 
 BATCH_NBYTES = 16 * 2**20
-"""Maximum bytes of whole matrices that a rank orthogonalises in one batch, unless it is one larger matrix."""
+"""Maximum bytes of full matrices that a rank orthogonalizes in one batch, unless it is one larger matrix."""
 
 _TRANSPORT = torch.bfloat16
 _VARIANTS = 1024  # the number of sets of matrices that the channel distinguishes
@@ -70,11 +70,11 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
     torch's: torch adds an update in bfloat16, with rounding that depends on the position of elements. This class adds
     it in float32 and rounds once.
 
-    The ranks of a mesh, including replicas, divide the orthogonalisations evenly, and exchange the next matrices while
-    they compute. Matrices that are not `DTensor`s are orthogonalised on each rank. Every rank must call `step` with
+    The ranks of a mesh, including replicas, divide the orthogonalizations evenly, and exchange the next matrices while
+    they compute. Matrices that are not `DTensor`s are orthogonalized on each rank. Every rank must call `step` with
     gradients of the same parameters.
 
-    A 3-D parameter is a stack of matrices, one per expert or head. Each matrix is orthogonalised separately, and
+    A 3-D parameter is a stack of matrices, one per expert or head. Each matrix is orthogonalized separately, and
     locally if a rank has all of it. Matrices may be sharded along any axes of their mesh, including those of tensor and
     expert parallelism.
 
@@ -252,7 +252,7 @@ class Cuts:
         index: The index of the matrix in a stack; empty for a single matrix.
         rows: The rows of the matrix.
         columns: The columns of the matrix.
-        whole_part: the part that is the whole matrix, if there is one.
+        whole_part: the part that is the full matrix, if there is one.
     """
 
     spans: Sequence[Sequence[range]]
@@ -322,13 +322,13 @@ class Matrix:
         buffer.lerp_(grad, 1 - momentum)
         return grad.lerp(buffer, momentum) if self.group["nesterov"] else buffer
 
-    def orthogonalise(self, parts: Sequence[Tensor]) -> None:
+    def orthogonalize(self, parts: Sequence[Tensor]) -> None:
         """Replace the contents of `parts`, the ranks' parts of the matrix, by those of the orthogonalized matrix."""
         coefficients, steps, eps = (self.group[name] for name in ("ns_coefficients", "ns_steps", "eps"))
         whole = parts[0].new_empty(self.cuts.rows, self.cuts.columns)
         for number, part in enumerate(parts):
             whole[self.cuts.tile(number)] = part
-        whole = orthogonalised(whole, coefficients, steps, eps)
+        whole = orthogonalized(whole, coefficients, steps, eps)
         for number, part in enumerate(parts):
             part.copy_(whole[self.cuts.tile(number)])
 
@@ -397,7 +397,7 @@ def _divided(
     return spans, whole_parts
 
 
-def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+def orthogonalized(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
     """Return a matrix with the singular vectors of `matrix`, and singular values around 1.
 
     Divide by the norm, so that no singular value is above 1, and iterate `x -> a x + b (x x^T) x + c (x x^T)^2 x` for
@@ -455,7 +455,7 @@ class Team:
             sharded, of all ranks with different parts, along one or several axes. Empty for a plain tensor, whose team
             is one rank.
         places: The coordinates of the ranks with different parts on the sharded axes.
-        device: The device that orthogonalises matrices.
+        device: The device that orthogonalizes matrices.
     """
 
     transports: tuple[Collectives, ...]
@@ -542,7 +542,7 @@ class Team:
             for number, by_owner in enumerate(work)
         ]
         passing_on = [MatrixBatch.take_back] * (len(self.transports) - 1)
-        stages = [MatrixBatch.collect, MatrixBatch.orthogonalise, *passing_on, MatrixBatch.finish]
+        stages = [MatrixBatch.collect, MatrixBatch.orthogonalize, *passing_on, MatrixBatch.finish]
         for tick in range(len(batches) + len(stages) - 1):
             for lag, stage in enumerate(stages):
                 if 0 <= tick - lag < len(batches):
@@ -554,7 +554,7 @@ class MatrixBatch:
 
     Args:
         team: The ranks.
-        by_owner: The matrices that each rank orthogonalises.
+        by_owner: The matrices that each rank orthogonalizes.
         parity: 0 and 1 alternately, because two batches are pending at the same time.
         which: The names and shapes of all matrices. Messages of different matrices have different tags.
         note: A note that distinguishes the collectives of special steps.
@@ -594,15 +594,15 @@ class MatrixBatch:
             sent = [self._region(range(owner, owner + 1)) for owner in team.partners]
             self._exchange(team.transports[-1], self._received, sent, self._partners_nbytes, "there")
 
-    def orthogonalise(self) -> None:
-        """Orthogonalise the matrices that this rank owns, and start to send them back."""
+    def orthogonalize(self) -> None:
+        """Orthogonalize the matrices that this rank owns, and start to send them back."""
         self._wait()
         own_part = self._by_owner[self._team.number]
         parts = [_parts(buffer, own_part, part) for part, buffer in enumerate(self._received)]
         for matrix, its_parts in zip(own_part, zip(*parts, strict=True), strict=True):
             recorder, origin = active_recorder(), Origin(matrix.name, Phase.STEP)
-            event = recorder and recorder.add(Event("orthogonalise", origin, nbytes=matrix.nbytes))
-            matrix.orthogonalise(its_parts)
+            event = recorder and recorder.add(Event("orthogonalize", origin, nbytes=matrix.nbytes))
+            matrix.orthogonalize(its_parts)
             if event:
                 event.finish()
         self.take_back()

@@ -247,8 +247,8 @@ def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None =
     """
     if dtype not in hardware.flops_per_s:
         raise ConfigError(
-            f"{hardware.name} has no rate of matrix products in {dtype}, in which most of the model's are. Known are "
-            f"{', '.join(hardware.flops_per_s)}. Train in one of these dtypes."
+            f"{hardware.name} has no rate for matrix products in {dtype}, the dtype of most products of the model. "
+            f"Known dtypes: {', '.join(hardware.flops_per_s)}. Train in one of these dtypes."
         )
     if hardware.kind == "cpu":
         from fullshard.plan.cpu_costs import CpuCosts  # which is one of these

@@ -172,7 +172,7 @@ def _bytes(model: nn.Module) -> Iterator[str]:
     for state in ("parameters", "gradients", "optimizer_state", "gathered_peak", "total"):
         yield f"  {state.replace('_', ' '):16}{_size(getattr(ledger, state)):>12}"
         if state == "gradients" and error_feedback:
-            yield f"    of these    {_size(error_feedback):>16} is quantisation error feedback"
+            yield f"    of these    {_size(error_feedback):>16} is quantization error feedback"
         if state == "optimizer_state" and on_disk.nbytes:
             yield f"    of these    {_size(on_disk.buffer_nbytes):>16} are buffers for what is on the disk"
     yield from _offloaded(model)

@@ -53,7 +53,7 @@ class SubjectSettings:
     optimizer: MaybeStr = None
     """A function that makes the optimizer of a list of parameters. Left out: fused AdamW."""
     clip: float = 1.0
-    """Largest norm of the whole gradient; 0 turns clipping off."""
+    """Largest norm of the full gradient; 0 turns clipping off."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ class ShardOptions:
         given = f"Offload(parameters={{'disk': {self.parameters_on_disk}}})"
         if self.placements.parameters is Placement.WHOLE:
             raise ConfigError(
-                f"{given}: this strategy keeps whole parameters in memory between steps, so it has no shards to "
+                f"{given}: this strategy keeps full parameters in memory between steps, so it has no shards to "
                 "offload to disk. Choose one that shards parameters, such as 'zero3' or 'hsdp'."
             )
         if self.precision.reduce_wire is not None:

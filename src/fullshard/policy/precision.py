@@ -172,7 +172,7 @@ def check_encodings(policy: MixedPrecisionPolicy, placements: Placements) -> Non
     """Raise `ConfigError` if an encoding is set for parameters that are never gathered."""
     if policy.gather_wire is not None and placements.optimizer is Placement.WHOLE:
         raise ConfigError(
-            f"gather_wire={policy.gather_wire!r}, but every rank keeps and updates whole parameters (as under "
+            f"gather_wire={policy.gather_wire!r}, but every rank keeps and updates full parameters (as under "
             "strategy='ddp'), so none are gathered. Leave it out, or choose a strategy that shards the optimizer "
             "state, such as 'zero1'."
         )

@@ -67,12 +67,12 @@ class Placements:
             )
         if self.optimizer is whole and not self.parameters is self.gradients is whole:
             raise ConfigError(
-                "optimizer is whole but parameters or gradients are not: a rank can only step parameters and "
-                "gradients that it holds. Also set optimizer to sharded."
+                "optimizer is whole but parameters or gradients are not: a rank can only update parameters "
+                "whose values and gradients it has. Also set optimizer to sharded."
             )
         if self.optimizer is Placement.GROUPED:
             raise ConfigError(
-                "optimizer is grouped: all groups would hold and step the same parameters. Use strategy='hsdp' with "
+                "optimizer is grouped: all groups would store and update the same parameters. Use strategy='hsdp' with "
                 "a mesh whose first axis is the groups, or set optimizer to sharded."
             )
 

@@ -7,7 +7,7 @@ within a unit are assumed to be as large as the activations of the unit with the
 an allocator or a clock, and ranks use the maximum of each number over all ranks. So all ranks make the same decision,
 in every run. A rank needs the larger of
 
-    forward and backward   parameters + states + gathered + whole gradients + working memory
+    forward and backward   parameters + states + gathered + unsharded gradients + working memory
                            + activations or gradients: the larger, or both if microbatches accumulate
     the step               parameters + states + gradients + a copy of the largest of them
 

@@ -80,9 +80,9 @@ def _check_loading(optimizer: Optimizer, found: Sequence[Managed]) -> None:
     if not any(isinstance(value, Tensor) and value.ndim for value in values):
         raise StateError(
             f"{type(optimizer).__name__} has no state, and torch.distributed.checkpoint cannot load full states into "
-            "such an optimizer, of any model. Leave out full_state_dict when you load the optimizer: "
-            "set_optimizer_state_dict(model, optimizer, states) sets the options of its groups. Load the model by "
-            "set_model_state_dict."
+            "an optimizer without state, whether the model is sharded or not. Leave out full_state_dict when you "
+            "load the optimizer: set_optimizer_state_dict(model, optimizer, states) sets the options of its groups. "
+            "Load the model by set_model_state_dict."
         )
     first = min(found, key=lambda managed: managed.param.number)
     check_same_names(
@@ -147,7 +147,7 @@ def _own(name: str, param: DTensor, value: Tensor, blocks: BlockStates | None) -
         return value
     if blocks is not None:
         raise StateError(
-            f"{name} is a whole tensor of shape {tuple(value.shape)}, but the optimizer encodes states in blocks that "
+            f"{name} is a full tensor of shape {tuple(value.shape)}, but the optimizer encodes states in blocks that "
             "belong to one rank each. Load the result of FullyShardedDataParallel.optim_state_dict_to_load."
         )
     return placed_like(param, value)

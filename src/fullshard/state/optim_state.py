@@ -77,7 +77,7 @@ def optim_state_dict(
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
         return _mapped(named, lambda value: value.cpu()) if config.offload_to_cpu else named
     assert isinstance(config, FullOptimStateDictConfig)
-    _meet(model, named, "optim_state_dict() of whole tensors")
+    _meet(model, named, "optim_state_dict() of full tensors")
     with failing_together(units_in(model)):
         return _gathered(named, keep=not config.rank0_only or is_first_rank(model), offload=config.offload_to_cpu)
 

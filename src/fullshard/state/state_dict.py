@@ -38,7 +38,7 @@ from fullshard.policy.arguments import check_type
 class StateDictType(Enum):
     """The kinds of state dicts of a `FullyShardedDataParallel` module."""
 
-    FULL_STATE_DICT = "full"  # whole tensors
+    FULL_STATE_DICT = "full"  # full tensors
     LOCAL_STATE_DICT = "local"  # not supported: it would hold flattened shards, which do not exist here
     SHARDED_STATE_DICT = "sharded"  # DTensors
 
@@ -184,7 +184,7 @@ def set_state_dict_type(
         optim_state_dict_config: The options of optimizer state dicts; None for the defaults of the kind.
 
     Raises:
-        ConfigError: The kind is not supported, or a config belongs to another kind.
+        ConfigError: The kind is not supported, or a config belongs to a different kind.
     """
     check_type("module", module, nn.Module, "an nn.Module")
     check_type("state_dict_type", state_dict_type, StateDictType, "a fullshard.StateDictType")
@@ -250,7 +250,7 @@ def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: st
     drops = full and getattr(config, "rank0_only", False) and not is_first_rank(module)
     units = units_in(module) if full else []
     if full:
-        barrier(units, "state_dict() of whole tensors")
+        barrier(units, "state_dict() of full tensors")
     live = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())} if full else set()
     with failing_together(units):
         for key in [key for key in state if key.startswith(prefix)]:

@@ -72,7 +72,7 @@ def summon_full_params(
     )
     if rank0_only and writeback:
         raise ConfigError(
-            "summon_full_params(rank0_only=True, writeback=True): only rank 0 has the whole parameters, so the other "
+            "summon_full_params(rank0_only=True, writeback=True): only rank 0 has the full parameters, so the other "
             "ranks would lose its changes. Pass writeback=False."
         )
     units = _units(module, recurse)

@@ -57,7 +57,7 @@ class Event:
     """One action of the engine.
 
     `name` is a collective of tensors (one of `COLLECTIVES`) or of objects, "allocate" or "free" for the unsharded
-    storage of a unit, "orthogonalise" for a matrix, "checkpoint" while the program saves one, or "wait" while a stream
+    storage of a unit, "orthogonalize" for a matrix, "checkpoint" while the program saves one, or "wait" while a stream
     waits for a collective of `origin`. `sent_bytes` counts the bytes that this rank sends in `messages` to the other
     `ranks`, including data that peers read from shared memory. `nbytes` is the size of the storage or matrix.
 

@@ -51,7 +51,7 @@ _PRELOAD_IF_USED = (
 _ON_CPU = ("gloo", "fake")  # backends that need no device
 _GRACE_S = 0.5  # the time for other ranks to report their failures after the first one
 _LONGEST_TIMEOUT_S = 2_000_000  # poll accepts at most 2**31 milliseconds
-_TRACE_S = 2.0  # the time for ranks to write their stacks after a time-out
+_TRACE_S = 2.0  # the time for ranks to write their stacks after a timeout
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,7 @@ def _run(job: _Job, rank: int, port: int) -> bytes:
 def _init_process_group(job: _Job, rank: int, port: int) -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    limit = timedelta(seconds=2 * job.timeout)  # longer than the caller's time-out, which has a better message
+    limit = timedelta(seconds=2 * job.timeout)  # longer than the caller's timeout, which has a better message
     store = dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=limit)
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world, timeout=limit)
 

@@ -93,7 +93,7 @@ def _check_memory(settings: MemorySettings, parallelism: ParallelSettings) -> No
         if parallelism.strategy == "ddp":
             raise ConfigError(
                 f"--gather-wire {settings.gather_wire}: --strategy ddp does not gather parameters. Leave it out, or "
-                "choose another strategy."
+                "choose a different strategy."
             )
     if settings.reduce_wire is not None:
         _check_choice("reduce-wire", settings.reduce_wire, REDUCE_ENCODINGS)

@@ -139,7 +139,7 @@ class _ZeroFiles:
         ranks = max((item for item in counts if isinstance(item, int)), default=None)
         if ranks != len(self.optimizers) or len(self.models) not in (1, ranks):
             raise CheckpointError(
-                f"{self.folder}: {ranks} ranks have saved it, but it holds {len(self.optimizers)} *_optim_states.pt "
+                f"{self.folder}: {ranks} ranks have saved it, but it contains {len(self.optimizers)} *_optim_states.pt "
                 f"and {len(self.models)} *_model_states.pt. Copy all of its files."
             )
         return read

@@ -277,7 +277,7 @@ _ALL = (
             "hybrid_engine": "Leave it out: generate with engine.module.",
             "progressive_layer_drop": "Drop layers in the model.",
             "eigenvalue": "Leave it out: DeepSpeed has removed it, too.",
-            "quantize_training": "Use torch's quantisation.",
+            "quantize_training": "Use torch's quantization.",
             "elasticity": "Leave it out: checkpoints load at any number of ranks.",
             "amp": "Set bf16.enabled or fp16.enabled.",
         }.items()
@@ -286,7 +286,7 @@ _ALL = (
         _refused(section, instead, None, {})
         for section, instead in {
             "compression_training": "Compress the model outside of training.",
-            "weight_quantization": "Use torch's quantisation.",
+            "weight_quantization": "Use torch's quantization.",
             "sparse_attention": "Use torch.nn.attention.",
             "pipeline": "Pipeline parallelism is not supported.",
             "nebula": "Use fullshard.checkpoint.async_save.",

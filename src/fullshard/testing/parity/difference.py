@@ -45,7 +45,7 @@ class Tolerance:
 class Difference:
     """The difference between tensors, initially none."""
 
-    largest: float = 0.0  # of an element; infinite for NaN, and for a missing tensor or another shape or dtype
+    largest: float = 0.0  # of an element; infinite for NaN, and for a missing tensor or a different shape or dtype
     is_bit_for_bit: bool = True
     is_tolerated: bool = True
 

@@ -191,7 +191,7 @@ class ClassNames(WrapPolicy):
         if missing:
             found = sorted({type(module).__name__ for module in below})
             raise ConfigError(
-                f"no module below {type(model).__name__} is a {missing[0]}. The classes there are "
+                f"no module below {type(model).__name__} is a {missing[0]}. Its modules have the classes "
                 f"{', '.join(found) or 'none'}."
             )
 
