@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from fullshard.errors import CheckpointError
 from fullshard.integrations import deepspeed
 from fullshard.integrations.deepspeed.configuration import BatchSizes, read
 from fullshard.integrations.deepspeed.importing import _knowing_deepspeeds_classes
-from fullshard.integrations.deepspeed.keys import KEYS, Fate, table
+from fullshard.integrations.deepspeed.keys import KEYS, Handling, table
 from fullshard.integrations.deepspeed.loss_scale import LossScale
 from fullshard.integrations.deepspeed.schedules import SCHEDULES as OWN
 from fullshard.integrations.placing import repeated_layers
@@ -474,7 +475,7 @@ PLAIN = {"train_batch_size": 4}
             "offload_param.device='tape' is not supported",
         ),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.3}}}, "from 0 to 1"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "Set bf16.enabled: gathers move bfloat16"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "Set bf16.enabled: all-gathers then communicate bfloat16"),
         ({"gradient_clipping": "auto"}, "which only a trainer around DeepSpeed can replace"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params has the value 'auto'"),
         ({"wall_clock_breakdown": True}, "Use torch.profiler"),
@@ -494,7 +495,9 @@ def test_unsupported_values_are_an_error_that_names_them(added, stated):
     assert stated in str(raised.value)
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS.values() if key.fate is Fate.REFUSED], ids=lambda key: key.path)
+@pytest.mark.parametrize(
+    "key", [key for key in KEYS.values() if key.handling is Handling.REJECTED], ids=attrgetter("path")
+)
 def test_refused_keys_may_have_idle_values_only(key):
     for value in key.idle:
         read(nested(key.path, value), world=2)
@@ -504,8 +507,10 @@ def test_refused_keys_may_have_idle_values_only(key):
     assert key.stated in str(raised.value)
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS.values() if key.fate is Fate.NEEDLESS], ids=lambda key: key.path)
-def test_needless_keys_change_nothing(key):
+@pytest.mark.parametrize(
+    "key", [key for key in KEYS.values() if key.handling is Handling.IGNORED], ids=attrgetter("path")
+)
+def test_ignored_keys_change_nothing(key):
     assert read(nested(key.path.replace("*", "anything"), 12345), world=2) == read(PLAIN, world=2)
 
 
@@ -515,7 +520,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
     return {**PLAIN, **value}
 
 
-def test_honoured_keys_are_read():
+def test_supported_keys_are_read():
     found = read(
         {
             **PLAIN,
@@ -572,16 +577,16 @@ def test_batch_sizes_follow_from_one_another():
 
 def test_what_keys_become_is_reported():
     reported = deepspeed.explain_config(CASES["stage2"]).splitlines()
-    assert reported[0].startswith("train_micro_batch_size_per_gpu = 2: honoured. ")
+    assert reported[0].startswith("train_micro_batch_size_per_gpu = 2: supported. ")
     assert any(
-        line.startswith("zero_optimization.stage3_param_persistence_threshold = 0: needless. ") for line in reported
+        line.startswith("zero_optimization.stage3_param_persistence_threshold = 0: ignored. ") for line in reported
     )
     assert reported[-1].startswith("gradient_clipping is not set, so 1.0 is used")
 
 
 def test_the_page_has_every_key():
     text = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
-    found = re.findall(r"^\| (.*) \| (honoured|needless|refused) \| (.*) \|$", text, re.MULTILINE)
+    found = re.findall(r"^\| (.*) \| (supported|ignored|rejected) \| (.*) \|$", text, re.MULTILINE)
     assert found == table()
 
 

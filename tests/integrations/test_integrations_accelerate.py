@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 from fullshard import ConfigError, MissingLibraryError, Offload, StateError, recording, versions
 from fullshard.engine.registry import units_in
 from fullshard.integrations.accelerate import TESTED_ACCELERATE, Accelerator, ReportTracker, ShardingPlugin
-from fullshard.integrations.plugin import HONOURED, REFUSED
+from fullshard.integrations.plugin import REFUSED, SUPPORTED
 from fullshard.report.reading import read_run
 from fullshard.testing import assert_same, run_ranks
 
@@ -486,4 +486,4 @@ def test_the_page_documents_every_key():
     reported = {
         name for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
     }
-    assert reported == {*HONOURED, *REFUSED}
+    assert reported == {*SUPPORTED, *REFUSED}

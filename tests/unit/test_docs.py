@@ -104,7 +104,7 @@ def test_the_readme_quotes_an_error_as_it_is():
 
 
 def test_sent_bytes_are_those_of_the_codecs():
-    options, _ = section(page("docs/networks.md"), "Compressed communication").split("What it costs in loss", 1)
+    options, _ = section(page("docs/networks.md"), "Compressed communication").split("The effect on the loss", 1)
     table = rows(options)
     assert len(table) > 1
     for word, _, reported, _ in table:

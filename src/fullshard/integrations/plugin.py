@@ -183,15 +183,15 @@ class ShardingPlugin:
         for key, value in stated.items():
             if key in REFUSED and value not in (None, False, "", {}) and str(value).lower() not in ("false", "none"):
                 raise ConfigError(f"fsdp_config: {key}={value!r} is not supported: {REFUSED[key]}")
-            if key not in REFUSED and key not in HONOURED:
+            if key not in REFUSED and key not in SUPPORTED:
                 raise ConfigError(
-                    f"fsdp_config: unknown key {key}. Supported: {', '.join(sorted(HONOURED))}. See "
+                    f"fsdp_config: unknown key {key}. Supported: {', '.join(sorted(SUPPORTED))}. See "
                     "docs/transformers.md."
                 )
         given = {**defaults}
         for key, value in stated.items():
-            if key in HONOURED and value is not None:
-                given |= HONOURED[key](key, value)
+            if key in SUPPORTED and value is not None:
+                given |= SUPPORTED[key](key, value)
         if "strategy" in stated:
             spoken = [key for key in ("sharding_strategy", "reshard_after_forward") if _names_strategy(stated.get(key))]
             if spoken:
@@ -424,7 +424,7 @@ def _as_is(key: str, value: Any) -> dict[str, Any]:
     return {key: value}
 
 
-HONOURED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
+SUPPORTED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "activation_checkpointing": _flag,
     "activation_checkpointing_offload": _flag,
     "auto_wrap_policy": _choice,

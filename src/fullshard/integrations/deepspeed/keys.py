@@ -10,12 +10,12 @@ from typing import Any
 from fullshard.errors import ConfigError, near_matches
 
 
-class Fate(Enum):
+class Handling(Enum):
     """How a key is handled."""
 
-    HONOURED = "honoured"
-    NEEDLESS = "needless"  # accepted without effect: it tunes something that does not exist here
-    REFUSED = "refused"  # an error, unless its value asks for nothing
+    SUPPORTED = "supported"
+    IGNORED = "ignored"  # accepted without effect: it tunes something that does not exist here
+    REJECTED = "rejected"  # an error, unless its value disables the feature
 
 
 @dataclass(frozen=True)
@@ -23,26 +23,26 @@ class Key:
     """One key, named by its path."""
 
     path: str
-    fate: Fate
+    handling: Handling
     stated: str
     idle: tuple[Any, ...] = (None, False)
 
     @property
     def explanation(self) -> str:
         """A sentence about how the key is handled."""
-        return f"{self.fate.value}. {self.stated}"
+        return f"{self.handling.value}. {self.stated}"
 
 
-def _honoured(path: str, stated: str) -> Key:
-    return Key(path, Fate.HONOURED, stated)
+def _supported(path: str, stated: str) -> Key:
+    return Key(path, Handling.SUPPORTED, stated)
 
 
-def _needless(why: str, *paths: str) -> list[Key]:
-    return [Key(path, Fate.NEEDLESS, why) for path in paths]
+def _ignored(why: str, *paths: str) -> list[Key]:
+    return [Key(path, Handling.IGNORED, why) for path in paths]
 
 
-def _refused(path: str, instead: str, *idle: Any) -> Key:
-    return Key(path, Fate.REFUSED, instead, idle or (None, False))
+def _rejected(path: str, instead: str, *idle: Any) -> Key:
+    return Key(path, Handling.REJECTED, instead, idle or (None, False))
 
 
 _ZERO = "zero_optimization."
@@ -50,74 +50,76 @@ _IN_UNITS = "The parameters of a unit are gathered and reduced together, not in 
 _RECORDED = "Prefetching follows the recorded order of units, one unit at a time."
 _ALL = (
     # -- batch sizes
-    _honoured(
+    _supported(
         "train_batch_size", ("Samples per step over all ranks; checked against the next two, or derived from them.")
     ),
-    _honoured("train_micro_batch_size_per_gpu", "Samples per microbatch and rank: the batch size of the loader."),
-    _honoured(
+    _supported("train_micro_batch_size_per_gpu", "Samples per microbatch and rank: the batch size of the loader."),
+    _supported(
         "gradient_accumulation_steps",
         "Microbatches per step. Losses are divided by it. Stages 0 and 1 reduce gradients with the last microbatch "
         "only.",
     ),
-    _refused(
+    _rejected(
         "managed_gradient_accumulation",
         "Set gradient_accumulation_steps, or call engine.module.set_requires_gradient_sync yourself.",
         None,
         True,
     ),
-    _honoured("dataloader_drop_last", "`drop_last` of the loader that is created for `training_data`."),
+    _supported("dataloader_drop_last", "`drop_last` of the loader that is created for `training_data`."),
     # -- optimizer, scheduler
-    _honoured(
+    _supported(
         "optimizer.type",
         "Adam and AdamW (decoupled weight decay, unless `adam_w_mode` is false), Adagrad, or the class of that name in "
         "`torch.optim`. Others: pass `optimizer=` to initialize; `fullshard.optim.Muon` for Muon.",
     ),
-    _honoured(
+    _supported(
         "optimizer.params",
-        "Arguments of that class. `torch_adam`, `adam_w_mode` and `fp32_optimizer_states` are understood.",
+        "Arguments of that class. `torch_adam`, `adam_w_mode` and `fp32_optimizer_states` are supported.",
     ),
-    *_needless("Torch's optimizers choose their kernels.", "optimizer.legacy_fusion"),
-    *_needless(
+    *_ignored("Torch's optimizers choose their kernels.", "optimizer.legacy_fusion"),
+    *_ignored(
         "Every optimizer of torch works on sharded parameters and on the CPU.",
         "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
     ),
-    _honoured(
+    _supported(
         "scheduler.type",
         "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or the class of that name in "
         "`torch.optim.lr_scheduler`.",
     ),
-    _honoured("scheduler.params", "Arguments of that class."),
-    _honoured("gradient_clipping", "The norm that gradients are clipped to, 1.0 if left out; 0 clips nothing."),
+    _supported("scheduler.params", "Arguments of that class."),
+    _supported("gradient_clipping", "The norm that gradients are clipped to, 1.0 if left out; 0 clips nothing."),
     # -- dtypes
-    _honoured("bf16.enabled", "Compute and gathers in bfloat16; shards, gradients in them and moments in float32."),
-    _honoured("bf16.check_grad_overflow", "Whether a step with infinite or NaN gradients is skipped, as by default."),
-    *_needless("Gradients are added to those of the shards as they arrive.", "bf16.immediate_grad_update"),
-    _refused(
+    _supported("bf16.enabled", "Compute and gathers in bfloat16; shards, gradients in them and moments in float32."),
+    _supported("bf16.check_grad_overflow", "Whether a step with infinite or NaN gradients is skipped, as by default."),
+    *_ignored("Gradients are added to those of the shards as they arrive.", "bf16.immediate_grad_update"),
+    _rejected(
         "bf16.bf16_master_weights_and_grads",
         "Call model.to(torch.bfloat16) and leave bf16 out: weights, gradients and moments are bfloat16 then.",
     ),
-    _refused("bf16.bf16_optimizer_states", "Call model.to(torch.bfloat16) and leave bf16 out: moments follow weights."),
-    _honoured("fp16.enabled", "Compute and gathers in float16; shards, gradients in them and moments in float32."),
-    _honoured("fp16.auto_cast", "Whether floating-point inputs of the model are cast to float16."),
-    _honoured("fp16.loss_scale", "A fixed loss scale; 0, which is the default, for one that adapts."),
-    _honoured("fp16.initial_scale_power", "The first adapting loss scale is 2 to this power; 16 if left out."),
-    _honoured("fp16.loss_scale_window", "Steps without an overflow until the loss scale doubles; 1000 if left out."),
-    _honoured("fp16.hysteresis", "Overflows until the loss scale is halved; 2 if left out."),
-    _honoured("fp16.consecutive_hysteresis", "Whether each step without an overflow restores the hysteresis."),
-    _honoured("fp16.min_loss_scale", "The smallest adapting loss scale; 1 if left out."),
-    _refused(
+    _rejected(
+        "bf16.bf16_optimizer_states", "Call model.to(torch.bfloat16) and leave bf16 out: moments follow weights."
+    ),
+    _supported("fp16.enabled", "Compute and gathers in float16; shards, gradients in them and moments in float32."),
+    _supported("fp16.auto_cast", "Whether floating-point inputs of the model are cast to float16."),
+    _supported("fp16.loss_scale", "A fixed loss scale; 0, which is the default, for one that adapts."),
+    _supported("fp16.initial_scale_power", "The first adapting loss scale is 2 to this power; 16 if left out."),
+    _supported("fp16.loss_scale_window", "Steps without an overflow until the loss scale doubles; 1000 if left out."),
+    _supported("fp16.hysteresis", "Overflows until the loss scale is halved; 2 if left out."),
+    _supported("fp16.consecutive_hysteresis", "Whether each step without an overflow restores the hysteresis."),
+    _supported("fp16.min_loss_scale", "The smallest adapting loss scale; 1 if left out."),
+    _rejected(
         "fp16.fp16_master_weights_and_grads",
         "Call model.half() and leave fp16 out: weights, gradients and moments are float16 then.",
     ),
-    _refused("torch_autocast.enabled", "Run the forward in torch.autocast yourself, or set bf16.enabled."),
-    *_needless("It belongs to torch_autocast.enabled.", "torch_autocast.*"),
-    _honoured(
+    _rejected("torch_autocast.enabled", "Run the forward in torch.autocast yourself, or set bf16.enabled."),
+    *_ignored("It belongs to torch_autocast.enabled.", "torch_autocast.*"),
+    _supported(
         "communication_data_type",
         "The dtype for summing gradients over ranks: fp32, fp16 or bf16; the compute dtype if left out.",
     ),
-    _honoured("data_types.param_dtype", "Must be the dtype that bf16 or fp16 selects."),
-    _refused(
+    _supported("data_types.param_dtype", "Must be the dtype that bf16 or fp16 selects."),
+    _rejected(
         "data_types.grad_accum_dtype",
         "Leave it out: gradients accumulate in the dtype of the shards, which is float32.",
         None,
@@ -126,43 +128,43 @@ _ALL = (
         "float",
         "torch.float32",
     ),
-    _refused("data_types.buffer_dtype", "Cast the buffers before initialize; they keep the dtype they have.", None),
-    *_needless("Buffers keep their dtype.", "data_types.keep_in_fp32_modules"),
+    _rejected("data_types.buffer_dtype", "Cast the buffers before initialize; they keep the dtype they have.", None),
+    *_ignored("Buffers keep their dtype.", "data_types.keep_in_fp32_modules"),
     # -- reduction
-    _honoured("gradient_allreduce_op", "mean, or sum: then gradients are not divided by the number of ranks."),
-    *_needless(
+    _supported("gradient_allreduce_op", "mean, or sum: then gradients are not divided by the number of ranks."),
+    *_ignored(
         "float16 terms are divided by a power of two before they are summed, so sums do not overflow.",
         "prescale_gradients",
         "gradient_predivide_factor",
     ),
-    *_needless("All-gathers are always used.", "disable_allgather"),
-    *_needless("It only affects sequence parallelism, which is not supported.", "seq_parallel_communication_data_type"),
+    *_ignored("All-gathers are always used.", "disable_allgather"),
+    *_ignored("It only affects sequence parallelism, which is not supported.", "seq_parallel_communication_data_type"),
     # -- sharding
-    _honoured(_ZERO + "stage", "0: strategy ddp. 1: zero1. 2: zero2. 3: zero3."),
-    _honoured(
+    _supported(_ZERO + "stage", "0: strategy ddp. 1: zero1. 2: zero2. 3: zero3."),
+    _supported(
         _ZERO + "offload_optimizer.device",
-        "cpu: the optimizer state, gradients and the shards that the optimizer steps are on the CPU, and the device "
+        "cpu: the optimizer state, gradients and the shards that the optimizer updates are on the CPU, and the device "
         "has a copy of the shards in the compute dtype. none: on the device. nvme: the optimizer state is on a disk, "
-        "in nvme_path, and is stepped on the device in chunks.",
+        "in nvme_path, and is updated on the device in chunks.",
     ),
-    _honoured(
+    _supported(
         _ZERO + "offload_param.device",
         "cpu: shards, gradients and optimizer state are only on the CPU. nvme: all of these are on a disk between "
         "uses, under stages 2 and 3.",
     ),
-    _honoured(_ZERO + "offload_optimizer.nvme_path", "The folder on that disk; each rank has its own scratch file."),
-    _honoured(_ZERO + "offload_param.nvme_path", "The same folder."),
-    _honoured(
+    _supported(_ZERO + "offload_optimizer.nvme_path", "The folder on that disk; each rank has its own scratch file."),
+    _supported(_ZERO + "offload_param.nvme_path", "The same folder."),
+    _supported(
         _ZERO + "offload_optimizer.ratio",
         "The share of the optimizer state on the CPU (as in Twin-Flow) or on the disk; all if left out.",
     ),
-    _honoured(_ZERO + "offload_optimizer.pin_memory", "Whether that CPU memory is page-locked."),
-    _honoured(_ZERO + "offload_param.pin_memory", "Whether that CPU memory is page-locked."),
-    _honoured(_ZERO + "cpu_offload", "As offload_optimizer.device: cpu."),
-    _honoured(_ZERO + "cpu_offload_param", "As offload_param.device: cpu."),
-    _honoured(_ZERO + "cpu_offload_use_pin_memory", "As offload_optimizer.pin_memory."),
-    _refused(_ZERO + "offload_optimizer.super_offload", "Leave it out: the optimizer step is torch's."),
-    *_needless(
+    _supported(_ZERO + "offload_optimizer.pin_memory", "Whether that CPU memory is page-locked."),
+    _supported(_ZERO + "offload_param.pin_memory", "Whether that CPU memory is page-locked."),
+    _supported(_ZERO + "cpu_offload", "As offload_optimizer.device: cpu."),
+    _supported(_ZERO + "cpu_offload_param", "As offload_param.device: cpu."),
+    _supported(_ZERO + "cpu_offload_use_pin_memory", "As offload_optimizer.pin_memory."),
+    _rejected(_ZERO + "offload_optimizer.super_offload", "Leave it out: the optimizer step is torch's."),
+    *_ignored(
         "Data on a disk passes through a few buffers and is read ahead and written asynchronously.",
         *(
             f"{_ZERO}offload_{which}.{key}"
@@ -181,29 +183,31 @@ _ALL = (
         _ZERO + "sub_group_size",
         "aio.*",
     ),
-    _honoured(
+    _supported(
         _ZERO + "zero_hpz_partition_size",
         "Under stage 3, the number of consecutive ranks that keep parameters together from forward to backward.",
     ),
-    _refused(_ZERO + "zero_quantized_weights", "Set bf16.enabled: gathers move bfloat16 then."),
-    _refused(
+    _rejected(_ZERO + "zero_quantized_weights", "Set bf16.enabled: all-gathers then communicate bfloat16."),
+    _rejected(
         _ZERO + "zero_quantized_nontrainable_weights", ("Quantize frozen weights in the model; they stay quantized.")
     ),
-    _refused(_ZERO + "zero_quantized_gradients", "Set communication_data_type to bf16."),
-    _refused(_ZERO + "mics_shard_size", "Use fullshard.fully_shard with strategy='hsdp' and a mesh.", None, -1),
-    _refused(_ZERO + "mics_hierarchical_params_gather", "Use fullshard.fully_shard with strategy='hsdp' and a mesh."),
-    _refused(_ZERO + "zenflow", "Leave it out: gradients are applied in the step that computed them.", None),
-    _refused(_ZERO + "legacy_stage1", "Leave it out."),
-    _refused(_ZERO + "leaf_module", "Pass auto_wrap_policy= to initialize, which chooses the units.", None),
-    _honoured(_ZERO + "compute_grad_norm", "Whether the norm is computed if nothing is clipped, which is the default."),
-    _refused(
+    _rejected(_ZERO + "zero_quantized_gradients", "Set communication_data_type to bf16."),
+    _rejected(_ZERO + "mics_shard_size", "Use fullshard.fully_shard with strategy='hsdp' and a mesh.", None, -1),
+    _rejected(_ZERO + "mics_hierarchical_params_gather", "Use fullshard.fully_shard with strategy='hsdp' and a mesh."),
+    _rejected(_ZERO + "zenflow", "Leave it out: gradients are applied in the step that computed them.", None),
+    _rejected(_ZERO + "legacy_stage1", "Leave it out."),
+    _rejected(_ZERO + "leaf_module", "Pass auto_wrap_policy= to initialize, which chooses the units.", None),
+    _supported(
+        _ZERO + "compute_grad_norm", "Whether the norm is computed if nothing is clipped, which is the default."
+    ),
+    _rejected(
         _ZERO + "ignore_unused_parameters",
-        "Leave it true: parameters without a gradient count as having zeros, in every strategy.",
+        "Leave it true: parameters without a gradient are treated as if it were zero, under every strategy.",
         None,
         True,
     ),
-    _refused(_ZERO + "load_from_fp32_weights", "Leave it true: float32 weights are saved.", None, True),
-    *_needless(
+    _rejected(_ZERO + "load_from_fp32_weights", "Leave it true: float32 weights are saved.", None, True),
+    *_ignored(
         _IN_UNITS,
         _ZERO + "contiguous_gradients",
         _ZERO + "reduce_scatter",
@@ -216,54 +220,52 @@ _ALL = (
         _ZERO + "stage3_allgather_sequential",
         "allgather_size",
     ),
-    *_needless("Gathers and reductions always overlap with compute.", _ZERO + "overlap_comm"),
-    *_needless("Every shard starts on a 16-byte boundary.", _ZERO + "parameter_alignment"),
-    *_needless(
+    *_ignored("Gathers and reductions always overlap with compute.", _ZERO + "overlap_comm"),
+    *_ignored("Every shard starts on a 16-byte boundary.", _ZERO + "parameter_alignment"),
+    *_ignored(
         _RECORDED,
         _ZERO + "stage3_prefetch_bucket_size",
         _ZERO + "stage3_max_live_parameters",
         _ZERO + "stage3_max_reuse_distance",
         _ZERO + "log_trace_cache_warnings",
     ),
-    *_needless(
+    *_ignored(
         "Small parameters are sharded, too, and share one collective.",
         _ZERO + "stage3_param_persistence_threshold",
         _ZERO + "stage3_model_persistence_threshold",
     ),
-    *_needless("Units are whole layers.", _ZERO + "stage3_module_granularity_threshold"),
-    *_needless(
+    *_ignored("Units are whole layers.", _ZERO + "stage3_module_granularity_threshold"),
+    *_ignored(
         "`save_16bit_model` gathers under every stage.",
         _ZERO + "stage3_gather_16bit_weights_on_model_save",
         _ZERO + "stage3_gather_fp16_weights_on_model_save",
     ),
-    *_needless(
+    *_ignored(
         "Checkpoints load at any number of ranks and under any stage.",
         _ZERO + "elastic_checkpoint",
         _ZERO + "pipeline_loading_checkpoint",
     ),
-    *_needless("Modules of the user are not replaced.", _ZERO + "memory_efficient_linear"),
-    *_needless("`module.apply` between steps sees shards.", _ZERO + "override_module_apply"),
-    *_needless("Collectives are always compared across ranks.", _ZERO + "enable_sanity_checks"),
-    *_needless("Tensors are not swapped to a disk.", _ZERO + "save_muon_momentum_buffer_in_memory"),
+    *_ignored("Modules of the user are not replaced.", _ZERO + "memory_efficient_linear"),
+    *_ignored("`module.apply` between steps sees shards.", _ZERO + "override_module_apply"),
+    *_ignored("Collectives are always compared across ranks.", _ZERO + "enable_sanity_checks"),
+    *_ignored("Tensors are not swapped to a disk.", _ZERO + "save_muon_momentum_buffer_in_memory"),
     # -- checkpoints
-    *_needless("Tags are always compared across ranks, and a difference is an error.", "checkpoint.tag_validation"),
-    *_needless("Each rank writes its shards to one file.", "checkpoint.parallel_write"),
-    _refused("checkpoint.load_universal", "Leave it out: checkpoints load at any number of ranks as they are."),
-    _refused("checkpoint.use_node_local_storage", "Save to a folder that all hosts share."),
-    _refused("checkpoint.writer", "Use fullshard.checkpoint.async_save to write in the background.", None),
-    _refused("datastates_ckpt", "Use fullshard.checkpoint.async_save to write in the background.", None),
+    *_ignored("Tags are always compared across ranks, and a difference is an error.", "checkpoint.tag_validation"),
+    *_ignored("Each rank writes its shards to one file.", "checkpoint.parallel_write"),
+    _rejected("checkpoint.load_universal", "Leave it out: checkpoints load at any number of ranks as they are."),
+    _rejected("checkpoint.use_node_local_storage", "Save to a folder that all hosts share."),
+    _rejected("checkpoint.writer", "Use fullshard.checkpoint.async_save to write in the background.", None),
+    _rejected("datastates_ckpt", "Use fullshard.checkpoint.async_save to write in the background.", None),
     # -- reports
-    _honoured(
-        "steps_per_print", ("Rank 0 logs step, loss scale and learning rate each time this many steps are done (INFO).")
-    ),
-    *_needless("Levels are set by `logging.getLogger('fullshard')`.", "log_level"),
-    *_needless("Sizes need not be multiples of a number.", "vocabulary_size"),
-    _refused("dump_state", "print(fullshard.explain(engine.module))."),
-    _refused("disable_python_gc", "Call gc.disable() in the script."),
-    _refused("wall_clock_breakdown", "Use torch.profiler, or fullshard.recording()."),
-    _refused("memory_breakdown", "print(fullshard.explain(engine.module)), or torch.profiler."),
+    _supported("steps_per_print", ("Rank 0 logs step, loss scale and learning rate every this many steps (INFO).")),
+    *_ignored("Levels are set by `logging.getLogger('fullshard')`.", "log_level"),
+    *_ignored("Sizes need not be multiples of a number.", "vocabulary_size"),
+    _rejected("dump_state", "print(fullshard.explain(engine.module))."),
+    _rejected("disable_python_gc", "Call gc.disable() in the script."),
+    _rejected("wall_clock_breakdown", "Use torch.profiler, or fullshard.recording()."),
+    _rejected("memory_breakdown", "print(fullshard.explain(engine.module)), or torch.profiler."),
     *(
-        _refused(f"{section}.enabled", instead)
+        _rejected(f"{section}.enabled", instead)
         for section, instead in {
             "flops_profiler": "Use torch.utils.flop_counter.FlopCounterMode.",
             "comms_logger": "Use fullshard.recording(), which counts collectives and bytes.",
@@ -283,7 +285,7 @@ _ALL = (
         }.items()
     ),
     *(
-        _refused(section, instead, None, {})
+        _rejected(section, instead, None, {})
         for section, instead in {
             "compression_training": "Compress the model outside of training.",
             "weight_quantization": "Use torch's quantization.",
@@ -292,16 +294,16 @@ _ALL = (
             "nebula": "Use fullshard.checkpoint.async_save.",
         }.items()
     ),
-    _refused("sparse_gradients", "Leave it out: gradients are dense."),
-    _refused("compile.deepcompile", "Use torch.compile on the model."),
-    _refused("tensor_parallel.autotp_size", "Use torch.distributed.tensor.parallel with fully_shard.", None, 0, 1),
-    _refused("sequence_parallel_size", "Sequence parallelism is not supported.", None, 1),
-    _refused("expert_parallel", "Expert parallelism is not supported.", None, {}),
-    *_needless("All ranks are data parallel.", "data_parallel_size", "use_data_before_expert_parallelism"),
+    _rejected("sparse_gradients", "Leave it out: gradients are dense."),
+    _rejected("compile.deepcompile", "Use torch.compile on the model."),
+    _rejected("tensor_parallel.autotp_size", "Use torch.distributed.tensor.parallel with fully_shard.", None, 0, 1),
+    _rejected("sequence_parallel_size", "Sequence parallelism is not supported.", None, 1),
+    _rejected("expert_parallel", "Expert parallelism is not supported.", None, {}),
+    *_ignored("All ranks are data parallel.", "data_parallel_size", "use_data_before_expert_parallelism"),
     # -- keys of sections that are off
-    *_needless("It only affects a section that is not supported.", "timers.*"),
+    *_ignored("It only affects a section that is not supported.", "timers.*"),
     *(
-        _refused(f"activation_checkpointing.{key}", "Use torch.utils.checkpoint in the model.", None, False)
+        _rejected(f"activation_checkpointing.{key}", "Use torch.utils.checkpoint in the model.", None, False)
         for key in (
             "partition_activations",
             "contiguous_memory_optimization",
@@ -316,11 +318,11 @@ _ALL = (
 
 def table() -> list[tuple[str, str, str]]:
     """Return the rows of the documentation page: the keys, how they are handled, and an explanation."""
-    found: dict[tuple[Fate, str], list[str]] = {}
+    found: dict[tuple[Handling, str], list[str]] = {}
     for key in _ALL:
-        found.setdefault((key.fate, key.stated), []).append(f"`{key.path}`")
-    rows = [(", ".join(keys), fate.value, stated) for (fate, stated), keys in found.items()]
-    return sorted(rows, key=lambda row: [fate.value for fate in Fate].index(row[1]))
+        found.setdefault((key.handling, key.stated), []).append(f"`{key.path}`")
+    rows = [(", ".join(keys), handling.value, stated) for (handling, stated), keys in found.items()]
+    return sorted(rows, key=lambda row: [handling.value for handling in Handling].index(row[1]))
 
 
 KEYS: Mapping[str, Key] = {key.path: key for key in _ALL}
@@ -355,7 +357,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, value in leaves(config):
         key = check(path, value)
-        if key.fate is Fate.HONOURED:
+        if key.handling is Handling.SUPPORTED:
             found[key.path] = value
     return found
 
@@ -372,7 +374,7 @@ def check(path: str, value: Any) -> Key:
         raise ConfigError(
             f"{path} has the value 'auto', which only a trainer around DeepSpeed can replace. Set a value."
         )
-    if key.fate is Fate.REFUSED and not any(value == item and type(value) is type(item) for item in key.idle):
+    if key.handling is Handling.REJECTED and not any(value == item and type(value) is type(item) for item in key.idle):
         raise ConfigError(f"{path}={value!r} in the DeepSpeed configuration is not supported. {key.stated}")
     return key
 
