@@ -475,7 +475,7 @@ PLAIN = {"train_batch_size": 4}
             "offload_param.device='tape' is not supported",
         ),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.3}}}, "from 0 to 1"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "Set bf16.enabled: all-gathers then communicate bfloat16"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "all-gathers then communicate bfloat16"),
         ({"gradient_clipping": "auto"}, "which only a trainer around DeepSpeed can replace"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params has the value 'auto'"),
         ({"wall_clock_breakdown": True}, "Use torch.profiler"),

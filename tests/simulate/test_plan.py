@@ -941,7 +941,7 @@ OWN = ["--model", "my_training:make_model", "--batch", "my_training:make_batch"]
         (["--size", "nano", "--global-batch", "9"], "8 ranks cannot share 9 rows evenly. Use 8 or 16"),
         (["--size", "nano", "--per-host", "9"], "a host of h100-80 has 8"),
         (["--size", "nano", "--hosts", "0"], "--hosts 0: must be at least 1"),
-        (["--size", "nano", "--hosts", "10000000"], "must be at most 131072 of 8 ranks"),
+        (["--size", "nano", "--hosts", "10000000"], "must be at most 131072, with 8 ranks per host"),
         (["--size", "nano", "--global-batch", str(8 * 10**12)], "must be at most 8388608, 1048576 per rank"),
         (["--size", "nano", "--gpu-memory", "2"], "must be a fraction"),
         (["--size", "nano", "--disk", "/no/such/disk"], "the folder does not exist"),

@@ -367,7 +367,7 @@ class ReportTracker(GeneralTracker):  # type: ignore[misc]  # it has no types
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Raise for options that cannot be combined with sharding."""
+    """Raise `ConfigError` for options that cannot be combined with sharding."""
     for name in _EXCLUDED:
         if given.get(name) is not None:
             raise ConfigError(f"Accelerator({name}=...) cannot be combined with fullshard. Leave one of them out.")

@@ -313,7 +313,7 @@ _ALIASES = {
 
 
 def _names_strategy(value: Any) -> bool:
-    """Return True if `value` of a key names a strategy. A number is the size of groups that keep parameters."""
+    """Return True if `value` is the name of a strategy. A number is the size of groups that keep parameters."""
     return value is not None and not (isinstance(value, int) and not isinstance(value, bool))
 
 

@@ -392,12 +392,12 @@ class _Watchdog:
 
 
 def _long(end_s: float) -> str:
-    """Return the verdict on a collective that takes long and is reported."""
+    """Return the conclusion of a report on a collective that takes long."""
     return "and the job continues" + ("" if math.isinf(end_s) else f"; it will be ended after {end_s:g} s")
 
 
 def _separate(end_s: float) -> str:
-    """Return the verdict on ranks that all wait, for different collectives."""
+    """Return the conclusion of a report on ranks that all wait, for different collectives."""
     return (
         "and all ranks wait, but not for the same collective: every rank must make the same calls (including saving, "
         f"state dicts and barriers) after the same number of batches; {_long(end_s).removeprefix('and ')}"
@@ -405,7 +405,7 @@ def _separate(end_s: float) -> str:
 
 
 def _too_long(end_s: float) -> str:
-    """Return the verdict on a collective that takes too long and ends the job."""
+    """Return the conclusion of a report on a collective that takes too long, which ends the job."""
     more = "give init_process_group a longer timeout"
     if switches.end_after_s is not None:
         more = "call fullshard.set_collective_timeout(seconds)"

@@ -200,7 +200,7 @@ class PlanSettings:
                 raise ConfigError(f"--{name} {number}: must be at least 1.")
         if requested.hosts * per_host > _MOST_RANKS:
             raise ConfigError(
-                f"--hosts {requested.hosts}: must be at most {_MOST_RANKS // per_host} of {per_host} ranks."
+                f"--hosts {requested.hosts}: must be at most {_MOST_RANKS // per_host}, with {per_host} ranks per host."
             )
         if requested.gpu_memory is not None and not 0 < requested.gpu_memory <= 1:
             raise ConfigError(f"--gpu-memory {requested.gpu_memory:g}: must be a fraction, such as 0.95.")

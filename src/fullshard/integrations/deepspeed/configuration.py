@@ -37,7 +37,7 @@ class ConfigPart:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples per step over all ranks, samples per microbatch and rank, and microbatches per step."""
+    """Batch sizes: samples per step over all ranks, samples per microbatch and rank, and microbatches per step."""
 
     step: int
     microbatch: int

@@ -40,7 +40,7 @@ class Case:
         return self.replicas > 1 if self.strategy == NOT_SHARDED else resolve_placements(self.strategy).replicated
 
     def mesh(self) -> DeviceMesh:
-        """Return the mesh of all processes: stages, matrices, replicas, shards."""
+        """Return the mesh of all processes. Its axes are stages, tensor parallelism, replicas and shards."""
         alongside = {name: size for name, size in (("pp", self.axes.pp), ("tp", self.axes.tp)) if size > 1}
         return _mesh(**alongside, **({"replicate": self.replicas} if self.has_two_axes else {}), shard=self.shards)
 
