@@ -209,4 +209,4 @@ class InOneProcess:
         tokens = torch.cat([y for y, _, _ in routed])[order]
         out = experts(tokens, all_chosen.bincount(minlength=len(experts.up)).tolist())
         back = torch.zeros_like(out).index_copy(0, order, out).split([len(x) for x in xs])
-        return [x + own_part * weight[:, None] for x, own_part, (_, weight, _) in zip(xs, back, routed, strict=True)]
+        return [x + output * weight[:, None] for x, output, (_, weight, _) in zip(xs, back, routed, strict=True)]

@@ -155,11 +155,11 @@ def gathered(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
             starts[name] = end
             end += -(-prod(shapes[0][name]) * t.itemsize // 16) * 16
         messages = [torch.zeros(end, dtype=torch.uint8, device=mesh.device_type) for _ in range(world)]
-        own_part = torch.zeros_like(messages[0])
+        message = torch.zeros_like(messages[0])
         for name in sharded:
             part = result[name].contiguous().view(-1).view(torch.uint8)
-            own_part[starts[name] : starts[name] + part.numel()] = part
-        dist.all_gather(messages, own_part, group=group)
+            message[starts[name] : starts[name] + part.numel()] = part
+        dist.all_gather(messages, message, group=group)
         for name, t in sharded.items():
             parts = [
                 message[starts[name] : starts[name] + prod(shape[name]) * t.itemsize]

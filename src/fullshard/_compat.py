@@ -405,7 +405,7 @@ def all_reduce_each(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _as_real(tensors: list[Tensor]) -> list[Tensor]:
-    """Return `tensors` with complex ones viewed as real, because NCCL does not support complex numbers."""
+    """Return the shortest timeout of `group`'s backends in seconds; infinity if none of them aborts collectives."""
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 

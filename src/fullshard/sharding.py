@@ -182,7 +182,7 @@ def _check_together(fqn: str, axes: Axes, others: Axes) -> None:
     if others.mesh.device_type != axes.mesh.device_type:
         raise ConfigError(
             f"shard_placement_fn chose {others.mesh} for {fqn}, but its unit is on {axes.mesh}. Create both meshes "
-            "for one type of device."
+            "for the same type of device."
         )
     if axes.group_size is not None:
         raise ConfigError(

@@ -91,10 +91,10 @@ def tensor_parallel(strategy: str) -> tuple[list[Values], list[Values]]:
     for block in model:
         fully_shard(block, mesh=over, strategy=strategy)
     fully_shard(model, mesh=over, strategy=strategy)
-    own_part = dist.get_rank() // 2
+    index = dist.get_rank() // 2
 
     def backward(item: nn.Module, step: int) -> None:
-        item(batch_of(step).chunk(2)[own_part]).square().mean().backward()
+        item(batch_of(step).chunk(2)[index]).square().mean().backward()
         if item is alone:
             for param in item.parameters():
                 assert param.grad is not None
@@ -129,7 +129,7 @@ COMBINATIONS = {
     "data, tensor": tensor_parallel,
     "data, context, tensor: all tensors on one mesh": one_mesh,
     "data, expert": lambda strategy: mixture(by_slice(strategy), 2),
-    "data, expert: one unit a block": lambda strategy: mixture(by_slice(strategy), 2, one_unit=True),
+    "data, expert: one unit per block": lambda strategy: mixture(by_slice(strategy), 2, one_unit=True),
     "data, context, expert": lambda strategy: mixture(by_names(strategy), 2, one_unit=True),
 }
 
@@ -146,7 +146,7 @@ def verdict(combination: str, strategy: str) -> str:
         found, expected = COMBINATIONS[combination](strategy)
     except ConfigError:
         return "refused"
-    pairs = [(own_part[name], item[name]) for own_part, item in zip(found, expected, strict=True) for name in item]
+    pairs = [(actual[name], item[name]) for actual, item in zip(found, expected, strict=True) for name in item]
     if all(torch.equal(a, b) for a, b in pairs):
         return "bits"
     is_close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)

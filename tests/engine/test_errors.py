@@ -2784,7 +2784,7 @@ FUNCTIONS_ELSEWHERE = {
     "checkpoint/container.py": {"check_files", "_records", "_start_of_tensor", "_read", "_part_of"},
     "checkpoint/opening.py": {"records"},
     "checkpoint/saved.py": {"_leaves", "_group"},
-    "comm/mesh.py": {"check_own_part"},
+    "comm/mesh.py": {"check_local_shard"},
     "engine/residency.py": {"_become"},
     "engine/sharded_param.py": {"refuse_tensor_hooks"},
     "optim/local_steps.py": {"_step_instead_of"},

@@ -517,9 +517,9 @@ def test_hints_that_have_no_effect_state_so_once():
     assert all("has no effect: " in line for line in stated)
 
 
-def check_called_identically(peer: Any, own_part: Any, name: str) -> None:
+def check_called_identically(peer: Any, ours: Any, name: str) -> None:
     """Every argument of `peer`, at the same position, and left out where it may be."""
-    wanted, has = inspect.signature(peer).parameters, inspect.signature(own_part).parameters
+    wanted, has = inspect.signature(peer).parameters, inspect.signature(ours).parameters
     for position, (argument, parameter) in enumerate(wanted.items()):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
@@ -538,12 +538,12 @@ def test_every_public_name_of_torch_s_is_there_and_called_as_there(module):
     missing, and tests/unit/test_docs.py holds that.
     """
     peer = importlib.import_module(module)
-    own_part = importlib.import_module(module.replace("torch.distributed.fsdp", "fullshard"))
+    ours = importlib.import_module(module.replace("torch.distributed.fsdp", "fullshard"))
     names = getattr(peer, "__all__", [name for name, var in vars(peer).items() if is_public(name, var, peer)])
     assert len(names) > 5
     for name in names:
-        assert hasattr(own_part, name), name
-        them, us = getattr(peer, name), getattr(own_part, name)
+        assert hasattr(ours, name), name
+        them, us = getattr(peer, name), getattr(ours, name)
         if not (inspect.isclass(them) and issubclass(them, Enum)):
             check_called_identically(them, us, name)
         for method in vars(them) if inspect.isclass(them) else ():

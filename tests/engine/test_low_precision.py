@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import MixedPrecisionPolicy, fully_shard, recording, summon_full_params
 from fullshard._compat import dtensor_like
 from fullshard.checkpoint import async_save, load, restore_snapshot, save, snapshot
-from fullshard.comm.mesh import own_part
+from fullshard.comm.mesh import local_shard
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.optim import step_shards
 from fullshard.plan.ledger import measure_ledger, predict_ledger, storage_bytes
@@ -385,7 +385,7 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: rang
         for param in model.parameters():
             grad = torch.randn(param.shape, generator=generator).to(param.dtype)
             if isinstance(param, DTensor):
-                own = own_part(grad, param.device_mesh, param.placements).contiguous()
+                own = local_shard(grad, param.device_mesh, param.placements).contiguous()
                 grad = dtensor_like(own, param)
             param.grad = grad
         optimizer.step()

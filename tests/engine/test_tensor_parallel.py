@@ -57,7 +57,7 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["replicate", "shard"] if mesh.ndim == 3 else mesh["shard"]
 
 
-def own_part(mesh: DeviceMesh | None, tokens: Tensor) -> Tensor:
+def part_of_rank(mesh: DeviceMesh | None, tokens: Tensor) -> Tensor:
     """Return this rank's sequences: those of its place on `mesh`; all, where there is none."""
     if mesh is None:
         return tokens
@@ -119,8 +119,8 @@ def train(
     for step in steps:
         if step == steps[-1]:
             with nullcontext() if by_hand else model.no_sync():
-                loss_of(model, own_part(mesh, batch(100 + step))).backward()
-        loss = loss_of(model, own_part(mesh, batch(step)))
+                loss_of(model, part_of_rank(mesh, batch(100 + step))).backward()
+        loss = loss_of(model, part_of_rank(mesh, batch(step)))
         loss.backward()
         if by_hand and mesh is not None:
             average(model, mesh)
@@ -198,7 +198,7 @@ def test_any_module_may_be_a_unit_and_axes_may_have_any_order():
         optimizer, left = momentum(model), []
         for step in STEPS:
             x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-            loss = model(own_part(mesh["data"], x)).square().mean()
+            loss = model(part_of_rank(mesh["data"], x)).square().mean()
             loss.backward()
             if by_hand:
                 average(model, mesh["data"])
@@ -251,7 +251,7 @@ def spoil_one_part() -> str:
     if dist.get_rank() == 3:  # what goes back from here is added up over the ranks of tensor parallelism
         model.blocks[1].up.register_forward_hook(spoil)
     with pytest.raises(NonFiniteError) as caught:
-        loss_of(model, own_part(mesh["shard"], batch(0))).backward()
+        loss_of(model, part_of_rank(mesh["shard"], batch(0))).backward()
     return str(caught.value)
 
 
@@ -275,7 +275,7 @@ def test_as_many_messages_are_sent_as_without_of_half_the_bytes():
         shard(model, mesh["shard"])
         for step in range(2):
             with recording() as record:
-                loss_of(model, own_part(mesh["shard"], batch(step))).backward()
+                loss_of(model, part_of_rank(mesh["shard"], batch(step))).backward()
         records.append(record)
     without, along = records
     assert along.names() == without.names()
@@ -429,7 +429,7 @@ def test_models_from_the_meta_device_and_those_that_are_cast_are_as_any():
             model.to(torch.float64)
             ready = shard(parallel(mesh["tp"], sequence=True).to(torch.float64), mesh["shard"])
         for each in (model, ready):
-            loss_of(each, own_part(mesh["shard"], batch(step))).backward()
+            loss_of(each, part_of_rank(mesh["shard"], batch(step))).backward()
         assert_same(whole_grads(model), whole_grads(ready))
         model.zero_grad()
 
@@ -499,8 +499,8 @@ class Experts(nn.Module):
         if self.group is None:
             return x + torch.stack([(x @ weights[i]).tanh() for i in range(4)]).sum(0)
         tokens = Exchange.apply(x, self.group, gathered, own_sum)
-        own_part = torch.stack([(tokens @ weights[i]).tanh() for i in range(len(weights))]).sum(0)
-        return x + Exchange.apply(own_part, self.group, own_sum, gathered)
+        term = torch.stack([(tokens @ weights[i]).tanh() for i in range(len(weights))]).sum(0)
+        return x + Exchange.apply(term, self.group, own_sum, gathered)
 
 
 @pytest.mark.parametrize("divided_by_hand", [False, True])

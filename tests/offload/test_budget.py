@@ -512,11 +512,11 @@ def test_units_loaded_from_the_cpu_change_no_bit(strategy, loop):
             model, found = learn_alongside(Offload(budget=budget), strategy, **loop)
         assert_same(found, expected, name=f"{strategy}, {loop}, {budget} of {least} to {most}")
         assert not dry.races(tape)
-        own_part, every = on_the_cpu(model), [None] * dist.get_world_size()
-        dist.all_gather_object(every, own_part)
-        assert all(item == own_part for item in every)
-        counts.add(sum(own_part))
-    assert counts == {len(own_part), 1, 0}, "all, as few as will do, and none"
+        local, every = on_the_cpu(model), [None] * dist.get_world_size()
+        dist.all_gather_object(every, local)
+        assert all(item == local for item in every)
+        counts.add(sum(local))
+    assert counts == {len(local), 1, 0}, "all, as few as will do, and none"
 
 
 @on_ranks(2)

@@ -19,7 +19,7 @@ from fullshard.checkpoint.manifest import Progress
 from fullshard.checkpoint.opening import verify
 from fullshard.checkpoint.tensor_files import CHECKSUMS, Merged, TensorFiles, open_tensor_files
 from fullshard.checkpoint.together import default_ranks
-from fullshard.comm.mesh import own_spans
+from fullshard.comm.mesh import local_spans
 from fullshard.engine.materialize import allocate
 from fullshard.engine.registry import clean_fqn
 from fullshard.errors import CheckpointError, ConfigError
@@ -104,7 +104,7 @@ def load_safetensors(
 
 
 class _WeightReader:
-    """A reader of this rank's part of a model from files."""
+    """Reads this rank's part of a model from files."""
 
     def __init__(self, model: nn.Module, files: TensorFiles, rename: Callable[[str], str | None] | None) -> None:
         self._model = model
@@ -161,7 +161,7 @@ class _WeightReader:
 
     def _are_identical(self, names: Sequence[str], value: Tensor) -> bool:
         """Return True if this rank's shards of several tensors for one tied weight are bitwise identical."""
-        spans = _own_spans(value)
+        spans = _local_spans(value)
         parts = [
             part.reshape(-1).view(torch.uint8) for _, part in self._files.read({name: (name, spans) for name in names})
         ]
@@ -176,7 +176,7 @@ class _WeightReader:
         with state_dict_type(self._model, StateDictType.SHARDED_STATE_DICT):
             state = self._model.state_dict()
             targets = {clean_fqn(name): value for name, value in state.items()}
-            wanted = {fqn: (name, _own_spans(targets[fqn])) for fqn, name in self._names.items()}
+            wanted = {fqn: (name, _local_spans(targets[fqn])) for fqn, name in self._names.items()}
             total = sum(_local(targets[fqn]).nbytes for fqn in wanted)
             done = 0
             for fqn, part in self._files.read(wanted):
@@ -207,8 +207,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _own_spans(tensor: Tensor) -> list[range] | None:
+def _local_spans(tensor: Tensor) -> list[range] | None:
     """Return this rank's range of indices along each dim of `tensor`; None if the rank needs the full tensor."""
     if not isinstance(tensor, DTensor):
         return None
-    return own_spans(tensor.shape, tensor.device_mesh, tensor.placements)
+    return local_spans(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -92,14 +92,14 @@ class Axes:
         return (*(Replicate() for _ in range(self.mesh.ndim - 1)), on_shard_axis)
 
 
-def own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> Tensor:
+def local_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> Tensor:
     """Return this rank's shard of `whole` along all axes of `mesh`, in order, as a view."""
-    for dim, span in enumerate(own_spans(whole.shape, mesh, placements)):
+    for dim, span in enumerate(local_spans(whole.shape, mesh, placements)):
         whole = whole.narrow(dim, span.start, len(span))
     return whole
 
 
-def check_own_part(name: str, tensor: DTensor, target: DeviceMesh | None) -> None:
+def check_local_shard(name: str, tensor: DTensor, target: DeviceMesh | None) -> None:
     """Raise an error if a `DTensor` holds another rank's shard, as after loading the file of another rank.
 
     A pickled `DTensor` keeps its mesh, and the mesh keeps the coordinate of the rank that pickled it. Meshes compare
@@ -155,8 +155,8 @@ def _own_coordinate(ranks: Any, rank: int) -> tuple[int, ...] | None:
     return None
 
 
-def own_spans(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> list[range]:
-    """Return this rank's range of indices along each dim of a tensor of `shape`, sharded as by `own_part`."""
+def local_spans(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> list[range]:
+    """Return this rank's range of indices along each dim of a tensor of `shape`, sharded as by `local_shard`."""
     spans = [range(size) for size in shape]
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):

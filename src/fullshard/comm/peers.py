@@ -93,7 +93,7 @@ class MappedMemory:
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The whole memory."""
+        """The storage of all of the memory."""
         return self._typed[torch.uint8].untyped_storage()
 
     def _of_dtype(self, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fullshard._compat import address
-from fullshard.comm.mesh import own_part
+from fullshard.comm.mesh import local_shard
 from fullshard.comm.transport import Pending
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.findings import DiskFailures
@@ -76,7 +76,7 @@ class ParamGroup:
         for source, param_layout, local in zip(sources, plan.layout.params, storage.shards, strict=True):
             params.append(ShardedParam(source, param_layout, local, plan))
             placements = plan.axes.tensor_placements(param_layout.spec, sharded=plan.shards_optimizer)
-            own.append(None if source.param.is_meta else own_part(source.local, plan.axes.mesh, placements))
+            own.append(None if source.param.is_meta else local_shard(source.local, plan.axes.mesh, placements))
         storage.fill(own)
         for param, source, part in zip(params, sources, own, strict=True):
             if part is not None:

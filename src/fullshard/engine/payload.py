@@ -94,7 +94,7 @@ class PayloadParam(ShardedParam):
         wholes = plain_values(whole) if holds_tensors(whole) else whole
         assert values is not None, "checked by the caller"
         assert wholes is not None, "of one class"
-        values.copy_(self.take_own(wholes))
+        values.copy_(self.take_shard(wholes))
         torch.autograd.graph.increment_version(self.sharded)
 
     # -- the protocol -------------------------------------------------------------------------------------------------

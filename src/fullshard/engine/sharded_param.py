@@ -27,7 +27,7 @@ from fullshard._compat import (
     set_local_tensor,
     share_grad_hooks,
 )
-from fullshard.comm.mesh import Axes, own_part
+from fullshard.comm.mesh import Axes, local_shard
 from fullshard.device.awaited import settled
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.group_plan import GroupPlan
@@ -158,7 +158,7 @@ class ShardedParam:
 
     def write(self, whole: Tensor) -> None:
         """Write this rank's shard of `whole` to the parameter."""
-        self.local.copy_(self.take_own(whole))
+        self.local.copy_(self.take_shard(whole))
         torch.autograd.graph.increment_version(self.sharded)
 
     @property
@@ -187,9 +187,9 @@ class ShardedParam:
         """True if the optimizer will see a gradient."""
         return self.sharded.grad is not None
 
-    def take_own(self, whole: Tensor) -> Tensor:
+    def take_shard(self, whole: Tensor) -> Tensor:
         """Return this rank's shard of a full tensor, as a view."""
-        return own_part(whole, self.dtensor.device_mesh, self.dtensor.placements)
+        return local_shard(whole, self.dtensor.device_mesh, self.dtensor.placements)
 
     def point_to(self, whole: Tensor) -> None:
         """Make the unsharded parameter use the memory of `whole`."""

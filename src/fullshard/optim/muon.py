@@ -7,15 +7,15 @@ is Scalable for LLM Training" (2025, arXiv:2502.16982). The operations are those
 
 [Note: how matrices are exchanged]
 Momenta are updated in shards. The iteration needs the full matrix and computes in bfloat16. So messages are in
-bfloat16, without any loss of precision. Each rank has one buffer, `own_part`, with its parts of all matrices of a
+bfloat16, without any loss of precision. Each rank has one buffer, `local`, with its parts of all matrices of a
 batch, by owner, and receive buffers, `received`, with every rank's parts of the matrices that it owns. With matrices A
 and B owned by rank 0 and C by rank 1:
 
-              own_part        received
-    rank 0    [A0 B0][C0]     [A0 B0][A1 B1]      its own receive buffer is a slice of `own_part`
+              local           received
+    rank 0    [A0 B0][C0]     [A0 B0][A1 B1]      its own receive buffer is a slice of `local`
     rank 1    [A1 B1][C1]     [C0][C1]
 
-One all-to-all sends slices of `own_part` to the receive buffers of the owners. The owners overwrite the parts with
+One all-to-all sends slices of `local` to the receive buffers of the owners. The owners overwrite the parts with
 their results, and a second all-to-all sends them back. Along a mesh axis whose ranks have the same parts, only the
 results are sent, at the end. If a matrix is sharded along several axes (by tensor parallelism or expert parallelism in
 addition to the shard axis), these count as one axis of all ranks with different parts.
@@ -387,8 +387,8 @@ def _divided(
     spans = [[range(size) for size in shape] for _ in places or [()]]
     for its, place in zip(spans, places, strict=False):
         for (dim, pieces), number in zip(cuts, place, strict=True):
-            own_part = owned(len(its[dim]), pieces, number)
-            its[dim] = its[dim][own_part.start : own_part.stop]
+            piece = owned(len(its[dim]), pieces, number)
+            its[dim] = its[dim][piece.start : piece.stop]
     whole_parts: list[int | None] = [None] * math.prod(shape[:-2])
     for part, its in enumerate(spans):
         if tuple(map(len, its[-2:])) == shape[-2:]:
@@ -583,11 +583,11 @@ class MatrixBatch:
                 update = matrix.update_momentum()
                 if owner in team.partners:
                     part.copy_(update)
-        own_part = self._by_owner[team.number]
+        owned_here = self._by_owner[team.number]
         self._received = [
             self._region(range(team.number, team.number + 1))
             if part == team.part
-            else self._local.new_empty(sum(matrix.cuts.numel(part) for matrix in own_part))
+            else self._local.new_empty(sum(matrix.cuts.numel(part) for matrix in owned_here))
             for part in range(team.parts)
         ]
         if team.is_sharded:
@@ -597,9 +597,9 @@ class MatrixBatch:
     def orthogonalize(self) -> None:
         """Orthogonalize the matrices that this rank owns, and start to send them back."""
         self._wait()
-        own_part = self._by_owner[self._team.number]
-        parts = [_parts(buffer, own_part, part) for part, buffer in enumerate(self._received)]
-        for matrix, its_parts in zip(own_part, zip(*parts, strict=True), strict=True):
+        owned_here = self._by_owner[self._team.number]
+        parts = [_parts(buffer, owned_here, part) for part, buffer in enumerate(self._received)]
+        for matrix, its_parts in zip(owned_here, zip(*parts, strict=True), strict=True):
             recorder, origin = active_recorder(), Origin(matrix.name, Phase.STEP)
             event = recorder and recorder.add(Event("orthogonalize", origin, nbytes=matrix.nbytes))
             matrix.orthogonalize(its_parts)
@@ -669,9 +669,9 @@ _alongside: Kept[tuple[DeviceMesh, tuple[int, ...]], _Alongside] = Kept("ranks a
 
 def _along(mesh: DeviceMesh, axes: Sequence[int]) -> _Alongside:
     """Return a process group of this rank along `axes` of `mesh`, and the coordinates of its ranks on these axes."""
-    own_part = mesh.get_coordinate()
-    assert own_part is not None
-    alongside = mesh.mesh[tuple(slice(None) if axis in axes else at for axis, at in enumerate(own_part))]
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    alongside = mesh.mesh[tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))]
     at = {int(alongside[place]): place for place in product(*(range(mesh.size(axis)) for axis in axes))}
     group = mesh.get_group(axes[0]) if len(axes) == 1 else subgroup(list(at))
     return group, tuple(at[rank] for rank in dist.get_process_group_ranks(group))

@@ -1,4 +1,4 @@
-"""Predicted versus measured memory and time of any training loop, with one call."""
+"""Comparison of predicted with measured memory and time of any training loop, in one call."""
 
 from __future__ import annotations
 

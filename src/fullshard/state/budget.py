@@ -238,8 +238,8 @@ class _Needs:
     def over_all_ranks(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> _Needs:
         """Return the maximum of each number over the ranks that `groups` reach."""
         names = [field.name for field in fields(self) if field.name != "units"]
-        own_part = [getattr(self, name) for name in names] + [number for unit in self.units for number in astuple(unit)]
-        most = iter(_over_all_ranks(own_part, groups, device, dist.ReduceOp.MAX))
+        needs = [getattr(self, name) for name in names] + [number for unit in self.units for number in astuple(unit)]
+        most = iter(_over_all_ranks(needs, groups, device, dist.ReduceOp.MAX))
         common = {name: next(most) for name in names}
         width = len(fields(_UnitNeeds))
         units = tuple(_UnitNeeds(*islice(most, width)) for _ in self.units)
@@ -247,14 +247,14 @@ class _Needs:
 
 
 def _over_all_ranks(
-    own_part: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device, how: dist.ReduceOp.RedOpType
+    local: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device, how: dist.ReduceOp.RedOpType
 ) -> Sequence[int]:
     """Return the maximum or minimum of each number over the ranks that `groups` reach: a collective."""
-    numbers = torch.tensor(own_part, dtype=torch.int64, device=device)
+    numbers = torch.tensor(local, dtype=torch.int64, device=device)
     for group in groups:
         collectives_for(group, device).combine(numbers, how, origin=_ORIGIN)
     if isinstance(numbers, FakeTensor):  # a dry run, whose ranks are all like this one
-        return own_part
+        return local
     found: list[int] = numbers.tolist()
     return found
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard._compat import holds_tensors, loads_whole_states
-from fullshard.comm.mesh import check_own_part
+from fullshard.comm.mesh import check_local_shard
 from fullshard.engine.comparison import check_same_names
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.late_params import refuse_changed_modules
@@ -44,7 +44,7 @@ def accept_whole_states(optimizer: Optimizer) -> None:
         for param, values in own.items():
             optimizer.state[param] = values
     _accepting.add(optimizer)
-    optimizer.register_load_state_dict_pre_hook(_take_own)
+    optimizer.register_load_state_dict_pre_hook(_take_shards)
 
 
 def prepare_to_save(optimizer: Optimizer) -> None:
@@ -94,7 +94,7 @@ def _check_loading(optimizer: Optimizer, found: Sequence[Managed]) -> None:
     )
 
 
-def _take_own(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _take_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return `state_dict` with this rank's shards of full states. This is a pre-hook of `load_state_dict`."""
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -140,7 +140,7 @@ def _name(managed: Managed) -> str:
 def _own(name: str, param: DTensor, value: Tensor, blocks: BlockStates | None) -> Tensor:
     """Return this rank's shard of the state `value` of `param`."""
     if isinstance(value, DTensor):
-        check_own_part(name, value, param.device_mesh)
+        check_local_shard(name, value, param.device_mesh)
         return value
     is_whole = type(value) is Tensor and value.shape == param.shape
     if not is_whole or (blocks is not None and value.shape == param._local_tensor.shape):

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fullshard._compat import holds_tensors, make_dtensor, tree_map
-from fullshard.comm.mesh import own_part
+from fullshard.comm.mesh import local_shard
 from fullshard.comm.routes import collectives_for
 from fullshard.engine.comparison import barrier
 from fullshard.engine.managed import managed_by
@@ -477,7 +477,7 @@ class StateTemplate:
             return like
         if on_disk is not None and (like.shape, on_disk.dtype) == (shape, dtype):
             return make_dtensor(on_disk, like.device_mesh, placements, tuple(shape))
-        part = own_part(torch.empty(shape, dtype=dtype, device="meta"), like.device_mesh, placements)
+        part = local_shard(torch.empty(shape, dtype=dtype, device="meta"), like.device_mesh, placements)
         local = torch.empty(part.shape, dtype=dtype, device=like.to_local().device)
         return make_dtensor(local, like.device_mesh, placements, tuple(shape))
 
@@ -519,7 +519,7 @@ def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
         local = value.to_local()
     else:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        local = own_part(whole, mesh, placements)
+        local = local_shard(whole, mesh, placements)
     local = local.to(device, copy=True).contiguous()
     return make_dtensor(local, mesh, placements, tuple(value.shape))
 

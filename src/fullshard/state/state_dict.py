@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard._compat import dtensor_like, own_hook
-from fullshard.comm.mesh import check_own_part
+from fullshard.comm.mesh import check_local_shard
 from fullshard.device.memory import in_separate_storage
 from fullshard.engine.comparison import barrier
 from fullshard.engine.hooks import is_in_use
@@ -348,7 +348,7 @@ class _Hooks:
             known = next((unit.params[0].dtensor.device_mesh for unit in units_in(module) if unit.params), None)
             for key, value in state.items():  # all of them before any is loaded
                 if isinstance(value, DTensor):
-                    check_own_part(clean_fqn(key), value, known)
+                    check_local_shard(clean_fqn(key), value, known)
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
             # A module in two places of the model is loaded twice. The first time may have replaced its parameters.
@@ -404,4 +404,4 @@ def shard_of(value: Tensor, unit: Unit, sharded: ShardedParam) -> Tensor:
         if value.device_mesh == target.device_mesh and value.placements == target.placements:
             return value if value._local_tensor.device == device else dtensor_like(value.to_local().to(device), target)
         value = full_copy(value)
-    return dtensor_like(sharded.take_own(value.detach()).to(device), target)
+    return dtensor_like(sharded.take_shard(value.detach()).to(device), target)

@@ -182,6 +182,6 @@ def _write_back(param: ShardedParam, whole: nn.Parameter, version: int, with_gra
     if with_grads and whole.grad is None:
         param.sharded.grad = None
     elif with_grads and whole.grad is not None:
-        own = param.take_own(whole.grad)
+        own = param.take_shard(whole.grad)
         moved = accelerator_for(own.device).alongside(own, param.local)
         param.grad = (own.clone() if moved is own else moved).contiguous()

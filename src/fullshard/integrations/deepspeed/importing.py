@@ -263,7 +263,7 @@ def _float(value: Tensor) -> Tensor:
 
 
 def _masters(read: _Read) -> list[list[Tensor]]:
-    """Return the float32 weights of each rank, by group."""
+    """Return the float32 master weights of each rank, by parameter group."""
     key = "fp32_flat_groups" if read.stage == 3 else "single_partition_of_fp32_groups"
     return [list(optimizer[key]) for optimizer in read.optimizers]
 

@@ -154,10 +154,10 @@ class _Means:
         return DTensor.from_local(grad, mesh["shard"], [Replicate()])
 
 
-def _gathered(own_part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+def _gathered(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Gather the tensors of all ranks of the group, in rank order."""
-    of_ranks = [torch.empty_like(own_part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(of_ranks, own_part.contiguous(), group=group)
+    of_ranks = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(of_ranks, local.contiguous(), group=group)
     return of_ranks
 
 
