@@ -12,7 +12,7 @@ does, the clock shows that, too, and the busy time is the time of a step without
 
 On one GPU: GPTs of 30M to 1.5B parameters in bfloat16, with float32 parameters and fused AdamW. Steps are queued one
 behind the other, as in training; the time is that of the GPU from the end of one step to the end of the next. Also
-measured is the total time of kernels and copies, by the profiler, which does not depend on the host. In a pretended
+measured is the total time of kernels and copies, by the profiler, which does not depend on the host. In a simulated
 world collectives do nothing, on both sides, and what other ranks would send is whatever the memory held.
 """
 

@@ -20,7 +20,7 @@ class State(Enum):
     SHARDED_GRADIENTS = "gradients that the optimizer sees"
     UNSHARDED = "unsharded parameters"
     ACTIVATIONS = "activations"
-    WHOLE_GRADIENTS = "unsharded gradients"
+    WHOLE_GRADIENTS = "whole gradients"
     MESSAGES = "messages"
     TEMPORARIES = "temporaries"
 
