@@ -208,9 +208,8 @@ def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
     kept = [name for name, value in vars(param).items() if isinstance(value, Tensor)]
     if kept:
         raise ConfigError(
-            f"{fqn} is a {module}.{kind} with additional tensors ({', '.join(kept)}), which would be unsharded on "
-            "every rank. List it in ignored_params, or define fsdp_pre_all_gather and fsdp_post_all_gather on its "
-            "class."
+            f"{fqn} is a {module}.{kind} with additional tensors ({', '.join(kept)}), which cannot be sharded. List "
+            "it in ignored_params, or define fsdp_pre_all_gather and fsdp_post_all_gather on its class."
         )
     return OwnClassView(param)
 
