@@ -137,7 +137,7 @@ class FullShardStrategy(DDPStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create modules within this context, on the meta device if `empty_init`."""
+        """Context manager for creating modules, on the meta device if `empty_init`."""
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
@@ -210,7 +210,7 @@ class FullShardStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint to the folder `filepath`, each rank its shards. It is complete or does not exist.
+        """Write a checkpoint to the folder `filepath`. Each rank writes its shards. It is complete or does not exist.
 
         Raises:
             CheckpointError: A rank could not write, or a value could not be read back without executing code.
@@ -364,7 +364,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         """Do nothing: units are moved to their device when they are created."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Create modules within this context, on the meta device if `empty_init`."""
+        """Return a context for creating modules, on the meta device if `empty_init`."""
         stack = ExitStack()
         if empty_init:
             stack.enter_context(torch.device("meta"))
@@ -393,7 +393,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write `state` to the folder `path`, each rank its shards. It is complete or does not exist.
+        """Write `state` to the folder `path`. Each rank writes its shards. It is complete or does not exist.
 
         Raises:
             CheckpointError: A rank could not write, or a value could not be read back without executing code.
@@ -469,7 +469,9 @@ class _NoSync:
     """Fabric's interface for backward without communication."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Accumulate unsharded gradients in backward within this context, if `enabled`."""
+        """Return a context within which backward accumulates unsharded gradients without communication, if
+        `enabled`.
+        """
         return cast(FSDPModule, module).no_sync() if enabled else nullcontext()
 
 

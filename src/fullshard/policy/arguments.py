@@ -20,7 +20,7 @@ def check_type(name: str, value: object, kinds: type[Any] | tuple[type[Any], ...
     """Raise if `value`, passed as the argument `name`, is not an instance of `kinds`.
 
     Raises:
-        ConfigError: It is not. The message says to pass `expected`.
+        ConfigError: It is not an instance. The message says to pass `expected`.
     """
     if not isinstance(value, kinds):
         raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. Pass {expected}.")
@@ -40,7 +40,7 @@ def check_iterable(name: str, value: object, expected: str) -> None:
     """Raise if `value`, passed as the argument `name`, is a string or is not iterable.
 
     Raises:
-        ConfigError: It is. The message says to pass `expected`.
+        ConfigError: It is a string or not iterable. The message says to pass `expected`.
     """
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. Pass {expected}.")

@@ -65,7 +65,7 @@ def bits(nats: float) -> float:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode without gradients within this context, and training mode afterwards."""
+    """Context manager that sets evaluation mode without gradients, and training mode afterwards."""
     model.eval()
     try:
         with torch.no_grad():

@@ -50,7 +50,7 @@ class Accelerator:
         return self.device_name(self.current_device())
 
     def device(self, device_index: int | None = None) -> Any:
-        """Make `device_index` the current device within this context."""
+        """Context manager that makes `device_index` the current device."""
         return torch.device(self.device_name(device_index))
 
     def set_device(self, device_index: int) -> None:

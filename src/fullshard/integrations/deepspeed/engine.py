@@ -206,7 +206,7 @@ class Engine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate unsharded gradients in backward within this context. A later backward reduces all of them."""
+        """Context manager that makes backward accumulate unsharded gradients. A later backward reduces all of them."""
         self._separate = True
         try:
             with self._sharded.no_sync():
