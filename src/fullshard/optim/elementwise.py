@@ -282,7 +282,7 @@ class StepComparison:
                 name = "a parameter" if managed is None else managed.param.fqn
                 raise ConfigError(
                     f"{type(self._optimizer).__name__} needs full parameters, but each rank has only a part of them: "
-                    f"the step of {name} of shape {tuple(whole.shape)} on shards differs from that on the whole "
+                    f"the step of {name} of shape {tuple(whole.shape)} on shards differs from that on the full "
                     f"tensor by {off:.2g}, and the largest step of an element is {largest:.2g}. Use AdamW or another "
                     "optimizer that treats each element separately, or keep parameters whole with strategy='ddp'."
                 )

@@ -96,7 +96,7 @@ def cores_of_machine() -> int:
 
 @contextmanager
 def process_group(rank: Rank) -> Iterator[None]:
-    """Context manager that creates the default process group: NCCL on GPUs, gloo on CPUs."""
+    """Context manager within which a default process group exists: NCCL on GPUs, gloo on CPUs."""
     if rank.device.type == "cpu":
         dist.init_process_group("gloo")
     else:
