@@ -139,7 +139,10 @@ class Generator:
         if any(key in program for key in ("precision", "dtype", "autocast")):  # oneDNN has no LSTM in half precision
             program["model"] = json.loads(json.dumps(program["model"]).replace('"LSTM"', '"GRU"'))
         program["loop"] = self.loop(program)
-        if self._device != "cpu":
+        if self._device == "cpu":
+            if "by rank" not in json.dumps(program) and self.chance(0.15):  # else calls of the backend would not match
+                program["simulated streams"] = True
+        else:
             program["device"] = self._device
             if self.chance(0.5):
                 program["late streams"] = self.random.randrange(100)

@@ -18,6 +18,8 @@ from benchmarks.fuzzing import execution
 from benchmarks.fuzzing.execution import Json, Outcome, first_difference, is_finite, run_plain, run_sharded
 from benchmarks.late_streams import late, some_late
 from fullshard.device import accelerator
+from fullshard.dry.streams import DryAccelerator
+from fullshard.tape.tape import Tape
 from fullshard.testing.ranks import RankPool, RanksFailed
 
 EQUAL, CLOSE, REFUSED, INVALID = "equal", "close", "refused", "invalid"
@@ -95,20 +97,22 @@ def _on_rank(program: Json, folder: str, before: Callable[[], None] | None) -> O
     try:
         if before is not None:
             before()
-        with late_streams(program):
+        with streams_of(program):
             return run_sharded(program, folder)
     finally:
         fullshard.share_memory_between_ranks(True)
 
 
-def late_streams(program: Json) -> AbstractContextManager[None]:
-    """Return a context in which streams that the program's seed chooses are late, if it asks for that."""
+def streams_of(program: Json) -> AbstractContextManager[None]:
+    """Return a context in which the program's streams are simulated, or some of a GPU's are late, if it asks for it."""
+    if program.get("simulated streams"):
+        return accelerator.pretending(DryAccelerator(Tape()))
     if "late streams" not in program:
         return nullcontext()
     device = torch.device(program["device"], 0)
     names, timed = some_late(program["late streams"])
-    made = late(accelerator.StreamAccelerator(device), names, timed(lambda ms: torch.cuda._sleep(int(ms * 1.5e6))))
-    return mock.patch.dict(accelerator._known, {device: made})
+    slow = late(accelerator.StreamAccelerator(device), names, timed(lambda ms: torch.cuda._sleep(int(ms * 1.5e6))))
+    return mock.patch.dict(accelerator._known, {device: slow})
 
 
 def verdict_of(outcomes: list[Outcome], expected: dict[str, Any], tolerance: float = 0.0) -> Verdict:
