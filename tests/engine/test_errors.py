@@ -1002,7 +1002,7 @@ def save_the_state_of_a_shard() -> Steps:
 def an_unknown_backend() -> Steps:
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(routes._on_host, "gloo")
+        patch.delitem(routes._without_streams, "gloo")
         yield
         routes.collectives_for(group, torch.device("cpu"))
 

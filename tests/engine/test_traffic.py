@@ -332,7 +332,7 @@ def test_what_a_user_does_to_a_gradient_does_not_outlive_it(change):
 def test_gradients_stay_while_a_stream_may_still_read_them():
     """The numbers of unsharded gradients when reductions began, when they were queued, and when they finished."""
     found, alive = [], []
-    make, queue, finish = ParamGroup.start_reduction, UnitGradients.start_reduce, UnitReduction.finish
+    make, queue, finish = ParamGroup.start_reduction, UnitGradients.start_reductions, UnitReduction.finish
 
     def note(param_group: ParamGroup, grads: dict[int, Tensor], **options: Any) -> Reduction:
         alive[-1] += [weakref.ref(grad) for grad in grads.values()]
@@ -351,7 +351,7 @@ def test_gradients_stay_while_a_stream_may_still_read_them():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stream, "is_stream", True)
         patch.setattr(ParamGroup, "start_reduction", note)
-        patch.setattr(UnitGradients, "start_reduce", note_queued)
+        patch.setattr(UnitGradients, "start_reductions", note_queued)
         patch.setattr(UnitReduction, "finish", note_finished)
         model = chain(fully_shard)
         step(model, sgd(model), 0)

@@ -152,10 +152,22 @@ def made_here(value: ast.expr | None) -> bool:
 
 
 def test_the_state_of_the_process_is_listed():
-    table = rows(section(page("docs/design.md"), "State of the process"))
+    table = rows(section(page("docs/design.md"), "State of the process").split("Functions that install something")[0])
     listed = [(file, name) for _, names, file in table for name in names.split(", ")]
     assert len(listed) == len(set(listed))
     assert set(listed) == state_of_modules()
+
+
+def test_what_the_process_installs_once_is_listed():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or node.args.args or ast.unparse(node.returns or node) != "None":
+                continue
+            if any(ast.unparse(decorator) == "cache" for decorator in node.decorator_list):
+                found.add((path.relative_to(PACKAGE).as_posix(), node.name))
+    text = section(page("docs/design.md"), "State of the process").split("Functions that install something")[1]
+    assert {(file, name) for _, names, file in rows(text) for name in names.split(", ")} == found
 
 
 @pytest.mark.parametrize(("name", "heading"), [("README.md", "Strategies"), ("docs/strategies.md", "Placements")])

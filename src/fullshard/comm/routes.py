@@ -13,7 +13,7 @@ from fullshard.errors import ConfigError
 from fullshard.tape.context import Kept
 
 # On devices without streams. With streams, all of these backends queue their own collectives: see `_kind`.
-_on_host: dict[str, type[Collectives]] = {
+_without_streams: dict[str, type[Collectives]] = {
     "gloo": SharedMemoryCollectives,
     **dict.fromkeys(("nccl", "xccl", "ucc", "hccl", "mccl", "fake"), NativeCollectives),
 }
@@ -61,8 +61,8 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
     backend = by_device.get(device.type, by_device.get("cpu", config))
     if backend in _registered:
         return _registered[backend]
-    if backend not in _on_host:
-        known = ", ".join([*_on_host, *_registered])
+    if backend not in _without_streams:
+        known = ", ".join([*_without_streams, *_registered])
         raise ConfigError(
             f"process group with backend {backend!r} for {device.type} tensors is not supported. Supported: {known}. "
             "Create the process group with one of these, or call fullshard.comm.routes.register_backend to define "
@@ -75,4 +75,4 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
         from fullshard.comm.pretended import PretendedCollectives  # needed in dry runs only
 
         return PretendedCollectives
-    return _on_host[backend]
+    return _without_streams[backend]

@@ -275,7 +275,10 @@ class Gradients:
             self.state.written_by_graphs.append(self.flat)
 
     def take_possible_step(self) -> bool:
-        """Return True if shards may have changed since the last call. See [Note: when a step is over]."""
+        """Return True if shards may have changed since the last call. See [Note: when a step is over].
+
+        The first call after a delivery returns True. The comparison of versions decides what the next call returns.
+        """
         stepped = self.state.may_have_stepped or self.state.is_replayed or is_capturing(self.plan.device)
         if stepped:
             self.state.may_have_stepped = any([shard for shard, _ in self._as_delivered()])

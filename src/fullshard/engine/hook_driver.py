@@ -308,7 +308,7 @@ class HookDriver:
         """Return True if the held gradients of `unit` are complete, so they can be reduced before the backward ends."""
         return (
             len(unit.gradients.arrived) > 0
-            and not unit.gradients.are_held_back
+            and not unit.gradients.holds_back
             and not self._expected.awaits_backward_of(unit)
             and _has_ended_all_calls(self._ended, unit)
         )
@@ -376,7 +376,8 @@ class HookDriver:
             and self._state.streams.gather.is_stream
             and any(module._backward_hooks for module in unit.modules)
         ):
-            ahead = []  # the first backward shows which shards the user's hooks write to, see `Residency.prefetch`
+            # The first backward shows which shards the user's hooks write to, see `UnshardScheduler.prefetch`.
+            ahead = []
         if unit.options.backward_prefetch == "pre":
             self._scheduler.prefetch(ahead, Phase.BACKWARD)
             if self._state.disks.are_in_pass:

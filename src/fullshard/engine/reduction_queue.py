@@ -27,7 +27,7 @@ class ReductionQueue:
         unit.gradients.arrived.clear()
         if switches.checks_finite:
             self._tallies += tally(unit)
-        if unit.gradients.are_held_back:
+        if unit.gradients.holds_back:
             unit.gradients.hold()
         elif (
             unit.gradients.have_whole
@@ -36,7 +36,7 @@ class ReductionQueue:
         ):
             # One at a time, to bound the memory of unsharded gradients.
             self.finish(all_but=0 if unit in self.pending else 1)
-            self.pending[unit] = reduction = unit.gradients.start_reduce(Phase.POST_BACKWARD)
+            self.pending[unit] = reduction = unit.gradients.start_reductions(Phase.POST_BACKWARD)
             if not reduction.is_complete:
                 self.incomplete.append(reduction)
 

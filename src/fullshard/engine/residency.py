@@ -84,8 +84,8 @@ _OCCUPIED = (_KEPT, _DEFERRED_FREE)
 class Residency:
     """The state of one unit. See [Note: states of a unit].
 
-    Callers in steps are `UnshardScheduler`, `HookDriver`, `ManualDriver` and `Runtime`; between steps, `FSDPModule`,
-    `state/` and `checkpoint/`.
+    Only this class writes `state`. Drivers and the scheduler also write `users`, `awaits_backward`,
+    `is_unsharded_manually` and `is_used_without_forward`.
     """
 
     def __init__(self, unit: UnitParts, memory: UnshardedMemory) -> None:
@@ -276,7 +276,7 @@ class Residency:
         if self.state is _KEPT and not self._unit.keeps_unsharded:
             self._become(_DEFERRED_FREE)
 
-    def keep(self) -> None:
+    def cancel_free(self) -> None:
         """Cancel `defer_free`."""
         if self.state is _DEFERRED_FREE:
             self._become(_KEPT)

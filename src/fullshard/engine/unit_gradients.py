@@ -44,8 +44,8 @@ class UnitGradients:
         return False
 
     @property
-    def are_held_back(self) -> bool:
-        """True if unsharded gradients wait for the reduction of a later microbatch."""
+    def holds_back(self) -> bool:
+        """True if gradients of the next backward are to wait for the reduction of a later microbatch."""
         return (
             not self._unit.settings.syncs_gradients and self._unit.options.placements.gradients is not Placement.GROUPED
         )
@@ -96,7 +96,7 @@ class UnitGradients:
         for param in self._unit.params:
             param.sharded.grad = None
 
-    def start_reduce(self, phase: Phase) -> UnitReduction:
+    def start_reductions(self, phase: Phase) -> UnitReduction:
         """Start the reduction of unsharded gradients to the optimizer's gradients."""
         streams = self._unit.streams
         self.are_held = False

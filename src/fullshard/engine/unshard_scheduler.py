@@ -140,7 +140,7 @@ class UnshardScheduler:
     def forget_deferred_frees(self) -> None:
         """Cancel all deferred frees. The caller frees the units."""
         for unit, _ in self._deferred_frees:
-            unit.residency.keep()
+            unit.residency.cancel_free()
         self._deferred_frees.clear()
 
     def _is_next_started(self, order: OrderTracker) -> bool:
