@@ -376,8 +376,7 @@ class HookDriver:
             and self._state.streams.gather.is_stream
             and any(module._backward_hooks for module in unit.modules)
         ):
-            # The first backward shows which shards the user's hooks write to, see `UnshardScheduler.prefetch`.
-            ahead = []
+            ahead = []  # the first backward shows which shards hooks write to, see `UnshardScheduler.prefetch`
         if unit.options.backward_prefetch == "pre":
             self._scheduler.prefetch(ahead, Phase.BACKWARD)
             if self._state.disks.are_in_pass:
