@@ -326,6 +326,16 @@ def test_a_folder_that_another_user_could_have_made_is_not_taken(launcher, tmp_p
 RECORDS = ["record is a fifo", "record is a link"]  # in a folder that is as it should be
 
 
+@pytest.mark.parametrize("record", [b"", b"\xff" * 90, b"{0} x 3", b"{0} {0} {0} {0}"])
+def test_a_damaged_record_is_left_alone(launcher, tmp_path, record):
+    damaged = tmp_path / f"fullshard-{'0' * 32}"
+    damaged.mkdir(mode=0o700)
+    namespace = launcher_identity(launcher.pid).split()[1].encode()
+    (damaged / "kept").write_bytes(b"boot " + record.replace(b"{0}", namespace))
+    assert kept_folder(launcher.pid, tmp_path) != damaged
+    assert damaged.exists()
+
+
 def test_memory_in_which_others_can_rename_is_refused(launcher, tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(PermissionError, match=r"has mode 777: other users can rename and replace its contents"):

@@ -114,9 +114,10 @@ def _record_of(folder: Path, flags: int) -> Iterator[int]:
 
 def _is_left(record: int, recorded: str) -> bool:
     """Return True if the launcher of this record has ended, and its keeper cannot remove the folder anymore."""
-    if len(recorded.split()) != 4:
-        return False  # it is being created
-    _, namespace, launcher, started = recorded.split()
+    words = recorded.split()
+    if len(words) != 4 or not words[2].isdecimal():
+        return False  # it is being created, or damaged
+    _, namespace, launcher, started = words
     if namespace == _pid_namespace():
         return _started(int(launcher)) != started
     return _locks(record)  # it belongs to another container, whose launcher is not visible, unlike the keeper's lock
