@@ -778,7 +778,7 @@ def a_mesh_that_is_none() -> None:
     fully_shard(linear(), shard_placement_fn=lambda _: ShardPlacementResult(None, 3))
 
 
-@mistake(ConfigError, r"chose DeviceMesh.* for weight, but its unit is on DeviceMesh", "one type of device", ranks=4)
+@mistake(ConfigError, r"chose DeviceMesh.* for weight, but its unit is on DeviceMesh", "same type of device", ranks=4)
 def a_mesh_of_another_device() -> Steps:
     other = copy.copy(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))["efsdp"])
     other._device_type = "xpu"
