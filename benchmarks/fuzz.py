@@ -60,11 +60,10 @@ def main() -> int:
 
 def reproduce(given: argparse.Namespace, pool: Pool, ranks: tuple[int, ...], without: tuple[str, ...]) -> int:
     path = Path(given.reproduce)
-    program = (
-        json.loads(path.read_text())
-        if path.exists()
-        else Generator(given.reproduce, ranks, without, given.device).program()
-    )
+    if path.exists():
+        program = json.loads(path.read_text())
+    else:
+        program = Generator(given.reproduce, ranks, without, given.device).program()
     verdict = pool.judge(program)
     print(json.dumps(program))
     print(f"{verdict.kind}: {verdict.cause}\n{verdict.details}")
@@ -109,13 +108,12 @@ def report(given: argparse.Namespace, pool: Pool, name: str, program: dict, verd
         return (now.kind, now.cause) == wanted
 
     print(f"\n==== {name}: {verdict.kind}: {verdict.cause}", flush=True)
-    if given.no_shrink:
-        pass
-    elif still_fails(program):
-        program = shrink(program, still_fails, 12 if verdict.kind == "hang" else 150)
-        verdict = pool.judge(program)
-    else:
-        print("It does not fail when it is run again.")
+    if not given.no_shrink:
+        if still_fails(program):
+            program = shrink(program, still_fails, 12 if verdict.kind == "hang" else 150)
+            verdict = pool.judge(program)
+        else:
+            print("It does not fail when it is run again.")
     print(json.dumps(program))
     print(verdict.details[-3000:], flush=True)
     if given.out is not None:

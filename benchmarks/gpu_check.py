@@ -18,9 +18,9 @@ compiled        the same with compiled blocks
 pretend         rank 0 of 8, with collectives that do nothing, compared with FSDP2
 threads         ranks as threads: losses compared with the plain loop
 
-By name only (`make gpu-check ARGS="--parts offload"`); `offload` was not run on any GPU so far:
+By name only (`make gpu-check ARGS="--parts offload"`):
 
-offload         `offload_to_cpu.py`: the optimizer's state on the CPU, with clipping, by fraction
+offload         `offload_to_cpu.py`: the optimizer's state on the CPU, with clipping, by fraction, and FSDP2's offload
 report          `report_overhead.py`: steps with and without a recording
 """
 

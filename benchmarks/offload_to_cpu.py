@@ -7,9 +7,9 @@ reckoned  by tapes laid out in time: a rank of 8 H100, a GPT of blocks of width 
           many), bf16, microbatches of 2 x 2048 tokens, clipping. The CPU moves 20 GB/s for a rank, the bus 55 (costs as
           of `plan/costs.py`). `at once`: the CPU steps before the next forward begins, as it must where it waits for
           nothing else; otherwise each unit when its gather is to start.
-host      on this machine: seconds of fused AdamW, and of a copy of what it changes: parameters and two states. Stepping
-          ahead of the norm, as unclipped, needs that copy in every step, to go back to, and both again where the norm
-          says so.
+host      on this machine: seconds of fused AdamW, of the norm of its gradient (whole and by rows), and of a copy of
+          what it changes: parameters and two states. Stepping ahead of the norm, as unclipped, needs that copy in every
+          step, to go back to, and both again where the norm says so.
 gpu       measured, where there is a GPU: the same model and rank of 8, with collectives that do nothing, and FSDP2 with
           its own offload. With 16 microbatches and all of the states on the CPU, the goal is 1.2 of the step without.
 
@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.bench.model import Model, Shape
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, OffloadPolicy, clip_grad_norm_, dry, fully_shard
 from fullshard._compat import fake_store
-from fullshard.optim import local_steps
+from fullshard.optim import clipping, local_steps
 from fullshard.plan.timeline import lay_out
 from fullshard.versions import versions
 
@@ -123,7 +123,7 @@ def best_of(run: Callable[[], Any], times: int = 5) -> float:
 
 
 def host(numel: int) -> dict[str, Any]:
-    """Of a parameter: fused AdamW, and what it takes to be able to go back."""
+    """Measure fused AdamW of a parameter, the norm of its gradient, and what it takes to be able to go back."""
     param = nn.Parameter(torch.randn(numel))
     param.grad = torch.randn(numel)
     optimizer = torch.optim.AdamW([param], fused=True)
@@ -132,11 +132,16 @@ def host(numel: int) -> dict[str, Any]:
     now = [param.data, state["exp_avg"], state["exp_avg_sq"]]
     kept = [torch.empty_like(item) for item in now]
     step_s, copy_s = best_of(optimizer.step), best_of(lambda: torch._foreach_copy_(kept, now))
+    norms_s = {
+        name: best_of(lambda offloaded=by_rows: clipping._norms([param.grad], 2.0, offloaded=offloaded))
+        for name, by_rows in (("norm", False), ("norm by rows", True))
+    }
     found = {
         "threads": torch.get_num_threads(),
         "step_gb_s": round(28e-9 * numel / step_s, 1),
         "step_ns_per_parameter": round(1e9 * step_s / numel, 2),
         "copy_ns_per_parameter": round(1e9 * copy_s / numel, 2),
+        **{f"{name}_ns_per_parameter": round(1e9 * seconds / numel, 2) for name, seconds in norms_s.items()},
         "ahead, not clipped": round((step_s + copy_s) / step_s, 2),
         "ahead, clipped": round(2 * (step_s + copy_s) / step_s, 2),
     }

@@ -1357,9 +1357,8 @@ class Sharded(Driver):
         if not has_all_states(self.optimizer):
             return
         has_tensors = bool(self.optimizer.state)  # torch fails otherwise, for plain models also
-        # torch refuses states on several devices, and wants to have them all in one place.
-        is_full = action.get("full", False) and has_tensors and not ("device" in self.program and self.offload())
-        options = dcp.StateDictOptions(full_state_dict=is_full)
+        is_spread = "device" in self.program and "offload" in self.program  # torch refuses states on several devices
+        options = dcp.StateDictOptions(full_state_dict=action.get("full", False) and has_tensors and not is_spread)
         model, optimizer = copy.deepcopy(dcp.get_state_dict(self.model, self.optimizer, options=options))
         self.lose_values()
         dcp.set_state_dict(
