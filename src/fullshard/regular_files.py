@@ -128,6 +128,11 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def is_too_long(value: object) -> bool:
+    """Return True for an integer of more than 63 bits. Python refuses to write very long ones in messages."""
+    return isinstance(value, int) and value.bit_length() > 63
+
+
 def is_plain_name(name: object) -> bool:
     """Return True if `name` is a printable name of a file, without folders."""
     return (

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.errors import ConfigError
 from fullshard.policy.offload import CPUOffloadPolicy, Offload, OffloadPolicy
 from fullshard.policy.strategy import Placements, ShardingStrategy, resolve_placements
-from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
+from fullshard.regular_files import CONFIG_BYTES, UNPARSED, is_too_long, read_text
 from fullshard.wrap import AutoWrapPolicy
 
 TRANSFORMER, SIZE, NONE = "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"
@@ -291,7 +291,7 @@ def plugin_from_config_file(path: str | os.PathLike[str]) -> ShardingPlugin:
             f"{file} has no section fsdp_config. Let accelerate config write one, or pass a ShardingPlugin."
         )
     for key, value in content["fsdp_config"].items():
-        if isinstance(value, int) and value.bit_length() > 63:  # Python refuses to write very long ones
+        if is_too_long(value):
             raise ConfigError(f"{file}: {key} must be less than 2**63.")
     return ShardingPlugin.from_config(content["fsdp_config"], auto_wrap_policy=NONE)
 

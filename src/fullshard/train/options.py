@@ -15,7 +15,7 @@ import yaml
 
 from fullshard.command_line import Command, check_name, check_value, option_types
 from fullshard.errors import ConfigError
-from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
+from fullshard.regular_files import CONFIG_BYTES, UNPARSED, is_too_long, read_text
 from fullshard.train.settings import TrainSettings
 
 CONFIG = "config"
@@ -51,7 +51,7 @@ def config_items(path: Path) -> list[str]:
             raise ConfigError(f"{path}: {key} has no value. Set a value, or remove the line.")
         if isinstance(value, (list, dict)):
             raise ConfigError(f"{path}: {key} must be one value, not a {type(value).__name__}.")
-        if isinstance(value, int) and value.bit_length() > 63:  # Python refuses to write very long ones
+        if is_too_long(value):
             raise ConfigError(f"{path}: {key} must be less than 2**63. If it is text, put it in quotes.")
         if option_types(TrainSettings)[name] is bool:
             if not isinstance(value, bool):
