@@ -113,7 +113,7 @@ def _leaves(opened: Opened, prefix: str) -> dict[str, Outline]:
     odd = [keys[name] for name, value in values.items() if isinstance(value, Tensor)]
     if odd:
         raise CheckpointError(
-            f"{opened.doing}: expected {odd[0]!r} to be no tensor, found one. Load another checkpoint."
+            f"{opened.doing}: {odd[0]!r} is a tensor, but its metadata describes a value. Load another checkpoint."
         )
     return {name: ("value", values[name]) if name in values else ("tensor", key) for name, key in keys.items()}
 
