@@ -186,8 +186,8 @@ def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
 def _norm_by_rows(values: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
     """Return the norm of a CPU tensor, computed from the norms of its rows. Threads divide rows among themselves.
 
-    A norm of all elements at once is computed by one thread (torch 2.13). On a host of an H200, that took twice as long
-    as the fused AdamW step. The result does not depend on the number of threads.
+    A norm of all elements at once is computed by one thread (torch 2.13). The result does not depend on the number of
+    threads.
     """
     flat = values.reshape(-1)
     rows = flat.numel() // _ROW
