@@ -1,7 +1,7 @@
 """The reduction of a parameter group: from the unsharded gradients of every rank to the optimizer's gradients.
 
 Reduction
-├── WholeReduction optimizer whole: all-reduce, over the shard axis and then over the replicate axis
+├── WholeReduction       optimizer whole: all-reduce, over the shard axis and then over the replicate axis
 └── ShardReduction       optimizer sharded: reduce-scatter, and then an all-reduce of shards over the replicate axis
     ├── OneLevelReduction
     └── TwoLevelReduction   the reduce-scatter within groups of neighboring ranks, and then across them

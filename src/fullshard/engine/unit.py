@@ -271,7 +271,7 @@ class Unit:
         refuse_calls(self._leaves)
 
     def show_unsharded(self, *, renewed: bool) -> None:
-        """Show the unsharded parameters to the modules. Those in `renewed` are new objects."""
+        """Show the unsharded parameters to the modules. If `renewed`, they are new objects."""
         if renewed:
             self.register_params()
         trainable = 0

@@ -85,7 +85,7 @@ class UnitParts(Protocol):
         """Show the sharded parameters to the modules that have the unsharded ones."""
 
     def show_unsharded(self, *, renewed: bool) -> None:
-        """Show the unsharded parameters to the modules. Those in `renewed` are new objects."""
+        """Show the unsharded parameters to the modules. If `renewed`, they are new objects."""
 
     def check_replacements(self) -> None:
         """Adopt weights that were tied, and raise if parameters were replaced."""
