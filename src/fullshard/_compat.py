@@ -230,7 +230,7 @@ def shares_version_counter(tensor: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def without_weak_references(module: nn.Module) -> Iterator[None]:
-    """Context manager that makes recurrent layers drop their weak references to parameters, so torch can swap these."""
+    """Context manager that makes `module`, if recurrent, drop weak references to parameters, so torch can swap them."""
     if not isinstance(module, nn.RNNBase):
         yield
         return
@@ -405,7 +405,7 @@ def all_reduce_each(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _as_real(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the shortest timeout of `group`'s backends in seconds; infinity if none of them aborts collectives."""
+    """Return views of `tensors` without complex numbers, which NCCL does not support."""
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 

@@ -1,7 +1,7 @@
 """The exceptions that fullshard raises.
 
-Every message states what was requested, what was found (with names and numbers), and a remedy. Errors in user code are
-raised on every rank before the first collective, so that no rank waits for another.
+Every message states what was requested, what was found (with names and numbers), and a remedy. User errors are raised
+on every rank before the first collective, so that no rank waits for another.
 
     FullshardError
     ├── ConfigError         an argument, or a combination of arguments, that is invalid or not supported

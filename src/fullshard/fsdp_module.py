@@ -72,7 +72,7 @@ def fully_shard(
         strategy: `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"`, `"hsdp"`, `"hsdp_zero2"`, a `ShardingStrategy` or
             `Placements`.
         reshard_after_forward: whether to free the unsharded parameters between forward and backward. None uses the
-            setting of the strategy; under `zero3`, a root keeps its parameters, because its backward follows
+            setting of the strategy, except that a root keeps its parameters, because its backward follows
             immediately. A number is the size of groups of consecutive ranks, which must divide the number of ranks.
             After forward, each group keeps an additional copy of the parameters, sharded over its ranks, and backward
             gathers within the group only.

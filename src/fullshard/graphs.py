@@ -159,7 +159,7 @@ class CapturedStep(Generic[ResultT]):
         """Run a training step.
 
         Raises:
-            ConfigError: An input requires a gradient, or the step cannot be captured by this call.
+            ConfigError: An input requires a gradient, or this call would capture the step but that is not possible.
         """
         self._parts.prepare_optimizers()
         other = self._buffers.take(inputs)

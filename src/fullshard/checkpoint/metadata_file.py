@@ -114,7 +114,7 @@ class _Interpreter:
             self._at += 1
             if code == _STOP:
                 if len(self._stack) != 1 or self._at != len(data):
-                    raise CheckpointError("it has data after its end")
+                    raise CheckpointError("it does not end after exactly one value")
                 return self._pop()
             step = _STEPS.get(code)
             if step is None:

@@ -215,7 +215,7 @@ def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
 
 
 def _check_annotations(fqn: str, param: nn.Parameter, axes: Axes) -> None:
-    """Raise an error if spmd_types annotates a plain tensor as a shard, or as having partial gradients."""
+    """Raise if spmd_types annotates a plain tensor as a shard, or with partial gradients, along another axis."""
     mesh = axes.spmd_mesh
     if mesh is None or not getattr(param, "_local_type", None):  # where spmd_types keeps annotations
         return

@@ -99,7 +99,7 @@ class PayloadGroup(ParamGroup):
 
 
 class WholeShards(ShardStorage):
-    """Unsharded parameters of tensor subclasses, as separate tensors."""
+    """Full parameters of tensor subclasses, as separate tensors."""
 
     def __init__(self, plan: GroupPlan, shards: list[Tensor]) -> None:
         super().__init__(plan)

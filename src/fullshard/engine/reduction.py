@@ -413,7 +413,7 @@ class UnitReduction:
 
     Args:
         reductions: One for each group that has gradients.
-        read: Buffers that the reductions read. They are kept until then.
+        read: Buffers that the reductions read. They are kept until they have been read.
         streams: The streams of the device.
         origin: the unit and phase of the reductions.
     """

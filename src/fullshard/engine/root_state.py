@@ -56,7 +56,7 @@ class Disks:
             of_unit.are_reported = True
 
     def end_pass(self, activations: DiskFailures | None = None) -> None:
-        """Raise on all ranks if the disk of one of them has failed. All ranks must call it at the end of a pass.
+        """Raise on all ranks if the disk of one of them has failed. All ranks must call it at the end of the same pass.
 
         This is a collective if anything is stored on a disk.
 

@@ -32,7 +32,7 @@ def refuse_calls(modules: Sequence[nn.Module]) -> None:
 
 
 def accept_calls(modules: Sequence[nn.Module]) -> None:
-    """Make `modules` callable again, and remove the hooks for this."""
+    """Make `modules` callable again, by removing the hooks of `refuse_calls`."""
     for module in modules:
         hooks: dict[Any, Any] = module._forward_pre_hooks
         if _HOOK in hooks:
@@ -73,13 +73,13 @@ def read_while_sharded(fqn: str, unit: str) -> StateError:
 def explain_reads() -> None:
     """Make later errors of backwards that read a saved parameter without valid values name the parameter.
 
-    Also make `autograd.grad` and `backward(inputs=...)` raise an error for sharded parameters.
+    Also make `autograd.grad` and `backward(inputs=...)` raise an error if they reach none of their sharded parameters.
     """
     explain_backwards(_explain_version, _refuse_unreached)
 
 
 def _refuse_unreached(inputs: Sequence[Any], unreached: Sequence[Any]) -> None:
-    """Raise an error if a pass for sharded parameters reached none of them (a penalty on such parameters does)."""
+    """Raise an error if a pass for sharded parameters reached none of them. A penalty on them reaches some."""
     sharded = [managed for managed in map(_sharded_form, inputs) if managed is not None]
     missed = sum(_sharded_form(given) is not None for given in unreached)
     if sharded and missed == len(sharded):
@@ -126,7 +126,7 @@ def _explain_version(version: int) -> StateError | None:
 
 @cache
 def explain_mixtures() -> None:
-    """Print which parameters may be the cause after the traceback of an uncaught error about mixed tensor types."""
+    """Print, after the traceback of an uncaught error about mixed tensor types, which parameters may be the cause."""
     known = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

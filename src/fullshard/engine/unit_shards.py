@@ -61,7 +61,7 @@ class UnitShards:
 
     @property
     def device(self) -> torch.device:
-        """The device of the shards."""
+        """The device of the shards, once they have memory."""
         return self._memory.device
 
     @property

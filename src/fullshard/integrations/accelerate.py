@@ -297,7 +297,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     @contextmanager
     def _leaving_to_us(self) -> Iterator[None]:
         """Context manager within which accelerate does not save or load models and optimizers. Users' hooks still see
-        them.
+        the models.
         """
         optimizers, self._optimizers, self._leaves_models = self._optimizers, [], True
         handles = (

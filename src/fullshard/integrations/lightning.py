@@ -61,7 +61,7 @@ class _LightningSharding:
     offload_policy: OffloadPolicy | None
 
     def apply(self, model: nn.Module, device: torch.device, policy: AutoWrapPolicy) -> None:
-        """Shard `model` in place, with the precision `policy` unless the user has set one."""
+        """Shard `model` in place, with the wrap policy `policy` unless the user has set one."""
         shard_model(
             model,
             device=device,

@@ -68,7 +68,7 @@ class Ring:
         store.set(_host_key(rank), self._host)
 
     def join(self) -> bool:
-        """Connect as far as possible without waiting. Return True once both neighbors are connected."""
+        """Make the connections that are possible now. Return True once both neighbors are connected."""
         if self._server is None and self._store.check([_host_key(self.previous)]):
             self._listen(self._store.get(_host_key(self.previous)).decode())
         if self._to_next is None and self._store.check([_key(self._next)]):

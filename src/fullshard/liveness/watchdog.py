@@ -1,4 +1,4 @@
-"""A thread that reports the progress of all ranks when a collective takes too long, and ends a hanging process.
+"""A thread that reports the progress of all ranks when a collective takes long, and ends a process that would hang.
 
 Ranks wait forever if one of them is lost, or if they do not reach the same collective. The ring (`ring.py`) and, on
 gloo, the connections of the process group detect the first case. A timer detects the second, on every backend. Ranks

@@ -161,9 +161,9 @@ class _Part:
         whole = [placement.is_replicate() for placement in self._summed]
         self._mesh, self._last, self._is_whole, self._is_summed = mesh, last, whole[last], self._summed == placements
         self.axes = (last, *(axis for axis in range(last) if not whole[axis]))
-        """The axes of the mesh along which the slices differ."""
+        """The axes of the mesh along which the parts differ."""
         self.is_local = self._is_summed and not whole[last]
-        """True if the slice is the local tensor."""
+        """True if the part is the local tensor."""
 
     def of(self, grad: DTensor) -> Tensor:
         """Return this rank's part of `grad`."""

@@ -230,7 +230,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# -- a comparison with full tensors ----------------------------------------------------------------------------------
+# -- a comparison with full tensors -----------------------------------------------------------------------------------
 
 
 @dataclass

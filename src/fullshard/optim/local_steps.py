@@ -368,7 +368,7 @@ def _restricted_to(optimizer: Optimizer, params: Iterable[Tensor] | None) -> Ite
 
 
 def _shard_of(param: nn.Parameter, swapped: list[tuple[Any, Tensor]]) -> Tensor:
-    """Return this rank's shard of `param` with its gradient, and record it in `swapped`. Keep other `param`s."""
+    """Return this rank's shard of `param` with its gradient, and record it in `swapped`. Return other `param`s."""
     grad = param.grad
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or managed_by(param) is None:
         return param

@@ -3,7 +3,7 @@
 torch requests *segments* from the device and cuts *blocks* from them. The rules are those of torch's
 
     rounding     sizes are rounded up to 512 bytes
-    pools up to 1 MiB from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger blocks have separate
+    pools        up to 1 MiB from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger blocks have separate
                  segments, rounded up to 2 MiB. Each stream has separate pools
     choice       the smallest free block that is large enough; among equal ones, the one with the lowest address
     splitting    the remainder of a block stays free: 512 bytes or more in the small pool, above 1 MiB in the large one

@@ -3,7 +3,10 @@
 An operation takes the larger of its FLOPs over a rate and its bytes over the memory's bandwidth, and a launch. Two
 kinds of operations have FLOPs:
 
-    products of matrices    cut into tiles
+    products of matrices    cut into tiles; each multiprocessor computes one at a time. All tiles of a wave
+                            take as long as one, so that a last wave of few tiles costs as much as a full one. A long
+                            inner dimension may be cut too, if partial sums are then written and added. Of several cuts
+                            the fastest counts, as libraries choose
     attention               a separate share of the peak rate, forward and backward: kernels fuse a softmax into
                             their two products, and do five products in backward. Blocks that a causal mask leaves out
                             cost nothing

@@ -153,7 +153,7 @@ class Moment:
 def moments_by_region(
     tapes: Tapes, rows: int, whole: Mapping[str, int], *, of_host: bool, grows: bool
 ) -> dict[Region, list[Moment]]:
-    """Return the moments of each region that have its peak for `rows` rows or, if the step `grows`, for any number of
+    """Return the moments of each region that have its peak for `rows` rows or, if the step `grows`, for some number of
     rows.
 
     The bytes at a moment are linear in rows, but which moment has the peak of a region depends on rows.

@@ -171,7 +171,7 @@ class Sketch:
         return min(self.disk_bytes, BUFFERS * max(CHUNK_NBYTES, largest))
 
     def least_on_disk(self, rows: int, usable: float) -> float | None:
-        """Return the smallest fraction of states on disk, in steps of 1 %, with which `rows` rows fit, or None."""
+        """Return the smallest fraction of optimizer state on disk, in 1 % steps, so that `rows` rows fit, or None."""
         needed = self.with_on_disk(0.0).needed_bytes(rows)
         if needed <= usable:
             return 0.0

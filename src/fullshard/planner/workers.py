@@ -1,4 +1,4 @@
-"""Worker processes that create sketches, one per core."""
+"""Worker processes that create sketches, one per core, up to eight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.planner.sketch import Sketch
 
 
 class Workers:
-    """A pool of forked processes that create sketches, one per core. They share the subject.
+    """A pool of forked processes that create sketches, one per core, up to eight. They share the subject.
 
     If a forked process cannot run backward, this process makes the sketches sequentially. A fork lacks the autograd
     threads for devices, which start with the first backward alongside a GPU, or after fake tensors with a CUDA build of

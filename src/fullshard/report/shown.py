@@ -400,7 +400,10 @@ def _slowest(run: Run, late: Numbers) -> dict[str, Any] | None:
 
 
 def _map(run: Run) -> dict[str, Any] | None:
-    """Return the delay of each rank in each step."""
+    """Return the delay of each rank in each step.
+
+    Ranks in one row are reduced to their maximum, and steps in one column to their mean and their maximum.
+    """
     if len(run.ranks) < 2 or len(run.steps) < 2 or not np.isfinite(run.waited_for_s).any():
         return None
     rows = _buckets(len(run.ranks), _ROWS)

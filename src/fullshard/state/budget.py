@@ -111,7 +111,7 @@ def choose_for_budget(optimizer: Optimizer) -> None:
 
 
 def _is_in_backward(runtime: Runtime) -> bool:
-    """Return True if a backward, which needs the units that would move, is running."""
+    """Return True if a backward is running that needs units which would move."""
     is_elsewhere = (
         unit.shards.is_on_disk or unit.shards.is_on_cpu for unit in runtime.units if _open(unit) is not None
     )

@@ -290,7 +290,7 @@ class StatesOnDisk:
         bring_to_memory(optimizer, chunk.params)
 
     def _empty(self, chunk: _Chunk, optimizer: Optimizer) -> None:
-        """Drop the memory of the chunk's states. The file has the valid values."""
+        """Drop the memory of the chunk's states and shards. The file has the valid values."""
         if chunk.shards is not None:
             chunk.shards.end(writes=False)
             chunk.shards = None

@@ -15,7 +15,7 @@ class Handling(Enum):
 
     SUPPORTED = "supported"
     IGNORED = "ignored"  # accepted without effect: it tunes something that does not exist here
-    REJECTED = "rejected"  # an error, unless its value disables the feature
+    REJECTED = "rejected"  # an error, unless its value changes nothing
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ class Stage(nn.Module):
 
 
 def _strip(block: nn.Module, forward: Callable[..., Any]) -> None:
-    """Remove submodules and parameters, but not attributes, from a block of another stage."""
+    """Remove hooks, submodules, parameters and buffers, but not attributes, from a block of another stage."""
     for of_hooks in (block._forward_hooks, block._forward_pre_hooks):
         of_hooks.clear()
     for content in (block._modules, block._parameters, block._buffers):
