@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import logging
@@ -12,6 +13,7 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
@@ -524,10 +526,10 @@ def test_an_entry_that_expands_is_refused_before_it_takes_memory(kind, folder):
 # -- values in torch's own checkpoints --------------------------------------------------------------------------------
 
 
-def theirs(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+def theirs(folder: Path, kind: Any = torch.optim.AdamW) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Write a checkpoint with torch alone, and return what was saved."""
     own = model()
-    optimizer = torch.optim.AdamW(own.parameters())
+    optimizer = kind(own.parameters())
     own(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     states, options = get_state_dict(own, optimizer)
@@ -535,10 +537,10 @@ def theirs(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     return own, optimizer
 
 
-def read_theirs(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+def read_theirs(folder: Path, kind: Any = torch.optim.AdamW) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Load `folder` into other objects."""
     own = model()
-    optimizer = torch.optim.AdamW(own.parameters())
+    optimizer = kind(own.parameters())
     load(folder, model=own, optimizer=optimizer)
     return own, optimizer
 
@@ -615,6 +617,46 @@ def test_a_stored_value_other_than_the_metadata_describes_is_refused(key, value,
         CheckpointError, match=rf"__0_0.distcp: '{key}' at byte \d+ .*expected .* of \(4,\) torch.float32"
     ):
         read_theirs(tmp_path)
+
+
+def without(folder: Path, ending: str) -> None:
+    """Remove the entries whose keys have this ending from the metadata."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for table in (metadata.state_dict_metadata, metadata.storage_data):
+        for index in [index for index in table if getattr(index, "fqn", index).endswith(ending)]:
+            del table[index]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+STEPPED = [
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    *(partial(torch.optim.RMSprop, **options) for options in ({}, {"momentum": 0.9}, {"centered": True})),
+    *(partial(torch.optim.AdamW, **options) for options in ({}, {"amsgrad": True}, {"foreach": True}, {"fused": True})),
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam),
+    *(torch.optim.Adafactor, torch.optim.RAdam, torch.optim.Rprop),
+]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("optimizer", STEPPED)
+def test_a_missing_state_is_refused_before_anything_is_loaded(optimizer, tmp_path):
+    """Without all of its states, a parameter is one that has not been stepped."""
+    _, saved = theirs(tmp_path / "whole", optimizer)
+    assert_same(read_theirs(tmp_path / "whole", optimizer)[1].state_dict(), saved.state_dict())
+    states = dict(zip(["0.weight", "0.bias"], saved.state.values(), strict=False))
+    for fqn, state in states.items():
+        for name in state if len(state) > 1 else ():
+            having = [other for other, names in states.items() if name in names]
+            for ending, missing in ((f"{fqn}.{name}", [fqn]), (f".{name}", having)):
+                shutil.copytree(tmp_path / "whole", tmp_path / "part")
+                without(tmp_path / "part", ending)
+                own = model()
+                before = copy.deepcopy(own.state_dict())
+                with pytest.raises(CheckpointError) as caught:
+                    load(tmp_path / "part", model=own, optimizer=optimizer(own.parameters()))
+                assert all(f"{name!r} of {item} in the optimizer" in str(caught.value) for item in missing)
+                assert_same(own.state_dict(), before)
+                shutil.rmtree(tmp_path / "part")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

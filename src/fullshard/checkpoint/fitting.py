@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from fullshard._compat import outside_of_modes
 from fullshard.checkpoint.encoded import describes_4_bits
 from fullshard.checkpoint.opening import Opened
 from fullshard.checkpoint.saved import Saved
 from fullshard.errors import CheckpointError
+from fullshard.optim.elementwise import clone_for
 from fullshard.state.block_states import FORM
-from fullshard.state.optim_kinds import SavedOptions
+from fullshard.state.optim_kinds import SavedOptions, groups_by_owner
 from fullshard.state.optim_state import StateTemplate
 
 _LISTED = 20  # maximum FQNs listed per kind
@@ -110,7 +114,10 @@ def fit_optimizer(saved: Saved, opened: Opened, template: StateTemplate) -> Misf
     options = [SavedOptions(group.fqns, dict(group.options[1]), group.kinds) for group in saved.groups]
     kind = template.misfit_of_kind(options)
     return Misfit(
-        missing=[f"{fqn} in the optimizer" for fqn in template.fqns if fqn not in stepped],
+        missing=[
+            *(f"{fqn} in the optimizer" for fqn in template.fqns if fqn not in stepped),
+            *(() if kind else _missing_states(saved, template)),
+        ],
         unexpected=[
             f"{fqn} in the optimizer" for fqn in dict.fromkeys([*stepped, *saved.states]) if fqn not in template.fqns
         ],
@@ -118,3 +125,43 @@ def fit_optimizer(saved: Saved, opened: Opened, template: StateTemplate) -> Misf
         encoded=[misfit for misfit in forms if misfit is not None],
         kinds=[] if kind is None else [kind],
     )
+
+
+def _missing_states(saved: Saved, template: StateTemplate) -> Iterator[str]:
+    """Yield the states that the next step reads, but that were not saved.
+
+    A parameter without any state has not been stepped, and its first step creates its states.
+    """
+    options = {fqn: dict(group.options[1]) for group in saved.groups or () for fqn in group.fqns}
+    known: dict[str, frozenset[str]] = {}
+    groups = groups_by_owner(template.optimizer)
+    params = ((owner, group, param) for owner, group in groups for param in group["params"])
+    for fqn, (owner, group, param) in zip(template.fqns, params, strict=True):
+        names = dict(saved.states[fqn][1]) if fqn in saved.states else {}
+        if not names or FORM in names:
+            continue
+        plain = {**group, **{name: value for name, (kind, value) in options.get(fqn, {}).items() if kind == "value"}}
+        plain = {name: value for name, value in plain.items() if name not in ("params", "param_names", "lr")}
+        case = f"{id(owner)} {param.ndim} {plain}"
+        if case not in known:
+            known[case] = _states_after_step(owner, plain, param.ndim)
+        yield from (f"{name!r} of {fqn} in the optimizer" for name in sorted(known[case] - names.keys()))
+
+
+def _states_after_step(optimizer: Optimizer, options: Mapping[str, Any], dims: int) -> frozenset[str]:
+    """Return the names of the states of a parameter after its first step; empty if that is unknown.
+
+    It is determined by a step of a new optimizer of the same class, if that is a class of torch.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return frozenset()
+    param = torch.zeros((1,) * dims, device="cpu", requires_grad=True)
+    param.grad = torch.zeros_like(param)
+    on_cpu = {name: False if name == "capturable" else value for name, value in options.items()}
+    try:
+        with outside_of_modes(), torch.no_grad():
+            made = clone_for(optimizer, [on_cpu], [[param]])
+            made.step()
+    except Exception:  # of a class that needs a closure or other gradients, or of options that cannot be used
+        return frozenset()
+    return frozenset(made.state[param])

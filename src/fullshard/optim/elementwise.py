@@ -149,7 +149,7 @@ def _steps_of(optimizer: Optimizer, device: torch.device, part: int, parts: int)
     groups = optimizer.param_groups[:_LARGEST_GROUPS]
     drawn = [[_draw(generator, shape) for shape in ((_ROWS, _COLUMNS), (_ROWS,))] for _ in groups]
     params = [[_part(item, part, parts).to(device).requires_grad_() for item in its] for its in drawn]
-    made = _clone_for(optimizer, groups, params, lr=1e-2)
+    made = clone_for(optimizer, groups, params, lr=1e-2)
     flat = [param for its in params for param in its]
     updates = []
     for step in range(_STEPS):
@@ -189,7 +189,7 @@ def _difference(expected: Iterable[Tensor], found: Iterable[Tensor]) -> float:
 # -- optimizers of the same class -------------------------------------------------------------------------------------
 
 
-def _clone_for(
+def clone_for(
     optimizer: Optimizer,
     groups: Sequence[Mapping[str, Any]],
     params: Sequence[Sequence[Tensor]],
@@ -256,7 +256,7 @@ class StepComparison:
                     "optimizer starts without states. Verify before load_state_dict and before the first step."
                 )
             wholes = [[_whole(param).requires_grad_() for param in group["params"]] for group in optimizer.param_groups]
-            self.made = _clone_for(optimizer, optimizer.param_groups, wholes)
+            self.made = clone_for(optimizer, optimizer.param_groups, wholes)
         for group, own in zip(self.made.param_groups, optimizer.param_groups, strict=True):
             group.update({name: value for name, value in own.items() if name not in ("params", "param_names")})
             for whole, param in zip(group["params"], own["params"], strict=True):

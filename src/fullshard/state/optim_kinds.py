@@ -26,7 +26,7 @@ def kinds_of_groups(optim: Any) -> list[list[str]]:
 
     Wrappers of accelerate and Lightning count as the optimizer inside. Joined optimizers count separately.
     """
-    return [_kinds(owner) for owner, _ in _groups_by_owner(optim)]
+    return [_kinds(owner) for owner, _ in groups_by_owner(optim)]
 
 
 def misfit_of_kind(optim: Any, fqns: Sequence[str], saved: Sequence[SavedOptions]) -> str | None:
@@ -37,7 +37,7 @@ def misfit_of_kind(optim: Any, fqns: Sequence[str], saved: Sequence[SavedOptions
     """
     by_fqn = {fqn: options for options in saved for fqn in options.fqns}
     names = iter(fqns)
-    for owner, group in _groups_by_owner(optim):
+    for owner, group in groups_by_owner(optim):
         of_group = [next(names) for _ in group["params"]]
         for options in {id(item): item for item in (by_fqn.get(fqn) for fqn in of_group) if item is not None}.values():
             missing, unknown = _differences(owner, group, options)
@@ -71,13 +71,13 @@ def _kinds(optim: Optimizer) -> list[str]:
     ]
 
 
-def _groups_by_owner(optim: Any) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+def groups_by_owner(optim: Any) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
     """Yield each group of `optim` with the optimizer that updates it, in order."""
     while isinstance(inner := getattr(optim, "optimizer", None), Optimizer):
         optim = inner
     for owner in getattr(optim, "joined_optimizers", (optim,)):
         if owner is not optim:
-            yield from _groups_by_owner(owner)
+            yield from groups_by_owner(owner)
             continue
         for group in owner.param_groups:
             yield owner, group

@@ -400,7 +400,7 @@ class StateTemplate:
     """
 
     def __init__(self, optim: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
-        self._optim = optim
+        self.optimizer = optim
         self._params = params
         self._counters = {"step"}
         self._disk = states_on_disk(optim)
@@ -428,7 +428,7 @@ class StateTemplate:
 
     def present(self, fqn: str, name: str) -> Tensor | None:
         """Return the optimizer's current state, if it is a tensor."""
-        found = self._optim.state.get(self._params[fqn], {}).get(name)
+        found = self.optimizer.state.get(self._params[fqn], {}).get(name)
         return found if isinstance(found, Tensor) else None
 
     def misfit_of_form(self, fqn: str, names: Collection[str], form: str | None) -> str | None:
@@ -444,7 +444,7 @@ class StateTemplate:
 
     def misfit_of_kind(self, saved: Sequence[SavedOptions]) -> str | None:
         """Describe how the optimizer of `saved` differs from this one; None if its states can be loaded."""
-        return misfit_of_kind(self._optim, list(self._params), saved)
+        return misfit_of_kind(self.optimizer, list(self._params), saved)
 
     def fill(self, fqn: str, name: str, value: Any) -> Any:
         """Return `value`, full or sharded, as the state `name` of the parameter `fqn`, in separate memory."""
@@ -488,7 +488,7 @@ class StateTemplate:
             numbers[fqn]: values if self._blocks is None else self._blocks.together(values, self._params[fqn])
             for fqn, values in named["state"].items()
         }
-        return {"state": state, "param_groups": _groups(self._optim, named["param_groups"], list(self._params))}
+        return {"state": state, "param_groups": _groups(self.optimizer, named["param_groups"], list(self._params))}
 
     def _like(self, fqn: str, name: str) -> Tensor:
         """Return a tensor with the placement of the state."""
