@@ -854,6 +854,16 @@ def test_a_configuration_that_no_parser_accepts_is_refused(read, name, texts, tm
             read(tmp_path / name)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["num_hidden_layers", "text_config"])
+def test_a_model_of_too_many_layers_is_refused_before_it_is_made(name, tmp_path):
+    pytest.importorskip("transformers")
+    value = {"num_hidden_layers": 10**9} if name == "text_config" else 10**9
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", name: value}))
+    with pytest.raises(ConfigError, match=r"num_hidden_layers is 1000000000\. Plans support at most 10000 layers"):
+        transformers_subject(tmp_path / "config.json", 8)
+
+
 # -- what is printed --------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from fullshard.policy.arguments import mismatch
 from fullshard.regular_files import CONFIG_BYTES, UNPARSED, read_text
 from fullshard.testing.parity.batches import shapes_of
 from fullshard.testing.parity.named import function_named
-from fullshard.train.model import GPT, VOCABULARY, byte_losses, shape_of
+from fullshard.train.model import GPT, MOST_LAYERS, VOCABULARY, byte_losses, shape_of
 from fullshard.train.settings import ModelSettings
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -148,6 +148,9 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
     kind = stated.pop("model_type", None) if isinstance(stated, dict) else None
     if kind is None:
         raise ConfigError(f"--config {config}: has no model_type, so it is not a transformers configuration.")
+    for name, value in _numbers_of_layers(stated):
+        if value > MOST_LAYERS:
+            raise ConfigError(f"--config {config}: {name} is {value}. Plans support at most {MOST_LAYERS} layers.")
     try:
         described = transformers.AutoConfig.for_model(kind, **stated)
         described.use_cache = False
@@ -182,6 +185,15 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         ),
         is_transformers=True,
     )
+
+
+def _numbers_of_layers(stated: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the numbers of layers in a transformers configuration and in those within it, by name."""
+    for name, value in stated.items():
+        if isinstance(value, Mapping):
+            yield from _numbers_of_layers(value)
+        elif isinstance(value, int) and "layer" in name:
+            yield name, value
 
 
 @contextmanager

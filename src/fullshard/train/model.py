@@ -19,7 +19,7 @@ from fullshard.errors import ConfigError
 from fullshard.train.settings import ModelSettings
 
 VOCABULARY = 256
-_MOST, _MOST_LAYERS = 1_000_000, 10_000  # so that numbers of parameters and bytes fit an int64
+_MOST, MOST_LAYERS = 1_000_000, 10_000  # so that numbers of parameters and bytes fit an int64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def shape_of(settings: ModelSettings) -> Shape:
         raise ConfigError(f"--size {settings.size}: unknown. Choose one of {', '.join(SIZES)}.")
     given = {name: getattr(settings, name) for name in ("layers", "heads", "width", "mlp_ratio")}
     for name, value in given.items():
-        most = _MOST_LAYERS if name == "layers" else _MOST
+        most = MOST_LAYERS if name == "layers" else _MOST
         if value is not None and not 1 <= value <= most:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1 and at most {most}.")
     shape = replace(SIZES[settings.size], **{name: value for name, value in given.items() if value is not None})
