@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from killing import die_before, ended_well
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -29,7 +30,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fullshard import CheckpointError, ConfigError, FullyShardedDataParallel, fully_shard
 from fullshard.checkpoint import Merged, Unmatched, export_safetensors, load_safetensors, tensor_files
-from fullshard.checkpoint.exporting import write_safetensors
+from fullshard.checkpoint.exporting import export_stored, write_safetensors
+from fullshard.checkpoint.stored import open_stored
 from fullshard.checkpoint.tensor_files import Description, TensorFile
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import peak_during, storage_bytes
@@ -633,6 +635,19 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"metadata has 3: the metadata of a safetensors file can only hold strings"):
         export_safetensors(nn.Linear(2, 2), out, metadata={"step": 3})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_values_of_the_model_in_a_checkpoint_of_torch_are_named(tmp_path):
+    """Values outside of the model are left out."""
+    weights = {"weight": torch.ones(2, 2)}
+    dcp.save({"model": {**weights, "_extra_state": "words"}, "epoch": 3}, checkpoint_id=tmp_path / "whole")
+    with pytest.raises(CheckpointError, match=r"whole: _extra_state are not tensors, and a safetensors file"):
+        export_stored(open_stored(tmp_path / "whole"), tmp_path / "out")
+    for name, saved in {"model": {"model": weights, "epoch": 3}, "weights": {**weights, "epoch": 3}}.items():
+        dcp.save(saved, checkpoint_id=tmp_path / name)
+        folder = export_stored(open_stored(tmp_path / name), tmp_path / f"{name} exported")
+        assert_same(load_file(folder / "model.safetensors"), weights)
 
 
 def test_sizes_are_read_from_words():

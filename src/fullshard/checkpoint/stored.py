@@ -68,17 +68,25 @@ def _of_checkpoint(opened: Opened) -> Stored:
     planned = opened.metadata.planner_data or {}
     weights: dict[str, str] = {}
     others: dict[str, str] = {}
-    paths = {key: planned.get(key, (key,)) for key in opened.sizes()}
-    has_section = any(MODEL in path[:-1] for path in paths.values())
+    of_model: list[str] = []  # other than tensors
+    sizes = opened.sizes()
+    paths = {key: planned.get(key, (key,)) for key in opened.metadata.state_dict_metadata}
+    has_section = any(MODEL in path[:-1] for key, path in paths.items() if key in sizes)
     for key, path in paths.items():
         if has_section and MODEL in path[:-1]:
-            weights[".".join(map(str, path[path.index(MODEL) + 1 :]))] = key
+            fqn = ".".join(map(str, path[path.index(MODEL) + 1 :]))
+            if key in sizes:
+                weights[fqn] = key
+            else:
+                of_model.append(fqn)
+        elif key not in sizes:
+            continue
         elif len(path) == 1 and not has_section:
             weights[key] = key
         else:
             others[key] = key
     keys = {**weights, **others}
-    described = {name: Description(tuple(opened.sizes()[key]), opened.dtype(key)) for name, key in keys.items()}
+    described = {name: Description(tuple(sizes[key]), opened.dtype(key)) for name, key in keys.items()}
 
     def fetch(name: str) -> Tensor:
         target = torch.empty(described[name].shape, dtype=described[name].dtype, device="cpu")
@@ -86,7 +94,7 @@ def _of_checkpoint(opened: Opened) -> Stored:
         return target
 
     ties: dict[str, str] = {}
-    values: tuple[str, ...] = ()
+    values = tuple(of_model)
     if opened.manifest is not None:
         [record] = opened.records(RECORD)
         names = {key: name for name, key in weights.items()}
