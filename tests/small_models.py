@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from math import prod
 from typing import Any
 
@@ -29,13 +30,23 @@ under_strategies = pytest.mark.parametrize(
 )
 
 
-def all_but_one(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Choose combinations of one value per axis such that, whichever axis is left out, every combination of the others
-    is among them: one of as many as the shortest axis is long.
+def covering_pairs(*axes: Iterable[Any], allows: Callable[..., bool] = lambda *_: True) -> list[tuple[Any, ...]]:
+    """Choose few combinations of one value per axis that contain every pair of values of two axes.
+
+    Args:
+        axes: The values of each axis.
+        allows: Returns whether a combination exists. Pairs that are in no such combination are not covered.
     """
-    numbered = product(*map(enumerate, axes))
-    shortest = min(map(len, axes))
-    return [tuple(value for _, value in chosen) for chosen in numbered if sum(n for n, _ in chosen) % shortest == 0]
+    named = [tuple(zip(*item, strict=True)) for item in product(*map(enumerate, axes))]
+    pairs = {numbers: set(combinations(enumerate(numbers), 2)) for numbers, values in named if allows(*values)}
+    missing, chosen = set[Any]().union(*pairs.values()), set[Any]()
+    in_any_order = random.Random(0).sample(list(pairs), len(pairs))  # no value is preferred among equals
+    for gain in range(len(axes) * (len(axes) - 1) // 2, 0, -1):
+        for numbers in in_any_order:
+            if len(missing & pairs[numbers]) >= gain:
+                missing -= pairs[numbers]
+                chosen.add(numbers)
+    return [values for numbers, values in named if numbers in chosen]
 
 
 def torch_before(version: tuple[int, int], why: str) -> pytest.MarkDecorator:

@@ -6,15 +6,16 @@ import signal
 import sys
 import time
 import warnings
-from itertools import product
-from typing import NamedTuple
+from collections.abc import Iterable
+from itertools import combinations, product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import all_but_one
+from small_models import covering_pairs
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -304,14 +305,21 @@ def test_strides_of_dimensions_of_size_one_and_lazy_conjugates_make_no_differenc
         assert_same(spin.conj(), spin)
 
 
-@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_fewer_choices_have_every_one_of_all_axes_but_one(lengths):
+@given(lengths=st.lists(st.integers(1, 4), min_size=2, max_size=4), divisor=st.integers(2, 4))
+def test_fewer_choices_have_every_pair_of_values_that_exists(lengths, divisor):
     axes = [range(length) for length in lengths]
-    chosen = all_but_one(*axes)
-    assert len(set(chosen)) == len(chosen) == len([*product(*axes)]) // min(lengths)
-    for out in range(len(axes)):
-        met = {choice[:out] + choice[out + 1 :] for choice in chosen}
-        assert met == set(product(*axes[:out], *axes[out + 1 :]))
+    existing = [values for values in product(*axes) if sum(values) % divisor]
+    chosen = covering_pairs(*axes, allows=lambda *values: values in existing)
+    assert set(chosen) <= set(existing)
+    assert pairs_in(chosen) == pairs_in(existing)
+
+
+def pairs_in(chosen: Iterable[tuple[int, ...]]) -> set[Any]:
+    return {pair for values in chosen for pair in combinations(enumerate(values), 2)}
+
+
+def test_pairs_are_covered_by_few_choices():
+    assert len(covering_pairs(range(4), range(3), range(4), range(3))) <= 20  # of 144, and 16 at least
 
 
 def compare_cut(rows: int, place: int) -> str:

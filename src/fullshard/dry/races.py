@@ -17,6 +17,7 @@ the maximum of both. All queued work follows the earlier work of the host.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,11 +107,18 @@ def races(tape: Tape, *, without: str = "") -> list[Race]:
         without: The site (see `Waited.site`) of a wait to ignore. A wait only affects the timing of operations, so the
             result is that of an engine without this wait.
     """
+    return list(find_races(tape, without=without))
+
+
+def find_races(tape: Tape, *, without: str = "") -> Iterator[Race]:
+    """Yield the races in `tape` as soon as they are found. See `races`."""
     detector = _RaceDetector()
     for entry in tape.entries:
         if not (without and isinstance(entry, Waited) and entry.site == without):
             detector.read(entry)
-    return detector.found
+            if detector.found:
+                yield from detector.found
+                detector.found.clear()
 
 
 class _RaceDetector:
