@@ -18,7 +18,7 @@ from benchmarks.bench.floor import FLOOR, FloorSeconds
 from benchmarks.bench.spread import Spread, ratios
 from benchmarks.bench.systems import FULLSHARD, SYSTEMS
 from benchmarks.bench.workload import Workload
-from fullshard.train.bytes_table import in_bytes
+from fullshard.amounts import in_bytes
 from fullshard.versions import versions
 
 __all__ = ["WIDTH", "BenchReport", "SystemResult"]

@@ -14,9 +14,9 @@ from benchmarks.bench.team import Team, TeamFailed
 from benchmarks.bench.training import WATCHED_STEPS, Training
 from benchmarks.bench.turns import Span
 from benchmarks.bench.workload import Workload
+from fullshard.amounts import in_bytes
 from fullshard.device.host_memory import available_bytes
 from fullshard.plan.memory_used import PeakBytes
-from fullshard.train.bytes_table import in_bytes
 
 __all__ = ["Plan", "Report", "measure"]
 

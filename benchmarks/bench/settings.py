@@ -11,10 +11,10 @@ from benchmarks.bench.model import SIZES, Shape
 from benchmarks.bench.rounds import Plan
 from benchmarks.bench.systems import ALL, SYSTEMS, chosen_systems
 from benchmarks.bench.workload import DTYPES, OPTIMIZERS, Workload
+from fullshard.amounts import in_bytes
 from fullshard.command_line import MaybeInt, MaybePath, MaybeStr
 from fullshard.device.host_memory import available_bytes
 from fullshard.errors import ConfigError
-from fullshard.train.bytes_table import in_bytes
 from fullshard.train.ranks import cores_of_machine
 
 __all__ = ["BenchSettings"]

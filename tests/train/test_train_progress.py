@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fullshard.amounts import in_bytes
 from fullshard.plan.ledger import Ledger
-from fullshard.train.bytes_table import RunLedgers, bytes_table, in_bytes
+from fullshard.train.bytes_table import RunLedgers, bytes_table
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for, duration, printable
 
 FULLSHARD = Ledger(

@@ -16,6 +16,7 @@ ROOMS: dict[str, list[str] | None] = {
     "errors": None,
     "_lazy": None,
     "versions": None,
+    "amounts": None,
     "regular_files": None,
     "policy": ["arguments", "strategy", "precision", "offload", "tiers", "meshes", "options", "switches"],
     "layout": ["offsets", "shard_spec", "group_layout", "slots", "coverage"],

@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fullshard.amounts import in_bytes
 from fullshard.command_line import Command, MaybePath, MaybeStr
 from fullshard.errors import ConfigError
 from fullshard.plan.calibration import calibrate, write_description
 from fullshard.plan.hardware import Hardware, described, hardware, here_path
 from fullshard.regular_files import writing
-from fullshard.train.bytes_table import in_bytes
 
 MEASURED = 0
 WIDTH = 110  # of a table without a terminal
@@ -121,7 +121,7 @@ def _rate(flops_per_s: float) -> str:
 
 
 def _per_second(bytes_per_s: float) -> str:
-    return f"{in_bytes(int(bytes_per_s))}/s"
+    return f"{in_bytes(bytes_per_s)}/s"
 
 
 def _micro(seconds: float) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from torch import nn
 
+from fullshard.amounts import in_bytes
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.transfers import STATES
 from fullshard.engine.param_group import ParamGroup
@@ -21,7 +22,7 @@ from fullshard.plan.stored import offloaded_activations, predict_transfers
 from fullshard.policy.arguments import check_type
 from fullshard.policy.offload import Offload, StatePlacement
 
-_SMALL_UNIT = 2**20  # bytes of unsharded parameters below which host overhead outweighs the benefit of a unit
+_SMALL_UNIT = 1_000_000  # bytes of unsharded parameters below which host overhead outweighs the benefit of a unit
 
 
 def explain(model: nn.Module) -> str:
@@ -71,7 +72,7 @@ def _advice(units: Sequence[Unit]) -> Iterator[str]:
     small = [unit for unit in units if unit.params and unit.unsharded_nbytes < _SMALL_UNIT]
     if len(small) > 1 and units[0].axes.world > 1:
         yield (
-            f"{len(small)} units have less than {_size(_SMALL_UNIT)}. Each unit costs a few tenths of a millisecond "
+            f"{len(small)} units have less than {in_bytes(_SMALL_UNIT)}. Each unit costs a few tenths of a millisecond "
             "of host time per step, whatever its size. Fewer and larger units are faster: fully_shard([first, "
             "second]) makes one unit of several modules. Use one unit or strategy='ddp' for a model of a few MiB"
         )
@@ -116,7 +117,7 @@ def offload_lines(units: Sequence[Unit]) -> Iterator[str]:
 def _unit(unit: Unit, destination: StatePlacement, names: Mapping[nn.Module, str]) -> Iterator[str]:
     numel = sum(param.sharded.numel() for param in unit.params)
     yield ""
-    kind, whole = type(unit.module).__name__, _size(unit.unsharded_nbytes)
+    kind, whole = type(unit.module).__name__, in_bytes(unit.unsharded_nbytes)
     yield f"{names[unit.module]}: {kind}, {numel:,} parameters, {whole} whole"
     if destination is not StatePlacement.DEVICE:
         yield f"  its shards, their gradients and the optimizer's state are {destination.value}"
@@ -127,7 +128,7 @@ def _unit(unit: Unit, destination: StatePlacement, names: Mapping[nn.Module, str
         trained = "trained" if param_group.is_trained else "frozen"
         plan = param_group.plan
         shards = plan.layout.shard_numel * plan.contract.stored.itemsize
-        yield f"  {plan.contract}; {trained}; {_size(shards)} of shards, {_padding(param_group):.1%} padding"
+        yield f"  {plan.contract}; {trained}; {in_bytes(shards)} of shards, {_padding(param_group):.1%} padding"
         for param in param_group.params:
             yield f"    {param.fqn} {tuple(param.sharded.shape)}: {_placed(param)}"
 
@@ -170,11 +171,11 @@ def _bytes(model: nn.Module) -> Iterator[str]:
     yield ""
     yield "bytes on this rank, by formula, with AdamW and without activations:"
     for state in ("parameters", "gradients", "optimizer_state", "gathered_peak", "total"):
-        yield f"  {state.replace('_', ' '):16}{_size(getattr(ledger, state)):>12}"
+        yield f"  {state.replace('_', ' '):16}{in_bytes(getattr(ledger, state)):>12}"
         if state == "gradients" and error_feedback:
-            yield f"    of these    {_size(error_feedback):>16} is quantization error feedback"
+            yield f"    of these    {in_bytes(error_feedback):>16} is quantization error feedback"
         if state == "optimizer_state" and on_disk.nbytes:
-            yield f"    of these    {_size(on_disk.buffer_nbytes):>16} are buffers for what is on the disk"
+            yield f"    of these    {in_bytes(on_disk.buffer_nbytes):>16} are buffers for what is on the disk"
     yield from _offloaded(model)
 
 
@@ -185,23 +186,15 @@ def _offloaded(model: nn.Module) -> Iterator[str]:
     for tier, name in (("cpu", "on the CPU"), ("disk", "on the disk")):
         if not tiers[tier].total:
             continue
-        yield f"  {name:16}{_size(tiers[tier].total):>12}: {_states(asdict(tiers[tier]))}"
+        yield f"  {name:16}{in_bytes(tiers[tier].total):>12}: {_states(asdict(tiers[tier]))}"
         moved = {state: transfers[tier, state] for state in STATES if (tier, state) in transfers}
         for way, each in (
             ("comes", {state: item.arrived for state, item in moved.items()}),
             ("goes there", {state: item.passed for state, item in moved.items()}),
         ):
             stated = _states(each) or "nothing"
-            yield f"    {way:14}{_size(sum(each.values())):>12} per step of one microbatch: {stated}"
+            yield f"    {way:14}{in_bytes(sum(each.values())):>12} per step of one microbatch: {stated}"
 
 
 def _states(nbytes: Mapping[str, int]) -> str:
-    return ", ".join(f"{state.replace('_', ' ')} {_size(nbyte)}" for state, nbyte in nbytes.items() if nbyte)
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:,.1f} TiB"
+    return ", ".join(f"{state.replace('_', ' ')} {in_bytes(nbyte)}" for state, nbyte in nbytes.items() if nbyte)

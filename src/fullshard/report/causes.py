@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from fullshard.amounts import in_bytes
 from fullshard.report.account import GROUPS
-from fullshard.report.figures import ENOUGH_STEPS, RunFigures, amount, milliseconds, percent
+from fullshard.report.figures import ENOUGH_STEPS, RunFigures, milliseconds, percent
 from fullshard.report.rules import RULES, Rule
 from fullshard.report.run import PARTS, Finding, Run
 
@@ -77,8 +78,8 @@ def tier_lines(run: Run) -> list[str]:
 
 
 def _bytes_by_state(by_state: Mapping[str, float]) -> str:
-    each = ", ".join(f"{state} {amount(nbytes)}" for state, nbytes in by_state.items())
-    return f"{amount(sum(by_state.values()))} ({each})" if each else "nothing"
+    each = ", ".join(f"{state} {in_bytes(nbytes)}" for state, nbytes in by_state.items())
+    return f"{in_bytes(sum(by_state.values()))} ({each})" if each else "nothing"
 
 
 _WORTH_REPORTING = 0.005
@@ -102,11 +103,11 @@ def _free_memory(figures: RunFigures) -> str:
 def _out_of_memory(run: Run, findings: tuple[Finding, ...]) -> str:
     failed = run.out_of_memory
     assert failed is not None
-    used = f"{amount(failed.used_bytes)} of {amount(failed.limit_bytes)} in use"
+    used = f"{in_bytes(failed.used_bytes)} of {in_bytes(failed.limit_bytes)} in use"
     if failed.requested_bytes is None:
         stated = f"Rank {failed.rank} had {used} in {failed.where}: almost none is left."
     else:
-        requested = amount(failed.requested_bytes)
+        requested = in_bytes(failed.requested_bytes)
         stated = f"Rank {failed.rank} ran out of memory in {failed.where}: it requested {requested} with {used}."
     of_memory = next((finding for finding in findings if finding.of_memory), None)
     if of_memory is not None:

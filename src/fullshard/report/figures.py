@@ -236,15 +236,6 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def amount(nbytes: float) -> str:
-    """Format a size with three digits and a decimal unit, as in "24 MB"."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if nbytes < 999.5 or unit == "GB":
-            break
-        nbytes /= 1000
-    return f"{nbytes:.3g} {unit}"
-
-
 def listed(words: list[str]) -> str:
     """Format a list, as in "0, 1 and 2". Long lists are truncated."""
     if len(words) > 4:

@@ -11,6 +11,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup, escape
 
+from fullshard.amounts import in_bytes
 from fullshard.versions import versions
 
 
@@ -80,13 +81,7 @@ def _time(seconds: float | None) -> str:
 
 
 def _size(nbytes: float | None) -> str:
-    """Format bytes with three digits and a decimal unit, as in 21.3 MB."""
-    if nbytes is None:
-        return _NONE
-    if abs(nbytes) < 1000:
-        return f"{nbytes:.0f} B"
-    power = next(power for power in (1, 2, 3, 4) if abs(nbytes) < 999.5 * 1000**power or power == 4)
-    return f"{nbytes / 1000**power:.3g} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
+    return _NONE if nbytes is None else in_bytes(nbytes)
 
 
 def _percent(share: float | None) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.amounts import in_bytes
 from fullshard.report.account import Loss
-from fullshard.report.figures import RunFigures, amount, percent
+from fullshard.report.figures import RunFigures, percent
 
 Cells = NDArray[np.bool_]
 Values = NDArray[np.float64]
@@ -88,7 +89,7 @@ def _swapping(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason 
 def swaps(where: str, bytes_per_s: float) -> HardwareReason:
     """Return a reason: the host swaps at this rate."""
     change = "Free memory there: end other programs, use fewer loader workers, or offload less to the CPU."
-    return HardwareReason(f"Meanwhile {where} swaps {amount(bytes_per_s)}/s.", change)
+    return HardwareReason(f"Meanwhile {where} swaps {in_bytes(bytes_per_s)}/s.", change)
 
 
 def _clocks(figures: RunFigures, slow: Cells, usual: Cells) -> HardwareReason | None:
@@ -147,7 +148,7 @@ def slow_link_of(figures: RunFigures) -> HardwareReason | None:
 
 
 def _slow_link(where: str, bytes_per_s: float, usual: float) -> HardwareReason:
-    stated = f"The link of {where} reaches {amount(bytes_per_s)}/s, other links {amount(usual)}/s."
+    stated = f"The link of {where} reaches {in_bytes(bytes_per_s)}/s, other links {in_bytes(usual)}/s."
     return HardwareReason(stated, _REPAIR)
 
 

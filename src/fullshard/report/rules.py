@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.amounts import in_bytes
 from fullshard.report.account import GROUPS, Loss
-from fullshard.report.figures import RunFigures, amount, listed, milliseconds, named, percent
+from fullshard.report.figures import RunFigures, listed, milliseconds, named, percent
 from fullshard.report.hardware import SWAPPED, reason_of, slow_link_of, slowed_by, swaps
 from fullshard.report.run import PARTS, Finding, UnitTimes
 
@@ -317,7 +318,7 @@ def one_unit(figures: RunFigures, rule: Rule) -> Finding | None:
     lost = figures.waits.share
     unit = max(figures.run.units, key=lambda unit: unit.nbytes)
     stated = (
-        f"{percent(lost)} of the time waits for communication: {named(unit)} is one unit of {amount(unit.nbytes)}, "
+        f"{percent(lost)} of the time waits for communication: {named(unit)} is one unit of {in_bytes(unit.nbytes)}, "
         "nearly the whole model."
     )
     change = "Make each block a unit: `fully_shard(block)` before `fully_shard(model)`, or `auto_wrap_policy`."
@@ -363,8 +364,9 @@ def units_too_small(figures: RunFigures, rule: Rule) -> Finding | None:
     if not _waits_for_transport(figures) or not _has_small_messages(figures):
         return None
     lost, count = figures.waits.share, figures.collectives
+    each = in_bytes(figures.moved_bytes / count)
     stated = (
-        f"{percent(lost)} of the time waits for {count:.0f} collectives of {amount(figures.moved_bytes / count)} each: "
+        f"{percent(lost)} of the time waits for {count:.0f} collectives of {each} each: "
         f"{milliseconds(figures.waited_s / count)} each, most of it start-up time."
     )
     return rule.found(stated, "Make larger units: several blocks as one, `fully_shard([a, b])`.", lost=lost)
@@ -433,7 +435,7 @@ def frozen_part_gathered(figures: RunFigures, rule: Rule) -> Finding | None:
     units = sorted(frozen, key=lambda item: -item[1])
     nbytes = sum(item.nbytes for item, _ in frozen)
     stated = (
-        f"{percent(lost)} of the time waits for gathers of {len(frozen)} frozen units, {amount(nbytes)}, most for "
+        f"{percent(lost)} of the time waits for gathers of {len(frozen)} frozen units, {in_bytes(nbytes)}, most for "
         f"{listed([named(item) for item, _ in units[:2]])}."
     )
     change = "Keep them whole on every rank: `fully_shard(part, reshard_after_forward=False)`, or `ignored_params`."
@@ -460,7 +462,7 @@ def gradients_in_float32(figures: RunFigures, rule: Rule) -> Finding | None:
         return None
     stated = (
         f"{percent(exposed)} of the time waits for reductions in float32, of {len(wide)} units that compute in "
-        f"{wide[0][0].param_dtype}: {amount(sum(item.reduced_bytes for item, _ in wide))} a step."
+        f"{wide[0][0].param_dtype}: {in_bytes(sum(item.reduced_bytes for item, _ in wide))} a step."
     )
     dtype = wide[0][0].param_dtype
     change = f"Sum in {dtype} (`MixedPrecisionPolicy(reduce_dtype=...)`, `--reduce-dtype`) to halve the bytes."
@@ -487,10 +489,10 @@ def slow_link(figures: RunFigures, rule: Rule) -> Finding | None:
         explained += waits.reductions
     if waits.share - explained < rule.least:
         return None
-    gave = f"; the link has reached {amount(1e9 * run.link_gb_s)}/s" if run.link_gb_s else ""
+    gave = f"; the link has reached {in_bytes(1e9 * run.link_gb_s)}/s" if run.link_gb_s else ""
     stated = (
-        f"{percent(waits.share)} of the time waits for communication of {amount(figures.moved_bytes)} per step at "
-        f"{amount(1e9 * figures.reached_gb_s)}/s{gave}."
+        f"{percent(waits.share)} of the time waits for communication of {in_bytes(figures.moved_bytes)} per step at "
+        f"{in_bytes(1e9 * figures.reached_gb_s)}/s{gave}."
     )
     change = (
         'Send less (`strategy="hsdp"`, `reduce_wire`, larger batches). One slow link slows all ranks: measure the link '
@@ -652,7 +654,7 @@ def no_activation_checkpointing(figures: RunFigures, rule: Rule) -> Finding | No
         return None
     stated = (
         f"Memory is {percent(min(1.0, full))} full, and {percent(held / total)} of tensors at the peak are "
-        f"activations: {amount(held)}."
+        f"activations: {in_bytes(held)}."
     )
     change = "Recompute them (`--activation-checkpointing`, `torch.utils.checkpoint`), or use smaller microbatches."
     return rule.found(stated, change, of_memory=full * held / total)
@@ -696,8 +698,8 @@ def large_logits(figures: RunFigures, rule: Rule) -> Finding | None:
     if sum(identical) < rule.least * total:
         return None
     stated = (
-        f"The model returns {amount(logits)}, and the peak has {len(identical)} tensors of that kind: "
-        f"{percent(sum(identical) / total)} of {amount(total)}."
+        f"The model returns {in_bytes(logits)}, and the peak has {len(identical)} tensors of that kind: "
+        f"{percent(sum(identical) / total)} of {in_bytes(total)}."
     )
     change = (
         "Compute the loss in chunks of rows, or fused with the head, so that the logits never exist as a whole; or "
@@ -733,7 +735,7 @@ def memory_leak(figures: RunFigures, rule: Rule) -> Finding | None:
     leaking = tuple(int(rank) for rank in np.flatnonzero(slopes >= slope / 2))
     who = "each rank" if len(leaking) == len(held) > 1 else figures.ranks_text(leaking)
     holds = f"{who[0].upper()}{who[1:]} {'hold' if who.startswith('ranks') else 'holds'}"
-    stated = f"{holds} {amount(slope)} more after each step, {amount(series[-1])} at the end."
+    stated = f"{holds} {in_bytes(slope)} more after each step, {in_bytes(series[-1])} at the end."
     limit = run.memory.limit if run.memory is not None else None
     if limit is not None and limit > series[-1]:
         stated += f" In {(limit - series[-1]) / slope:.0f} steps its memory is full."

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 
 from rich.table import Table
 
+from fullshard.amounts import in_bytes
 from fullshard.plan.ledger import Ledger
 
 
@@ -35,11 +36,3 @@ def bytes_table(ledgers: RunLedgers, strategy: str) -> Table:
     table.add_section()
     table.add_row("total", *(in_bytes(column.total) for column in columns))
     return table
-
-
-def in_bytes(count: int) -> str:
-    """Format a number of bytes with three or four digits and a decimal unit, such as 21.3 MB."""
-    if count < 1000:
-        return f"{count} B"
-    power = next(power for power in (1, 2, 3, 4) if count < 999.5 * 1000**power or power == 4)
-    return f"{count / 1000**power:.3g} {('kB', 'MB', 'GB', 'TB')[power - 1]}"

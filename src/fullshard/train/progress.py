@@ -13,8 +13,9 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text as Styled
 
+from fullshard.amounts import in_bytes
 from fullshard.plan.forecast import Forecast, ForecastComparison, comparison_table
-from fullshard.train.bytes_table import RunLedgers, bytes_table, in_bytes
+from fullshard.train.bytes_table import RunLedgers, bytes_table
 from fullshard.train.run_folder import METRICS, SAMPLES, WEIGHTS
 
 LINE_EVERY_S = 5.0  # without a terminal, the minimum time between two lines of loss
