@@ -221,7 +221,10 @@ def _read(name: str, visited: tuple[str, ...]) -> dict[str, Any]:
         text = (_MACHINES / f"{name}.toml").read_text()
     elif name == HERE:
         if not here_path().exists():
-            raise ConfigError(f"{name}: {here_path()} does not exist yet. Run `fullshard calibrate` first.")
+            raise ConfigError(
+                f"{name}: {here_path()} does not exist yet. Run `fullshard calibrate` to measure this machine, or "
+                "choose other hardware, such as h100-80."
+            )
         text = _text_of(here_path())
     elif name.endswith(".toml") and os.path.exists(name):  # which is False for a name that is too long
         text = _text_of(Path(name))
