@@ -133,6 +133,24 @@ def test_gradients_are_seen_and_shards_written_after_a_transform(strategy):
         assert_same(weights[1], weights[0])
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+@on_ranks(2)
+def test_parameters_may_be_frozen_and_trained_again_before_a_transform(strategy):
+    x = torch.ones(2, 3)
+    for name, transform in TRANSFORMS.items():
+        visited: list[list[Any]] = []
+        for model in (Field(), sharded(strategy)):
+            visited.append([])
+            for is_trained in (True, False, True):
+                model.layers.requires_grad_(is_trained)
+                derived = transform(model, x)
+                derived.square().mean().backward()
+                grads = [param.grad for param in model.parameters()]
+                visited[-1] += [derived.detach(), [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]]
+                model.zero_grad()
+        assert_same(visited[1], visited[0], name=name)
+
+
 def penalized(model: nn.Module, x: Tensor) -> Tensor:
     """The slope at each point, as a gradient penalty takes it: its backward goes through a backward."""
     x = x.detach().requires_grad_()

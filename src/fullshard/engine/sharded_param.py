@@ -243,7 +243,7 @@ class ShardedParam:
         """Set `requires_grad` of the unsharded form to that of the sharded one, and return it."""
         trained = self.sharded.requires_grad and bool(self.owners)
         if self.unsharded.requires_grad is not trained:
-            self.unsharded.requires_grad_(trained)
+            self.unsharded.requires_grad = trained  # the method is rejected within transforms of `torch.func`
         self.is_unsharded_trained = trained
         if trained and self.on_grad is not None and not self.is_watched:
             myself = weakref.ref(self)  # the garbage collector does not see through a tensor's hooks
@@ -260,7 +260,7 @@ class ShardedParam:
     def keep_requires_grad(self) -> None:
         """Set `requires_grad` of the sharded form to the value that the user has set on the unsharded one."""
         self.is_unsharded_trained = self.unsharded.requires_grad
-        self.sharded.requires_grad_(self.is_unsharded_trained)
+        self.sharded.requires_grad = self.is_unsharded_trained
 
     def renew_unsharded(self, compute: torch.dtype, device: torch.device) -> None:
         """Replace the unsharded parameter by an empty one with this dtype and device."""
