@@ -878,28 +878,16 @@ def grouped_product(args: Any, kwargs: Any) -> Tensor | None:
     return first.new_empty(rows, columns)
 
 
-def before_optimizer_states(prepare: Callable[[Optimizer], None]) -> None:
-    """Call `prepare` with every optimizer before its `state_dict()`. torch has no such hook for all optimizers."""
-    state_dict = Optimizer.state_dict
+def before_optimizer_method(name: str, prepare: Callable[[Optimizer], None]) -> None:
+    """Call `prepare` with every optimizer before its method `name`. torch has no such hooks for all optimizers."""
+    method = getattr(Optimizer, name)
 
-    @wraps(state_dict)
-    def prepared_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    @wraps(method)
+    def prepared(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         prepare(optimizer)
-        return state_dict(optimizer)
+        return method(optimizer, *args, **kwargs)
 
-    Optimizer.state_dict = prepared_state_dict  # type: ignore[assignment, method-assign]
-
-
-def after_zero_grad(do: Callable[[Optimizer], None]) -> None:
-    """Call `do` with every optimizer after its `zero_grad()`. torch has no such hook."""
-    zero_grad = Optimizer.zero_grad
-
-    @wraps(zero_grad)
-    def watched_zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-        zero_grad(optimizer, set_to_none)
-        do(optimizer)
-
-    Optimizer.zero_grad = watched_zero_grad  # type: ignore[assignment, method-assign]
+    setattr(Optimizer, name, prepared)
 
 
 def loads_whole_states() -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import ConfigError, Offload, ShardedGradScaler, StateError, fully_shard
+from fullshard import ConfigError, Offload, ShardedGradScaler, StateError, clip_grad_norm_, fully_shard
 from fullshard.engine.registry import units_in
 from fullshard.optim import step_shards
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
@@ -197,6 +197,34 @@ def test_an_optimizer_made_before_sharding_trains_the_shards(world):
     """It keeps its groups, their options, its scheduler and a scaler."""
     agree_with_plain(made_before)
     agree_with_plain(partial(made_before, scales=True), "zero3")
+
+
+def zero_and_clip_before_the_first_step(shard: Any) -> dict[str, Tensor | None]:
+    """Skip the first steps, as a gradient scaler does, and take the parameters from the optimizer's groups."""
+    model = chain(lambda module: module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for layer in model.layers:
+        shard(layer)
+    shard(model)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        model(inputs(step)).square().mean().backward()
+        nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 1e-3)
+        if step > 1:
+            optimizer.step()
+    return wholes(model)
+
+
+@on_ranks(2)
+def test_an_optimizer_made_before_sharding_zeroes_and_clips_gradients_of_the_shards():
+    agree_with_plain(zero_and_clip_before_the_first_step)
+    model = chain(lambda module: module)
+    originals = list(model.parameters())
+    fully_shard(model)
+    model(inputs()).square().mean().backward()
+    norm = clip_grad_norm_(originals, 1e-3)
+    assert norm > 1e-3
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1.0), torch.tensor(1e-3))
 
 
 @on_ranks(2)

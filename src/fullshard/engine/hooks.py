@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard._compat import (
-    after_zero_grad,
+    before_optimizer_method,
     in_backward,
     in_function_transform,
     in_plain_code,
@@ -147,7 +147,7 @@ def zero_shard_grads(module: nn.Module, set_to_none: bool) -> None:
 @cache
 def watch_zero_grad() -> None:
     """Make `zero_grad()` of every optimizer remove the gradients of microbatches that have not been reduced yet."""
-    after_zero_grad(_drop_unreduced)
+    before_optimizer_method("zero_grad", _drop_unreduced)
 
 
 def _drop_unreduced(optimizer: Optimizer) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from fullshard.comm.routes import collectives_for
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.current import usual_device_type
-from fullshard.engine.managed import sorted_with_entries
+from fullshard.engine.managed import managed_by, sorted_with_entries
 from fullshard.engine.registry import failing_together
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import choose_spec
@@ -69,7 +69,7 @@ def clip_grad_norm_(
     for param in params:
         if not isinstance(param, Tensor):
             check_type("parameters", param, Tensor, "parameters, such as model.parameters()")
-    params, entries = sorted_with_entries(params)
+    params, entries = sorted_with_entries([_current(param) for param in params])
     grads = [param.grad for param in params if param.grad is not None]
     units = list(dict.fromkeys([managed.unit for managed in entries]))
     with acting_for(_NORM), failing_together(units):
@@ -81,6 +81,11 @@ def clip_grad_norm_(
         for local in _by_memory(_locals(grads)).values():
             torch._foreach_mul_(local, accelerator_for(norm.device).alongside(coefficient, local[0]))
     return norm
+
+
+def _current(param: Tensor) -> Tensor:
+    """Return the sharded parameter if `param` is its original from before sharding, as in an optimizer made earlier."""
+    return managed.param.sharded if (managed := managed_by(param)) and param is managed.source() else param
 
 
 @torch.no_grad()

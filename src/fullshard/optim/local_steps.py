@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fullshard._compat import (
     address,
-    before_optimizer_states,
+    before_optimizer_method,
     dtensor_like,
     has_step_hooks,
     make_dtensor,
@@ -65,7 +65,8 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 @cache
 def watch_optimizers() -> None:
     """Make every optimizer use the sharded parameters in its steps, and update their plain shards."""
-    before_optimizer_states(lambda optimizer: _loaded_states().prepare_to_save(optimizer))
+    before_optimizer_method("state_dict", lambda optimizer: _loaded_states().prepare_to_save(optimizer))
+    before_optimizer_method("zero_grad", _before_zero_grad)
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -80,6 +81,12 @@ def _budgets() -> ModuleType:
     from fullshard.state import budget  # imported here for the same reason
 
     return budget
+
+
+def _before_zero_grad(optimizer: Optimizer) -> None:
+    """Make an optimizer from before sharding zero the gradients of the shards. Its first step reports any old state."""
+    if not (optimizer.state or torch.compiler.is_compiling()):
+        point_to_shards(optimizer)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
