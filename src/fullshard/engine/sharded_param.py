@@ -308,8 +308,8 @@ class Assignments:
                 raise StateError(
                     f"the data of {param.fqn} was assigned (param.data = ...) after it was sharded. torch ignores this "
                     "for a DTensor, so the parameter still has its old values. Write them in place instead: "
-                    "param.data.copy_(values) with a DTensor of the same placement, load_state_dict, or "
-                    "summon_full_params. torch's vector_to_parameters also assigns data."
+                    "param.copy_(values) under torch.no_grad() with a DTensor of the same placement, "
+                    "load_state_dict, or summon_full_params. torch's vector_to_parameters also assigns data."
                 )
 
 
