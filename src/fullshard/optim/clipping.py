@@ -69,7 +69,7 @@ def clip_grad_norm_(
     for param in params:
         if not isinstance(param, Tensor):
             check_type("parameters", param, Tensor, "parameters, such as model.parameters()")
-    params, entries = sorted_with_entries([_current(param) for param in params])
+    params, entries = sorted_with_entries([_current(param) if param.grad is None else param for param in params])
     grads = [param.grad for param in params if param.grad is not None]
     units = list(dict.fromkeys([managed.unit for managed in entries]))
     with acting_for(_NORM), failing_together(units):
