@@ -890,6 +890,21 @@ def before_optimizer_method(name: str, prepare: Callable[[Optimizer], None]) -> 
     setattr(Optimizer, name, prepared)
 
 
+def after_dtensor_writes(note: Callable[[Sequence[Tensor]], None]) -> None:
+    """Call `note` with the `DTensor`s that an in-place operation on `DTensor`s has written. torch has no such hook."""
+    dispatcher: Any = type(DTensor._op_dispatcher)
+    finish = dispatcher._dispatch_fast_path_python_tail
+
+    @wraps(finish)
+    def noted_finish(self: Any, operation: Any, args: Any, *others: Any) -> Any:
+        *_, is_in_place, _ = others
+        if is_in_place:
+            note([args[0]] if isinstance(args[0], Tensor) else args[0])
+        return finish(self, operation, args, *others)
+
+    dispatcher._dispatch_fast_path_python_tail = noted_finish
+
+
 def loads_whole_states() -> bool:
     """Return True if `torch.distributed.checkpoint` calls, to load a full state dict of an optimizer."""
     callers = islice(walk_stack(None), 12)

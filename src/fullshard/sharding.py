@@ -32,6 +32,7 @@ from fullshard.engine.other_engines import watch_wrappers
 from fullshard.engine.registry import is_unit, own_modules, replicated_buffers_of, units_in
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.sharded_use import explain_mixtures, explain_reads
+from fullshard.engine.uncounted_writes import watch_writes
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
 from fullshard.layout.shard_spec import ShardSpec, choose_spec
@@ -94,6 +95,7 @@ def shard_unit(
     install(unit)
     watch_optimizers()
     watch_zero_grad()
+    watch_writes()
     watch_wrappers()
     watch_registrations()
     explain_mixtures()

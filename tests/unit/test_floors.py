@@ -72,6 +72,7 @@ ROOMS: dict[str, list[str] | None] = {
         "unit_gradients",
         "unit",
         "registry",
+        "uncounted_writes",
         "footprint",
         "finite",
         "comparison",

@@ -13,6 +13,7 @@ from fullshard.device.accelerator import is_capturing
 from fullshard.engine.comparison import are_identical
 from fullshard.engine.late_params import LateParams
 from fullshard.engine.registry import replicated_buffers_of
+from fullshard.engine.uncounted_writes import count_writes
 from fullshard.engine.unit import Unit
 from fullshard.liveness.rank_progress import here
 from fullshard.tape.recorder import Phase
@@ -32,10 +33,12 @@ class Microbatches:
         self.late_params = LateParams(units)
         self.number = 0  # of the current microbatch in its step, starting with 1
         self._step = 0
+        self._counted_writes = 0
         self._buffers_differ = True  # between ranks, because each has processed other data since the last broadcast
 
     def begin(self, *, counts: bool) -> None:
-        """Begin a microbatch: invalidate unsharded parameters after an optimizer step, and count it if `counts`."""
+        """Begin a microbatch: invalidate unsharded parameters after a step or write, and count it if `counts`."""
+        self._counted_writes = count_writes(self._units, self._counted_writes)
         for unit in self._units:
             unit.residency.invalidate_if_stepped()
         if counts:

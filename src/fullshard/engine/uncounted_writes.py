@@ -1,0 +1,62 @@
+"""In-place writes to shards for which torch counts no version: those of foreach operations, and those to `param.data`.
+
+Unsharded parameters that are kept are gathered again if the version of a sharded parameter has changed. So these writes
+are counted here. A `DTensor` that is not a parameter, such as `param.data`, is recognized by its storage at the
+beginning of the next forward. Writes to the result of `to_local()` are not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import count
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fullshard._compat import FakeTensor, after_dtensor_writes
+from fullshard.engine.managed import managed_by
+from fullshard.engine.unit import Unit
+
+_numbers = count(1)
+_written: dict[StorageWeakRef, int] = {}
+"""The storages of `DTensor`s other than parameters that were written, with the number of their last write."""
+
+
+@cache
+def watch_writes() -> None:
+    """Count the writes of all in-place operations on `DTensor`s."""
+    after_dtensor_writes(_note)
+
+
+def _note(written: Sequence[Tensor]) -> None:
+    for tensor in written:
+        managed = managed_by(tensor)
+        if managed is None:
+            storage = _storage(tensor._local_tensor)  # type: ignore[attr-defined]
+            if storage is not None:
+                _written[storage] = next(_numbers)
+        elif len(written) > 1:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _storage(local: Tensor) -> StorageWeakRef | None:
+    """Return a weak reference to the storage of a plain tensor, which keeps its address from being reused."""
+    is_plain = type(local) in (Tensor, FakeTensor) and local.layout == torch.strided
+    return StorageWeakRef(local.untyped_storage()) if is_plain else None
+
+
+def count_writes(units: Sequence[Unit], since: int) -> int:
+    """Count the writes to shards of `units` that are newer than the number `since`. Return the newest number."""
+    written = list(_written.items())  # at once, because other threads may write
+    recent = {storage for storage, number in written if number > since}
+    if not recent:
+        return since
+    for param in (param for unit in units for param in unit.params):
+        if _storage(param.local) in recent:
+            torch.autograd.graph.increment_version(param.sharded)
+    for storage, _ in written:
+        if storage.expired():
+            _written.pop(storage, None)
+    return max(number for _, number in written)

@@ -1,0 +1,111 @@
+"""In-place writes to sharded parameters for which torch counts no version."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from shared_ranks import on_ranks
+from small_models import chain, inputs, wholes
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from fullshard import MixedPrecisionPolicy, fully_shard, recording
+from fullshard.testing import assert_same
+
+Write = Callable[[list[nn.Parameter]], object]
+
+
+def each(write: Callable[[Tensor], object]) -> Write:
+    return lambda params: [write(param) for param in params]
+
+
+WRITES: dict[str, Write] = {
+    "data.mul_": each(lambda param: param.data.mul_(2)),
+    "data.copy_": each(lambda param: param.data.copy_(param.detach().clone() * 3)),
+    "data.zero_": each(lambda param: param.data.zero_()),
+    "foreach_mul_": lambda params: torch._foreach_mul_(params, 2.0),
+    "foreach_lerp_": lambda params: torch._foreach_lerp_(params, [param.detach() * 3 for param in params], 0.5),
+    "foreach_add_ of data": lambda params: torch._foreach_add_([param.data for param in params], 1.0),
+    "mul_": each(lambda param: param.mul_(2)),
+}
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def outputs_around_writes(write: Write, shard: Any, *, grad: bool) -> list[Any]:
+    """Return the outputs of forwards before and after writes to the parameters, which are restored at the end."""
+    model = chain(shard)
+    found = []
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            found.append(model(inputs(0)).detach())
+            stored = [param.detach().clone() for param in model.parameters()]
+            with torch.no_grad():
+                write(list(model.parameters()))
+            found.append(model(inputs(0)).detach())
+            for param, value in zip(model.parameters(), stored, strict=True):
+                param.data.copy_(value)
+    loss = model(inputs(1)).square().mean()
+    loss.backward()
+    return [*found, loss.detach(), wholes(model)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
+@on_ranks(2)
+def test_every_write_is_seen_by_the_next_forward(strategy):
+    for name, write in WRITES.items():
+        for grad in (False, True):
+            expected = outputs_around_writes(write, lambda module: module, grad=grad)
+            found = outputs_around_writes(write, lambda module: fully_shard(module, strategy=strategy), grad=grad)
+            assert_same(found, expected, name=f"{name}, {grad}")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@on_ranks(2)
+def test_averages_are_those_of_plain_pytorch(strategy):
+    """Evaluate an average after each step, and train with its values stored, as diffusion models do."""
+    visited: list[list[Any]] = []
+    for shard in (lambda module: module, lambda module: fully_shard(module, strategy=strategy)):
+        model = chain(shard)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        visited.append([])
+        for step in range(3):
+            model(inputs(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+            with torch.no_grad():
+                visited[-1].append(average(inputs(9)))
+                stored = [param.detach().clone() for param in model.parameters()]
+                for param, mean in zip(model.parameters(), average.parameters(), strict=True):
+                    param.data.copy_(mean.data)
+                visited[-1].append(model(inputs(9)))
+                for param, value in zip(model.parameters(), stored, strict=True):
+                    param.data.copy_(value)
+    assert_same(visited[1], visited[0])
+
+
+@on_ranks(2)
+def test_copies_in_a_lower_precision_are_made_again():
+    model = fully_shard(nn.Linear(4, 4), strategy="ddp", mp_policy=LOW)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+        for param in model.parameters():
+            param.data.zero_()
+        assert not model(torch.ones(1, 4)).any()
+
+
+@on_ranks(2)
+def test_forwards_without_a_write_gather_nothing_again():
+    """Writes to tensors other than parameters do not count."""
+    model = fully_shard(nn.Linear(4, 4), strategy="zero1")
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+        others = [param.detach().clone() for param in model.parameters()]
+        for written, gathers in ((others, 0), ([param.data for param in model.parameters()], 1), (others, 0)):
+            torch._foreach_mul_(written, 2.0)
+            for expected in (gathers, 0):
+                with recording() as record:
+                    model(torch.ones(1, 4))
+                assert len(record.events) == expected
