@@ -603,7 +603,7 @@ def test_torchs_own_checkpoints_may_be_without_checksums(tmp_path):
     assert_same(read_theirs(tmp_path)[0].state_dict(), saved.state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     "value",
     [torch.ones(5), torch.ones(4, 4), torch.ones(4, dtype=torch.float64), torch.ones(4).to_sparse(), {}, 1.0, None],
