@@ -646,6 +646,21 @@ def a_backward_of_a_pipeline_s_stage_in_two_parts() -> Steps:
     torch.autograd.grad(stage.forward_one_chunk(0, (x,)).sum(), x)
 
 
+class Differentiating(Chain):
+    """Computes a gradient within its forward, through a layer that is a unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.autograd.grad(self.layers[0](x).square().sum(), x, create_graph=True)[0]
+
+
+@mistake(StateError, "a backward through a unit began within the forward of the root", "torch.func.grad", sends=True)
+def a_gradient_within_a_forward() -> Steps:
+    model = chain(fully_shard, Differentiating())
+    x = inputs().requires_grad_()
+    yield
+    model(x)
+
+
 @mistake(StateError, "stage_backward_input was called on FSDPChain, which is sharded", sends=True)
 def a_backward_in_two_parts_without_a_stage() -> Steps:
     model, x = sharded(), inputs().requires_grad_()

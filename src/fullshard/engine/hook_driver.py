@@ -214,9 +214,16 @@ class HookDriver:
 
         Raises:
             StateError: The backward only computes gradients of inputs. Those of parameters would be computed later,
-                without hooks.
+                without hooks. Or a forward is running, whose units the end of this backward would free.
         """
         if self._state.phase is not Phase.BACKWARD:
+            if self._stack:
+                raise StateError(
+                    f"a backward through a unit began within the forward of {self._stack[0][0].name or 'the root'}, as "
+                    "by torch.autograd.grad in forward. Its end would free units that the forward still needs. Use "
+                    "torch.func.grad or torch.func.vjp, or do not make units of the modules that are differentiated "
+                    "there: parameters of the unit whose forward is running can be used."
+                )
             if in_backward_of_inputs() and any(unit.trainable for unit in self._units):
                 raise StateError(
                     f"stage_backward_input was called on {type(self._units[0].module).__name__}, which is sharded. It "
