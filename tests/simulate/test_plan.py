@@ -937,7 +937,7 @@ OWN = ["--model", "my_training:make_model", "--batch", "my_training:make_batch"]
             "--compile: .* already shards its model",
         ),
         (["--size", "nano", "--hardware", "h1000"], "is neither known hardware .* h100-80"),
-        (["--size", "nano", "--hardware", "here"], "Run `fullshard calibrate` first"),
+        (["--size", "nano", "--hardware", "here"], "Run `fullshard calibrate` to measure this machine"),
         (["--size", "nano", "--global-batch", "9"], "8 ranks cannot share 9 rows evenly. Use 8 or 16"),
         (["--size", "nano", "--per-host", "9"], "a host of h100-80 has 8"),
         (["--size", "nano", "--hosts", "0"], "--hosts 0: must be at least 1"),
