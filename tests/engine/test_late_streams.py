@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from shared_ranks import on_new_ranks
 from small_models import Chain, chain, leave
-from test_races import GROUPED, LOOPS, OPTIONS, is_common, scenarios
+from test_races import COMMON, GROUPED, LOOPS, OPTIONS, of_strategy
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -79,7 +79,7 @@ def differing_when_late(of: list[Scenario], device_type: str, sleep: Sleeping) -
     for scenario in of:
         with pretending(new_accelerator(device_type)):
             expected = learn(scenario, mesh, lock)
-        for seed in (*ALONE, *TOGETHER) if is_common(scenario) else TOGETHER:
+        for seed in (*ALONE, *TOGETHER) if scenario in COMMON else TOGETHER:
             names, timed = some_late(seed)
             with pretending(late(new_accelerator(device_type), names, timed(sleep))):
                 actual = learn(scenario, mesh, lock)
@@ -100,9 +100,9 @@ def on_one_rank(strategy: str) -> Iterator[Scenario]:
 
     Captures are excluded, because `test_gpu.py` makes real ones, and transforms, which accept no inputs on the CPU.
     """
-    for number, scenario in enumerate(scenarios()):
-        chosen = is_common(scenario) or (strategy in ("zero3", "hsdp") and number % 17 == 0)
-        if chosen and scenario[0] == strategy and scenario[1] not in ("capture", "transforms"):
+    sample = of_strategy(strategy, common=False)[::2] if strategy in ("zero3", "hsdp") else ()
+    for scenario in (*of_strategy(strategy, common=True), *sample):
+        if scenario[1] not in ("capture", "transforms"):
             yield scenario
 
 
