@@ -209,21 +209,14 @@ class HookDriver:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> int:
-        """Return the number of the current backward pass. The first call in each pass registers the callback at its
-        end.
+        """Return the number of the current backward pass. Its first call registers the callback at its end.
 
         Raises:
-            StateError: The backward only computes gradients of inputs. Those of parameters would be computed later,
-                without hooks. Or a forward is running, whose units the end of this backward would free.
+            StateError: Gradients of parameters would be computed later, without hooks; or a forward is running.
         """
         if self._state.phase is not Phase.BACKWARD:
             if self._stack:
-                raise StateError(
-                    f"a backward through a unit began within the forward of {self._stack[0][0].name or 'the root'}, as "
-                    "by torch.autograd.grad in forward. Its end would free units that the forward still needs. Use "
-                    "torch.func.grad or torch.func.vjp, or do not make units of the modules that are differentiated "
-                    "there: parameters of the unit whose forward is running can be used."
-                )
+                raise _within_forward(self._stack[0][0])
             if in_backward_of_inputs() and any(unit.trainable for unit in self._units):
                 raise StateError(
                     f"stage_backward_input was called on {type(self._units[0].module).__name__}, which is sharded. It "
@@ -397,6 +390,14 @@ class HookDriver:
             if unit.residency.users == 0 and unit is not needed and not unit.residency.awaits_backward:
                 self._scheduler.reshard(unit, Phase.FORWARD)
         self._recomputed.clear()
+
+
+def _within_forward(outer: Unit) -> StateError:
+    return StateError(
+        f"a backward through a unit began within the forward of {outer.name or 'the root'}, as by torch.autograd.grad. "
+        "Its end would free units that the forward still needs. Use torch.func.grad or torch.func.vjp, or do not make "
+        "units of the modules that are differentiated there: they can be part of the unit whose forward is running."
+    )
 
 
 def _leave_transformed(stack: list[Unit], unit: Unit, units: Sequence[Unit]) -> None:
