@@ -25,6 +25,7 @@ WRITES: dict[str, Write] = {
     "data.copy_": each(lambda param: param.data.copy_(param.detach().clone() * 3)),
     "data.zero_": each(lambda param: param.data.zero_()),
     "foreach_mul_": lambda params: torch._foreach_mul_(params, 2.0),
+    "foreach_mul_ of one": each(lambda param: torch._foreach_mul_([param], 2.0)),
     "foreach_lerp_": lambda params: torch._foreach_lerp_(params, [param.detach() * 3 for param in params], 0.5),
     "foreach_add_ of data": lambda params: torch._foreach_add_([param.data for param in params], 1.0),
     "mul_": each(lambda param: param.mul_(2)),

@@ -37,7 +37,7 @@ def _note(written: Sequence[Tensor]) -> None:
             storage = _storage(tensor._local_tensor)  # type: ignore[attr-defined]
             if storage is not None:
                 _written[storage] = next(_numbers)
-        elif len(written) > 1:
+        else:
             torch.autograd.graph.increment_version(tensor)
 
 
