@@ -26,6 +26,7 @@ from fullshard.checkpoint.contents import collect
 from fullshard.checkpoint.snapshot import snapshot
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.device.accelerator import accelerator_for, pretending_to_capture
+from fullshard.disk.buffers import BUFFERS
 from fullshard.disk.files import ALIGNMENT, aligned_buffer
 from fullshard.disk.space import Extent, Scratch
 from fullshard.dry.races import find_races
@@ -35,7 +36,6 @@ from fullshard.engine.hooks import runtime_of
 from fullshard.engine.offloaded import Store
 from fullshard.optim import Muon
 from fullshard.policy.offload import Offload
-from fullshard.state.on_disk import BUFFERS
 from fullshard.state.summon import summon_full_params
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Allocation, Collective, Free, Operation, Recorded, Waited

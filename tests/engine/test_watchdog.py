@@ -276,7 +276,7 @@ WAITS_KNOWN = {
         "Collectives.start",
     ),
     **dict.fromkeys(("disk", "engine/offloaded.py", "engine/activations.py", "engine/gradients_on_disk.py"), "disk"),
-    **dict.fromkeys(("engine/group_buffers.py", "state/on_disk.py"), "disk"),
+    **dict.fromkeys(("engine/shards_on_disk.py", "state/steps_in_chunks.py"), "disk"),
     **dict.fromkeys(
         ("checkpoint/background.py", "checkpoint/importing.py", "checkpoint/loading.py", "checkpoint/safety_copy.py"),
         "PendingSave.wait",

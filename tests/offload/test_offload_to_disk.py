@@ -42,13 +42,14 @@ import fullshard.disk.space
 import fullshard.state.on_disk as on_disk
 from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, Offload, clip_grad_norm_, dry, fully_shard
 from fullshard.checkpoint import async_save, load, restore_snapshot, save, snapshot
+from fullshard.disk.buffers import BUFFERS
 from fullshard.disk.files import ALIGNMENT
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.registry import units_in
 from fullshard.optim import Muon
 from fullshard.plan.explain import explain
 from fullshard.plan.ledger import measure_ledger, peak_during, predict_ledger, predict_on_disk, storage_bytes
-from fullshard.state.on_disk import BUFFERS, states_on_disk
+from fullshard.state.on_disk import states_on_disk
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import assert_same
 

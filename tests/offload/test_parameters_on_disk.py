@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 import fullshard.disk.space
 from fullshard import CheckpointError, DiskError, Offload, clip_grad_norm_, dry, fully_shard
 from fullshard.checkpoint import async_save, export_safetensors, load, restore_snapshot, save, snapshot
-from fullshard.disk.buffers import MOST_WRITING, buffers_of
+from fullshard.disk.buffers import BUFFERS, MOST_WRITING, buffers_of
 from fullshard.disk.files import ALIGNMENT, aligned
 from fullshard.disk.pace import pace_of
 from fullshard.disk.prediction import Traffic
@@ -60,7 +60,7 @@ from fullshard.plan.ledger import (
     predict_on_disk,
     storage_bytes,
 )
-from fullshard.state.on_disk import BUFFERS, states_on_disk
+from fullshard.state.on_disk import states_on_disk
 from fullshard.state.optim_state import full_optim_state_dict
 from fullshard.state.state_dict import StateDictType, as_configured, get_state_dict_type, state_dict_type
 from fullshard.state.streaming import stream_weights

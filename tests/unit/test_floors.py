@@ -53,6 +53,7 @@ ROOMS: dict[str, list[str] | None] = {
         "sharded_param",
         "pack",
         "group_buffers",
+        "shards_on_disk",
         "payload",
         "group_transports",
         "gather",
@@ -97,6 +98,7 @@ ROOMS: dict[str, list[str] | None] = {
     "state": [
         "block_states",
         "optim_kinds",
+        "steps_in_chunks",
         "on_disk",
         "budget",
         "state_dict",

@@ -120,8 +120,3 @@ class GradientsOnDisk(Gradients):
     def _show(self, indices: Iterable[int]) -> None:
         for i in indices:
             self.params[i].sharded.grad = self._shards[i]
-
-
-def gradients_for(plan: GroupPlan, params: Sequence[ShardedParam], state: GradientState) -> Gradients:
-    """Return the gradients of a group, in memory or on a disk."""
-    return (GradientsOnDisk if plan.is_on_disk else Gradients)(plan, params, state)

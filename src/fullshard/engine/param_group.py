@@ -15,9 +15,17 @@ from fullshard.comm.transport import Pending
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.gather import Gather, gather_for
-from fullshard.engine.gradients import GradientState
-from fullshard.engine.gradients_on_disk import gradients_for
-from fullshard.engine.group_buffers import Region, UnshardedBuffer, shard_storage_for
+from fullshard.engine.gradients import Gradients, GradientState
+from fullshard.engine.group_buffers import (
+    CopiedShards,
+    OwnShards,
+    Region,
+    RowsOfUnsharded,
+    ShardStorage,
+    UnshardedBuffer,
+    UnshardedItself,
+    WholeCopy,
+)
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_transports import GroupTransports
 from fullshard.engine.pack import Pack
@@ -249,6 +257,29 @@ class ParamGroup:
     def error_feedback_nbytes(self) -> int:
         """Bytes that error feedback of encoded gradients keeps."""
         return self.transports.error_feedback_nbytes
+
+
+def shard_storage_for(plan: GroupPlan, unsharded: UnshardedBuffer | None) -> ShardStorage:
+    """Return storage for the shards of a group, filled with zeros. See the table in `group_buffers.py`."""
+    if plan.is_on_disk:
+        from fullshard.engine.shards_on_disk import ShardsOnDisk  # imported here, because few programs need it
+
+        return ShardsOnDisk(plan)
+    if plan.keeps_copy:
+        return CopiedShards(plan)
+    if not plan.lives_in_unsharded:
+        return OwnShards(plan) if plan.shards_optimizer else WholeCopy(plan)
+    assert unsharded is not None
+    return RowsOfUnsharded(plan, unsharded) if plan.shards_optimizer else UnshardedItself(plan, unsharded)
+
+
+def gradients_for(plan: GroupPlan, params: Sequence[ShardedParam], state: GradientState) -> Gradients:
+    """Return the gradients of a group, in memory or on a disk."""
+    if plan.is_on_disk:
+        from fullshard.engine.gradients_on_disk import GradientsOnDisk  # imported here, because few programs need it
+
+        return GradientsOnDisk(plan, params, state)
+    return Gradients(plan, params, state)
 
 
 def start_gathers(groups: Sequence[ParamGroup], origin: Origin, *, into_shared: bool) -> list[Pending]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial, update_wrapper
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -44,11 +44,15 @@ from fullshard.optim.defer import can_defer, defer
 from fullshard.optim.elementwise import StepComparison, check_elementwise, check_name, trials
 from fullshard.policy.arguments import check_type
 from fullshard.state.block_states import block_states
-from fullshard.state.on_disk import ChunkedSteps, StatesOnDisk, states_on_disk
+from fullshard.state.on_disk import states_on_disk
+from fullshard.state.optim_kinds import ChunkedSteps
 from fullshard.state.optim_state import OWN
 from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
 
 # Subclasses are not included, because they may do anything.
+if TYPE_CHECKING:
+    from fullshard.state.steps_in_chunks import StatesOnDisk
+
 _ELEMENTWISE = frozenset(
     {
         *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),

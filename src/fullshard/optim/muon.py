@@ -51,7 +51,9 @@ from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
 from fullshard.layout.shard_spec import owned
 from fullshard.policy.arguments import check_iterable, is_number
-from fullshard.state.on_disk import ChunkedSteps, bring_to_memory, states_on_disk
+from fullshard.state.on_disk import states_on_disk
+from fullshard.state.optim_kinds import ChunkedSteps
+from fullshard.state.steps_in_chunks import bring_to_memory
 from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 

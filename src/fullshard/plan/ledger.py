@@ -7,7 +7,7 @@ The formula, for the units of a model with N ranks on the shard axis and the lay
     gradients         those that the optimizer sees: shards, or unsharded ones if the optimizer is whole; and the error
                       feedback of encoded gradients
     optimizer state   the number of values that the optimizer keeps per parameter element; without those on disk, but
-                      with the buffers for them, of three chunks (`state/on_disk.py`)
+                      with the buffers for them, of three chunks (`state/steps_in_chunks.py`)
     gathered peak     unsharded buffers beyond those kept between steps: of every unit if parameters stay unsharded
                       until backward; else of the root and the two adjacent units that need most, one computing, one
                       prefetched; and the secondary shards of all units up to these, if groups keep them
@@ -29,7 +29,7 @@ from fullshard._compat import fake_tensors, inner_tensors, storage_watch
 from fullshard.comm.codec import codec_named
 from fullshard.comm.encoded import error_feedback_numel
 from fullshard.comm.mesh import resolve_groups
-from fullshard.disk.buffers import MOST_WRITING, buffers_of
+from fullshard.disk.buffers import BUFFERS, MOST_WRITING, buffers_of
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.footprint import gathered_peak, kept_between_steps
 from fullshard.engine.group_plan import GroupPlan
@@ -42,7 +42,7 @@ from fullshard.layout.shard_spec import owned
 from fullshard.policy.offload import StatePlacement
 from fullshard.policy.strategy import Placement, ShardingStrategy, resolve_placements
 from fullshard.policy.strategy import Placements as StrategyPlacements
-from fullshard.state.on_disk import BUFFERS, chunks_on_disk, states_on_disk
+from fullshard.state.on_disk import chunks_on_disk, states_on_disk
 from fullshard.tape.recorder import recording
 
 TIERS = ("device", "cpu", "disk")  # the tiers: the device that computes, the CPU alongside it, and disk

@@ -18,6 +18,7 @@ from functools import cached_property, partial
 from math import ceil
 from typing import Any
 
+from fullshard.disk.buffers import BUFFERS
 from fullshard.errors import ConfigError
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_peak
@@ -37,7 +38,7 @@ from fullshard.planner.shorten import BlockList, block_lists
 from fullshard.planner.steps import MakeOptimizer, take_steps, users_mistake
 from fullshard.planner.subject import Subject
 from fullshard.planner.tapes import Tapes, with_one_more_row
-from fullshard.state.on_disk import BUFFERS, CHUNK_NBYTES
+from fullshard.state.on_disk import CHUNK_NBYTES
 from fullshard.tape.tape import Entry, Tape
 
 
@@ -160,7 +161,7 @@ class Sketch:
 
     @property
     def disk_buffers_bytes(self) -> float:
-        """The bytes of the memory buffers for states on disk: see `state/on_disk.py`."""
+        """The bytes of the memory buffers for states on disk: see `state/steps_in_chunks.py`."""
         if not self.program.disk:
             return 0.0
         model = self.subject.model

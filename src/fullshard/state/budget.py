@@ -49,7 +49,7 @@ from fullshard._compat import FakeTensor, local_tensor, set_local_tensor
 from fullshard.comm.mesh import ranks_of_this_host
 from fullshard.comm.routes import collectives_for
 from fullshard.device.accelerator import accelerator_for
-from fullshard.disk.buffers import MOST_WRITING
+from fullshard.disk.buffers import BUFFERS, MOST_WRITING
 from fullshard.disk.files import ALIGNMENT, aligned
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine import offloaded
@@ -214,8 +214,8 @@ class _Needs:
         """Return the bytes of buffers for `of` bytes of states on a disk, if units `numbers` have shards there."""
         inseparable = max((self.units[number].inseparable for number in numbers), default=0)
         largest = max(self.largest, inseparable)
-        blocks = 2 * on_disk.BUFFERS * ALIGNMENT  # buffers are larger, to begin and end at a block
-        return min(of, on_disk.BUFFERS * max(on_disk.CHUNK_NBYTES, on_disk.STATES * largest)) + blocks
+        blocks = 2 * BUFFERS * ALIGNMENT  # buffers are larger, to begin and end at a block
+        return min(of, BUFFERS * max(on_disk.CHUNK_NBYTES, on_disk.STATES * largest)) + blocks
 
     def on_host(self, on_cpu: Collection[int], *, passing: int = 0) -> int:
         """Return the bytes that will be added to host memory.

@@ -12,6 +12,10 @@ _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "b
 _NAMES = frozenset({"params", "param_names"})
 
 
+class ChunkedSteps:
+    """A base class of optimizers that call `StatesOnDisk.step` themselves."""
+
+
 @dataclass(frozen=True)
 class SavedOptions:
     """The options of one parameter group in a checkpoint."""
