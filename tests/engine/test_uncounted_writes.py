@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fullshard import MixedPrecisionPolicy, fully_shard, recording
+from fullshard.engine import uncounted_writes
 from fullshard.testing import assert_same
 
 Write = Callable[[list[nn.Parameter]], object]
@@ -110,3 +111,13 @@ def test_forwards_without_a_write_gather_nothing_again():
                 with recording() as record:
                     model(torch.ones(1, 4))
                 assert len(record.events) == expected
+
+
+@on_ranks(1)
+def test_freed_tensors_are_forgotten():
+    """A process that writes to temporary DTensors does not grow, without a forward of a sharded model."""
+    model = fully_shard(nn.Linear(4, 4))
+    param = next(model.parameters()).detach()
+    for _ in range(3 << 10):
+        (param + 1).add_(1)
+    assert len(uncounted_writes._written) <= 1 << 10

@@ -35,15 +35,16 @@ class Gather:
         self._transport = transport
         self._scratch = scratch
         self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they are sent
-        self._gathered_version = -1
-        self._sent_version = -1  # of the shards when the last gather began
+        self._sent_versions: tuple[int, ...] | None = None  # of the shards when the last gather began
+        self.gathered_versions: tuple[int, ...] | None = None
+        """Those of the shards from which the unsharded parameters were gathered. None if these are not valid."""
         self.overwrites = True
         """True if a gather writes to the unsharded buffer."""
 
     @property
-    def version(self) -> int:
-        """A number that increases with each in-place write to one of the shards."""
-        return sum(map(_VERSION, self._params))
+    def versions(self) -> tuple[int, ...]:
+        """For each shard, a number that increases with each in-place write to it."""
+        return tuple(map(_VERSION, self._params))
 
     def read_ahead(self) -> None:
         """Start to read the shards if they are not in memory. Call it shortly before a gather."""
@@ -67,16 +68,16 @@ class Gather:
     @property
     def is_current(self) -> bool:
         """True if the unsharded buffer was kept and still holds the current values of every rank."""
-        return self._gathered_version >= 0 and self._gathered_version == sum(map(_VERSION, self._params))
+        return self.gathered_versions == tuple(map(_VERSION, self._params))
 
     def invalidate(self) -> None:
         """Mark the unsharded parameters as invalid, because their memory was freed."""
-        self._gathered_version = -1
+        self.gathered_versions = None
 
     def note_changed_shards(self) -> None:
         """Force an all-gather at the next use. Shards of some rank have changed, possibly without a new version."""
         self.invalidate()
-        self._sent_version = -1
+        self._sent_versions = None
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, into_shared: bool) -> Pending:
         """Start to fill the unsharded buffer. The groups of a unit gather concurrently."""
@@ -85,9 +86,9 @@ class Gather:
 
     def shards_to_send(self) -> list[Tensor]:
         """Return the current shards, for a gather that starts now."""
-        version = sum(map(_VERSION, self._params))
-        parts, self._sent = self._storage.to_send(self._scratch, changed=self._sent_version != version)
-        self._sent_version = version
+        versions = tuple(map(_VERSION, self._params))
+        parts, self._sent = self._storage.to_send(self._scratch, changed=self._sent_versions != versions)
+        self._sent_versions = versions
         return parts
 
     @property
@@ -106,11 +107,11 @@ class Gather:
         if self._storage.plan.is_on_disk:
             self._storage.note_sent()
         unsharded.unpack()
-        self._gathered_version = self._sent_version  # not the current one: shards may have changed since the start
+        self.gathered_versions = self._sent_versions  # not the current one: shards may have changed since the start
 
     def note_current(self) -> None:
         """Record that the unsharded parameters hold the current values of every rank."""
-        self._gathered_version = self.version
+        self.gathered_versions = self.versions
 
     @property
     def secondary_nbytes(self) -> int:
@@ -131,17 +132,17 @@ class TwoLevelGather(Gather):
     ) -> None:
         super().__init__(params, storage, transport, scratch)
         self._two_level = transport
-        self._secondary_version = -1
+        self._secondary_versions: tuple[int, ...] | None = None
 
     def note_changed_shards(self) -> None:
         """See `Gather.note_changed_shards`. Secondary shards also become invalid."""
         super().note_changed_shards()
-        self._secondary_version = -1
+        self._secondary_versions = None
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, into_shared: bool) -> Pending:
-        if self.secondary_nbytes and self._secondary_version == self.version:
+        if self.secondary_nbytes and self._secondary_versions == self.versions:
             return self._two_level.gather_within(unsharded.receive, origin=origin)
-        self._secondary_version = self.version
+        self._secondary_versions = self.versions
         return super().start(unsharded, origin, into_shared=False)
 
     @property
@@ -163,7 +164,7 @@ class LocalGather(Gather):
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, into_shared: bool) -> Pending:
         """See `Gather.start`. Nothing is sent."""
-        self._sent_version = self.version
+        self._sent_versions = self.versions
         if not self._storage.plan.lives_in_unsharded:
             unsharded.flat.copy_(self._storage.memory, non_blocking=True)
             if self._storage.plan.memory.offloaded:
@@ -171,7 +172,7 @@ class LocalGather(Gather):
         return Pending()
 
     def finish(self, unsharded: UnshardedBuffer) -> None:
-        self._gathered_version = self._sent_version
+        self.gathered_versions = self._sent_versions
 
 
 def gather_for(params: Sequence[ShardedParam], storage: ShardStorage, transports: GroupTransports) -> Gather:

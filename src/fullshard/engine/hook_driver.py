@@ -224,8 +224,7 @@ class HookDriver:
                     "when they would not be reduced. Zero-bubble schedules call it. Create the stages with "
                     "fullshard.integrations.pipelining.PipelineStage. In a loop without stages, call backward()."
                 )
-            self._state.phase = Phase.BACKWARD
-            self._state.disks.begin_pass()
+            self._state.begin_backward()
             self._serial += 1
             self._creates_graph = torch.is_grad_enabled()
             self._is_for_inputs = in_pass_for_inputs()

@@ -38,7 +38,7 @@ class Microbatches:
 
     def begin(self, *, counts: bool) -> None:
         """Begin a microbatch: invalidate unsharded parameters after a step or write, and count it if `counts`."""
-        self._counted_writes = count_writes(self._units, self._counted_writes)
+        self.count_writes()
         for unit in self._units:
             unit.residency.invalidate_if_stepped()
         if counts:
@@ -50,6 +50,10 @@ class Microbatches:
             for unit in self._units:
                 if unit.options.broadcasts_buffers and unit.axes.world > 1:
                     _broadcast_buffers(unit)
+
+    def count_writes(self) -> None:
+        """Count the writes to shards for which torch counts no version, so that they are gathered again."""
+        self._counted_writes = count_writes(self._units, self._counted_writes)
 
     def count_next(self) -> None:
         """Count one more microbatch of the step."""

@@ -174,7 +174,7 @@ class ParamGroup:
         """
         assert self._unsharded is not None, "a group is bound before it is gathered"
         self.gather.finish(self._unsharded)
-        self.validity.validate()
+        self.validity.validate(self.gather.gathered_versions)
         return False
 
     def release(self) -> None:

@@ -78,7 +78,7 @@ class PayloadGroup(ParamGroup):
         self.gather.finish(buffer.unsharded)
         made = [param.receive(its) for param, its in zip(self.params, buffer.gathered, strict=True)]
         self.validity.refresh()  # a class may have replaced the tensors that it wraps
-        self.validity.validate()
+        self.validity.validate(self.gather.gathered_versions)
         return any(made)
 
     def release(self) -> None:
@@ -165,7 +165,7 @@ class WholeClassGroup(ParamGroup):
 
     def finish_gather(self) -> bool:
         self.gather.note_current()
-        self.validity.validate()
+        self.validity.validate(())
         return False
 
 

@@ -102,7 +102,7 @@ class Residency:
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
         self.deferred_steps: list[Callable[[], None]] = []  # optimizer steps that run before the shards are used
-        self._ordered_versions: list[int] = []  # versions of the shards whose writes gathers are ordered after
+        self._ordered_versions: list[tuple[int, ...]] = []  # gathers are ordered after these writes
         self.has_secondary = any(param_group.gather.is_two_level for param_group in unit.param_groups)
         """True if there may be secondary shards."""
         self._keeps_secondary = unit.options.placements.parameters is Placement.GROUPED
@@ -345,12 +345,12 @@ class Residency:
 
     def note_writes_ordered(self) -> None:
         """Record that later gathers are ordered after all writes to shards so far."""
-        self._ordered_versions = [param_group.gather.version for param_group in self._unit.param_groups]
+        self._ordered_versions = [param_group.gather.versions for param_group in self._unit.param_groups]
 
     @property
     def are_writes_ordered(self) -> bool:
         """True if gathers are ordered after all known writes. (Writes of fused optimizers have no versions.)"""
-        return self._ordered_versions == [param_group.gather.version for param_group in self._unit.param_groups]
+        return self._ordered_versions == [param_group.gather.versions for param_group in self._unit.param_groups]
 
     def run_deferred_steps(self) -> None:
         """Run all deferred steps."""

@@ -153,6 +153,12 @@ class RootState:
         self.activations.begin_forward()
         self.microbatches.begin(counts=torch.is_grad_enabled() and not self.expected.open)
 
+    def begin_backward(self) -> None:
+        """Begin a backward whose hooks drive the step."""
+        self.phase = Phase.BACKWARD
+        self.disks.begin_pass()
+        self.microbatches.count_writes()
+
     def check_streams(self) -> None:
         """Raise if a model that was sharded within `fullshard.dry.taped()` is used outside of it, or vice versa.
 

@@ -161,10 +161,10 @@ class ShardedParam:
         self.local.copy_(self.take_shard(whole))
         torch.autograd.graph.increment_version(self.sharded)
 
-    @property
-    def version(self) -> int:
-        """A number that increases with each in-place write to the sharded parameter."""
-        return self.sharded._version
+    def note_ignored_write(self) -> None:
+        """Record a write to the shard that the next gather reads, but that autograd does not check."""
+        torch.autograd.graph.increment_version(self.sharded)
+        self.counters.ignored += 1
 
     @property
     def grad(self) -> Tensor | None:

@@ -117,10 +117,10 @@ def _explain_version(version: int) -> StateError | None:
     if is_invalid(version):
         return read_while_sharded(param.fqn, unit)
     return StateError(
-        f"backward needs {param.fqn} of {unit or 'the root'} with its values from forward, but they are lost: either "
-        "it was modified in place and then resharded, or the unit was moved, cast or loaded between forward and "
-        "backward. Do not write to parameters in forward: compute with a new tensor instead, or change the sharded "
-        "parameter between steps."
+        f"backward needs {param.fqn} of {unit or 'the root'} with its values from forward, but they are lost. An "
+        "optimizer stepped between forward and backward, or the unit was moved, cast or loaded there, or the parameter "
+        "was modified in place and then resharded. Run backward before the step, or forward again after it. Do not "
+        "write to parameters in forward: compute with a new tensor instead."
     )
 
 

@@ -2,7 +2,7 @@
 
 Unsharded parameters that are kept are gathered again if the version of a sharded parameter has changed. So these writes
 are counted here. A `DTensor` that is not a parameter, such as `param.data`, is recognized by its storage at the
-beginning of the next forward. Writes to the result of `to_local()` are not seen.
+beginning of the next forward or backward. Writes to the result of `to_local()` are not seen.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fullshard._compat import FakeTensor, after_dtensor_writes
 from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit
+
+_FORGETS_AFTER = 1 << 10  # writes
 
 _numbers = count(1)
 _written: dict[StorageWeakRef, int] = {}
@@ -36,7 +38,9 @@ def _note(written: Sequence[Tensor]) -> None:
         if managed is None:
             storage = _storage(tensor._local_tensor)  # type: ignore[attr-defined]
             if storage is not None:
-                _written[storage] = next(_numbers)
+                number = _written[storage] = next(_numbers)
+                if number % _FORGETS_AFTER == 0:  # there may be no forward of a sharded model
+                    _forget_freed()
         else:
             torch.autograd.graph.increment_version(tensor)
 
@@ -55,8 +59,12 @@ def count_writes(units: Sequence[Unit], since: int) -> int:
         return since
     for param in (param for unit in units for param in unit.params):
         if _storage(param.local) in recent:
-            torch.autograd.graph.increment_version(param.sharded)
-    for storage, _ in written:
+            param.note_ignored_write()
+    _forget_freed()
+    return max(number for _, number in written)
+
+
+def _forget_freed() -> None:
+    for storage in list(_written):
         if storage.expired():
             _written.pop(storage, None)
-    return max(number for _, number in written)

@@ -30,18 +30,20 @@ from fullshard._compat import holds_tensors, inner_names, set_versions
 _log = logging.getLogger(__name__)
 
 _INVALID = 1 << 31  # plus the number of the parameter; torch counts with 32 bits
-_REWRITTEN = 1 << 30  # plus _STEP for each lost write
+_RENEWED = 1 << 30  # plus _STEP for each renewal
 _STEP = 1 << 8
 
 _VERSION = attrgetter("_version")
 
 _numbers = count()
-_rewrites = count()
+_renewals = count()
 _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def owner_of_version(version: int) -> Any | None:
     """Return the `ShardedParam` that was assigned the special `version`, or None."""
+    if _RENEWED <= version < _INVALID:
+        return next((param for param in list(_owners.values()) if version in param.counters.valid), None)
     return _owners.get(version)
 
 
@@ -54,12 +56,11 @@ class Counters:
     """The version counters of one unsharded parameter."""
 
     def __init__(self, param: Any) -> None:
-        self._param = weakref.ref(param)
         self.invalid = _INVALID + next(_numbers)
-        self._rewritten: int | None = None
         self.tensors: list[Tensor] = []
         self.valid: list[int] = []  # versions while the values are valid
         self.was_written = False  # by the user, in place, and the write was lost
+        self.ignored = 0  # versions of the sharded parameter, since the last gather, that autograd need not know of
         _owners[self.invalid] = param
 
     def refresh(self, unsharded: Tensor) -> None:
@@ -70,11 +71,7 @@ class Counters:
 
     def renew(self) -> None:
         """Invalidate all tensors saved so far, because the parameter gets different memory or has lost a write."""
-        if self._rewritten is not None:
-            del _owners[self._rewritten]
-        self._rewritten = _REWRITTEN + _STEP * next(_rewrites)
-        _owners[self._rewritten] = self._param()
-        self.valid = [self._rewritten] * len(self.tensors)
+        self.valid = [_RENEWED + next(_renewals) * _STEP % _RENEWED] * len(self.tensors)
 
 
 class Validity:
@@ -90,6 +87,7 @@ class Validity:
         self._params = params
         self._keeping = {id(param) for param in keeping_writes}
         self.is_valid = False
+        self._gathered: tuple[int, ...] | None = None  # versions of the sharded parameters
         self.refresh()
 
     def refresh(self) -> None:
@@ -105,8 +103,21 @@ class Validity:
         self._valid = tuple(version for counters in each for version in counters.valid)
         self._invalid = tuple(counters.invalid for counters in each for _ in counters.tensors)
 
-    def validate(self) -> None:
-        """Record that all values are valid."""
+    def validate(self, gathered: tuple[int, ...] | None) -> None:
+        """Record that all values are valid. `gathered` are the versions of the shards from which they were gathered.
+
+        Tensors that autograd has saved become invalid if the shard was written to since the last gather.
+        """
+        before, self._gathered = self._gathered, gathered
+        if before != gathered and before is not None and gathered is not None:
+            version, valid = _RENEWED + next(_renewals) * _STEP % _RENEWED, list[int]()
+            for i, (param, then, now) in enumerate(zip(self._params, before, gathered, strict=True)):
+                counters = param.counters
+                if now != then + counters.ignored:
+                    counters.valid = [version + i % _STEP] * len(counters.tensors)
+                counters.ignored = 0
+                valid += counters.valid
+            self._valid = tuple(valid)
         self.is_valid = True
         set_versions(self._tensors, self._valid)
 

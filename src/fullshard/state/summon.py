@@ -114,24 +114,26 @@ def _unsharded(unit: Unit, wish: _Wish) -> Iterator[None]:
     device = torch.device("cpu") if wish.offload else unit.device
     with failing_together([unit]):
         found = [(param, _summoned(param, device, unit.device, wish)) for param in unit.params if param.owners]
-    summoned = [(param, whole, param.version) for param, whole in found if whole is not None]
-    encoded = {param: (whole, whole._version) for param, whole, _ in summoned if param.is_encoded}
-    for param, whole, _ in summoned:
+    summoned = [(param, whole, whole._version, param.sharded._version) for param, whole in found if whole is not None]
+    for param, whole, _, _ in summoned:
         param.show(whole)
     unit.residency.summon()
     try:
         yield
     finally:
-        present = [(param, param.shown, version) for param, _, version in summoned]
-        for param, _, _ in summoned:
+        present = [param.shown for param, _, _, _ in summoned]
+        for param, _, _, _ in summoned:
             param.show(param.sharded)
         unit.residency.end_summon()
         if wish.writeback:
-            for param, whole, version in present:
-                if param in encoded:
-                    _check_unchanged(param, whole, *encoded[param])
+            for whole, (param, first, first_version, version) in zip(present, summoned, strict=True):
+                is_unchanged = whole is first and whole._version == first_version  # unless it was written as `data`
+                if param.is_encoded:
+                    _check_unchanged(param, is_unchanged)
                     continue
                 _write_back(param, whole, version, wish.with_grads)
+                if is_unchanged:
+                    param.counters.ignored += 1
 
 
 def _summoned(param: ShardedParam, device: torch.device, transport: torch.device, wish: _Wish) -> nn.Parameter | None:
@@ -152,13 +154,13 @@ def _gathered(param: ShardedParam, shard: Tensor, transport: torch.device) -> Te
     return full_copy(param.placed(accelerator_for(transport).to_device(shard, transport)))
 
 
-def _check_unchanged(param: ShardedParam, whole: nn.Parameter, first: nn.Parameter, version: int) -> None:
+def _check_unchanged(param: ShardedParam, is_unchanged: bool) -> None:
     """Raise if a full parameter was changed in a way that cannot be written back.
 
     Raises:
-        StateError: `whole` is a different object than `first`, or was written to since it had `version`.
+        StateError: The full parameter was replaced or written to.
     """
-    if whole is not first or whole._version != version:
+    if not is_unchanged:
         raise StateError(
             f"{param.fqn}, a {type(param.local).__name__} with encoded values, was changed within summon_full_params, "
             "but a rank cannot encode its shard separately. Change it before fully_shard, or pass writeback=False."
@@ -172,7 +174,7 @@ def _write_back(param: ShardedParam, whole: nn.Parameter, version: int, with_gra
             f"{param.fqn} has the shape {tuple(whole.shape)} within summon_full_params, but was sharded with "
             f"{tuple(param.sharded.shape)}. Change only its values. Change its shape before sharding."
         )
-    if param.version != version:
+    if param.sharded._version != version:
         raise StateError(
             f"the shards of {param.fqn} were modified within summon_full_params (for example by an optimizer step), "
             "which would be overwritten when the context exits. Run the step outside of it, or pass writeback=False."
