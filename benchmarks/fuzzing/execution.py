@@ -1456,7 +1456,7 @@ def small_windows() -> Iterator[None]:
     """Context manager that offloads even the smallest tensors, and a little at a time."""
     with ExitStack() as stack:
         for module, sizes in (
-            (activations, {"SMALLEST_BYTES": 1, "WINDOW_BYTES": 4096}),
+            (activations, {"SMALLEST_BYTES": 1}),
             (offloaded, {"WINDOW_BYTES": 4096}),
             (on_disk, {"CHUNK_NBYTES": 4096}),
         ):

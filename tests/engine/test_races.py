@@ -31,7 +31,7 @@ from fullshard.disk.files import ALIGNMENT, aligned_buffer
 from fullshard.disk.space import Extent, Scratch
 from fullshard.dry.races import find_races
 from fullshard.dry.streams import LAG, OF_TORCH
-from fullshard.engine import activations
+from fullshard.engine import activations, offloaded
 from fullshard.engine.hooks import runtime_of
 from fullshard.engine.offloaded import Store
 from fullshard.optim import Muon
@@ -302,6 +302,13 @@ def write_to(module: nn.Module) -> None:
         param.mul_(0.9)
 
 
+def linear_biases(module: nn.Module) -> nn.ParameterList:
+    """Return parameters that autograd does not save for backward, so that they may be written to before it."""
+    found = [param for name, param in module.named_parameters() if name.endswith("bias") and "norm" not in name]
+    assert found
+    return nn.ParameterList(found)
+
+
 def freezing_the_first(model: Any) -> None:
     """Backward ends with a gather that no gradient follows."""
     model.layers[0].requires_grad_(False)
@@ -319,14 +326,14 @@ def writing_in_the_hook_before(model: Any) -> None:
 
 
 def writing_in_the_backward_hook_before(model: Any) -> None:
-    later = list(model.layers[1].parameters())
-    model.layers[2].register_full_backward_hook(lambda *_: write_to(nn.ParameterList(later)))
+    later = linear_biases(model.layers[1])
+    model.layers[2].register_full_backward_hook(lambda *_: write_to(later))
     plainly(model)
 
 
 def stepping_between_forwards(model: Any) -> None:
-    """Two forwards, with a step between them that writes to shards before the backward of the first."""
-    optimizer = sgd(model)
+    """Step after a forward, so that shards change before its backward."""
+    optimizer = torch.optim.SGD(linear_biases(model), lr=0.1)
     step(model, optimizer, 0)
     model(inputs(1)).float().square().mean().backward()
     loss = model(inputs(2)).float().square().mean()
@@ -338,7 +345,7 @@ def stepping_between_forwards(model: Any) -> None:
 def writing_before_backward(model: Any) -> None:
     for number in range(2):
         loss = model(inputs(number)).float().square().mean()
-        write_to(model)
+        write_to(linear_biases(model))
         loss.backward()
 
 
@@ -410,9 +417,10 @@ def write_alongside(model: Any, module: nn.Module) -> None:
 
 def writing_alongside_compute(model: Any) -> None:
     """Write to shards on a stream of the user's between forward, backward and manual gathers."""
+    biases = linear_biases(model)
     for number in range(2):
         loss = model(inputs(number)).float().square().mean()
-        write_alongside(model, model)
+        write_alongside(model, biases)
         loss.backward()
         write_alongside(model, model)
         model.layers[1].unshard()
@@ -504,7 +512,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "disk bf16": {"mp_policy": BF16, "offload_policy": Offload(parameters={"disk": 1.0}, folder=tempfile.gettempdir())},
 }
 # Offload everything, a little at a time: a storage of the layers here has 1 to 5 KB.
-OFFLOADED = {"SMALLEST_BYTES": 1, "WINDOW_BYTES": 16_384}
+SMALLEST_BYTES, WINDOW_BYTES = 1, 16_384
 COMMON_LOOPS = ("steps", "accumulation", "replicas withheld", "failing backward")
 COMMON_OPTIONS = ("", "bf16", "offload", "states offloaded", "disk")
 
@@ -522,7 +530,9 @@ def tape_of(strategy: str, loop: str, option: str, *, values: bool = True, rank:
 def tape_of_run(
     strategy: str, run: Loop, layer: type[Layer], option: str, *, values: bool = True, rank: int = 0, layers: int = 3
 ) -> dry.Tape:
-    with dry.world(8, rank=rank), mock.patch.multiple(activations, **OFFLOADED):
+    offloads_everything = mock.patch.object(activations, "SMALLEST_BYTES", SMALLEST_BYTES)
+    in_small_windows = mock.patch.object(offloaded, "WINDOW_BYTES", WINDOW_BYTES)
+    with dry.world(8, rank=rank), offloads_everything, in_small_windows:
         mesh = {"mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))}
         with dry.taped(values=values) as tape:
             options = {"strategy": GROUPED.get(strategy, strategy), **OPTIONS[option]}

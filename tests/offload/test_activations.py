@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, StateError, dry, fully_shard
 from fullshard._compat import saved_tensor_hooks, storage_watch
 from fullshard.disk.space import Scratch
-from fullshard.engine import activations
+from fullshard.engine import activations, offloaded
 from fullshard.engine.activations import tiers_of
 from fullshard.engine.hooks import runtime_of
 from fullshard.policy.offload import Offload
@@ -51,12 +51,12 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 @pytest.fixture(autouse=True)
 def everything_is_offloaded(monkeypatch):
     monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
-    monkeypatch.setattr(activations, "WINDOW_BYTES", 100_000)
+    monkeypatch.setattr(offloaded, "WINDOW_BYTES", 100_000)
 
 
 def offload_everything(window: int = 100_000) -> None:
     """Run `everything_is_offloaded` in a separate rank."""
-    activations.SMALLEST_BYTES, activations.WINDOW_BYTES = 1, window
+    activations.SMALLEST_BYTES, offloaded.WINDOW_BYTES = 1, window
 
 
 def to_disk(folder: Path, fraction: float = 1.0) -> Offload:
@@ -340,7 +340,7 @@ class Writing(Layer):
 @on_ranks(1)
 def test_what_was_changed_in_place_before_it_was_copied_is_not_used(tmp_path):
     for smallest, window, fails in ((1 << 30, 1000, True), (1, 1000, False)):
-        activations.SMALLEST_BYTES, activations.WINDOW_BYTES = smallest, window
+        activations.SMALLEST_BYTES, offloaded.WINDOW_BYTES = smallest, window
         model = alone(lambda model: model, tmp_path, Writing)
         loss = model(rows()).square().mean()
         if fails:

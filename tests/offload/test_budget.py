@@ -106,7 +106,7 @@ def shares_on_disk(model: Any) -> list[float]:
 
 def choose(folder: Path) -> None:
     activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
-    activations.WINDOW_BYTES = offloaded.WINDOW_BYTES = 4096
+    offloaded.WINDOW_BYTES = 4096
     for strategy, make, microbatches in (("zero3", adamw, 1), ("zero2", momentum, 2), ("ddp", adamw, 1)):
         expected, _ = learn(build(None, strategy), make, microbatches)
         with pytest.raises(ConfigError, match="a rank needs") as refused:
@@ -181,7 +181,7 @@ def test_as_few_units_as_needed_are_offloaded_to_disk_if_states_and_activations_
     tmp_path, strategy, microbatches, max_norm
 ):
     activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
-    activations.WINDOW_BYTES = offloaded.WINDOW_BYTES = 4096
+    offloaded.WINDOW_BYTES = 4096
     loop = {"microbatches": microbatches, "max_norm": max_norm, "options": {"strategy": strategy}}
     plain, expected, _ = learn_layers(None, **loop)
     nbytes = [unit.whole_nbytes for unit in units_in(plain)]
@@ -329,7 +329,7 @@ def test_weights_that_lost_their_tie_are_refused_before_units_move(tmp_path):
 def test_checkpoints_are_of_no_budget(tmp_path):
     """Save shards of a budget from the disk into a checkpoint, and load them to it. Training continues unchanged."""
     activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
-    activations.WINDOW_BYTES = offloaded.WINDOW_BYTES = 4096
+    offloaded.WINDOW_BYTES = 4096
     with pytest.raises(ConfigError, match="a rank needs") as refused:
         learn_layers(Offload(budget=1000, folder=tmp_path), 1, None, {})
     least, most = needed(refused)
@@ -400,8 +400,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _shrink(setattr: Callable[[Any, str, int], None]) -> None:
     setattr(activations, "SMALLEST_BYTES", 1)
-    for module in (activations, offloaded):
-        setattr(module, "WINDOW_BYTES", 4096)
+    setattr(offloaded, "WINDOW_BYTES", 4096)
 
 
 def needed(refused: Any) -> tuple[int, int]:

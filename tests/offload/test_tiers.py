@@ -87,7 +87,7 @@ def agree(found: Transfers, predicted: Transfers, microbatches: int, clips: bool
 
 
 @on_ranks(2)
-@mock.patch("fullshard.engine.activations.WINDOW_BYTES", KEPT)
+@mock.patch("fullshard.engine.offloaded.WINDOW_BYTES", KEPT)
 def test_a_step_moves_to_and_from_a_disk_what_the_law_states(tmp_path):
     for number, (microbatches, clips) in enumerate(LOOPS):
         for strategy in ("zero3", "zero2"):
@@ -102,7 +102,7 @@ ON_CPU = (SOME, Offload(optimizer={"cpu": 1.0}), CPUOffloadPolicy(), Offload(act
 
 
 @on_ranks(2)
-@mock.patch("fullshard.engine.activations.WINDOW_BYTES", KEPT)
+@mock.patch("fullshard.engine.offloaded.WINDOW_BYTES", KEPT)
 def test_a_step_moves_to_and_from_the_cpu_what_the_law_states():
     for microbatches, clips in LOOPS[:2]:
         for strategy in ("zero3", "zero2", "ddp"):

@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parents[2] / "src" / "fullshard"
 PLUG_INS = {"checkpoint", "dry", "fsdp1", "integrations", "plan", "report", "testing"}
 APPLICATIONS = {"cli", "command_line", "planner", "train"}
 CORE = "from fullshard import clip_grad_norm_, fully_shard"
-MAX_MODULES = 120
-MAX_LINES = 19_237  # without docstrings, which describe arguments and errors
+MAX_MODULES = 119
+MAX_LINES = 18_908  # without docstrings, which describe arguments and errors
 
 LIST = """
 import json, sys

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -46,11 +46,13 @@ from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.disk.pace import pace_of
 from fullshard.disk.space import Scratch
 from fullshard.engine.findings import DiskFailures
-from fullshard.engine.offloaded import WINDOW_BYTES, Offloaded, Store, written_to
 from fullshard.engine.registry import buffers_of
 from fullshard.engine.sharded_use import check_saved
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Offload
+
+if TYPE_CHECKING:
+    from fullshard.engine.offloaded import Offloaded, Store
 
 SMALLEST_BYTES = 64 << 10
 """Size of the smallest storage that is offloaded. A smaller one is not worth a copy."""
@@ -64,6 +66,8 @@ class _Resident:
     def unpack(self) -> Tensor:
         if self.tensor._version != self.version:
             check_saved(self.tensor)
+            from fullshard.engine.offloaded import written_to
+
             raise written_to(self.tensor.nbytes)
         return self.tensor
 
@@ -254,6 +258,8 @@ class Activations:
         if tier is None or (tier == "cpu" and not accelerator_for(self._device).has_streams):
             return None
         if tier not in self._stores:
+            from fullshard.engine.offloaded import WINDOW_BYTES, Store  # imported here, because few programs need it
+
             policy = next(unit for unit in self._tiers if self._tiers[unit] == tier).options.offload
             assert isinstance(policy, Offload), "it names the tier"
             name = f"activations-of-rank-{dist.get_rank()}"
