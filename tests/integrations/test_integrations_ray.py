@@ -15,11 +15,21 @@ from fullshard.train.run_folder import lines_of
 ray_runs = pytest.importorskip("ray_runs", reason="ray is not installed", exc_type=ImportError)
 EXAMPLES = Path(__file__).parents[2] / "examples" / "ray"
 pytestmark = [pytest.mark.clusters, pytest.mark.slow, pytest.mark.timeout(600)]
+# Ray waits 15 s until a node counts as lost, and 60 s for a worker on a node that it does not know to be lost.
+# A busy node still has 10 s to answer.
+QUICK = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
 
 
 def run_by_itself(*command: str) -> str:
     """Return the output of a command that creates its own Ray cluster."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {**os.environ, **QUICK, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=560, check=False
