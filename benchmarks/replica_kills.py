@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
-import signal
 import socket
 import statistics
 import subprocess
@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,44 @@ def last_step(folder: Path) -> int:
 # -- the launcher -----------------------------------------------------------------------------------------------------
 
 
+class ForkedRank:
+    """A rank that is forked from a process with all imports, with the methods of a `subprocess.Popen`."""
+
+    def __init__(self, requested: list[str], environment: dict[str, str], log: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._process: BaseProcess = context.Process(target=forked_rank, args=(requested, environment, log))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None if the process is running."""
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        """Wait for the end of the process."""
+        self._process.join()
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process."""
+        self._process.kill()
+
+
+def forked_rank(requested: list[str], environment: dict[str, str], log: Path) -> None:
+    """Run the command of a rank in this process."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)  # too late for OMP_NUM_THREADS
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    run_command(requested)
+
+
+def started_rank(requested: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a rank as a launcher does."""
+    with log.open("wb") as file:
+        command = [sys.executable, __file__, *requested]
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+
+
 @dataclass
 class Replica:
     """The processes of one replica."""
@@ -129,8 +168,9 @@ class Replica:
     ranks: int
     width: int
     lighthouse: str
+    fork: bool
     life: int = -1
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes] | ForkedRank] = field(default_factory=list)
 
     def start(self) -> None:
         """Start all ranks, as another life of the same replica."""
@@ -139,21 +179,19 @@ class Replica:
         environment |= {"TORCHFT_LIGHTHOUSE": self.lighthouse, "MASTER_ADDR": "localhost"}
         environment["MASTER_PORT"] = str(free_port())
         for rank in range(self.ranks):
-            log = (self.folder / f"{self.name}-{self.life}-{rank}.log").open("wb")
             requested = ["--rank-of", self.name, "--life", str(self.life), "--folder", str(self.folder)]
             self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, *requested, "--width", str(self.width)],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=log,
-                    stderr=log,
+                (ForkedRank if self.fork else started_rank)(
+                    [*requested, "--width", str(self.width)],
+                    {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    self.folder / f"{self.name}-{self.life}-{rank}.log",
                 )
             )
 
     def kill(self, victims: list[int]) -> None:
         """Kill some ranks by SIGKILL, and the others as a launcher does when it has noticed."""
         for rank in victims:
-            self.processes[rank].send_signal(signal.SIGKILL)
+            self.processes[rank].kill()
         for rank in victims:
             self.processes[rank].wait()
         for process in self.processes:
@@ -230,12 +268,12 @@ class Kill:
 
 
 def run_with_kills(
-    folder: Path, *, replicas: int, ranks: int, kills: int, width: int, seed: int, gap_s: float
+    folder: Path, *, replicas: int, ranks: int, kills: int, width: int, seed: int, gap_s: float, fork: bool
 ) -> tuple[list[Kill], list[Replica]]:
     """Run training that loses replicas."""
     chance = random.Random(seed)
     lighthouse, address = start_lighthouse(folder)
-    each = [Replica(f"replica{i}", folder, ranks, width, address) for i in range(replicas)]
+    each = [Replica(f"replica{i}", folder, ranks, width, address, fork) for i in range(replicas)]
     found: list[Kill] = []
     try:
         for replica in each:
@@ -266,8 +304,11 @@ def kill_one(each: list[Replica], chance: random.Random) -> Kill:
     survivors = [item for item in each if item is not victim]
     at = time.time()
     victim.kill(ranks)
-    victim.start()
+    if not victim.fork:
+        victim.start()
     wait_for("a survivor's next step", lambda: all(committed_since(survivor, at) for survivor in survivors), each)
+    if victim.fork:  # it would be back before the lighthouse misses it
+        victim.start()
     wait_for("the replica's return", lambda: committed_since(victim, at), each)
     back = committed_since(victim, at)[0]
     wait_for(
@@ -381,7 +422,7 @@ def compare(each: list[Replica], width: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def run_command(argv: list[str]) -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
@@ -390,11 +431,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gap", type=float, default=2.0, help="maximum seconds between a recovery and a kill")
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--fork", action="store_true", help="fork ranks, which skips the seconds of their imports")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--life", type=int, help=argparse.SUPPRESS)
-    requested = parser.parse_args()
+    requested = parser.parse_args(argv)
     if requested.rank_of:
         train(requested.folder, requested.rank_of, requested.life, requested.width)
         return
@@ -403,7 +445,7 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         width = requested.width
         options = {"replicas": requested.replicas, "ranks": requested.ranks, "kills": requested.kills, "width": width}
-        kills, each = run_with_kills(folder, **options, seed=requested.seed, gap_s=requested.gap)
+        kills, each = run_with_kills(folder, **options, seed=requested.seed, gap_s=requested.gap, fork=requested.fork)
         result = {**options, **compare(each, width, folder)}
     if kills:
         for name in ("survivors_next_step_s", "rejoined_s", "restored_s"):
@@ -418,4 +460,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    multiprocessing.set_forkserver_preload(["__main__", "fullshard.integrations.torchft"])
+    run_command(sys.argv[1:])

@@ -12,7 +12,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import psutil
@@ -22,8 +21,9 @@ from shared_ranks import on_new_ranks
 from small_models import adamw, chain, inputs, take_step, wholes
 from torch import Tensor, nn
 
+from benchmarks.replica_kills import run_command
 from fullshard import ConfigError, StateError, fully_shard
-from fullshard.testing import assert_same
+from fullshard.testing import assert_same, run_ranks
 
 torchft = pytest.importorskip("torchft", reason="torchft is not installed", exc_type=ImportError)
 ROOT = Path(__file__).parents[2]
@@ -34,27 +34,13 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
 
 
-def with_kills(*options: str) -> dict[str, Any]:
-    """Return the benchmark's report of a run."""
-    done = subprocess.run(
-        [sys.executable, "benchmarks/replica_kills.py", *options],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    *kills, found = map(json.loads, done.stdout.splitlines())
-    return {**found, "each": kills}
-
-
 @pytest.mark.parametrize("replicas", [pytest.param(item, marks=clusters) for item in (2, 3)])
-def test_killed_replicas_recover_and_no_replica_diverges(replicas):
+def test_killed_replicas_recover_and_no_replica_diverges(replicas, capsys):
     """One replica is killed as a whole, and one by the loss of a rank."""
-    found = with_kills("--kills", "2", "--replicas", str(replicas), "--seed", str(replicas))
-    assert {len(each["ranks"]) for each in found["each"]} == {1, 2}
+    run_ranks(1, dist.get_rank)  # starts the process that ranks are forked from
+    run_command(["--kills", "2", "--replicas", str(replicas), "--seed", str(replicas), "--fork", "--gap", "1"])
+    *kills, found = map(json.loads, capsys.readouterr().out.splitlines())
+    assert {len(each["ranks"]) for each in kills} == {1, 2}
     assert found["replicas_have_the_same_weights"]
     assert found["most_abandoned_by_a_survivor"] <= 1
     assert set(found["steps_by_participants"]) >= {str(replicas - 1), str(replicas)}
@@ -148,7 +134,7 @@ def test_a_replica_alone_is_plain_training_until_the_lighthouse_is_lost():
     lighthouse, address = start_lighthouse()
     model = chain(fully_shard)
     optimizer = adamw(model)
-    replicas = Replicas(model, optimizer, name="a", lighthouse=address, timeout_s=20)
+    replicas = Replicas(model, optimizer, name="a", lighthouse=address, timeout_s=8)
     for step in range(2):
         assert replicas.step == step
         replicas.begin_step()
