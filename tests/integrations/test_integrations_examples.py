@@ -1,19 +1,27 @@
 """The examples of integrations: one changed import each; killed half-way, the losses of a run that never stopped."""
 
+import contextlib
 import difflib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
+import datasets  # noqa: F401  # the ranks are forked from a server that imports what is imported here
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+import transformers.trainer  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from fullshard.integrations.accelerate import plugin_from_config_file
+from fullshard.testing import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -48,12 +56,21 @@ def test_the_configuration_is_read():
     assert plugin.transformer_layer_cls_to_wrap == ("LlamaDecoderLayer",)
 
 
-def run(command: list[str], **environment: str) -> str:
-    done = subprocess.run(
-        command, env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=280, check=False
-    )
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def run_here(script: Path, *options: str) -> str:
+    """Return the output of a rank, which has no launcher."""
+    sys.argv = [str(script), *options]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        warnings.simplefilter("ignore")
+        runpy.run_path(str(script), run_name="__main__")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return printed.getvalue()
 
 
 def losses(printed: str) -> list[str]:
@@ -79,15 +96,18 @@ def killed_once(command: list[str], there: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_trainer_as_ddp_and_after_a_kill(tmp_path):
-    own, plain = ([*TORCHRUN, str(EXAMPLES / "transformers" / name)] for name in ("after.py", "before.py"))
-    expected = run([*plain, "--output_dir", str(tmp_path / "ddp"), *SMALL])
-    whole = run([*own, "--output_dir", str(tmp_path / "whole"), *SMALL])
+def test_trainer_as_ddp_and_after_a_kill(tmp_path, monkeypatch):
+    """Killed below torchrun. The other runs have no launcher, and the imports of their ranks are there."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    own, plain = (EXAMPLES / "transformers" / name for name in ("after.py", "before.py"))
+    expected, _ = run_ranks(2, run_here, plain, "--output_dir", str(tmp_path / "ddp"), *SMALL, timeout=280)
+    whole, _ = run_ranks(2, run_here, own, "--output_dir", str(tmp_path / "whole"), *SMALL, timeout=280)
     assert losses(whole) == losses(expected)
     assert len(losses(whole)) == STEPS
     killed = tmp_path / "killed"
-    killed_once([*own, "--output_dir", str(killed), *SMALL], killed / "checkpoint-6" / "trainer_state.json")
-    resumed = run([*own, "--output_dir", str(killed), *SMALL, "--resume"])
+    command = [*TORCHRUN, str(own), "--output_dir", str(killed), *SMALL]
+    killed_once(command, killed / "checkpoint-6" / "trainer_state.json")
+    resumed, _ = run_ranks(2, run_here, own, "--output_dir", str(killed), *SMALL, "--resume", timeout=280)
     assert len(losses(resumed)) in range(3, STEPS - 5, 3)
     assert losses(resumed) == losses(whole)[-len(losses(resumed)) :]
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "whole", killed)]
@@ -97,10 +117,14 @@ def test_trainer_as_ddp_and_after_a_kill(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_accelerate_as_ddp_and_after_a_kill(tmp_path):
+def test_accelerate_as_ddp_and_after_a_kill(tmp_path, monkeypatch):
+    """Only the run with the losses of DDP has no launcher: accelerate's own sets what the others do."""
     own = [*LAUNCH, str(EXAMPLES / "accelerate" / "after.py")]
-    plain = [*TORCHRUN, str(EXAMPLES / "accelerate" / "before.py")]
-    expected = run([*plain, "--output_dir", str(tmp_path / "ddp"), *SMALL], ACCELERATE_USE_CPU="true")
+    plain = EXAMPLES / "accelerate" / "before.py"
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        expected, _ = run_ranks(2, run_here, plain, "--output_dir", str(tmp_path / "ddp"), *SMALL, timeout=280)
     whole = run([*own, "--output_dir", str(tmp_path / "whole"), *SMALL])
     rounded = [[round(float(loss), 3) for _, loss in losses(printed)] for printed in (expected, whole)]
     assert rounded[0] == rounded[1]

@@ -84,20 +84,14 @@ def test_a_lightning_module_goes_on(tmp_path):
     ],
 )
 def test_a_script_that_is_killed_goes_on(tmp_path, name, options, folder, last):
+    """Killed below torchrun. The other two runs have no launcher, and the imports of their ranks are there."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLES / name / "after.py"), *options, folder]
+    command += [str(EXAMPLES / name / "after.py"), *options, folder, str(tmp_path / "killed")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(fullshard.__file__).parent.parent)}
-
-    def printed(where: str) -> list[str]:
-        done = subprocess.run(
-            [*command, str(tmp_path / where)], env=environment, check=True, capture_output=True, text=True
-        )
-        return [line for line in done.stdout.splitlines() if "loss" in line]
-
-    whole = printed("whole")
+    whole, _ = run_ranks(2, run, name, *options, folder, str(tmp_path / "whole"))
     lines = []
     with subprocess.Popen(
-        [*command, str(tmp_path / "killed")],
+        command,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -111,6 +105,6 @@ def test_a_script_that_is_killed_goes_on(tmp_path, name, options, folder, last):
                 break
     found = [line for line in lines if "loss" in line]
     assert found == whole[: len(found)]
-    again = printed("killed")
+    again, _ = run_ranks(2, run, name, *options, folder, str(tmp_path / "killed"))
     assert again == whole[-len(again) :]
     assert len(found) + len(again) >= len(whole)
