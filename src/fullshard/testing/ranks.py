@@ -46,7 +46,8 @@ _LOOPBACK = "127.0.0.1"
 _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "fullshard", "fullshard.testing")
 _PRELOAD_IF_USED = (
     *("fullshard.checkpoint", "fullshard.train.loop"),
-    *("numpy", "pytest", "hypothesis", "sklearn", "transformers.modeling_utils", "lightning.pytorch"),
+    *("numpy", "pytest", "hypothesis", "sklearn", "lightning.pytorch"),
+    *("transformers.modeling_utils", "transformers.trainer"),
 )
 _ON_CPU = ("gloo", "fake")  # backends that need no device
 _GRACE_S = 0.5  # the time for other ranks to report their failures after the first one
