@@ -12,12 +12,11 @@ import time
 import warnings
 from pathlib import Path
 
-import datasets  # noqa: F401  # the ranks are forked from a server that imports what is imported here
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-import transformers.trainer  # noqa: F401
+import transformers.trainer  # noqa: F401  # the ranks are forked from a server that imports what is imported here
 from transformers import AutoModelForCausalLM
 
 from fullshard.integrations.accelerate import plugin_from_config_file
@@ -56,12 +55,6 @@ def test_the_configuration_is_read():
     assert plugin.transformer_layer_cls_to_wrap == ("LlamaDecoderLayer",)
 
 
-def run(command: list[str]) -> str:
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def run_here(script: Path, *options: str) -> str:
     """Return the output of a rank, which has no launcher."""
     sys.argv = [str(script), *options]
@@ -77,8 +70,11 @@ def losses(printed: str) -> list[str]:
     return re.findall(r"'loss': '([\d.]+)'|: loss ([\d.]+)", printed)
 
 
-def killed_once(command: list[str], there: Path) -> None:
-    """Start a run, and kill all of its processes as soon as `there` exists."""
+def killed_once(command: list[str], there: Path) -> dict[str, str]:
+    """Start a run, kill all of its processes as soon as `there` exists, and return the settings of its ranks.
+
+    These are the environment variables that `accelerate launch` sets.
+    """
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(7500):
@@ -86,6 +82,9 @@ def killed_once(command: list[str], there: Path) -> None:
                 break
             time.sleep(0.02)
         assert process.poll() is None, "it ended before it could be killed"
+        environments = [child.environ() for child in psutil.Process(process.pid).children(recursive=True)]
+        of_rank = next(environ for environ in environments if "RANK" in environ)
+        return {name: value for name, value in of_rank.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
     finally:  # torchrun gives each rank a separate session
         started = [*psutil.Process(process.pid).children(recursive=True), process]
         for one in started:
@@ -118,18 +117,21 @@ def test_trainer_as_ddp_and_after_a_kill(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_accelerate_as_ddp_and_after_a_kill(tmp_path, monkeypatch):
-    """Only the run with the losses of DDP has no launcher: accelerate's own sets what the others do."""
-    own = [*LAUNCH, str(EXAMPLES / "accelerate" / "after.py")]
-    plain = EXAMPLES / "accelerate" / "before.py"
+    """Killed below accelerate's launcher. The other runs have its variables, and ranks that are forked with imports."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    plain, own = (EXAMPLES / "accelerate" / name for name in ("before.py", "after.py"))
     with monkeypatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
-        patch.setenv("HF_HUB_OFFLINE", "1")
         expected, _ = run_ranks(2, run_here, plain, "--output_dir", str(tmp_path / "ddp"), *SMALL, timeout=280)
-    whole = run([*own, "--output_dir", str(tmp_path / "whole"), *SMALL])
+    killed = tmp_path / "killed"
+    by_launcher = killed_once([*LAUNCH, str(own), "--output_dir", str(killed), *SMALL], killed / "step_9")
+    assert by_launcher["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "LlamaDecoderLayer"
+    for name, value in by_launcher.items():
+        monkeypatch.setenv(name, value)
+    whole, _ = run_ranks(2, run_here, own, "--output_dir", str(tmp_path / "whole"), *SMALL, timeout=280)
     rounded = [[round(float(loss), 3) for _, loss in losses(printed)] for printed in (expected, whole)]
     assert rounded[0] == rounded[1]
     assert len(rounded[0]) == STEPS
-    killed = tmp_path / "killed"
-    killed_once([*own, "--output_dir", str(killed), *SMALL], killed / "step_9")
-    command = [*own, "--output_dir", str(killed), *SMALL, "--resume_from_checkpoint", str(killed / "step_6")]
-    assert losses(run(command)) == losses(whole)[6:]
+    resuming = ("--resume_from_checkpoint", str(killed / "step_6"))
+    resumed, _ = run_ranks(2, run_here, own, "--output_dir", str(killed), *SMALL, *resuming, timeout=280)
+    assert losses(resumed) == losses(whole)[6:]
