@@ -649,6 +649,14 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
+def has_memory(storage: torch.UntypedStorage) -> bool:
+    """Return True if `storage` has memory, unlike the storages of tensor subclasses that only wrap tensors."""
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     """Set `local`, of the same shape and dtype, as the local tensor of `tensor`.
 

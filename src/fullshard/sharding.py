@@ -282,16 +282,25 @@ def _module_being_copied(module: nn.Module) -> nn.Module:
 def _in_sharding_order(units: Sequence[Unit]) -> list[Unit]:
     """Return `units` sorted so that each follows those inside it and those whose tied parameters it borrows."""
     ordered: dict[Unit, None] = {}
+    path: list[Unit] = []
 
     def visit(unit: Unit) -> None:
         if unit in ordered:
             return
+        if unit in path:
+            raise StateError(
+                f"copy.deepcopy: {unit.name or 'the root'} and {path[-1].name or 'the root'} use parameters of each "
+                "other, because weights were tied or exchanged after fully_shard, so neither can be sharded first. Tie "
+                "or exchange them before fully_shard, or copy the model before that."
+            )
+        path.append(unit)
         for inner in [
             each_unit for module in unit.modules for each_unit in reversed(units_in(module)) if each_unit is not unit
         ]:
             visit(inner)
         for lender in unit.borrowed:
             visit(lender)
+        path.pop()
         ordered[unit] = None
 
     for unit in reversed(units):
@@ -401,8 +410,10 @@ def _shard_identically(unit: Unit, memo: dict[Any, Any]) -> None:
     made.settings = unit.settings.copy()
     # Parameters may have been frozen since they were grouped, so the order of the copies may differ.
     copies = {(owner.module, owner.name): param for param in made.params for owner in param.owners}
-    owned = [(peer, peer.owners[0]) for peer in unit.params if peer.owners]  # a weight tied later replaces others
-    pairs = [(peer, copies[memo[id(owner.module)], owner.name]) for peer, owner in owned]
+    # A weight that was tied later replaces others, and modules may have been removed.
+    present = [(peer, owner) for peer in unit.params for owner in peer.owners if id(owner.module) in memo]
+    owned = dict(reversed(present))
+    pairs = [(peer, copies[memo[id(owner.module)], owner.name]) for peer, owner in owned.items()]
     if not unit.is_meta:
         with changing_shards(made), torch.no_grad():
             for peer, own in pairs:

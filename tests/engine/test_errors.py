@@ -1695,6 +1695,15 @@ def assign_data_after_sharding() -> Steps:
     model(inputs())
 
 
+@mistake(StateError, r"the data of head.weight was assigned \(param.data = ...\)", "Write them in place instead")
+def assign_data_after_a_move() -> Steps:
+    model = sharded()
+    model.cpu()
+    model.head.weight.data = torch.zeros(model.head.weight.shape)
+    yield
+    model(inputs())
+
+
 @mistake(StateError, "called for the gradient of head.weight of the root, a sharded", "without inputs=", sends=True)
 def backward_to_sharded_parameters() -> Steps:
     model = sharded()
@@ -1769,6 +1778,14 @@ def copy_a_part_of_a_unit() -> Steps:
     fully_shard([model[0], model[1]])
     yield
     copy.deepcopy(model[0])
+
+
+@mistake(StateError, "copy.deepcopy: Linear and Sequential use parameters of each other", "before fully_shard")
+def copy_units_that_use_parameters_of_each_other() -> Steps:
+    model = fully_shard(nn.Sequential(fully_shard(linear()), linear()))
+    yield
+    model[0].weight = model[1].weight
+    copy.deepcopy(model)
 
 
 @mistake(StateError, "copy.deepcopy of FSDPLinear: weight was already copied in this call", "Copy the outermost module")

@@ -1,5 +1,6 @@
 """State dicts of sharded modules: the user's own FQNs and values, whole or sharded, wherever they are loaded."""
 
+import copy
 import io
 from collections.abc import Callable
 from functools import partial
@@ -669,3 +670,38 @@ def test_torch_s_helpers_resume_model_and_optimizer():
         resume_by_torch_s_helpers(partial(by_function, strategy=strategy))
     resume_by_torch_s_helpers(by_wrapper)
     resume_by_torch_s_helpers(partial(checkpointed_before, by_wrapper))
+
+
+class Renamed(nn.Linear):
+    """A layer whose state dict has another name for the weight, by hooks from before sharding."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_state_dict_post_hook(self._rename)
+        self.register_load_state_dict_pre_hook(self._rename_back)
+
+    @staticmethod
+    def _rename(module, state, prefix, metadata):
+        state[f"{prefix}old"] = state.pop(f"{prefix}weight")
+
+    @staticmethod
+    def _rename_back(module, state, prefix, *others):
+        state[f"{prefix}weight"] = state.pop(f"{prefix}old")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@on_ranks(2)
+def test_state_dicts_whose_keys_hooks_rename_can_be_copied_and_saved(strategy):
+    model = fully_shard(nn.Sequential(Renamed(), nn.Linear(4, 4)), strategy=strategy)
+    model(torch.ones(1, 4)).sum().backward()
+    expected = gathered(dict(model.named_parameters()))
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    copied = copy.deepcopy(model.state_dict())
+    file.seek(0)
+    for state in (copied, torch.load(file)):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        model.load_state_dict(state)
+        assert_same(gathered(dict(model.named_parameters())), expected)

@@ -25,6 +25,7 @@ from fullshard.disk.files import ALIGNMENT, DiskFile, DiskWork, aligned, aligned
 from fullshard.disk.folder import free_bytes, mount_of, why_unfit
 from fullshard.disk.prediction import Traffic, floored, predict_load
 from fullshard.disk.space import Scratch
+from fullshard.disk.tensors import OnDisk
 
 IN_MEMORY = Path("/dev/shm")
 
@@ -486,3 +487,43 @@ def test_the_command_states_what_a_folder_costs(tmp_path, capsys, monkeypatch):
     stated = capsys.readouterr().out  # 8 MB of states, 4 of shards and 4 of gradients
     assert "takes 0.016 GB" in stated
     assert f"reads 0.0{8 + 4 * (2 * 3 + 1) + 4 * 3} GB and writes 0.0{8 + 4 + 4 * 3} GB" in stated
+
+
+VIEWS = st.lists(
+    st.tuples(st.just("narrow"), st.integers(0, 2), st.integers(0, 3), st.integers(1, 3))
+    | st.tuples(st.just("select"), st.integers(0, 2), st.integers(0, 3), st.just(0))
+    | st.tuples(st.just("transpose"), st.integers(0, 2), st.integers(0, 2), st.just(0))
+    | st.tuples(st.just("flatten"), st.just(0), st.just(0), st.just(0)),
+    max_size=4,
+)
+
+
+def view_of(tensor: torch.Tensor, views: list[tuple[str, int, int, int]]) -> torch.Tensor:
+    """Return a view of `tensor` by those of `views` that it allows."""
+    for kind, dim, start, size in views:
+        if kind == "flatten" and tensor.is_contiguous():
+            tensor = tensor.view(-1)
+        elif kind == "transpose" and max(dim, start) < tensor.ndim:
+            tensor = tensor.transpose(dim, start)
+        elif kind == "narrow" and dim < tensor.ndim and start + size <= tensor.size(dim):
+            tensor = tensor.narrow(dim, start, size)
+        elif kind == "select" and dim < tensor.ndim and start < tensor.size(dim):
+            tensor = tensor.select(dim, start)
+    return tensor
+
+
+@given(
+    VIEWS, st.lists(st.tuples(st.sampled_from(["mul_", "add_", "fill_"]), VIEWS), min_size=1, max_size=2), st.booleans()
+)
+def test_writes_to_views_are_written_to_the_disk(tmp_path_factory, views, writes, inference):
+    scratch = Scratch(tmp_path_factory.getbasetemp(), "views")
+    values = torch.arange(60.0).view(3, 4, 5)
+    stored = OnDisk(scratch.take(ALIGNMENT), 0, values.shape, values.dtype, values.device)
+    stored.copy_(values)
+    with torch.inference_mode(inference), torch.no_grad():
+        for tensor in (values, stored):
+            view = view_of(tensor, views)
+            for write, more in writes:
+                getattr(view_of(view, more), write)(3)
+            assert torch.equal(torch.as_tensor(view).clone(), view_of(values, views))
+    assert torch.equal(stored.fetch(), values)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +46,7 @@ def no_buffer() -> Tensor:
 class OnDisk(Tensor):
     """A contiguous tensor whose values are in `extent`, starting at byte `start`.
 
-    Views with a different shape are copies: writes to them are not written to the file. See [Note: operations on
-    tensors on disk].
+    Views with a different shape are `ViewOnDisk`s, in memory. See [Note: operations on tensors on disk].
     """
 
     extent: Extent
@@ -94,6 +94,8 @@ class OnDisk(Tensor):
             return value
 
         tree_map(stored, changed)
+        if func.is_view and isinstance(args[0], OnDisk):
+            return tree_map(partial(ViewOnDisk.of, args[0], memory[id(args[0])][1]), result)
         return tree_map(lambda value: back.get(id(value), value), result) if back else result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # nothing is read
@@ -113,10 +115,11 @@ class OnDisk(Tensor):
     def fetch(self) -> Tensor:
         """Return the values in new memory on the tensor's device."""
         begin, end = self.blocks
-        buffer = aligned_buffer(end - begin)
-        with _noting.get()():
-            self.extent.read(buffer, begin).wait()
-        return self.over(buffer, begin).to(self.device)
+        with torch.inference_mode(False):  # views may be written to in either mode
+            buffer = aligned_buffer(end - begin)
+            with _noting.get()():
+                self.extent.read(buffer, begin).wait()
+            return self.over(buffer, begin).to(self.device)
 
     def store(self, values: Tensor) -> None:
         """Write `values`, which have the same shape and dtype."""
@@ -157,6 +160,53 @@ class OnDisk(Tensor):
         """Return a view of `block` with this tensor's shape. `block` holds the extent's bytes, starting at `begin`."""
         raw = block[self.start - begin :][: self.numel() * self.dtype.itemsize]
         return raw.view(self.dtype).view(self.shape)
+
+
+class ViewOnDisk(Tensor):
+    """A view of an `OnDisk` tensor, in memory. In-place changes to it are also written to the disk."""
+
+    stored: OnDisk
+    whole: Tensor  # the values of `stored` in memory, which this is a view of
+
+    @staticmethod
+    def of(stored: OnDisk, whole: Tensor, result: Any) -> Any:
+        """Return `result`, of an operation on the values `whole` of `stored`, as a `ViewOnDisk` if it is a view."""
+        if not isinstance(result, Tensor) or result.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+            return result
+        view = result.as_subclass(ViewOnDisk)
+        view.stored, view.whole = stored, whole
+        return view
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = list[ViewOnDisk]()
+        tree_map(lambda value: views.append(value) if isinstance(value, cls) else None, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            before = [view._version for view in views]
+            result = func(*args, **(kwargs or {}))
+            for view, version in zip(views, before, strict=True):
+                if view._version != version:
+                    view._store()
+            stored, whole = views[0].stored, views[0].whole
+            return tree_map(lambda value: value if isinstance(value, cls) else cls.of(stored, whole, value), result)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self._plain().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def _plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    @torch.no_grad()
+    def _store(self) -> None:
+        """Write this view to the disk, between the values that are there now."""
+        whole = self.stored.fetch()
+        offset = whole.storage_offset() + self.storage_offset() - self.whole.storage_offset()
+        whole.as_strided(self.shape, self.stride(), offset).copy_(self)
+        self.stored.store(whole)
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from fullshard._compat import (
     TENSOR_HOOKS,
     at_start,
     dtensor_like,
+    has_memory,
     has_values,
     holds_tensors,
     inner_names,
@@ -304,7 +305,8 @@ class Assignments:
         for param, form, local, now, known in zip(
             self._params, self._sharded, self._locals, storages, self._storages, strict=True
         ):
-            if now is not known and id(_dtensor(form)._local_tensor) == local:  # else exchanged, as by `Module.to`
+            is_exchanged = id(_dtensor(form)._local_tensor) != local  # as by `Module.to`
+            if now is not known and (has_memory(now) or not is_exchanged):
                 raise StateError(
                     f"the data of {param.fqn} was assigned (param.data = ...) after it was sharded. torch ignores this "
                     "for a DTensor, so the parameter still has its old values. Write them in place instead: "

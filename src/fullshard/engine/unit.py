@@ -241,7 +241,9 @@ class Unit:
             param.refuse_replacement(owner)
         param.owners = [known for known in param.owners if known != owner]
         managed.param.owners.append(owner)
-        owner.module._parameters[owner.name] = managed.param.shown
+        shown = managed.param.shown
+        other = managed_by(shown)  # of a different parameter if weights were exchanged
+        owner.module._parameters[owner.name] = shown if other is None or other.param is managed.param else found
         if lender is not self and lender not in self.borrowed:
             self.borrowed.append(lender)
             lender.residency.users += self.residency.users

@@ -391,7 +391,9 @@ def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
     hooks = _Hooks(unit)
     for module in set(modules):
         module.register_state_dict_pre_hook(hooks.before_save)
-        module.register_state_dict_post_hook(own_hook(partial(hooks.after)))  # torch sets an attribute of it
+        handle = module.register_state_dict_post_hook(own_hook(partial(hooks.after)))  # torch sets an attribute of it
+        in_order: Any = module._state_dict_hooks
+        in_order.move_to_end(handle.id, last=False)  # hooks of the user may rename keys
         module.register_load_state_dict_pre_hook(hooks.before_load)
         module.register_load_state_dict_post_hook(hooks.after_load)
 
