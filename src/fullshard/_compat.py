@@ -898,17 +898,24 @@ def before_optimizer_method(name: str, prepare: Callable[[Optimizer], None]) -> 
     setattr(Optimizer, name, prepared)
 
 
-def after_dtensor_writes(note: Callable[[Sequence[Tensor]], None]) -> None:
-    """Call `note` with the `DTensor`s that an in-place operation on `DTensor`s has written. torch has no such hook."""
+def after_dtensor_writes(note: Callable[[Sequence[Tensor]], None], note_out: Callable[[Tensor], None]) -> None:
+    """Call `note` with the `DTensor`s that an in-place operation has written, and `note_out` with each `out=`.
+
+    torch has no such hook.
+    """
     dispatcher: Any = type(DTensor._op_dispatcher)
     finish = dispatcher._dispatch_fast_path_python_tail
 
     @wraps(finish)
-    def noted_finish(self: Any, operation: Any, args: Any, *others: Any) -> Any:
-        *_, is_in_place, _ = others
+    def noted_finish(self: Any, operation: Any, args: Any, kwargs: Any, *others: Any) -> Any:
+        *_, is_in_place, is_out = others
         if is_in_place:
             note([args[0]] if isinstance(args[0], Tensor) else args[0])
-        return finish(self, operation, args, *others)
+        elif is_out:
+            for argument in operation._schema.arguments:
+                if argument.is_out:
+                    note_out(kwargs[argument.name])
+        return finish(self, operation, args, kwargs, *others)
 
     dispatcher._dispatch_fast_path_python_tail = noted_finish
 

@@ -1704,6 +1704,13 @@ def assign_data_after_a_move() -> Steps:
     model(inputs())
 
 
+@mistake(StateError, "out=weight, a sharded parameter, has resized this rank's shard from", "within summon_full_params")
+def write_to_a_shard_by_an_operation_that_resizes_it() -> Steps:
+    layer = fully_shard(linear())
+    yield
+    nn.init.eye_(layer.weight)
+
+
 @mistake(StateError, "called for the gradient of head.weight of the root, a sharded", "without inputs=", sends=True)
 def backward_to_sharded_parameters() -> Steps:
     model = sharded()

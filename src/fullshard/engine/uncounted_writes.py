@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fullshard._compat import FakeTensor, after_dtensor_writes
 from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit
+from fullshard.errors import StateError
 
 _FORGETS_AFTER = 1 << 10  # writes
 
@@ -29,7 +31,23 @@ _written: dict[StorageWeakRef, int] = {}
 @cache
 def watch_writes() -> None:
     """Count the writes of all in-place operations on `DTensor`s."""
-    after_dtensor_writes(_note)
+    after_dtensor_writes(_note, _refuse_resized)
+
+
+def _refuse_resized(out: Any) -> None:
+    """Raise an error if an operation, such as that of `nn.init.eye_`, has resized a shard to write to it."""
+    managed = managed_by(out)
+    if managed is None or out is not managed.param.sharded:
+        return
+    group = next(group for group in managed.unit.param_groups if managed.param in group.params)
+    expected, found = managed.param.layout.spec.shard_shape(group.plan.rank), tuple(managed.param.local.shape)
+    if found != tuple(expected):
+        raise StateError(
+            f"an operation with out={managed.param.fqn}, a sharded parameter, has resized this rank's shard from "
+            f"{tuple(expected)} to {found}, which also overwrote other parameters. "
+            "torch.nn.init.eye_ calls such an operation. Create the value separately, and write it within "
+            "summon_full_params; or initialize the module before fully_shard. This model is not usable any more."
+        )
 
 
 def _note(written: Sequence[Tensor]) -> None:
