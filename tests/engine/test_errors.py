@@ -1711,6 +1711,16 @@ def write_to_a_shard_by_an_operation_that_resizes_it() -> Steps:
     nn.init.eye_(layer.weight)
 
 
+@mistake(
+    StateError, "async_save cannot copy states or parameters that Offload stores", "fullshard.checkpoint.async_save"
+)
+def stage_parameters_on_disk() -> Steps:
+    with tempfile.TemporaryDirectory() as folder:
+        layer = fully_shard(linear(), offload_policy=Offload(parameters={"disk": 1.0}, folder=folder))
+        yield
+        dcp.async_save(layer.state_dict(), checkpoint_id=Path(folder) / "saved")
+
+
 @mistake(StateError, "called for the gradient of head.weight of the root, a sharded", "without inputs=", sends=True)
 def backward_to_sharded_parameters() -> Steps:
     model = sharded()

@@ -12,6 +12,7 @@ import weakref
 from bisect import insort
 from collections import deque
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.device.streams import Mark
 from fullshard.device.transfers import transfers
 from fullshard.disk.files import DiskFile, DiskWork, aligned
+from fullshard.errors import StateError
 
 
 class _NoFile:
@@ -85,6 +87,13 @@ class Extent:
 
     def __del__(self) -> None:
         self._scratch._dropped.append((self._offset, self.nbytes, self._writes))
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Raise an error. `OnDisk` copies its values; torch's `async_save` copies its attributes, and no values."""
+        raise StateError(
+            "torch.distributed.checkpoint.async_save cannot copy states or parameters that Offload stores on a disk. "
+            "Call fullshard.checkpoint.async_save, or torch.distributed.checkpoint.save."
+        )
 
     @property
     def folder(self) -> Path:
