@@ -13,7 +13,7 @@ PLUG_INS = {"checkpoint", "dry", "fsdp1", "integrations", "plan", "report", "tes
 APPLICATIONS = {"cli", "command_line", "planner", "train"}
 CORE = "from fullshard import clip_grad_norm_, fully_shard"
 MAX_MODULES = 119
-MAX_LINES = 19_009  # without docstrings, which describe arguments and errors
+MAX_LINES = 19_012  # without docstrings, which describe arguments and errors
 
 LIST = """
 import json, sys

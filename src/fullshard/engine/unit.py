@@ -244,9 +244,12 @@ class Unit:
         shown = managed.param.shown
         other = managed_by(shown)  # of a different parameter if weights were exchanged
         owner.module._parameters[owner.name] = shown if other is None or other.param is managed.param else found
-        if lender is not self and lender not in self.borrowed:
-            self.borrowed.append(lender)
-            lender.residency.users += self.residency.users
+        peers: Sequence[Unit] = () if self.runtime is None else self.runtime.units
+        for user in (self, *peers):  # if `param` was tied before, a unit that borrows this one has the module
+            is_user = user is self or self in user.borrowed
+            if is_user and lender is not user and lender not in user.borrowed:
+                user.borrowed.append(lender)
+                lender.residency.users += user.residency.users
         self._leaves = _leaves_alongside(self.modules, self.params)
 
     def show_sharded(self) -> None:
