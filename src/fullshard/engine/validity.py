@@ -60,7 +60,8 @@ class Counters:
         self.tensors: list[Tensor] = []
         self.valid: list[int] = []  # versions while the values are valid
         self.was_written = False  # by the user, in place, and the write was lost
-        self.ignored = 0  # versions of the sharded parameter, since the last gather, that autograd need not know of
+        self.ignored = 0  # the number of versions of the sharded parameter that autograd need not know of
+        self.written: int | None = None  # the number of its other versions at the last gather
         _owners[self.invalid] = param
 
     def refresh(self, unsharded: Tensor) -> None:
@@ -108,16 +109,15 @@ class Validity:
 
         Tensors that autograd has saved become invalid if the shard was written to since the last gather.
         """
-        before, self._gathered = self._gathered, gathered
-        if before != gathered and before is not None and gathered is not None:
+        if gathered is not None and gathered != self._gathered:
             version, valid = _RENEWED + next(_renewals) * _STEP % _RENEWED, list[int]()
-            for i, (param, then, now) in enumerate(zip(self._params, before, gathered, strict=True)):
+            for i, (param, now) in enumerate(zip(self._params, gathered, strict=True)):
                 counters = param.counters
-                if now != then + counters.ignored:
+                written, counters.written = counters.written, now - counters.ignored
+                if written is not None and written != counters.written:
                     counters.valid = [version + i % _STEP] * len(counters.tensors)
-                counters.ignored = 0
                 valid += counters.valid
-            self._valid = tuple(valid)
+            self._gathered, self._valid = gathered, tuple(valid)
         self.is_valid = True
         set_versions(self._tensors, self._valid)
 
