@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 # Two files of tests at a time: ranks wait for one another most of the time. PARALLEL= runs one at a time.
-# In the order of folders, since pytest-xdist would start files with few tests last, which take longest.
+# In the order of folders: pytest-xdist would start files with few tests last, and these take the longest.
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Tests start many processes, which would compile the whole package each.
 unexport PYTHONDONTWRITEBYTECODE
