@@ -14,7 +14,7 @@ from itertools import islice
 from operator import attrgetter
 from traceback import walk_stack
 from types import CodeType, FrameType, TracebackType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -49,9 +49,11 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from fullshard._fakes import QuickFakes
 from fullshard.errors import ConfigError
 from fullshard.layout.offsets import contiguous_strides
+
+if TYPE_CHECKING:
+    from fullshard._fakes import QuickFakes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -724,6 +726,8 @@ def killed_after(patience_s: int) -> Iterator[dict[str, Any]]:
 
 def fake_tensors() -> QuickFakes:
     """Return a context that creates tensors without memory. Real tensors used together with them are converted."""
+    from fullshard._fakes import QuickFakes  # imported here, because only dry runs need it
+
     return QuickFakes()
 
 

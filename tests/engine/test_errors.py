@@ -99,7 +99,8 @@ from fullshard.report.destinations import DESTINATIONS, check_destination
 from fullshard.report.rank_file import path_of
 from fullshard.report.reading import read_run
 from fullshard.state.block_states import BlockStates
-from fullshard.state.optim_state import OWN, full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
+from fullshard.state.names import OWN
+from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import Parallelism, ParityReport, ParityRow, check_parity, run_ranks
 from fullshard.testing.parity.cases import Case
 from fullshard.testing.parity.command import run as run_parity
@@ -1018,7 +1019,7 @@ def save_the_state_of_a_shard() -> Steps:
 def an_unknown_backend() -> Steps:
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(routes._without_streams, "gloo")
+        patch.setattr(routes, "_BACKENDS", ("nccl",))
         yield
         routes.collectives_for(group, torch.device("cpu"))
 

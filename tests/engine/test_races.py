@@ -26,8 +26,8 @@ from fullshard.checkpoint.contents import collect
 from fullshard.checkpoint.snapshot import snapshot
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.device.accelerator import accelerator_for, pretending_to_capture
-from fullshard.disk.buffers import BUFFERS
-from fullshard.disk.files import ALIGNMENT, aligned_buffer
+from fullshard.disk.files import aligned_buffer
+from fullshard.disk.interface import ALIGNMENT, BUFFERS
 from fullshard.disk.space import Extent, Scratch
 from fullshard.dry.races import find_races
 from fullshard.dry.streams import LAG, OF_TORCH

@@ -21,8 +21,9 @@ from fullshard import ConfigError, DiskError, cli
 from fullshard._compat import storage_references
 from fullshard.disk import files, folder, speed
 from fullshard.disk.buffers import Buffers
-from fullshard.disk.files import ALIGNMENT, DiskFile, DiskWork, aligned, aligned_buffer
+from fullshard.disk.files import DiskFile, DiskWork, aligned_buffer
 from fullshard.disk.folder import free_bytes, mount_of, why_unfit
+from fullshard.disk.interface import ALIGNMENT, aligned
 from fullshard.disk.prediction import Traffic, floored, predict_load
 from fullshard.disk.space import Scratch
 from fullshard.disk.tensors import OnDisk

@@ -42,8 +42,7 @@ import fullshard.disk.space
 import fullshard.state.on_disk as on_disk
 from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, Offload, clip_grad_norm_, dry, fully_shard
 from fullshard.checkpoint import async_save, load, restore_snapshot, save, snapshot
-from fullshard.disk.buffers import BUFFERS
-from fullshard.disk.files import ALIGNMENT
+from fullshard.disk.interface import ALIGNMENT, BUFFERS
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.registry import units_in
 from fullshard.optim import Muon

@@ -45,8 +45,8 @@ from torch.distributed.tensor import DTensor
 import fullshard.disk.space
 from fullshard import CheckpointError, DiskError, Offload, clip_grad_norm_, dry, fully_shard
 from fullshard.checkpoint import async_save, export_safetensors, load, restore_snapshot, save, snapshot
-from fullshard.disk.buffers import BUFFERS, MOST_WRITING, buffers_of
-from fullshard.disk.files import ALIGNMENT, aligned
+from fullshard.disk.buffers import buffers_of
+from fullshard.disk.interface import ALIGNMENT, BUFFERS, MOST_WRITING, aligned
 from fullshard.disk.pace import pace_of
 from fullshard.disk.prediction import Traffic
 from fullshard.disk.tensors import OnDisk

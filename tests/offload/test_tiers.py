@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, OffloadPolicy, dry, explain, fully_shard, report
 from fullshard.device.transfers import Transfers, transfers
-from fullshard.disk.files import ALIGNMENT
+from fullshard.disk.interface import ALIGNMENT
 from fullshard.plan.ledger import (
     TIERS,
     Ledger,

@@ -23,7 +23,7 @@ ROOMS: dict[str, list[str] | None] = {
     "_fakes": None,
     "_compat": None,
     "device": ["cuda_graph", "streams", "host_memory", "accelerator", "memory", "awaited", "current", "transfers"],
-    "disk": ["folder", "pace", "files", "buffers", "space", "tensors", "speed", "prediction"],
+    "disk": ["interface", "folder", "pace", "files", "buffers", "space", "tensors", "speed", "prediction"],
     "tape": ["recorder", "tape", "context"],
     "liveness": ["rank_progress", "store", "ring", "watchdog"],
     "comm": [
@@ -96,11 +96,13 @@ ROOMS: dict[str, list[str] | None] = {
         "materialize",
     ],
     "state": [
+        "names",
         "block_states",
         "optim_kinds",
         "steps_in_chunks",
         "on_disk",
         "budget",
+        "first_step",
         "state_dict",
         "optim_state",
         "loaded_states",

@@ -12,8 +12,26 @@ PACKAGE = Path(__file__).parents[2] / "src" / "fullshard"
 PLUG_INS = {"checkpoint", "dry", "fsdp1", "integrations", "plan", "report", "testing"}
 APPLICATIONS = {"cli", "command_line", "planner", "train"}
 CORE = "from fullshard import clip_grad_norm_, fully_shard"
-MAX_MODULES = 119
-MAX_LINES = 19_012  # without docstrings, which describe arguments and errors
+STEP = """
+import torch, torch.distributed as dist
+from fullshard import clip_grad_norm_, fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+model.state_dict()
+dist.destroy_process_group()
+"""
+MAX_MODULES = 106
+MAX_LINES = 15_457  # without docstrings, which describe arguments and errors
+LOADED_BY_STEPS = {  # of the core
+    *("comm.pairwise", "comm.peers", "comm.shared_memory"),
+    *("optim.plain_step", "state.first_step", "state.loaded_states", "state.optim_state"),
+}
 
 LIST = """
 import json, sys
@@ -73,6 +91,12 @@ def test_sharding_loads_few_modules_and_lines(loaded):
     lines = sum(lines_without_docstrings(file.read_text()) for file in own(loaded).values())
     assert len(own(loaded)) <= MAX_MODULES
     assert lines <= MAX_LINES
+
+
+def test_steps_load_no_code_for_options_that_are_not_used(loaded):
+    """Neither disks, budgets, encoded messages nor payloads of tensor subclasses."""
+    more = set(own(loaded_by(STEP))) - set(own(loaded))
+    assert {name.removeprefix("fullshard.") for name in more} == LOADED_BY_STEPS
 
 
 def test_sharding_loads_no_third_party_package_but_torch(loaded):

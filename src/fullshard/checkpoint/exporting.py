@@ -33,7 +33,7 @@ from fullshard.checkpoint.tensor_files import (
     dumps_checksums,
 )
 from fullshard.checkpoint.together import GroupRanks, default_ranks
-from fullshard.disk.tensors import errors_noted_by
+from fullshard.disk.interface import errors_noted_by
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.registry import unwrapped
 from fullshard.engine.sharded_param import full_copy

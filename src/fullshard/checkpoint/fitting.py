@@ -16,7 +16,7 @@ from fullshard.checkpoint.opening import Opened
 from fullshard.checkpoint.saved import Saved
 from fullshard.errors import CheckpointError
 from fullshard.optim.elementwise import clone_for
-from fullshard.state.block_states import FORM
+from fullshard.state.names import FORM
 from fullshard.state.optim_kinds import SavedOptions, groups_by_owner
 from fullshard.state.optim_state import StateTemplate
 

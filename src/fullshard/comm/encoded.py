@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fullshard.comm.codec import Codec, codec_named
+from fullshard.comm.codec import Codec
 from fullshard.comm.collectives import divide
 from fullshard.comm.transport import Gathers, PartSums, Pending, Sums, TermName, Transport, then
 from fullshard.device.memory import Pool
@@ -29,16 +29,6 @@ from fullshard.layout.shard_spec import owned
 from fullshard.tape.recorder import Origin
 
 _DECODED_AT_ONCE = 1 << 20  # numbers decoded in one operation, which limits host overhead when parts are small
-
-
-def gathers_encoded_as(name: str | None, transport: Gathers, scratch: Pool) -> Gathers:
-    """Return gathers over `transport` with the codec `name`; `transport` itself if `name` is None or for one rank."""
-    return transport if name is None or transport.world == 1 else EncodedGathers(transport, codec_named(name), scratch)
-
-
-def sums_encoded_as(name: str | None, transport: Transport, scratch: Pool) -> Sums:
-    """Return sums over `transport` with the codec `name`; `transport` itself if `name` is None or for one rank."""
-    return transport if name is None or transport.world == 1 else EncodedSums(transport, codec_named(name), scratch)
 
 
 class EncodedGathers(Gathers):
@@ -94,7 +84,7 @@ class EncodedSums(Sums):
         self._errors: dict[object, tuple[TermName, Tensor]] = {}  # errors of the last message, by kind of the term
 
     @property
-    def error_nbytes(self) -> int:
+    def error_nbytes(self) -> int:  # type: ignore[override]  # a property
         """Bytes that error feedback keeps."""
         return sum(kept.nbytes for _, kept in self._errors.values())
 

@@ -7,16 +7,11 @@ import torch.distributed as dist
 
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.native import NativeCollectives
-from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.device.accelerator import accelerator_for
 from fullshard.errors import ConfigError
 from fullshard.tape.context import Kept
 
-# On devices without streams. With streams, all of these backends queue their own collectives: see `_kind`.
-_without_streams: dict[str, type[Collectives]] = {
-    "gloo": SharedMemoryCollectives,
-    **dict.fromkeys(("nccl", "xccl", "ucc", "hccl", "mccl", "fake"), NativeCollectives),
-}
+_BACKENDS = ("gloo", "nccl", "xccl", "ucc", "hccl", "mccl", "fake")
 _registered: dict[str, type[Collectives]] = {}  # on every device
 
 
@@ -61,8 +56,8 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
     backend = by_device.get(device.type, by_device.get("cpu", config))
     if backend in _registered:
         return _registered[backend]
-    if backend not in _without_streams:
-        known = ", ".join([*_without_streams, *_registered])
+    if backend not in _BACKENDS:
+        known = ", ".join([*_BACKENDS, *_registered])
         raise ConfigError(
             f"process group with backend {backend!r} for {device.type} tensors is not supported. Supported: {known}. "
             "Create the process group with one of these, or call fullshard.comm.routes.register_backend to define "
@@ -71,8 +66,12 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
     accelerator = accelerator_for(device)
     if accelerator.has_streams:
         return NativeCollectives  # for any backend, since its work is queued in order
+    if backend == "gloo":
+        from fullshard.comm.shared_memory import SharedMemoryCollectives  # imported here, because GPUs do not need it
+
+        return SharedMemoryCollectives
     if accelerator.is_dry and backend == "fake":
         from fullshard.comm.pretended import PretendedCollectives  # needed in dry runs only
 
         return PretendedCollectives
-    return _without_streams[backend]
+    return NativeCollectives

@@ -114,6 +114,10 @@ class Sums(ABC):
     rank: int
     is_queued: bool
     names_terms = False  # True if terms need names, for error feedback
+    error_nbytes = 0  # bytes that error feedback keeps
+
+    def forget_errors(self) -> None:  # noqa: B027  # most transports have none
+        """Reset error feedback, so that the next sums do not include errors of earlier messages."""
 
     @abstractmethod
     def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from fullshard.device.accelerator import Accelerator, accelerator_for
 from fullshard.device.streams import Mark
-from fullshard.disk.files import ALIGNMENT, DiskWork, aligned_buffer, aligned_part
-
-BUFFERS = 3  # of optimizer states: for the chunk that is stepped, the previous one and the next one
-MOST_WRITING = 2  # the number of buffers that may still be written out or copied to a device when a new one is taken
+from fullshard.disk.files import DiskWork, aligned_buffer, aligned_part
+from fullshard.disk.interface import ALIGNMENT, MOST_WRITING
 
 
 @dataclass(eq=False)

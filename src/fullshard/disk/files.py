@@ -36,24 +36,18 @@ from torch import Tensor
 from fullshard._compat import FakeTensor
 from fullshard.device.streams import Mark
 from fullshard.disk.folder import creating, free_bytes, why_unfit
+from fullshard.disk.interface import ALIGNMENT, aligned
 from fullshard.disk.pace import DiskPace, pace_of
 from fullshard.errors import DiskError
 
 _log = logging.getLogger(__name__)
 
-ALIGNMENT = 4096
-"""Offsets, sizes and addresses are multiples of it. No disk or file system in use requires more."""
 REQUEST_BYTES = 4 << 20  # the default size of one read or write system call
 DEPTH = 4  # the default number of such calls in flight per file
 
 _HUGE_PAGE_NBYTES = 2 << 20
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 _warned: set[Path] = set()
-
-
-def aligned(nbytes: int) -> int:
-    """Return `nbytes` rounded up to a multiple of ALIGNMENT."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_buffer(nbytes: int) -> Tensor:

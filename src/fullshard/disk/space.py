@@ -21,7 +21,8 @@ from fullshard._compat import FakeTensor
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.streams import Mark
 from fullshard.device.transfers import transfers
-from fullshard.disk.files import DiskFile, DiskWork, aligned
+from fullshard.disk.files import DiskFile, DiskWork
+from fullshard.disk.interface import aligned
 from fullshard.errors import StateError
 
 

@@ -8,9 +8,7 @@ used. This is slow and meant for occasional access. The optimizer step gives the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,24 +16,11 @@ import torch
 from torch import Tensor
 
 from fullshard._compat import tensor_without_memory, tree_map
-from fullshard.disk.files import ALIGNMENT, aligned, aligned_buffer
+from fullshard.disk.files import aligned_buffer
+from fullshard.disk.interface import ALIGNMENT, TensorOnDisk, aligned, noting_errors
 from fullshard.disk.space import Extent
 
 _COPY_NBYTES = 16 * 2**20  # bytes copied from file to file at a time
-_noting: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("notes errors", default=nullcontext)
-
-
-@contextmanager
-def errors_noted_by(noted: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Context manager within which values are read and written in the context `noted()`, which may catch a `DiskError`.
-
-    If it does, values that could not be read are undefined.
-    """
-    token = _noting.set(noted)
-    try:
-        yield
-    finally:
-        _noting.reset(token)
 
 
 def no_buffer() -> Tensor:
@@ -43,14 +28,13 @@ def no_buffer() -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class OnDisk(Tensor):
+class OnDisk(TensorOnDisk):
     """A contiguous tensor whose values are in `extent`, starting at byte `start`.
 
     Views with a different shape are `ViewOnDisk`s, in memory. See [Note: operations on tensors on disk].
     """
 
     extent: Extent
-    start: int
 
     @staticmethod
     def __new__(
@@ -117,7 +101,7 @@ class OnDisk(Tensor):
         begin, end = self.blocks
         with torch.inference_mode(False):  # views may be written to in either mode
             buffer = aligned_buffer(end - begin)
-            with _noting.get()():
+            with noting_errors():
                 self.extent.read(buffer, begin).wait()
             return self.over(buffer, begin).to(self.device)
 
@@ -125,7 +109,7 @@ class OnDisk(Tensor):
         """Write `values`, which have the same shape and dtype."""
         begin, end = self.blocks
         buffer = aligned_buffer(end - begin)
-        with _noting.get()():
+        with noting_errors():
             for at in {begin, end - ALIGNMENT} if buffer.numel() else ():  # keep other bytes in the same blocks
                 self.extent.read(buffer[at - begin :][:ALIGNMENT], at).wait()
             self.over(buffer, begin).copy_(values)

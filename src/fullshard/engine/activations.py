@@ -43,8 +43,6 @@ from fullshard._compat import (
     weak_storage,
 )
 from fullshard.device.accelerator import accelerator_for, is_capturing
-from fullshard.disk.pace import pace_of
-from fullshard.disk.space import Scratch
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.registry import buffers_of
 from fullshard.engine.sharded_use import check_saved
@@ -234,6 +232,8 @@ class Activations:
         for folder in {
             policy.disk_folder for policy in policies if isinstance(policy, Offload) and not policy.disk_fraction
         }:
+            from fullshard.disk.pace import pace_of  # imported here for the same reason
+
             pace_of(folder).check()
 
     def recover(self) -> None:
@@ -258,7 +258,8 @@ class Activations:
         if tier is None or (tier == "cpu" and not accelerator_for(self._device).has_streams):
             return None
         if tier not in self._stores:
-            from fullshard.engine.offloaded import WINDOW_BYTES, Store  # imported here, because few programs need it
+            from fullshard.disk.space import Scratch  # imported here, because few programs need it
+            from fullshard.engine.offloaded import WINDOW_BYTES, Store
 
             policy = next(unit for unit in self._tiers if self._tiers[unit] == tier).options.offload
             assert isinstance(policy, Offload), "it names the tier"

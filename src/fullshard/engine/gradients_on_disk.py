@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from fullshard.disk.buffers import Buffer, buffers_of
-from fullshard.disk.files import aligned
+from fullshard.disk.interface import aligned
 from fullshard.disk.space import Extent, shared_scratch
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.findings import DiskFailures

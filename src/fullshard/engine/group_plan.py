@@ -12,7 +12,7 @@ import torch
 from fullshard.comm.mesh import Axes
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import MemoryKind
-from fullshard.disk.files import ALIGNMENT
+from fullshard.disk.interface import ALIGNMENT
 from fullshard.layout.group_layout import ON_A_QUEUE, PAIRWISE, GroupLayout, MessageRule, lay_out
 from fullshard.policy.offload import OffloadPolicy
 from fullshard.policy.options import ShardOptions

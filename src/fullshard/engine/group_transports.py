@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.comm.collectives import Collectives
-from fullshard.comm.encoded import EncodedSums, gathers_encoded_as, sums_encoded_as
 from fullshard.comm.mesh import Axes, subgroup
 from fullshard.comm.routes import collectives_for
-from fullshard.comm.transport import Gathers, Sums
+from fullshard.comm.transport import Gathers, Sums, Transport
 from fullshard.comm.two_level import TwoLevelGathers, TwoLevelSums
 from fullshard.device.memory import Pool, scratch_of
 from fullshard.engine.group_plan import GroupPlan
@@ -79,25 +78,25 @@ class GroupTransports:
         gathers: Gathers
         if plan.gathers_in_two_levels:
             assert collectives.across is not None and collectives.within is not None
-            across = gathers_encoded_as(gather_wire, collectives.across.channel(messages), scratch)
+            across = _gathers_encoded_as(gather_wire, collectives.across.channel(messages), scratch)
             within = collectives.within.channel(messages * collectives.across.world)
             gathers = TwoLevelGathers(across, within, scratch)
         else:
-            gathers = gathers_encoded_as(gather_wire, collectives.shard.channel(plan.gather_messages), scratch)
+            gathers = _gathers_encoded_as(gather_wire, collectives.shard.channel(plan.gather_messages), scratch)
         two_level_sums = None
         if plan.sums_in_two_levels:
             assert collectives.across is not None and collectives.within is not None
             two_level_sums = TwoLevelSums(
-                sums_encoded_as(reduce_wire, collectives.across.channel(messages, variants=_FEW_VARIANTS), scratch),
+                _sums_encoded_as(reduce_wire, collectives.across.channel(messages, variants=_FEW_VARIANTS), scratch),
                 collectives.within.channel(messages * collectives.across.world, variants=_FEW_VARIANTS),
                 scratch,
             )
         return cls(
             gathers,
-            sums_encoded_as(reduce_wire, collectives.shard.channel(messages, variants=_VARIANTS), scratch),
+            _sums_encoded_as(reduce_wire, collectives.shard.channel(messages, variants=_VARIANTS), scratch),
             None
             if collectives.replicate is None
-            else sums_encoded_as(reduce_wire, collectives.replicate.channel(messages, variants=_VARIANTS), scratch),
+            else _sums_encoded_as(reduce_wire, collectives.replicate.channel(messages, variants=_VARIANTS), scratch),
             two_level_sums,
             scratch,
         )
@@ -105,14 +104,34 @@ class GroupTransports:
     @property
     def error_feedback_nbytes(self) -> int:
         """Bytes that error feedback of encoded gradients keeps."""
-        return sum(sums.error_nbytes for sums in self._encoded_sums)
+        return sum(sums.error_nbytes for sums in self._each_sums)
 
     def forget_errors(self) -> None:
         """Reset error feedback, so that the next gradients do not include earlier quantization errors."""
-        for sums in self._encoded_sums:
+        for sums in self._each_sums:
             sums.forget_errors()
 
     @property
-    def _encoded_sums(self) -> list[EncodedSums]:
+    def _each_sums(self) -> list[Sums]:
         across = None if self.two_level_sums is None else self.two_level_sums.across
-        return [sums for sums in (self.sums, self.replicas, across) if isinstance(sums, EncodedSums)]
+        return [sums for sums in (self.sums, self.replicas, across) if sums is not None]
+
+
+def _gathers_encoded_as(name: str | None, transport: Gathers, scratch: Pool) -> Gathers:
+    """Return gathers over `transport` with the codec `name`; `transport` itself if `name` is None or for one rank."""
+    if name is None or transport.world == 1:
+        return transport
+    from fullshard.comm.codec import codec_named  # imported here, because few programs need it
+    from fullshard.comm.encoded import EncodedGathers
+
+    return EncodedGathers(transport, codec_named(name), scratch)
+
+
+def _sums_encoded_as(name: str | None, transport: Transport, scratch: Pool) -> Sums:
+    """Return sums over `transport` with the codec `name`; `transport` itself if `name` is None or for one rank."""
+    if name is None or transport.world == 1:
+        return transport
+    from fullshard.comm.codec import codec_named  # imported here, because few programs need it
+    from fullshard.comm.encoded import EncodedSums
+
+    return EncodedSums(transport, codec_named(name), scratch)

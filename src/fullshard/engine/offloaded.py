@@ -28,7 +28,8 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import typed_view
 from fullshard.device.streams import Mark
 from fullshard.device.transfers import transfers
-from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer, aligned_part
+from fullshard.disk.files import DiskWork, aligned_buffer, aligned_part
+from fullshard.disk.interface import ALIGNMENT, aligned
 from fullshard.disk.space import Extent, Scratch
 from fullshard.engine.findings import DiskFailures
 from fullshard.errors import StateError

@@ -12,7 +12,7 @@ from torch import Tensor
 from fullshard._compat import address
 from fullshard.comm.mesh import local_shard
 from fullshard.comm.transport import Pending
-from fullshard.disk.tensors import OnDisk
+from fullshard.disk.interface import TensorOnDisk
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.gather import Gather, gather_for
 from fullshard.engine.gradients import Gradients, GradientState
@@ -301,4 +301,4 @@ def start_gathers(groups: Sequence[ParamGroup], origin: Origin, *, into_shared: 
 
 def _place(local: Tensor) -> Any:
     """Return a value that identifies the memory of `local`, a shard."""
-    return (id(local.extent), local.start) if isinstance(local, OnDisk) else address(local)
+    return (id(local.extent), local.start) if isinstance(local, TensorOnDisk) else address(local)

@@ -167,10 +167,3 @@ class WholeClassGroup(ParamGroup):
         self.gather.note_current()
         self.validity.validate(())
         return False
-
-
-def group_type(plan: GroupPlan) -> type[ParamGroup]:
-    """Return the class of the parameter group for `plan`."""
-    if not isinstance(plan, PayloadPlan):
-        return ParamGroup
-    return PayloadGroup if plan.shards_optimizer else WholeClassGroup

@@ -13,8 +13,7 @@ from itertools import accumulate, count, pairwise
 from math import floor
 
 from fullshard.device.accelerator import accelerator_for
-from fullshard.disk.buffers import MOST_WRITING
-from fullshard.disk.files import aligned
+from fullshard.disk.interface import MOST_WRITING, aligned
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Offload, StatePlacement
@@ -137,3 +136,9 @@ def _first(in_turn: Sequence[Unit], nbytes: Callable[[Unit], int], fraction: flo
             taken += nbytes(unit)
             chosen.add(unit)
     return chosen
+
+
+def open_budget(unit: Unit) -> Offload | None:
+    """Return the policy of `unit` if it is a budget without chosen fractions."""
+    policy = unit.options.offload
+    return policy if isinstance(policy, Offload) and policy.budget is not None else None

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.mesh import Axes
 from fullshard.device.awaited import settled
-from fullshard.disk.tensors import errors_noted_by
+from fullshard.disk.interface import errors_noted_by
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError

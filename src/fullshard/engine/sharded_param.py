@@ -30,7 +30,7 @@ from fullshard._compat import (
 )
 from fullshard.comm.mesh import Axes, local_shard
 from fullshard.device.awaited import settled
-from fullshard.disk.tensors import OnDisk
+from fullshard.disk.interface import TensorOnDisk
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_view import ParamView, sends_payloads
 from fullshard.engine.validity import Counters
@@ -338,7 +338,7 @@ def _dtensor(tensor: Tensor) -> DTensor:
 def digest(tensor: Tensor) -> int | None:
     """Return a hash of some evenly spaced values of `tensor`; None if it has no memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if isinstance(local, OnDisk):
+    if isinstance(local, TensorOnDisk):
         local = local.fetch()
     if not has_values(local):
         return None

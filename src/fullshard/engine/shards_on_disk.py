@@ -10,7 +10,8 @@ from torch import Tensor
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.device.memory import Pool
 from fullshard.disk.buffers import Buffer, buffers_of
-from fullshard.disk.files import DiskWork, aligned
+from fullshard.disk.files import DiskWork
+from fullshard.disk.interface import aligned
 from fullshard.disk.space import shared_scratch
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.findings import DiskFailures

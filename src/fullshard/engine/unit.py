@@ -14,9 +14,10 @@ from fullshard._compat import holds_tensors
 from fullshard.comm.mesh import Axes
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import Slot
+from fullshard.engine.group_plan import GroupPlan, PayloadPlan
 from fullshard.engine.group_transports import GroupTransports
 from fullshard.engine.managed import Managed, managed_by
-from fullshard.engine.payload_group import group_type
+from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.residency import Residency, UnitState
 from fullshard.engine.sharded_param import Owner, ShardedParam, Source
 from fullshard.engine.sharded_use import accept_calls, refuse_calls
@@ -84,7 +85,7 @@ class Unit:
         memory_of_unsharded = UnshardedMemory(self, where, keeps=self.keeps_unsharded)
         regions = memory_of_unsharded.occupy(memory_of_unsharded.slot, plans)
         self.param_groups = [
-            group_type(plan).of(kind, plan, GroupTransports.bind(plan, self.collectives[plan.axes]), region)
+            _group_type(plan).of(kind, plan, GroupTransports.bind(plan, self.collectives[plan.axes]), region)
             for kind, plan, region in zip(kinds, plans, regions, strict=True)
         ]
         memory_of_unsharded.slot.count_references()
@@ -306,3 +307,12 @@ def _leaves_alongside(modules: Sequence[nn.Module], params: Sequence[ShardedPara
     """Return the leaf modules outside of `modules` that have any of `params`: their calls also need these."""
     owners = dict.fromkeys(owner.module for param in params for owner in param.owners)
     return [owner for owner in owners if not owner._modules and all(owner is not module for module in modules)]
+
+
+def _group_type(plan: GroupPlan) -> type[ParamGroup]:
+    """Return the class of the parameter group for `plan`."""
+    if not isinstance(plan, PayloadPlan):
+        return ParamGroup
+    from fullshard.engine.payload_group import PayloadGroup, WholeClassGroup  # imported here, because few need it
+
+    return PayloadGroup if plan.shards_optimizer else WholeClassGroup

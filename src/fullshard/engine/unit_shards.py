@@ -14,7 +14,6 @@ from fullshard._compat import holds_tensors
 from fullshard.comm.mesh import Axes
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import MemoryKind, Slot
-from fullshard.disk.buffers import buffers_of
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_transports import AxesCollectives, GroupTransports
@@ -191,6 +190,8 @@ class UnitShards:
             with allocating("gradient shards"):
                 param.grad = self._memory.zeros(grad.numel(), grad.dtype).view(grad.shape).copy_(grad)
         if was_on_disk:
+            from fullshard.disk.buffers import buffers_of  # imported here, because few programs need it
+
             buffers_of(self._unit.device).drop()  # fewer are needed now
 
     def _has_layout_of(self, plans: Sequence[GroupPlan], slot: Slot | None = None) -> None:

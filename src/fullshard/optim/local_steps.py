@@ -35,7 +35,7 @@ from fullshard._compat import (
     without_step_hooks,
 )
 from fullshard.device.accelerator import accelerator_for
-from fullshard.disk.tensors import OnDisk
+from fullshard.disk.interface import TensorOnDisk
 from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
@@ -43,10 +43,9 @@ from fullshard.optim.before_step import check_modules, check_same_order, point_t
 from fullshard.optim.defer import can_defer, defer
 from fullshard.optim.elementwise import StepComparison, check_elementwise, check_name, trials
 from fullshard.policy.arguments import check_type
-from fullshard.state.block_states import block_states
+from fullshard.state.names import OWN
 from fullshard.state.on_disk import states_on_disk
-from fullshard.state.optim_kinds import ChunkedSteps
-from fullshard.state.optim_state import OWN
+from fullshard.state.optim_kinds import ChunkedSteps, block_states
 from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
 
 # Subclasses are not included, because they may do anything.
@@ -81,10 +80,10 @@ def _loaded_states() -> ModuleType:
     return loaded_states
 
 
-def _budgets() -> ModuleType:
-    from fullshard.state import budget  # imported here for the same reason
+def _first_steps() -> ModuleType:
+    from fullshard.state import first_step  # imported here for the same reason
 
-    return budget
+    return first_step
 
 
 def _before_zero_grad(optimizer: Optimizer) -> None:
@@ -109,7 +108,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         if not _may_have_any_order(optimizer):
             check_same_order(optimizer)
         register_outside_params(optimizer)
-        _budgets().choose_for_budget(optimizer)
+        _first_steps().before_first_step(optimizer)
         _step_shards(optimizer)
         replaced = _step_instead_of(optimizer, args, kwargs)
     _note_step()
@@ -280,7 +279,7 @@ def _shard_stepping(optimizer: Optimizer, known: Callable[..., Any], inner: Call
             check_modules(optimizer)
             _loaded_states().accept_whole_states(optimizer)
             register_outside_params(optimizer)  # parameters may have been added since the last step
-            _budgets().choose_for_budget(optimizer)  # before tiers are looked up
+            _first_steps().before_first_step(optimizer)  # before tiers are looked up
         plain = None if args or kwargs or torch.compiler.is_compiling() else plain_step(optimizer)
         disk, on_cpu = states_on_disk(optimizer), {} if plain is not None else _on_cpu(optimizer)
         for unit in on_cpu:
@@ -403,7 +402,7 @@ def _local_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
             local[name] = shared[name] = value
             continue
         own: Tensor = value._local_tensor
-        if isinstance(own, OnDisk):  # loaded from the state dict of another optimizer
+        if isinstance(own, TensorOnDisk):  # loaded from the state dict of another optimizer
             own = own.fetch()
             local[name] = own if value.ndim else own.view(1)
         else:
@@ -587,7 +586,7 @@ def _complex_without_view(optimizer: Optimizer) -> DTensor | None:
     for param in _params(optimizer):
         if param.is_complex() and isinstance(param, DTensor):
             held = (param, *optimizer.state.get(param, {}).values())
-            if any(isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, OnDisk) for tensor in held):
+            if any(isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, TensorOnDisk) for tensor in held):
                 return param
             last = param.ndim - 1
             for axis, placement in enumerate(param.placements):

@@ -29,7 +29,8 @@ from fullshard._compat import fake_tensors, inner_tensors, storage_watch
 from fullshard.comm.codec import codec_named
 from fullshard.comm.encoded import error_feedback_numel
 from fullshard.comm.mesh import resolve_groups
-from fullshard.disk.buffers import BUFFERS, MOST_WRITING, buffers_of
+from fullshard.disk.buffers import buffers_of
+from fullshard.disk.interface import BUFFERS, MOST_WRITING
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.footprint import gathered_peak, kept_between_steps
 from fullshard.engine.group_plan import GroupPlan

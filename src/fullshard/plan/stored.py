@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fullshard._compat import local_tensor
 from fullshard.device.transfers import TransferBytes, Transfers
-from fullshard.disk.files import aligned
+from fullshard.disk.interface import aligned
 from fullshard.disk.prediction import Traffic
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.group_plan import GroupPlan

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from math import ceil
 from typing import Any
 
-from fullshard.disk.buffers import BUFFERS
+from fullshard.disk.interface import BUFFERS
 from fullshard.errors import ConfigError
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_peak

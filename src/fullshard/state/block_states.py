@@ -29,14 +29,12 @@ from torch.optim import Optimizer
 from fullshard._compat import make_dtensor
 from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
+from fullshard.state.names import CODES, FORM, SCALE
 
-FORM = "blocks"  # the name of the state that describes the encoding of other states
-
-_CODES, _SCALE = ".codes", ".scale"
 _NESTED = "__bnb_optimizer_quant_state__"  # bitsandbytes' state dicts have tensors in a dict of this name
 
 
-def block_states(optimizer: Optimizer) -> BlockStates | None:
+def encoding_of(optimizer: Optimizer) -> BlockStates | None:
     """Return the encoding of the states of `optimizer`; None if no states are encoded in blocks."""
     torchao, bitsandbytes = sys.modules.get("torchao.optim.adam"), sys.modules.get("bitsandbytes.optim.optimizer")
     if torchao is not None and isinstance(optimizer, torchao._AdamBase) and type(optimizer.block_size) is int:
@@ -44,11 +42,6 @@ def block_states(optimizer: Optimizer) -> BlockStates | None:
     if bitsandbytes is not None and isinstance(optimizer, bitsandbytes.Optimizer8bit):
         return _Bitsandbytes(optimizer)
     return None
-
-
-def is_part(name: str) -> bool:
-    """Return True if a state of this name is a component of an encoded state."""
-    return name.endswith((_CODES, _SCALE))
 
 
 class BlockStates:
@@ -129,7 +122,7 @@ class BlockStates:
         for name, value in values.items():
             parts = self._unpack(name, values, _local(param))
             if parts is not None:
-                found |= {name + _CODES: cut.codes(parts[0], self._block_codes), name + _SCALE: cut.scale(parts[1])}
+                found |= {name + CODES: cut.codes(parts[0], self._block_codes), name + SCALE: cut.scale(parts[1])}
             elif not self._follows(name):
                 found[name] = value
         return found
@@ -144,11 +137,11 @@ class BlockStates:
             return dict(values)
         found: dict[str, Any] = {}
         for name, value in values.items():
-            base = name.removesuffix(_CODES)
+            base = name.removesuffix(CODES)
             if base != name:
-                codes, scale = (_local(item).reshape(-1) for item in (value, values[base + _SCALE]))
+                codes, scale = (_local(item).reshape(-1) for item in (value, values[base + SCALE]))
                 found |= self._put_together(base, codes, scale, param)
-            elif name != FORM and not name.endswith(_SCALE):
+            elif name != FORM and not name.endswith(SCALE):
                 found[name] = value
         return found
 

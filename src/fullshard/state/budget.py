@@ -33,34 +33,30 @@ are on the CPU, or on the disk. Those that fit are then moved to the device, wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import islice
-from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard._compat import FakeTensor, local_tensor, set_local_tensor
+from fullshard._compat import FakeTensor, local_tensor
 from fullshard.comm.mesh import ranks_of_this_host
 from fullshard.comm.routes import collectives_for
 from fullshard.device.accelerator import accelerator_for
-from fullshard.disk.buffers import BUFFERS, MOST_WRITING
-from fullshard.disk.files import ALIGNMENT, aligned
-from fullshard.disk.tensors import OnDisk
+from fullshard.disk.interface import ALIGNMENT, BUFFERS, MOST_WRITING, TensorOnDisk, aligned
 from fullshard.engine import offloaded
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.footprint import gathered_peak, kept_between_steps
 from fullshard.engine.group_plan import GroupPlan
-from fullshard.engine.managed import in_model_order, managed_by
+from fullshard.engine.managed import managed_by
 from fullshard.engine.param_group import ParamGroup
-from fullshard.engine.placements import place_as_requested, units_on_disk, units_steppable_on_cpu
+from fullshard.engine.placements import open_budget, place_as_requested, units_on_disk, units_steppable_on_cpu
 from fullshard.engine.registry import process_groups_along
-from fullshard.engine.runtime import Runtime, runtime_or_none
+from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.policy.offload import Offload, StatePlacement
@@ -73,55 +69,6 @@ _log = logging.getLogger(__name__)
 _ORIGIN = Origin("budget", Phase.STEP)
 _ANY = 1 << 62  # bytes, if the available memory is unknown
 _REDUCTIONS = 2  # units whose gradients are reduced at the same time
-_observed: WeakSet[Optimizer] = WeakSet()
-
-
-def choose_for_budget(optimizer: Optimizer) -> None:
-    """Choose the fractions of a budget before `optimizer` steps. This is a collective if its units have a budget.
-
-    If hooks run optimizer steps within backward, units cannot move. Nothing is chosen then, and everything stays
-    offloaded.
-
-    Raises:
-        ConfigError: Offloading everything is not enough (the message contains a sufficient budget), host memory is too
-            small for the offloaded states, or units have several budgets.
-        DiskError: On some rank, a unit that is moved to memory cannot be read.
-    """
-    if optimizer in _observed:
-        return
-    params = in_model_order([param for group in optimizer.param_groups for param in group["params"]])
-    units = dict.fromkeys(managed.unit for param in params if (managed := managed_by(param)) is not None)
-    runtimes = dict.fromkeys(runtime_or_none(unit) for unit in units)
-    if None in runtimes:  # no forward has run, so nothing was counted
-        return
-    if any(runtime is not None and _is_in_backward(runtime) for runtime in runtimes):
-        return
-    for runtime in runtimes:
-        assert runtime is not None
-        policies = [policy for unit in runtime.units if (policy := _open(unit)) is not None]
-        if any(policy != policies[0] for policy in policies):
-            raise ConfigError(
-                f"budgets of {' and '.join(dict.fromkeys(repr(policy.budget) for policy in policies))} for units of "
-                "one model: a budget applies to all memory of a rank. Pass the same policy to all of these units."
-            )
-        if policies:
-            _choose(runtime, policies[0], optimizer)
-    _bring_alongside(optimizer, params)
-    _observed.add(optimizer)
-
-
-def _is_in_backward(runtime: Runtime) -> bool:
-    """Return True if a backward is running that needs units which would move."""
-    is_elsewhere = (
-        unit.shards.is_on_disk or unit.shards.is_on_cpu for unit in runtime.units if _open(unit) is not None
-    )
-    return runtime.phase is Phase.BACKWARD and any(is_elsewhere)
-
-
-def _open(unit: Unit) -> Offload | None:
-    """Return the policy of `unit` if it is a budget without chosen fractions."""
-    policy = unit.options.offload
-    return policy if isinstance(policy, Offload) and policy.budget is not None else None
 
 
 @dataclass(frozen=True)
@@ -285,11 +232,18 @@ class _Budget:
         return least_that_fits(self.needs.at_most(), self.nbytes, tiers)
 
 
-def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
+def choose_fractions(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
+    """Choose the fractions of the budget `policy` for the units of `runtime`. This is a collective.
+
+    Raises:
+        ConfigError: Offloading everything is not enough (the message contains a sufficient budget), or host memory is
+            too small for the offloaded states.
+        DiskError: On some rank, a unit that is moved to memory cannot be read.
+    """
     nbytes = policy.budget_bytes
     assert nbytes is not None
     needs = _needs(runtime, optimizer).over_all_ranks(process_groups_along(runtime.units), runtime.units[0].device)
-    units = [unit for unit in runtime.units if _open(unit) == policy]
+    units = [unit for unit in runtime.units if open_budget(unit) == policy]
     budget = _Budget(nbytes, policy, runtime, units, needs)
     has_streams = accelerator_for(units[0].device).has_streams
     chosen, least = _chosen_alongside(budget) if has_streams else _chosen_on_cpu(budget)
@@ -398,7 +352,7 @@ def _passing_of(unit: Unit) -> dict[str, int]:
 
 def _is_stepped_here(unit: Unit) -> bool:
     """Return True if the device that computes updates `unit`, or would do so without offloading."""
-    return _open(unit) is not None or not unit.shards.is_offloaded
+    return open_budget(unit) is not None or not unit.shards.is_offloaded
 
 
 def _plan_on_device(unit: Unit, param_group: ParamGroup) -> GroupPlan:
@@ -406,7 +360,7 @@ def _plan_on_device(unit: Unit, param_group: ParamGroup) -> GroupPlan:
     plan: GroupPlan = param_group.plan
     return (
         plan
-        if _open(unit) is None
+        if open_budget(unit) is None
         else plan.changed(plan.contract, plan.device, unit.shards.memory_at(StatePlacement.DEVICE))
     )
 
@@ -444,7 +398,7 @@ def _on_host(optimizer: Optimizer, param: nn.Parameter) -> int:
         return 0
     memory_of = accelerator_for(managed.unit.device).memory_of
     states = (value._local_tensor for value in optimizer.state.get(param, {}).values() if isinstance(value, DTensor))
-    in_memory = (local for local in states if not isinstance(local, OnDisk))
+    in_memory = (local for local in states if not isinstance(local, TensorOnDisk))
     return sum(local.nbytes for local in in_memory if memory_of(local) == memory_of(managed.param.local))
 
 
@@ -585,27 +539,6 @@ def _activations(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
         freed = needs.at_most(on_cpu) - needs.at_most(on_cpu, gone=taken, buffers=2 * offloaded.WINDOW_BYTES)
         steps.append((number / len(ordered), freed))
     return Tier(what="activations", where=budget.policy.activations_tier, steps=steps)
-
-
-def _bring_alongside(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Move states that were loaded before units were placed to the memory where they are updated."""
-    follow = {id(param) for group in optimizer.param_groups if _counts_follow(group) for param in group["params"]}
-    for param in params:
-        managed, state = managed_by(param), optimizer.state.get(param)
-        if managed is None or not state or managed.unit.shards.is_on_disk:
-            continue
-        shard, accelerator = managed.param.local, accelerator_for(managed.unit.device)
-        for name, value in state.items():
-            if isinstance(value, DTensor) and not isinstance(value._local_tensor, OnDisk):
-                set_local_tensor(value, accelerator.alongside(value._local_tensor, shard))
-            elif isinstance(value, Tensor) and (value.numel() > 1 or id(param) in follow):
-                state[name] = moved = accelerator.alongside(value, shard)
-                vars(moved).update(vars(value))
-
-
-def _counts_follow(group: Mapping[str, Any]) -> bool:
-    """Return True if step counts are on the device of the parameters of `group`, and not always on the CPU."""
-    return bool(group.get("fused") or group.get("capturable"))
 
 
 def _too_small(budget: _Budget, least: int) -> ConfigError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,8 +23,11 @@ from fullshard.engine.late_params import refuse_changed_modules
 from fullshard.engine.managed import Managed, in_model_order, managed_by
 from fullshard.engine.residency import ACTIVE
 from fullshard.errors import StateError
-from fullshard.state.block_states import BlockStates, block_states
+from fullshard.state.optim_kinds import block_states
 from fullshard.state.optim_state import placed_like
+
+if TYPE_CHECKING:
+    from fullshard.state.block_states import BlockStates
 
 _accepting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

@@ -1,12 +1,16 @@
-"""Comparison of the optimizer that saved a state dict with the optimizer that loads it."""
+"""The kinds of optimizers: whether they encode their states, and whether they continue from saved states."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from fullshard.state.block_states import BlockStates
 
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 _NAMES = frozenset({"params", "param_names"})
@@ -14,6 +18,15 @@ _NAMES = frozenset({"params", "param_names"})
 
 class ChunkedSteps:
     """A base class of optimizers that call `StatesOnDisk.step` themselves."""
+
+
+def block_states(optimizer: Optimizer) -> BlockStates | None:
+    """Return the encoding of the states of `optimizer`; None if no states are encoded in blocks."""
+    if "torchao.optim.adam" not in sys.modules and "bitsandbytes.optim.optimizer" not in sys.modules:
+        return None
+    from fullshard.state.block_states import encoding_of  # imported here, because few programs need it
+
+    return encoding_of(optimizer)
 
 
 @dataclass(frozen=True)

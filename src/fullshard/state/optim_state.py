@@ -27,9 +27,9 @@ from fullshard.engine.registry import clean_fqn, failing_together, units_in
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError, StateError
 from fullshard.policy.arguments import check_type
-from fullshard.state.block_states import FORM, block_states, is_part
+from fullshard.state.names import FORM, OWN, is_part
 from fullshard.state.on_disk import states_on_disk
-from fullshard.state.optim_kinds import SavedOptions, misfit_of_kind
+from fullshard.state.optim_kinds import SavedOptions, block_states, misfit_of_kind
 from fullshard.state.state_dict import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
@@ -40,8 +40,6 @@ from fullshard.state.state_dict import (
     is_first_rank,
 )
 from fullshard.tape.recorder import Origin, Phase
-
-OWN = "_fullshard_own"  # marks tensors in optimizer states that are local to a rank and do not have the shard's shape
 
 _ORIGIN = Origin("optimizer state", Phase.IDLE)
 

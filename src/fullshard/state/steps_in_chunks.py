@@ -35,8 +35,9 @@ from torch.optim import Optimizer
 
 from fullshard._compat import dtensor_like, holds_tensors, local_tensor, set_local_tensor
 from fullshard.device.accelerator import accelerator_for
-from fullshard.disk.buffers import BUFFERS, buffers_of
-from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer
+from fullshard.disk.buffers import buffers_of
+from fullshard.disk.files import DiskWork, aligned_buffer
+from fullshard.disk.interface import ALIGNMENT, BUFFERS, aligned
 from fullshard.disk.pace import pace_of
 from fullshard.disk.space import Extent, Scratch
 from fullshard.disk.tensors import OnDisk, no_buffer

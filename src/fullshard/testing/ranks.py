@@ -43,7 +43,11 @@ _log = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 # Modules that the fork server imports once for all ranks. (The first DTensor imports torch._dynamo, which takes most of
 # a second.) The second group is slow to import too, and is preloaded if the caller has imported it.
-_PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "fullshard", "fullshard.testing")
+_PRELOAD = (
+    *("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "fullshard", "fullshard.testing"),
+    *("fullshard.comm.shared_memory", "fullshard.optim.plain_step"),
+    *("fullshard.state.first_step", "fullshard.state.loaded_states"),
+)
 _PRELOAD_IF_USED = (
     *("fullshard.checkpoint", "fullshard.train.loop"),
     *("numpy", "pytest", "hypothesis", "sklearn", "lightning.pytorch"),
