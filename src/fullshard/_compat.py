@@ -267,8 +267,8 @@ def withhold_step_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         hooks.clear()
 
     def give_back() -> None:
-        for hooks, its in zip(known, held, strict=True):
-            hooks.update(its)
+        for hooks, saved in zip(known, held, strict=True):
+            hooks.update(saved)
 
     return give_back
 

@@ -49,7 +49,7 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
     speakers = _first_of_each(of_values)
     if len(speakers) > 1:  # not always an error: some ranks may not know their values
         known = _of_all_ranks(digests if rank in speakers.values() else [], unit, "comparison of values")
-        _compare_values(units, of_values, {its: known[speaker] for its, speaker in speakers.items()})
+        _compare_values(units, of_values, {digest: known[speaker] for digest, speaker in speakers.items()})
 
 
 def _description(unit: Unit) -> str:
@@ -173,7 +173,7 @@ def _compare_values(units: Sequence[Unit], hashes: Mapping[int, bytes], digests:
     )
     for group, are_replicas in [(item, True) for item in ranks.T.tolist()] + [(item, False) for item in ranks.tolist()]:
         firsts = _first_of_each({rank: hashes[rank] for rank in sorted(group)})
-        odd = _different_values(units, [digests[its] for its in firsts])
+        odd = _different_values(units, [digests[hashed] for hashed in firsts])
         if not odd:
             continue
         unit, param, found = odd[0]

@@ -299,7 +299,7 @@ class PayloadBuffer:
 
     def __init__(self, plan: PayloadPlan, forms: Sequence[Sequence[_Form]]) -> None:
         self.forms = forms
-        flat = [form for its in forms for form in its]
+        flat = [form for of_param in forms for form in of_param]
         world = plan.axes.shard_world
         shapes = [(world * form.nbytes,) for form in flat]
         self.layout = lay_out(shapes, world, 1, [0] * len(shapes), message_rule(plan.axes))
@@ -320,7 +320,7 @@ class PayloadBuffer:
             storages = [slot.storage for slot in self._slots]
             self._unsharded = _SeparateBuffer(self._plan, Pack(self.layout, self._plan.rank), storages)
             remaining = iter(storages)
-            self.gathered = [[self._view(form, next(remaining)) for form in its] for its in self.forms]
+            self.gathered = [[self._view(form, next(remaining)) for form in of_param] for of_param in self.forms]
 
     def _view(self, form: _Form, storage: torch.UntypedStorage) -> Tensor:
         return typed_view(storage, form.dtype, 0, form.of_all(self._world), self._plan.device)

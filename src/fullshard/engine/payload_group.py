@@ -76,7 +76,7 @@ class PayloadGroup(ParamGroup):
         buffer = self._storage.buffer
         assert buffer is not None, "a gather was started"
         self.gather.finish(buffer.unsharded)
-        made = [param.receive(its) for param, its in zip(self.params, buffer.gathered, strict=True)]
+        made = [param.receive(gathered) for param, gathered in zip(self.params, buffer.gathered, strict=True)]
         self.validity.refresh()  # a class may have replaced the tensors that it wraps
         self.validity.validate(self.gather.gathered_versions)
         return any(made)

@@ -51,9 +51,11 @@ class _Joined:
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for start, optimizer in self._numbered():
-            its = optimizer.state_dict()
-            state |= {start + number: values for number, values in its["state"].items()}
-            groups += [{**group, "params": [start + item for item in group["params"]]} for group in its["param_groups"]]
+            state_dict = optimizer.state_dict()
+            state |= {start + number: values for number, values in state_dict["state"].items()}
+            groups += [
+                {**group, "params": [start + item for item in group["params"]]} for group in state_dict["param_groups"]
+            ]
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -139,7 +139,7 @@ def _try_both(optimizer: Optimizer, seed: int = 0) -> tuple[Updates, Updates, Sh
             if where == device:
                 raise
         else:
-            return whole, [torch.cat(its) for its in zip(*parts, strict=True)], shapes
+            return whole, [torch.cat(of_param) for of_param in zip(*parts, strict=True)], shapes
     raise RuntimeError(f"parameters are on {device}")
 
 
@@ -148,12 +148,12 @@ def _steps_of(optimizer: Optimizer, device: torch.device, part: int, parts: int)
     generator = torch.Generator().manual_seed(0)
     groups = optimizer.param_groups[:_LARGEST_GROUPS]
     drawn = [[_draw(generator, shape) for shape in ((_ROWS, _COLUMNS), (_ROWS,))] for _ in groups]
-    params = [[_part(item, part, parts).to(device).requires_grad_() for item in its] for its in drawn]
+    params = [[_part(item, part, parts).to(device).requires_grad_() for item in group] for group in drawn]
     made = clone_for(optimizer, groups, params, lr=1e-2)
-    flat = [param for its in params for param in its]
+    flat = [param for group in params for param in group]
     updates = []
     for step in range(_STEPS):
-        for param, whole in zip(flat, (item for its in drawn for item in its), strict=True):
+        for param, whole in zip(flat, (item for group in drawn for item in group), strict=True):
             grad = _draw(generator, tuple(whole.shape))
             grad[_ROWS // 2 :] *= 10.0 ** (step % 3 - 1)  # sums over rows differ between parts and steps
             param.grad = _part(grad, part, parts).to(device)
@@ -204,11 +204,11 @@ def clone_for(
         lr: replaces all learning rates that are numbers; None keeps them.
     """
     given = []
-    for group, its in zip(groups, params, strict=True):
+    for group, of_group in zip(groups, params, strict=True):
         options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         if lr is not None and isinstance(options.get("lr"), int | float | Tensor):
             options["lr"] = lr if isinstance(options["lr"], int | float) else torch.full_like(options["lr"], lr)
-        given.append({**options, "params": list(its)})
+        given.append({**options, "params": list(of_group)})
     known = {**_plain(vars(optimizer)), **optimizer.defaults}
     if lr is not None and isinstance(known.get("lr"), int | float):
         known["lr"] = lr

@@ -373,8 +373,8 @@ def _restricted_to(optimizer: Optimizer, params: Iterable[Tensor] | None) -> Ite
         yield
     finally:
         _stepping.discard(optimizer)
-        for group, its in zip(optimizer.param_groups, given, strict=True):
-            group["params"] = its
+        for group, own in zip(optimizer.param_groups, given, strict=True):
+            group["params"] = own
 
 
 def _shard_of(param: nn.Parameter, swapped: list[tuple[Any, Tensor]]) -> Tensor:
@@ -470,8 +470,8 @@ def _step_in_chunks(
         chunks = itertools.count()
 
         def run(params: Sequence[Tensor]) -> None:
-            for its, drawing in _with_identical_random_numbers(optimizer, params, next(chunks)):
-                with swap(optimizer, its), drawing:
+            for drawing_params, drawing in _with_identical_random_numbers(optimizer, params, next(chunks)):
+                with swap(optimizer, drawing_params), drawing:
                     inner(optimizer, *([None, *others] if others else []), **options)
                 _note_step()  # again, because hooks of `inner` have recorded its end
 
@@ -551,14 +551,18 @@ def _with_identical_random_numbers(
     for param in params:
         by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
     counts = [state["step"] for state in optimizer.state.values() if "step" in state]
-    for number, (mesh, its) in enumerate(by_mesh.items()):
+    for number, (mesh, of_mesh) in enumerate(by_mesh.items()):
         place = [] if mesh is None else mesh.get_coordinate()
         cut = {
-            axis for item in its if isinstance(item, DTensor) for axis, p in enumerate(item.placements) if p.is_shard()
+            axis
+            for item in of_mesh
+            if isinstance(item, DTensor)
+            for axis, p in enumerate(item.placements)
+            if p.is_shard()
         }
         part = [coordinate for axis, coordinate in enumerate(place) if axis in cut]
         seed = crc32(repr((max(map(int, counts), default=0), chunk, number, part)).encode())
-        yield its, _seeded(seed, its[0].device)
+        yield of_mesh, _seeded(seed, of_mesh[0].device)
 
 
 @contextmanager

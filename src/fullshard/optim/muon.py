@@ -387,14 +387,14 @@ def _divided(
         places: For each part, the index of its piece in each split. Empty if there is only one part.
     """
     spans = [[range(size) for size in shape] for _ in places or [()]]
-    for its, place in zip(spans, places, strict=False):
+    for span, place in zip(spans, places, strict=False):
         for (dim, pieces), number in zip(cuts, place, strict=True):
-            piece = owned(len(its[dim]), pieces, number)
-            its[dim] = its[dim][piece.start : piece.stop]
+            piece = owned(len(span[dim]), pieces, number)
+            span[dim] = span[dim][piece.start : piece.stop]
     whole_parts: list[int | None] = [None] * math.prod(shape[:-2])
-    for part, its in enumerate(spans):
-        if tuple(map(len, its[-2:])) == shape[-2:]:
-            for index in its[0] if len(shape) == 3 else range(1):
+    for part, span in enumerate(spans):
+        if tuple(map(len, span[-2:])) == shape[-2:]:
+            for index in span[0] if len(shape) == 3 else range(1):
                 whole_parts[index] = part if whole_parts[index] is None else whole_parts[index]
     return spans, whole_parts
 
@@ -540,7 +540,7 @@ class Team:
         costs, nbytes = [matrix.cost for matrix in matrices], [matrix.nbytes for matrix in matrices]
         work = divide(costs, nbytes, self.size, BATCH_NBYTES, self._resident(matrices))
         batches = [
-            MatrixBatch(self, [[matrices[i] for i in its] for its in by_owner], number % 2, which, note)
+            MatrixBatch(self, [[matrices[i] for i in indices] for indices in by_owner], number % 2, which, note)
             for number, by_owner in enumerate(work)
         ]
         passing_on = [MatrixBatch.take_back] * (len(self.transports) - 1)
@@ -568,7 +568,7 @@ class MatrixBatch:
         self._parity = parity
         self._which = which
         self._note = note
-        self._numels = [sum(item.cuts.numel(team.part) for item in its) for its in by_owner]
+        self._numels = [sum(item.cuts.numel(team.part) for item in of_owner) for of_owner in by_owner]
         self._starts, self._numel = aligned_offsets(self._numels, ALIGNMENT_BYTES // _TRANSPORT.itemsize)
         self._local = torch.empty(0)
         self._received: list[Tensor] = []
@@ -580,8 +580,8 @@ class MatrixBatch:
         """Update all momenta, and start to send this rank's parts to the owners."""
         team = self._team
         self._local = torch.empty(self._numel, dtype=_TRANSPORT, device=team.device)
-        for owner, start, its in zip(range(team.size), self._starts, self._by_owner, strict=True):
-            for matrix, part in zip(its, _parts(self._local[start:], its, team.part), strict=True):
+        for owner, start, of_owner in zip(range(team.size), self._starts, self._by_owner, strict=True):
+            for matrix, part in zip(of_owner, _parts(self._local[start:], of_owner, team.part), strict=True):
                 update = matrix.update_momentum()
                 if owner in team.partners:
                     part.copy_(update)
@@ -629,8 +629,8 @@ class MatrixBatch:
     def finish(self) -> None:
         """Update the parameters, and free the memory."""
         self._wait()
-        for start, its in zip(self._starts, self._by_owner, strict=True):
-            for matrix, part in zip(its, _parts(self._local[start:], its, self._team.part), strict=True):
+        for start, of_owner in zip(self._starts, self._by_owner, strict=True):
+            for matrix, part in zip(of_owner, _parts(self._local[start:], of_owner, self._team.part), strict=True):
                 matrix.subtract(part)
         self._local, self._received = torch.empty(0), []
 

@@ -499,7 +499,7 @@ def _that_fit(needs: _Needs, numbers: Sequence[int], room: int, *, to_disk: bool
     """
     states = [needs.units[number].states for number in numbers]
     passing = [sum(states[count:]) if to_disk else 0 for count in range(len(numbers) + 1)]
-    fit = [count for count, its in enumerate(passing) if needs.on_host(numbers[:count], passing=its) <= room]
+    fit = [count for count, nbytes in enumerate(passing) if needs.on_host(numbers[:count], passing=nbytes) <= room]
     return numbers[: max(fit)] if fit else None
 
 

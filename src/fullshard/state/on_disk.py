@@ -79,7 +79,9 @@ def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Para
         known.setdefault(managed.unit, []).append(param)
     for policy, units in by_policy:
         placements = placements_of(list(units))
-        nbytes = {unit: sum(param.numel() * param.dtype.itemsize for param in its) for unit, its in units.items()}
+        nbytes = {
+            unit: sum(param.numel() * param.dtype.itemsize for param in of_unit) for unit, of_unit in units.items()
+        }
         wanted = round(policy.disk_fraction * sum(nbytes.values()))  # as in `placements.py`
         taken = sum(size for unit, size in nbytes.items() if unit.shards.is_on_disk)
         for unit in reversed(units):
@@ -94,12 +96,12 @@ def _divided(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield `params` in chunks, which are identical on all ranks even though shards may differ in size."""
     chunk: list[nn.Parameter] = []
     nbytes = 0
-    for its in _inseparable(params):
-        size = sum(_stepped_nbytes(param) for param in its)
+    for together in _inseparable(params):
+        size = sum(_stepped_nbytes(param) for param in together)
         if chunk and nbytes + size > CHUNK_NBYTES:
             yield chunk
             chunk, nbytes = [], 0
-        chunk += its
+        chunk += together
         nbytes += size
     if chunk:
         yield chunk

@@ -76,10 +76,10 @@ def _differences(owner: Optimizer, group: dict[str, Any], options: SavedOptions)
 
 
 def _described(owner: Optimizer, options: SavedOptions, missing: list[str], unknown: list[str]) -> str:
-    its = [f"its options have {', '.join(unknown)}"] if unknown else []
-    its += [f"{'and ' if its else 'its options '}lack {', '.join(missing)}"] if missing else []
+    parts = [f"its options have {', '.join(unknown)}"] if unknown else []
+    parts += [f"{'and ' if parts else 'its options '}lack {', '.join(missing)}"] if missing else []
     source = options.kinds[0] if options.kinds else "another class"
-    return f"saved by {source}, loaded into {type(owner).__name__} ({' '.join(its)})"
+    return f"saved by {source}, loaded into {type(owner).__name__} ({' '.join(parts)})"
 
 
 def _kinds(optim: Optimizer) -> list[str]:

@@ -453,8 +453,8 @@ def _blocks(disk_tensors: Iterable[OnDisk]) -> list[tuple[Extent, int, int]]:
     for stored in disk_tensors:
         by_extent.setdefault(id(stored.extent), (stored.extent, []))[1].append(stored.blocks)
     found: list[tuple[Extent, int, int]] = []
-    for extent, its in by_extent.values():
-        for start, end in sorted(its):
+    for extent, ranges in by_extent.values():
+        for start, end in sorted(ranges):
             if found and found[-1][0] is extent and start <= found[-1][2]:
                 found[-1] = extent, found[-1][1], max(end, found[-1][2])
             else:
