@@ -492,6 +492,45 @@ def test_low_precision_gradients_add_up_in_the_dtype_of_the_reduction():
         assert_same(whole_grads(model), expected, name=strategy)
 
 
+# -- ranks that use different parameters ------------------------------------------------------------------------------
+
+
+class Selecting(torch.nn.Module):
+    """Layers of several sizes in one unit, of which each call uses some. All gradients are integers below 256."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, rows) for rows in (6, 2**13, 6, 3, 2**13))
+
+    def forward(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+        outs = [self.layers[i](x) * (torch.arange(self.layers[i].out_features) % 7 + i) for i in chosen]
+        return torch.stack([out.float().sum() for out in outs]).sum()
+
+
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+@on_ranks(2)
+def test_ranks_that_use_different_parameters_add_up_gradients_of_the_same_ones(strategy):
+    """A program is the layers that each rank uses in each microbatch. Without zeros for unused ones, it uses all."""
+    options = (None, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    for seed, policy, zeros in product(range(3), options, (False, True)):
+        draw = random.Random(seed)
+        calls = [[draw.sample(range(5), draw.randint(1, 4)) for _ in range(2)] for _ in range(2)]  # by rank
+        for mine in calls:
+            mine.append(draw.sample(range(5), 5) if draw.random() < 0.3 else [i for i in range(5) if i not in mine[0]])
+        if not zeros:
+            calls = [[mine[0], mine[2]] for mine in calls]
+        model, plain = Selecting(), Selecting()
+        fully_shard(model, strategy=strategy, mp_policy=policy or MixedPrecisionPolicy())
+        model.set_reduce_scatter_unused_params(zeros)
+        for number in range(len(calls[0])):
+            batches = [torch.randint(3, (2, 4), generator=torch.Generator().manual_seed(r)).float() for r in range(2)]
+            for each, mine in zip(batches, calls, strict=True):
+                plain(each, mine[number]).div(2).backward()
+            with by_context(model, number == len(calls[0]) - 1):
+                model(batches[dist.get_rank()], calls[dist.get_rank()][number]).backward()
+        assert_same(whole_grads(model), whole_grads(plain), name=f"seed {seed}, {zeros}")
+
+
 # -- after a failure --------------------------------------------------------------------------------------------------
 
 

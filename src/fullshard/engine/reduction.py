@@ -93,8 +93,7 @@ class Reduction(ABC):
     _pending: Pending  # the first sums; every subclass starts them at the end of its constructor
 
     def __init__(self, of: ReductionOf, *, has_second_level: bool) -> None:
-        is_all = len(of.grads) == len(of.gradients.params)
-        note = "" if is_all else of.gradients.missing(of.grads)
+        note = of.gradients.missing(of.grads) if len(of.grads) < len(of.gradients.params) else ""
         self._plan = of.gradients.plan
         self._gradients = of.gradients
         self._transports = of.transports
@@ -111,7 +110,10 @@ class Reduction(ABC):
         if self._finishes:
             for i in self._first_sums.keys() - of.grads.keys():
                 of.grads[i] = of.gradients.zeros(i)
-        self._summed = list(of.grads)
+        self._summed = sorted(of.grads)
+        if self._summed != list(of.grads):  # ranks may use parameters in different microbatches, or not at all
+            for i in self._summed:
+                of.grads[i] = of.grads.pop(i)
 
     @property
     def has_arrived(self) -> bool:
@@ -287,8 +289,7 @@ class ShardReduction(Reduction):
         if shards is gradients.flat and is_fresh:
             gradients.give(self._summed)
             return
-        sums = {i: gradients.shard_in(i, shards) for i in self._summed}
-        gradients.add(sums, are_own=shards is gradients.flat)
+        gradients.add({i: gradients.shard_in(i, shards) for i in self._summed}, are_own=shards is gradients.flat)
 
 
 class OneLevelReduction(ShardReduction):
@@ -401,8 +402,7 @@ class WholeReduction(Reduction):
 
     def _deliver(self) -> None:
         for i, grad in self._grads.items():
-            whole = grad.view(self._plan.layout.params[i].spec.shape)
-            self._gradients.add({i: whole}, are_own=True)
+            self._gradients.add({i: grad.view(self._plan.layout.params[i].spec.shape)}, are_own=True)
 
 
 class UnitReduction:
