@@ -902,10 +902,11 @@ def before_optimizer_method(name: str, prepare: Callable[[Optimizer], None]) -> 
     setattr(Optimizer, name, prepared)
 
 
-def after_dtensor_writes(note: Callable[[Sequence[Tensor]], None], note_out: Callable[[Tensor], None]) -> None:
+def after_dtensor_writes(note: Callable[[Sequence[Tensor]], None], note_out: Callable[[Tensor, bool], None]) -> None:
     """Call `note` with the `DTensor`s that an in-place operation has written, and `note_out` with each `out=`.
 
-    torch has no such hook.
+    The second argument of `note_out` is True if no argument of the operation is a tensor, so that sizes determine the
+    number of values. torch has no such hook.
     """
     dispatcher: Any = type(DTensor._op_dispatcher)
     finish = dispatcher._dispatch_fast_path_python_tail
@@ -916,9 +917,10 @@ def after_dtensor_writes(note: Callable[[Sequence[Tensor]], None], note_out: Cal
         if is_in_place:
             note([args[0]] if isinstance(args[0], Tensor) else args[0])
         elif is_out:
+            has_sizes = not any(isinstance(argument, Tensor) for argument in args)
             for argument in operation._schema.arguments:
                 if argument.is_out:
-                    note_out(kwargs[argument.name])
+                    note_out(kwargs[argument.name], has_sizes)
         return finish(self, operation, args, kwargs, *others)
 
     dispatcher._dispatch_fast_path_python_tail = noted_finish

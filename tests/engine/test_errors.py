@@ -1705,9 +1705,16 @@ def assign_data_after_a_move() -> Steps:
     model(inputs())
 
 
-@mistake(StateError, "out=weight, a sharded parameter, has resized this rank's shard from", "within summon_full_params")
+@mistake(StateError, r"out=weight, .* all values of shape \(\d+, \d+\) to the shard", "within summon_full_params")
 def write_to_a_shard_by_an_operation_that_resizes_it() -> Steps:
     layer = fully_shard(linear())
+    yield
+    nn.init.eye_(layer.weight)
+
+
+@mistake(StateError, r"out=weight, .* all values of shape \(1, 4\) to the shard", "within summon_full_params")
+def write_to_the_shard_of_one_rank_that_is_the_whole_parameter() -> Steps:
+    layer = fully_shard(nn.Linear(4, 1))
     yield
     nn.init.eye_(layer.weight)
 

@@ -31,22 +31,24 @@ _written: dict[StorageWeakRef, int] = {}
 @cache
 def watch_writes() -> None:
     """Count the writes of all in-place operations on `DTensor`s."""
-    after_dtensor_writes(_note, _refuse_resized)
+    after_dtensor_writes(_note, _refuse_whole)
 
 
-def _refuse_resized(out: Any) -> None:
-    """Raise an error if an operation, such as that of `nn.init.eye_`, has resized a shard to write to it."""
+def _refuse_whole(out: Any, has_sizes: bool) -> None:
+    """Raise an error on every rank if an operation, such as that of `nn.init.eye_`, has written more than a shard."""
     managed = managed_by(out)
     if managed is None or out is not managed.param.sharded:
         return
-    group = next(group for group in managed.unit.param_groups if managed.param in group.params)
-    expected, found = managed.param.layout.spec.shard_shape(group.plan.rank), tuple(managed.param.local.shape)
-    if found != tuple(expected):
+    plan = next(group.plan for group in managed.unit.param_groups if managed.param in group.params)
+    spec = managed.param.layout.spec
+    shard = tuple(spec.shard_shape(plan.rank))
+    if tuple(managed.param.local.shape) != shard or (has_sizes and plan.shards_optimizer and spec.world > 1):
         raise StateError(
-            f"an operation with out={managed.param.fqn}, a sharded parameter, has resized this rank's shard from "
-            f"{tuple(expected)} to {found}, which also overwrote other parameters. "
-            "torch.nn.init.eye_ calls such an operation. Create the value separately, and write it within "
-            "summon_full_params; or initialize the module before fully_shard. This model is not usable any more."
+            f"an operation with out={managed.param.fqn}, a sharded parameter, has written all values of shape "
+            f"{tuple(spec.shape)} to the shard of each rank, which has shape {shard} on this rank. That also "
+            "overwrote other parameters. torch.nn.init.eye_ calls such an operation. Create the value separately, and "
+            "write it within summon_full_params; or initialize the module before fully_shard. This model is not usable "
+            "any more."
         )
 
 
