@@ -20,7 +20,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -658,6 +658,18 @@ def edit_gradients(params: list[nn.Parameter], how: str) -> None:
                 param.grad.clamp_(-0.01, 0.01)
 
 
+def edit_parameters(params: Iterable[nn.Parameter], how: str) -> None:
+    """Change parameters between steps, in ways for which torch counts versions and in others."""
+    with torch.no_grad():
+        for param in filter(can_be_trained, params):
+            if how == "foreach":
+                torch._foreach_mul_([param], 0.875)
+            elif how == "data":
+                param.data.mul_(0.875)
+            else:
+                param.mul_(0.875)
+
+
 def change_groups(optimizer: torch.optim.Optimizer, how: str, which: int) -> None:
     """Change the parameter groups of an optimizer between steps."""
     first = optimizer.param_groups[0]
@@ -932,9 +944,7 @@ class Plain(Driver):
 
     def edit(self, action: Json) -> None:
         self.abandon()
-        with torch.no_grad():
-            for param in filter(can_be_trained, self.model.parameters()):
-                param.mul_(0.875)
+        edit_parameters(self.model.parameters(), action.get("how", ""))
 
     def summon(self, action: Json) -> None:
         for key, param in self.model.named_parameters():
@@ -1282,9 +1292,7 @@ class Sharded(Driver):
 
     def edit(self, action: Json) -> None:
         self.reshard_all()  # writes to unsharded parameters are lost with a warning
-        with torch.no_grad():
-            for param in filter(can_be_trained, self.model.parameters()):
-                param.mul_(0.875)
+        edit_parameters(self.model.parameters(), action.get("how", ""))
 
     def reshard_all(self) -> None:
         """Reshard the units that a failed step or the action unshard has left unsharded."""

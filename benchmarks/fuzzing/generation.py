@@ -280,7 +280,7 @@ class Generator:
             "evaluate": 2,
             "forward_only": 1,
             "boom": 1,
-            "edit": 1,
+            "edit": 1.5,
             "summon": 1,
             "learning_rate": 1,
             "freeze": 0.7,
@@ -344,6 +344,8 @@ class Generator:
             action["which"] = self.random.randrange(20)
         if do == "freeze" and self.chance(0.5):
             action["trained"] = True
+        if do == "edit" and self.chance(0.6):
+            action["how"] = choose(("foreach", "data"))
         if do == "groups":
             action |= {"how": choose(("options", "move", "reverse")), "which": self.random.randrange(20)}
         if do == "boom" and self.chance(0.4):
