@@ -4,6 +4,7 @@ import copy
 import io
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -494,6 +495,23 @@ def test_state_is_assigned_to_a_module_in_two_places():
     assert net[0].weight is net[1].weight
     net(torch.ones(2, 6)).sum().backward()
     assert isinstance(net[0].weight.grad, DTensor)
+
+
+@on_ranks(2)
+def test_state_is_assigned_to_a_tied_weight_whose_other_modules_were_removed():
+    for strategy, kept, whole in product(ONE_AXIS, range(3), (True, False)):
+        net, other = (nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))) for _ in range(2))
+        for layers in (net, other):
+            layers[1].weight = layers[2].weight = layers[0].weight
+            fully_shard(layers, strategy=strategy)
+        for removed in {0, 1, 2} - {kept}:
+            net[removed], other[removed] = nn.Identity(), nn.Identity()
+        expected = whole_state(other)
+        state = expected if whole else {name: value.clone() for name, value in other.state_dict().items()}
+        net.load_state_dict(state, assign=True)
+        assert_same(whole_state(net), expected, name=f"{strategy}, {kept}")
+        x = torch.ones(2, 6)
+        assert_same(net(x), other(x), name=f"{strategy}, {kept}")
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -203,12 +203,12 @@ class ShardedParam:
 
     @property
     def shown(self) -> nn.Parameter:
-        """The form that the modules currently have; the sharded form if no module has any (see `Unit._adopt_tie`)."""
-        if not self.owners:
-            return self.sharded
-        current = self.owners[0].module._parameters[self.owners[0].name]
-        assert current is not None
-        return current
+        """The form that the modules currently have; the sharded form if no module has any (see `Unit._adopt_tie`).
+
+        If they differ, it is the first that is not the sharded form, since modules may have left the model.
+        """
+        forms = [owner.module._parameters.get(owner.name) for owner in self.owners]
+        return next((form for form in forms if form is not None and form is not self.sharded), self.sharded)
 
     def refuse_replacement(self, owner: Owner) -> NoReturn:
         """Raise an error, because `owner` has something other than the sharded parameter."""
