@@ -102,6 +102,8 @@ atexit.register(end_shared_ranks)  # multiprocessing waits for its processes at 
 # -- on a rank --------------------------------------------------------------------------------------------------------
 
 _generator: list[torch.Tensor] = []  # its state in the first call
+# Counters that every model increments. The package compares them only with their own earlier values.
+_COUNTERS = frozenset({"fullshard.engine.late_params._registrations"})
 
 
 def as_if_alone(function: Callable[..., T], args: Sequence[Any]) -> tuple[T, list[str]]:
@@ -114,7 +116,7 @@ def as_if_alone(function: Callable[..., T], args: Sequence[Any]) -> tuple[T, lis
     gc.collect()  # models in cycles
     now = surroundings()
     # Values that were None may have become permanent objects, such as the watchdog of the process group.
-    return value, [name for name, was in found.items() if now.get(name) != was]
+    return value, [name for name, was in found.items() if now.get(name) != was and name not in _COUNTERS]
 
 
 def surroundings() -> dict[str, object]:
