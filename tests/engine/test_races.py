@@ -496,20 +496,21 @@ LOOPS: dict[str, tuple[Loop, type[Layer]]] = {
     "unsharding ahead of transforms": (unsharding_ahead_of_transforms, Layer),
     "evaluation and writing": (evaluating_and_writing, Layer),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
+TEMPORARY = tempfile.gettempdir()
+OFFLOADING: dict[str, dict[str, Any]] = {
     "": {},
-    "bf16": {"mp_policy": BF16},
-    "fp16": {"mp_policy": FP16},
-    "encoded": {"mp_policy": ENCODED},
     "offload": {"offload_policy": CPUOffloadPolicy()},
-    "offload bf16": {"mp_policy": BF16, "offload_policy": CPUOffloadPolicy()},
     "states offloaded": {"offload_policy": Offload(optimizer={"cpu": 0.6})},
-    "all offloaded bf16": {"mp_policy": BF16, "offload_policy": ALL},
+    "all offloaded": {"offload_policy": ALL},
     "activations": {"offload_policy": Offload(activations={"cpu": 1.0})},
-    "activations on disk": {"offload_policy": Offload(activations={"disk": 1.0}, folder=tempfile.gettempdir())},
-    "states on disk": {"offload_policy": Offload(optimizer={"disk": 1.0}, folder=tempfile.gettempdir())},
-    "disk": {"offload_policy": Offload(parameters={"disk": 1.0}, folder=tempfile.gettempdir())},
-    "disk bf16": {"mp_policy": BF16, "offload_policy": Offload(parameters={"disk": 1.0}, folder=tempfile.gettempdir())},
+    "activations on disk": {"offload_policy": Offload(activations={"disk": 1.0}, folder=TEMPORARY)},
+    "states on disk": {"offload_policy": Offload(optimizer={"disk": 1.0}, folder=TEMPORARY)},
+    "disk": {"offload_policy": Offload(parameters={"disk": 1.0}, folder=TEMPORARY)},
+}
+PRECISIONS = {"": {}, "bf16": {"mp_policy": BF16}, "fp16": {"mp_policy": FP16}, "encoded": {"mp_policy": ENCODED}}
+OPTIONS = {
+    f"{offloading} {precision}".strip(): OFFLOADING[offloading] | PRECISIONS[precision]
+    for offloading, precision in itertools.product(OFFLOADING, PRECISIONS)
 }
 # Offload everything, a little at a time: a storage of the layers here has 1 to 5 KB.
 SMALLEST_BYTES, WINDOW_BYTES = 1, 16_384
@@ -517,10 +518,10 @@ COMMON_LOOPS = ("steps", "accumulation", "replicas withheld", "failing backward"
 COMMON_OPTIONS = ("", "bf16", "offload", "states offloaded", "disk")
 
 
-def exists(strategy: str, loop: str, option: str) -> bool:
-    has_no_shards = strategy in ("ddp", "zero1", "hfsdp") and "disk" in option
-    is_refused = strategy == "ddp" and option == "encoded"
-    return not (has_no_shards or is_refused or (loop == "capture" and "disk" in option))
+def exists(strategy: str, loop: str, offloading: str, precision: str = "") -> bool:
+    has_no_shards = strategy in ("ddp", "zero1", "hfsdp") and "disk" in offloading
+    is_refused = precision == "encoded" and (strategy == "ddp" or offloading == "disk")
+    return not (has_no_shards or is_refused or (loop == "capture" and "disk" in offloading))
 
 
 def tape_of(strategy: str, loop: str, option: str, *, values: bool = True, rank: int = 0) -> dry.Tape:
@@ -623,6 +624,7 @@ RARE = (
     ("zero3", "graph dropped", "activations"),
     ("zero3", "manually finalized", ""),
     ("ddp", "manually finalized", "offload"),
+    ("ddp", "steps", "offload"),
     ("zero3", "manual unsharding", ""),
     ("zero3", "manual unsharding", "offload"),
     ("zero3", "unsharding ahead of the step", ""),
@@ -644,17 +646,21 @@ RARE = (
     ("zero3", "failing backward", "activations on disk"),
     ("zero3", "steps", "states on disk"),
 )
-COMMON = [*itertools.product(STRATEGIES, COMMON_LOOPS, COMMON_OPTIONS)]
-OTHERS = covering_pairs(STRATEGIES, LOOPS, OPTIONS, allows=exists)
+COMMON: list[Scenario] = covering_pairs(STRATEGIES, COMMON_LOOPS, COMMON_OPTIONS, allows=exists)
+OTHERS: list[Scenario] = [
+    (strategy, loop, f"{offloading} {precision}".strip())
+    for strategy, loop, offloading, precision in covering_pairs(
+        STRATEGIES, LOOPS, OFFLOADING, PRECISIONS, allows=exists
+    )
+]
 
 
 def of_strategy(strategy: str, *, common: bool) -> tuple[Scenario, ...]:
     """Return the common scenarios of a strategy, or its others.
 
-    Every combination of two among strategy, loop and option occurs in a returned scenario.
+    Every combination of two among strategy, loop, offloading and precision occurs in a returned scenario.
     """
-    among = [scenario for scenario in COMMON if exists(*scenario)]
-    found = among if common else [scenario for scenario in OTHERS if scenario not in among]
+    found = COMMON if common else [scenario for scenario in OTHERS if scenario not in COMMON]
     return tuple(scenario for scenario in found if scenario[0] == strategy)
 
 
@@ -814,7 +820,7 @@ def test_buffers_that_a_disk_writes_are_waited_for():
 
     def run(_: Any) -> None:
         order: list[Any] = []
-        store = Store(torch.device("cpu"), Scratch(Path(tempfile.gettempdir()), "dropped"), 3 * ALIGNMENT)
+        store = Store(torch.device("cpu"), Scratch(Path(TEMPORARY), "dropped"), 3 * ALIGNMENT)
         first = store.put(torch.ones(2048), order)
         for _ in range(LAG):
             torch.ones(1).add_(1)
@@ -845,7 +851,7 @@ def test_buffers_of_states_are_written_before_they_are_filled():
 
 def test_writes_to_the_same_blocks_are_in_order():
     def run(_: Any) -> None:
-        extent = Scratch(Path(tempfile.gettempdir()), "twice").take(ALIGNMENT)
+        extent = Scratch(Path(TEMPORARY), "twice").take(ALIGNMENT)
         for _ in range(2):
             extent.write(aligned_buffer(ALIGNMENT))
 
