@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +19,7 @@ from fullshard.dry.storages import Storages
 from fullshard.tape.tape import HOST, DiskTransfer, Recorded, Tape, Waited
 
 _PACKAGE = Path(__file__).parent.parent
-_DEVICE_LAYER = tuple(str(_PACKAGE / room) for room in ("device", "dry", "disk/files.py"))
+_DEVICE_LAYER = (*(str(_PACKAGE / name) for name in ("device", "dry", "disk/files.py")), "<")
 OF_TORCH = "torch: "  # the prefix of `Waited.site` if torch itself makes the host wait
 
 LAG = 6
@@ -200,18 +201,18 @@ def _site() -> str:
     several callers counts as several sites. A line within a comprehension belongs to the function around it.
     """
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_DEVICE_LAYER, "<")):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_DEVICE_LAYER):
         frame = frame.f_back
     site = _line(frame)
     while frame.f_back is not None and frame.f_code.co_name in ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"):
         frame = frame.f_back
     caller = frame.f_back
     is_finalizer = frame.f_code.co_name == "__del__"  # the garbage collector calls it from an arbitrary line
-    if caller is None or is_finalizer or not caller.f_code.co_filename.startswith(str(_PACKAGE)):
+    if caller is None or is_finalizer or not caller.f_code.co_filename.startswith(f"{_PACKAGE}"):
         return site
     return f"{site}, called by {_line(caller)}"
 
 
 def _line(frame: FrameType) -> str:
     code = frame.f_code
-    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname.split('.<locals>.<')[0]}"
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_qualname.split('.<locals>.<')[0]}"

@@ -47,6 +47,7 @@ _NO_VALUES = frozenset(
 )
 _READ_BY_HOST = frozenset(("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.is_nonzero"))
 
+_NOT_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
 _ENDLESS = 10_000  # consecutive reads of a value by one line that indicate an endless loop
 
 
@@ -253,15 +254,20 @@ def _replaces(func: OpOverload) -> bool:
 
 def _tensors(tree: Any) -> list[Tensor]:
     """Return the tensors in arguments or results."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        return _tensors(list(tree.values()))
     found: list[Tensor] = []
+    _add_tensors(tree, found)
+    return found
+
+
+def _add_tensors(tree: Any, found: list[Tensor]) -> None:
+    # This runs for each operation, mostly on numbers, and `isinstance` is slow for `Tensor`.
+    if type(tree) in _NOT_TENSORS:
+        return
     if isinstance(tree, list | tuple):
         for value in tree:
-            if isinstance(value, Tensor):
-                found.append(value)
-            elif isinstance(value, list | tuple | dict):
-                found += _tensors(value)
-    return found
+            _add_tensors(value, found)
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            _add_tensors(value, found)
+    elif isinstance(tree, Tensor):
+        found.append(tree)

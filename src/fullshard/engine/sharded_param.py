@@ -338,19 +338,19 @@ def _dtensor(tensor: Tensor) -> DTensor:
 def digest(tensor: Tensor) -> int | None:
     """Return a hash of some evenly spaced values of `tensor`; None if it has no memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if isinstance(local, TensorOnDisk):
-        local = local.fetch()
+    local = local.fetch() if isinstance(local, TensorOnDisk) else local
     if not has_values(local):
         return None
     if holds_tensors(local):
         return crc32(repr([digest(inner) for inner in inner_tensors(local)]).encode())
     local = local.view(torch.uint8) if local.dtype.itemsize == 1 else local
-    numel, strides = local.numel(), contiguous_strides(local.shape)
-    sample = []
-    for offset in (i * numel // _SAMPLES for i in range(_SAMPLES if numel else 0)):
-        position = tuple(offset // stride % size for stride, size in zip(strides, local.shape, strict=True))
-        sample.append(local[position])
-    return crc32(bytes(torch.stack(sample).view(torch.uint8).tolist())) if sample else 0
+    offsets = range(0, local.numel(), max(local.numel() // _SAMPLES, 1))[:_SAMPLES]
+    if local.is_contiguous():  # one strided view, which is empty if there are no values
+        sample = local.view(-1)[offsets.start : offsets.stop : offsets.step].contiguous()
+    else:
+        sizes = [*zip(contiguous_strides(local.shape), local.shape, strict=True)]
+        sample = torch.stack([local[tuple(at // stride % size for stride, size in sizes)] for at in offsets])
+    return crc32(bytes(sample.view(torch.uint8).tolist()))
 
 
 @torch.no_grad()
