@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import testing
+from fullshard.comm.collectives import Collectives
 from fullshard.policy.switches import switches
 from fullshard.testing.ranks import RankPool
 
@@ -130,6 +131,7 @@ def surroundings() -> dict[str, object]:
         "hooks": len(torch.nn.modules.module._global_forward_hooks),
         "step": id(torch.optim.Optimizer.step),
         "folder": os.getcwd(),
+        "broken": any(collectives.broken is not None for collectives in kept_collectives()),
         "signals": [signal.getsignal(item) for item in (signal.SIGINT, signal.SIGTERM)],
     }
     for module in [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "fullshard"]:
@@ -143,6 +145,12 @@ def surroundings() -> dict[str, object]:
                     f"{module.__name__}.{name}.{item}": id(own) for item, own in vars(value).items() if callable(own)
                 }
     return found
+
+
+def kept_collectives() -> list[Collectives]:
+    """Return the collectives of this process. They refuse all calls after the ranks have disagreed."""
+    routes = sys.modules.get("fullshard.comm.routes")
+    return [] if routes is None else list(routes._of_group._values.values())
 
 
 def is_frozen(value: object) -> bool:

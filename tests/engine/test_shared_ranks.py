@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shared_ranks import run_ranks
 
 import fullshard
-from fullshard import fully_shard
+from fullshard import RankMismatchError, fully_shard
 from fullshard.comm import collectives
 from fullshard.testing import RanksFailed
 
@@ -28,6 +28,15 @@ def listen_to_signals() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
 
 
+def disagree() -> None:
+    """Catch the error that all ranks raise if they call different models."""
+    models = [fully_shard(torch.nn.Linear(4, width)) for width in (4, 6)]
+    for model in models:
+        model(torch.ones(2, 4))
+    with pytest.raises(RankMismatchError, match="different collectives"):
+        models[dist.get_rank()](torch.ones(2, 4)).sum().backward()
+
+
 SWITCHES = [
     partial(fullshard.check_finite_gradients, True),
     partial(fullshard.compare_ranks, False),
@@ -40,6 +49,7 @@ SWITCHES = [
     partial(torch.set_default_dtype, torch.float64),
     partial(torch.use_deterministic_algorithms, True),
     dist.destroy_process_group,
+    disagree,
 ]
 
 
