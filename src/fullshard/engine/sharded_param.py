@@ -38,7 +38,7 @@ from fullshard.errors import StateError
 from fullshard.layout.group_layout import ParamLayout
 from fullshard.layout.offsets import contiguous_strides
 
-_SAMPLES = 16  # number of values that a digest uses
+_SAMPLES = 16  # the maximum number of values that a digest uses
 
 
 @dataclass(frozen=True)
@@ -344,11 +344,11 @@ def digest(tensor: Tensor) -> int | None:
     if holds_tensors(local):
         return crc32(repr([digest(inner) for inner in inner_tensors(local)]).encode())
     local = local.view(torch.uint8) if local.dtype.itemsize == 1 else local
-    offsets = range(0, local.numel(), max(local.numel() // _SAMPLES, 1))[:_SAMPLES]
+    offsets = range(0, local.numel(), max(-(-local.numel() // _SAMPLES), 1))
     if local.is_contiguous():  # one strided view, which is empty if there are no values
-        sample = local.view(-1)[offsets.start : offsets.stop : offsets.step].contiguous()
+        sample = local.view(-1)[:: offsets.step].contiguous()
     else:
-        sizes = [*zip(contiguous_strides(local.shape), local.shape, strict=True)]
+        sizes = list(zip(contiguous_strides(local.shape), local.shape, strict=True))
         sample = torch.stack([local[tuple(at // stride % size for stride, size in sizes)] for at in offsets])
     return crc32(bytes(sample.view(torch.uint8).tolist()))
 
