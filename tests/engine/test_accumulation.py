@@ -515,17 +515,17 @@ def test_ranks_that_use_different_parameters_add_up_gradients_of_the_same_ones(s
     for seed, policy, zeros in product(range(3), options, (False, True)):
         draw = random.Random(seed)
         calls = [[draw.sample(range(5), draw.randint(1, 4)) for _ in range(2)] for _ in range(2)]  # by rank
-        for mine in calls:
-            mine.append(draw.sample(range(5), 5) if draw.random() < 0.3 else [i for i in range(5) if i not in mine[0]])
+        for own in calls:
+            own.append(draw.sample(range(5), 5) if draw.random() < 0.3 else [i for i in range(5) if i not in own[0]])
         if not zeros:
-            calls = [[mine[0], mine[2]] for mine in calls]
+            calls = [[own[0], own[2]] for own in calls]
         model, plain = Selecting(), Selecting()
         fully_shard(model, strategy=strategy, mp_policy=policy or MixedPrecisionPolicy())
         model.set_reduce_scatter_unused_params(zeros)
         for number in range(len(calls[0])):
             batches = [torch.randint(3, (2, 4), generator=torch.Generator().manual_seed(r)).float() for r in range(2)]
-            for each, mine in zip(batches, calls, strict=True):
-                plain(each, mine[number]).div(2).backward()
+            for each, own in zip(batches, calls, strict=True):
+                plain(each, own[number]).div(2).backward()
             with by_context(model, number == len(calls[0]) - 1):
                 model(batches[dist.get_rank()], calls[dist.get_rank()][number]).backward()
         assert_same(whole_grads(model), whole_grads(plain), name=f"seed {seed}, {zeros}")

@@ -84,7 +84,7 @@ class EncodedSums(Sums):
         self._errors: dict[object, tuple[TermName, Tensor]] = {}  # errors of the last message, by kind of the term
 
     @property
-    def error_nbytes(self) -> int:  # type: ignore[override]  # a property
+    def error_nbytes(self) -> int:
         """Bytes that error feedback keeps."""
         return sum(kept.nbytes for _, kept in self._errors.values())
 

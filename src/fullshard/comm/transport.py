@@ -114,7 +114,11 @@ class Sums(ABC):
     rank: int
     is_queued: bool
     names_terms = False  # True if terms need names, for error feedback
-    error_nbytes = 0  # bytes that error feedback keeps
+
+    @property
+    def error_nbytes(self) -> int:
+        """Bytes that error feedback keeps."""
+        return 0
 
     def forget_errors(self) -> None:  # noqa: B027  # most transports have none
         """Reset error feedback, so that the next sums do not include errors of earlier messages."""

@@ -208,7 +208,7 @@ def _site() -> str:
         frame = frame.f_back
     caller = frame.f_back
     is_finalizer = frame.f_code.co_name == "__del__"  # the garbage collector calls it from an arbitrary line
-    if caller is None or is_finalizer or not caller.f_code.co_filename.startswith(f"{_PACKAGE}"):
+    if caller is None or is_finalizer or not caller.f_code.co_filename.startswith(str(_PACKAGE)):
         return site
     return f"{site}, called by {_line(caller)}"
 

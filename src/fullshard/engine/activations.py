@@ -232,7 +232,7 @@ class Activations:
         for folder in {
             policy.disk_folder for policy in policies if isinstance(policy, Offload) and not policy.disk_fraction
         }:
-            from fullshard.disk.pace import pace_of  # imported here for the same reason
+            from fullshard.disk.pace import pace_of  # imported here, because few programs need it
 
             pace_of(folder).check()
 
